@@ -159,7 +159,7 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
 
 def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
     words = [server.get("name") or "unnamed server", server.get("version")]
-    words += [in_effect.get(name) for name in ("engine", "precision")]
+    words += [in_effect.get("engine") or in_effect.get("backend"), in_effect.get("precision")]
     return one_line(" ".join(str(word) for word in words if word), _MOST_TITLE)
 
 

@@ -196,7 +196,7 @@ def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combin
     for option, remedy, changed in (
         ("--weights", f"set WEIGHTS {_IN_ENV}", settings.weights is not None),
         ("--threads", f"set THREADS {_IN_ENV}", settings.threads != 0),
-        ("--precision", f"set NATIVE_PRECISION {_IN_ENV}", settings.precision is not None),
+        ("--precision", f"set PRECISION {_IN_ENV}", settings.precision is not None),
         ("--pad-to", "leave it out", settings.pad_to is not None),
     ):
         if changed:

@@ -83,11 +83,14 @@ def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, Mappi
         yield name, ensemble_config(specification, name, executing), _EMPTY
 
 
-def onnxruntime_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
-    """`<model>_onnx`: the native onnxruntime backend on GPU 0, FP32 without TF32."""
+def onnxruntime_config(
+    specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US, precision: str | None = None
+) -> str:
+    """`<model>_onnx`: the native onnxruntime backend on GPU 0. Inputs and outputs have the model's datatypes in every
+    precision, which is a property of the file. `precision`, if it is known, is shown to clients; tf32 turns TF32 on."""
     return f"""{_header(specification)}name: {quote(specification.name + "_onnx")}
 backend: "onnxruntime"
-default_model_filename: {quote(artefact_name(specification, "onnx"))}
+{_shown(precision)}default_model_filename: {quote(artefact_name(specification, "onnx"))}
 {_signature(specification, specification.max_batch_size)}
 # KIND_GPU, written out: without it Triton falls back to the CPU without a message where it cannot use the GPU.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
@@ -95,24 +98,28 @@ instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
 # 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
 parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
-# TF32 off, so that FP32 means FP32 on both arms. No CUDA graphs: this backend ignores optimization.cuda.graphs, and
-# ONNX Runtime's own enable_cuda_graph would replay stale inputs, since Triton binds new buffers at each execution.
+# TF32 only where it was asked for, so that FP32 means FP32; FP16 does not use it. No CUDA graphs: this backend ignores
+# optimization.cuda.graphs, and ONNX Runtime's own enable_cuda_graph would replay stale inputs, since Triton binds new
+# buffers at each execution.
 optimization {{ execution_accelerators {{
-  gpu_execution_accelerator: [ {{ name: "cuda" parameters {{ key: "use_tf32" value: "0" }} }} ]
+  gpu_execution_accelerator: [ {{ name: "cuda" parameters {{ key: "use_tf32" value: "{int(precision == "tf32")}" }} }} ]
 }} }}
 # Every size: the CUDA provider plans its convolutions anew for each batch size, and the batcher forms all of them.
 {_warmup(specification, range(1, specification.max_batch_size + 1), (None,), count=1)}
 {_NO_CACHE}"""
 
 
-def tensorrt_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
-    """`<model>_tensorrt`: the native tensorrt backend on GPU 0 with a CUDA graph for every batch size."""
+def tensorrt_config(
+    specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US, precision: str | None = None
+) -> str:
+    """`<model>_tensorrt`: the native tensorrt backend on GPU 0 with a CUDA graph for every batch size. `precision` is
+    that of the plan, if it is known, and shown to clients."""
     sizes, along = warm_up_sizes(specification.max_batch_size), _axis_sizes(specification)
     exact = _EXACT_SIZES if specification.axes else ""
     return f"""{_header(specification)}name: {quote(specification.name + "_tensorrt")}
 backend: "tensorrt"
 # FP16 or FP32 is a property of the plan: TensorRT 11 networks are strongly typed, there is no flag for it here.
-default_model_filename: {quote(artefact_name(specification, "plan"))}
+{_shown(precision)}default_model_filename: {quote(artefact_name(specification, "plan"))}
 {_signature(specification, specification.max_batch_size)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] profile: [ "0" ] }} ]
@@ -227,6 +234,11 @@ _EXACT_SIZES = """
 _NO_CACHE = """# An answer from a cache would not be an inference.
 response_cache { enable: false }
 """
+
+
+def _shown(precision: str | None) -> str:
+    """The precision where clients of Triton read it; the backend takes no notice."""
+    return "" if precision is None else f'parameters {{ key: "precision" value: {{ string_value: "{precision}" }} }}\n'
 
 
 def _header(specification: ModelSpecification) -> str:

@@ -92,7 +92,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
             continue
         if executed.name not in made:
             made[executed.name] = executed_file(
-                settings.engine, settings.precision, executed, weights, settings.artefacts, progress=console.print
+                settings.engine, engine.precision, executed, weights, settings.artefacts, progress=console.print
             )
         file = made[executed.name]
         models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))

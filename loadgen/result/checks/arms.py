@@ -205,14 +205,14 @@ def tf32(arm: ArmRecord, _: Facts) -> Outcome:
     device = str(arm.in_effect.get("device") or "")
     if device == "cpu" or (not device and kind_of(arm) == "KIND_CPU"):
         return Outcome(True, "runs on a CPU, which has no TF32")
-    if precision == "fp32":
-        return Outcome(True, "runs FP32 and would report TF32 as tf32", "off")
-    if precision is not None:
+    if precision not in (None, "fp32"):
         return Outcome(True, f"runs {precision}", str(precision))
     if backend_of(arm) == "onnxruntime":
         use = next((p.get("use_tf32") for name, p in accelerators(arm) if name == "cuda" and "use_tf32" in p), None)
         how = f"use_tf32 = {use}" if use is not None else "use_tf32 unset, and ONNX Runtime turns TF32 on by default"
         return Outcome(use == "0", f"has {how}", how)
+    if precision is not None:
+        return Outcome(True, "runs FP32 and would report TF32 as tf32", "off")
     return Outcome(None, "does not report its precision")
 
 

@@ -14,7 +14,7 @@ from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.quantities import detectable, number, share
 from loadgen.records.model_config import mapping, whole
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, shown
-from loadgen.records.samples import latencies_ms
+from loadgen.records.samples import SAMPLE_DTYPE, latencies_ms
 from loadgen.result.checks.registry import Outcome, Severity, check, per_comparison, per_load
 from loadgen.result.noise_floor import is_self_comparison
 from loadgen.studies.ceiling.analyse import CeilingsFound
@@ -109,7 +109,7 @@ def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Outcome | None:
     found, quick, most = [], [], 0
     for arm in facts.run.arms:
         blocks = [one.samples for one in load.stored if one.record.label == arm.label and one.samples is not None]
-        samples = np.concatenate(blocks) if blocks else np.empty(0)
+        samples = np.concatenate(blocks) if blocks else np.empty(0, dtype=SAMPLE_DTYPE)
         if not len(samples):
             return Outcome(None, "no samples")
         latency, answered = latencies_ms(samples), samples["error"] < 0
@@ -133,7 +133,8 @@ def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Outcome | None:
 
 def _chance_of_last_third(stalls: int, slow: int) -> float:
     """Probability that at least so many of `slow` requests fall into the last third of an even range."""
-    return sum(comb(slow, n) * 2 ** (slow - n) for n in range(stalls, slow + 1)) / 3**slow
+    ways: int = sum(comb(slow, n) * 2 ** (slow - n) for n in range(stalls, slow + 1))
+    return ways / 3**slow
 
 
 def _stall_words(arm: ArmRecord, stalls: int, requests: int, median_ms: float, rejected: int) -> str:
