@@ -65,7 +65,7 @@ def _deployment(
     if not arm.embedded:
         return RemoteDeployment(arm.target, arm.grpc if experiment.transport == "grpc" else None, arm.access)
     if experiment.deployment == "compose":
-        return ComposeDeployment(arm.target, experiment.compose_project or PROJECT)
+        return ComposeDeployment(arm.target, experiment.compose_project or PROJECT, asked_for(arm.settings, "backend"))
     options = {"model": reference(experiment.reference_of(arm)), "threads": str(experiment.threads)}
     if experiment.weights != MODEL_WEIGHTS:
         options["weights"] = experiment.weights

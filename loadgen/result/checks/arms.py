@@ -8,10 +8,10 @@ tensorrt backends.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from loadgen.comparison.claims import do_not
+from loadgen.comparison.claims import do_not, join
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
@@ -132,6 +132,23 @@ def same_pad_to(facts: Facts) -> list[Outcome]:
     """Skipped where no arm has a padded axis."""
     known = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
     return _compare(facts, "pad_to", "padding of batches") if known else []
+
+
+@fairness(
+    "no two arms share a server",
+    "informs",
+    "Compare each in a separate run, on a server with its model only, if memory or cold starts matter.",
+)
+def shared_server(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where every arm has its own server."""
+    for url in dict.fromkeys(arm.url for arm in facts.run.arms):
+        sharing = [shown(arm.label) for arm in facts.run.arms if arm.url == url]
+        if len(sharing) > 1:
+            detail = (
+                f"{join(sharing)} are on one server, so they share its process, its memory and its cold start; while "
+                "one gets requests the others stay loaded"
+            )
+            yield Outcome(False, detail, ", ".join(sharing))
 
 
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")

@@ -133,8 +133,7 @@ def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Outcome | None:
 
 def _chance_of_last_third(stalls: int, slow: int) -> float:
     """Probability that at least so many of `slow` requests fall into the last third of an even range."""
-    ways: int = sum(comb(slow, n) * 2 ** (slow - n) for n in range(stalls, slow + 1))
-    return ways / 3**slow
+    return float(sum(comb(slow, n) * 2 ** (slow - n) for n in range(stalls, slow + 1)) / 3**slow)
 
 
 def _stall_words(arm: ArmRecord, stalls: int, requests: int, median_ms: float, rejected: int) -> str:
