@@ -32,6 +32,8 @@ QUICK_MS = 200.0
 SLOW_MS, STALL_MS = 150.0, (450.0, 600.0)
 """What a slow request takes beyond the median, and what a stalled one does: the last third of SLOW_MS to its end."""
 STALL_SIGNIFICANCE = 0.05
+NEAR_TIMEOUT_US = 1_000_000
+"""A queue timeout up to this one can end a request that waits for Triton's batcher."""
 UNAVAILABLE = (503, 1014)
 """The status of a request whose time in the queue was over, in HTTP and gRPC."""
 
@@ -147,11 +149,12 @@ def _stall_words(arm: ArmRecord, stalls: int, requests: int, median_ms: float, r
         return detail
     policy = mapping(mapping((arm.model_config or {}).get("dynamic_batching")).get("default_queue_policy"))
     timeout = whole(policy.get("default_timeout_microseconds"))
-    known = f", {timeout:,} µs here," if timeout is not None else ""
-    return (
-        f"{detail}: Triton's idle batcher wakes up only every 0.5 s, and a queue timeout{known} near that rejects what "
-        "waits"
-    )
+    detail += ": Triton's idle batcher wakes up only every 0.5 s, and "
+    if timeout is None:
+        return f"{detail}a queue timeout near that would reject what waits (its own is unknown)"
+    if timeout <= NEAR_TIMEOUT_US:
+        return f"{detail}its queue timeout of {timeout:,} µs rejects what waits as long"
+    return f"{detail}its queue timeout of {timeout:,} µs is too long to reject what waits"
 
 
 @check(

@@ -194,7 +194,7 @@ def test_three_arms_are_the_native_server_and_both_models_of_one_triton(tmp_path
     shared = next(check for check in result.checks if check.name == "shared_server")
     assert (shared.ok, shared.severity, shared.value) == (False, "informs", "B, C")
     starts = msgspec.json.decode((tmp_path / "cold_starts.json").read_bytes(), type=list[ColdStart])
-    beside = {start.label: start.conditions.partition("the other servers stopped")[2] for start in starts}
+    beside = {start.label: str(start.conditions).partition("the other servers stopped")[2] for start in starts}
     assert beside == {"a": "", "b": ", C loaded in the same container", "c": ", B loaded in the same container"}
     assert all(container.state().status == "running" for container in stack.values())
 
