@@ -79,6 +79,7 @@ def test_a_stub_that_ends_while_it_is_checked_has_died(tmp_path: Path, monkeypat
     with TritonProcess(sleeps, tmp_path / "log") as server:
         monkeypatch.setattr(server, "_find_stubs", lambda: [gone])
         server.assert_alive()  # while a user's config is completed, such a process comes and goes
+        monkeypatch.setattr(server, "_find_stubs", list)  # or the end would kill this process
     ours = msgspec.structs.replace(sleeps, argv=(*sleeps.argv, "--disable-auto-complete-config"))
     with TritonProcess(ours, tmp_path / "log") as server:
         monkeypatch.setattr(server, "_find_stubs", lambda: [gone])
