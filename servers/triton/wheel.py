@@ -74,14 +74,9 @@ def diagnose(interpreter: Interpreter | None = None) -> list[Finding]:
 
 
 def _environment_findings(interpreter: Interpreter) -> list[Finding]:
-    glibc, numpy, minor = interpreter.glibc, interpreter.numpy, interpreter.minor
+    glibc, minor = interpreter.glibc, interpreter.minor
     stub = None if interpreter.package is None else _stub(interpreter.package, interpreter)
     has_stub = stub is not None and stub.is_file() and os.access(stub, os.X_OK)
-    # With NumPy 2 this stub does not fail: it answers HTTP 200 with an empty tensor.
-    numpy_1 = numpy is not None and int(numpy.partition(".")[0]) < 2
-    numpy_detail = "NumPy is not installed" if numpy is None else f"NumPy {numpy}"
-    if numpy is not None and not numpy_1:
-        numpy_detail += " is installed, with which the python backend of Triton 2.51 returns empty tensors, not errors"
     return [
         finding(
             "triton-architecture",
@@ -103,7 +98,6 @@ def _environment_findings(interpreter: Interpreter) -> list[Finding]:
             f"the python backend {'supports' if has_stub else 'does not support'} Python {minor}",
             INSTALL if stub is None else "use Python 3.11 or 3.12",
         ),
-        finding("triton-numpy", numpy_1, numpy_detail, "run pip install 'numpy>=1.26,<2'"),
     ]
 
 
