@@ -64,6 +64,7 @@ class TritonProcess:
                 preexec_fn=end_with_parent,
             )
         self._stubs: dict[int, psutil.Process] = {}
+        self._watches_stubs = "--disable-auto-complete-config" in plan.argv
 
     @property
     def pid(self) -> int:
@@ -80,6 +81,7 @@ class TritonProcess:
         while time.monotonic() < deadline:
             self.assert_alive()
             if self.is_ready():
+                self._watches_stubs = True
                 return True
             if asked_to_end.wait(POLL_SECONDS):
                 return False
@@ -99,8 +101,11 @@ class TritonProcess:
             return False
 
     def assert_alive(self) -> None:
-        """Raise `TritonDiedError` if the server or one of its stubs has ended."""
-        stub_died = any(map(_has_ended, self._find_stubs()))
+        """Raise `TritonDiedError` if the server or one of its stubs has ended.
+
+        Where Triton completes a config, a process runs for that and ends while the server starts.
+        """
+        stub_died = self._watches_stubs and any(map(_has_ended, self._find_stubs()))
         if stub_died:
             # A model that fails to load ends its server a moment later, with a better message.
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -10,13 +10,14 @@ import pytest
 
 from servers.engines.settings import EngineSettings
 from servers.export.triton_config import BatchingSettings
-from servers.models.registry import get_specification
+from servers.models.registry import get_specification, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.errors import TritonOptionError
 from servers.triton.interpreter import Interpreter
 from servers.triton.repository import PlacedModel, Repository, Serving, lay_out
 from servers.triton.wheel import find_wheel
+from tests.unit.triton.test_model_config import parse
 
 ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", threads=2, max_batch_size=8)
 
@@ -87,3 +88,52 @@ def test_a_folder_with_other_files_is_refused_and_kept(
     with pytest.raises(TritonOptionError, match="--work-dir"):
         laid_out(tmp_path / "work", interpreter, specification)
     assert precious.read_text() == "mine"
+
+
+def native(folder: Path, interpreter: Interpreter, payload: str, backend: str, device: str) -> Path:
+    specification = get_variant("open_clip:ViT-B-32", payload)
+    engine = replace(ENGINE, kind=backend, device=device, precision="fp16")
+    serving = Serving(engine, RandomWeights(0), BatchingSettings(max_batch_size=8), backend=backend)
+    model = PlacedModel(specification, Path("/artefacts/exported"), {"sha256": "ab12"})
+    return lay_out(folder, find_wheel(interpreter), [model], serving).models
+
+
+@pytest.mark.parametrize(("backend", "ending"), [("onnxruntime", "onnx"), ("tensorrt", "plan")])
+def test_a_native_backend_gets_the_exported_file(
+    tmp_path: Path, interpreter: Interpreter, backend: str, ending: str
+) -> None:
+    models = native(tmp_path / "work", interpreter, "uint8", backend, "cuda:2")
+    (folder,) = models.iterdir()
+    config = parse((folder / "config.pbtxt").read_text())
+    assert (config.name, config.backend, config.max_batch_size) == (folder.name, backend, 8)
+    assert (config.default_model_filename, list(config.instance_group[0].gpus)) == (f"model_uint8.{ending}", [2])
+    assert (folder / "1" / config.default_model_filename).readlink() == Path("/artefacts/exported")
+    told = {
+        name: config.parameters[name].string_value for name in ("engine", "precision", "weights", "artefact_sha256")
+    }
+    assert told == {
+        "engine": backend,
+        "precision": "fp16",
+        "weights": "random weights (seed 0)",
+        "artefact_sha256": "ab12",
+    }
+    assert "/artefacts" not in (folder / "config.pbtxt").read_text()
+
+
+def test_onnxruntime_on_the_cpu_says_so_and_has_its_threads(tmp_path: Path, interpreter: Interpreter) -> None:
+    (folder,) = native(tmp_path / "work", interpreter, "fp32", "onnxruntime", "cpu").iterdir()
+    config = parse((folder / "config.pbtxt").read_text())
+    assert config.instance_group[0].kind == config.instance_group[0].KIND_CPU
+    assert config.parameters["intra_op_thread_count"].string_value == "2"
+    assert not config.HasField("optimization")
+
+
+def test_jpeg_behind_a_native_backend_is_an_ensemble(tmp_path: Path, interpreter: Interpreter) -> None:
+    models = native(tmp_path / "work", interpreter, "jpeg", "onnxruntime", "cuda:0")
+    assert sorted(path.name for path in models.iterdir()) == [
+        "openclip_vit_b32_jpeg_onnx",
+        "openclip_vit_b32_preprocess",
+        "openclip_vit_b32_uint8_onnx",
+    ]
+    steps = parse((models / "openclip_vit_b32_jpeg_onnx" / "config.pbtxt").read_text()).ensemble_scheduling.step
+    assert [step.model_name for step in steps] == ["openclip_vit_b32_preprocess", "openclip_vit_b32_uint8_onnx"]

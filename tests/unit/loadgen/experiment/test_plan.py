@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from loadgen.entry import build
 from loadgen.experiment.file import parse_options
 from loadgen.experiment.forecast import Forecast
-from loadgen.experiment.plan import PRESETS, PlanError, make_arm, make_workloads, sized
+from loadgen.experiment.plan import PRESETS, PlanError, make_arm, make_arms, make_workloads, sized
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.records.run import ArmRequest, Experiment, Workload
@@ -75,6 +75,22 @@ def test_arm_options() -> None:
     ]:
         with pytest.raises(PlanError, match=words):
             make_arm("a", ArmSettings(target=target, options=parse_options("--a-option", refused)))
+
+
+def test_options_of_triton_go_to_every_arm_triton_that_does_not_set_its_own() -> None:
+    arms = {
+        "a": {"target": "native"},
+        "b": {"target": "triton"},
+        "c": {"target": "triton", "options": {"backend": "tensorrt", "triton_repository": "/other"}},
+    }
+    shared = {"tritonserver": "/opt/t", "backend": "onnxruntime", "triton_repository": "/mine"}
+    a, b, c = make_arms(ExperimentSettings.model_validate({"arms": arms, **shared}))
+    assert a.settings == {}
+    assert b.settings == {"tritonserver": "/opt/t", "backend": "onnxruntime", "triton-repository": "/mine"}
+    assert c.settings == {"tritonserver": "/opt/t", "backend": "tensorrt", "triton_repository": "/other"}
+    assert [arm.own_repository for arm in (a, b, c)] == [False, True, True]
+    with pytest.raises(PlanError, match="--backend has no effect, because no arm is triton"):
+        make_arms(ExperimentSettings.model_validate({"arms": {"a": "native", "b": "native"}, "backend": "tensorrt"}))
 
 
 def test_a_wrong_option_is_one_sentence_and_status_2(tmp_path: Path) -> None:

@@ -105,6 +105,16 @@ def test_the_settings_of_a_server_that_is_not_ours_stay_as_they_are() -> None:
     assert "cannot share" in far["transfer", "b"].reason
 
 
+def test_a_native_backend_cannot_leave_its_engine_out_and_your_repository_stays_as_it_is() -> None:
+    done, untested = planned(experiment(), arms(backend="onnxruntime"))
+    assert done == [one for one in BOTH if one[0] != "compute"]
+    assert "cannot leave it out" in untested["compute", "b"].reason
+    own = {"target": "triton", "settings": {"triton-repository": "/mine"}}
+    done, untested = planned(experiment(b=own))
+    assert done == [("queue_delay", "a"), ("transfer", "a"), ("transfer", "b"), ("compute", "a")]
+    assert "your own repository" in untested["compute", "b"].reason
+
+
 def test_containers_are_not_touched() -> None:
     done, untested = planned(experiment(deployment="compose"))
     assert done == []

@@ -49,6 +49,16 @@ def make_experiment(**changes: Any) -> Experiment:
     return msgspec.structs.replace(experiment, **{"arms": arms, "workloads": (workload("single"),), **changes})
 
 
+def test_what_tritons_own_backend_executes_is_not_measured_alone() -> None:
+    for arms, effect in (
+        ({}, {"backend": "onnxruntime", "engine": "onnxruntime"}),
+        ({"b": ArmRequest(label="b", target="triton", settings={"triton-repository": "/mine"})}, {}),
+    ):
+        experiment = make_experiment(**arms)
+        _, (ceiling,) = plan_ceilings(experiment, [arm("a"), arm("b", **effect)])
+        assert ceiling.reason == "Triton's own backend executes it, which cannot be measured outside a server"
+
+
 def arm(label: Label = "a", **effect: object) -> ArmRecord:
     return ArmRecord(
         label=label, title="", target="native", url="", server_name=None, server_version=None, launched=True,

@@ -1,0 +1,182 @@
+"""A tritonserver that is installed somewhere: the wheel's, copied and arranged as in NVIDIA's images.
+
+Its backend onnxruntime is a stand-in in Python, since NVIDIA's binary is not to be had here: what it executes, and how
+it is configured, is what the real one gets.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import tritonclient.http as http_client
+
+from servers.engines.factory import build_engine
+from servers.engines.settings import EngineSettings
+from servers.launch_plan import LaunchPlan
+from servers.models.registry import get_variant
+from servers.models.weights import RandomWeights
+from servers.triton.installation import STUB
+from servers.triton.watch import TritonProcess
+from servers.triton.wheel import find_wheel
+from tests.integration.triton.conftest import free_ports
+
+pytestmark = pytest.mark.triton
+READY_SECONDS = 120
+STAND_IN = """
+import json, os
+import numpy
+import onnxruntime
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        file = os.path.join(args["model_repository"], args["model_version"], config["default_model_filename"])
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = int(config["parameters"]["intra_op_thread_count"]["string_value"])
+        self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        self.outputs = [output["name"] for output in config["output"]]
+        self.inputs = [one["name"] for one in config["input"]]
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        given = {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self.inputs}
+        arrays = self.session.run(self.outputs, given)
+        tensors = [pb_utils.Tensor(*named) for named in zip(self.outputs, arrays)]
+        return pb_utils.InferenceResponse(tensors)
+"""
+OWN_MODEL = """
+import numpy
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            doubled = 2 * pb_utils.get_input_tensor_by_name(request, "values").as_numpy()
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("doubled", doubled)]))
+        return answers
+"""
+OWN_CONFIG = """
+backend: "python"
+max_batch_size: 4
+input [ { name: "values" data_type: TYPE_FP32 dims: [ 3 ] } ]
+output [ { name: "doubled" data_type: TYPE_FP32 dims: [ 3 ] } ]
+instance_group [ { kind: KIND_CPU count: 2 } ]
+dynamic_batching { max_queue_delay_microseconds: 700 }
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The copy."""
+    wheel, folder = find_wheel(), tmp_path_factory.mktemp("opt") / "tritonserver"
+    assert wheel.stub is not None
+    assert wheel.libraries is not None
+    shutil.copytree(wheel.backend_folder, folder / "backends")
+    shutil.copy2(wheel.stub, folder / "backends" / "python" / STUB)
+    shutil.copytree(wheel.libraries, folder / "lib")
+    (folder / "bin").mkdir()
+    shutil.copy2(wheel.binary, folder / "bin")
+    (folder / "TRITON_VERSION").write_text(f"{wheel.version}.0\n")
+    (folder / "backends" / "onnxruntime").mkdir()
+    (folder / "backends" / "onnxruntime" / "model.py").write_text(STAND_IN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(
+    installed: Path, artefact_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., LaunchPlan]]:
+    """Starts what `abserve serve triton` plans with these options."""
+    with ExitStack() as servers:
+
+        def start(*options: str) -> LaunchPlan:
+            folder = tmp_path_factory.mktemp("triton")
+            ports = zip(("http", "grpc", "metrics"), free_ports(), strict=True)
+            command = [
+                *(sys.executable, "-P", "-m", "loadgen.entry", "serve", "triton", "--print-launch"),
+                *(
+                    "--tritonserver",
+                    str(installed),
+                    "--work-dir",
+                    str(folder / "work"),
+                    "--artefacts",
+                    str(artefact_dir),
+                ),
+                *(f"--{name}-port={port}" for name, port in ports),
+                *options,
+            ]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+            document = {key: value for key, value in json.loads(done.stdout).items() if key != "schema"}
+            plan = LaunchPlan(**document)
+            process = servers.enter_context(TritonProcess(plan, folder / "log"))
+            assert process.wait_ready(READY_SECONDS), (folder / "log").read_text()
+            return plan
+
+        yield start
+
+
+def infer(plan: LaunchPlan, name: str, datatype: str, array: Any, output: str) -> Any:
+    tensor = http_client.InferInput(name, list(array.shape), datatype)
+    tensor.set_data_from_numpy(array)
+    with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
+        return client.infer(plan.model, [tensor]).as_numpy(output)
+
+
+def test_a_native_backend_executes_the_exported_file(start: Callable[..., LaunchPlan], artefact: Any) -> None:
+    plan = start("--device", "cpu", "--threads", "1", "--max-batch-size", "4")
+    assert plan.title == "Triton 2.51, onnxruntime backend, fp32"
+    with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
+        config = client.get_model_config(plan.model)
+    assert config["backend"] == "onnxruntime"
+    assert config["parameters"]["artefact_sha256"]["string_value"] == artefact.manifest.sha256
+    specification = get_variant("open_clip:ViT-B-32", "fp32")
+    engine = build_engine(
+        specification, RandomWeights(0), EngineSettings(kind="onnxruntime", device="cpu", threads=1), artefact.path
+    )
+    engine.load()
+    with closing(engine):
+        pixels = np.random.default_rng(3).standard_normal((3, 3, 224, 224), np.float32)
+        expected: Any = engine.infer({"pixel_values": pixels})["embedding"]
+    answer = infer(plan, "pixel_values", "FP32", pixels, "embedding")
+    np.testing.assert_allclose(answer, expected, atol=1e-5)
+
+
+def test_jpeg_goes_through_the_decoding_model(start: Callable[..., LaunchPlan]) -> None:
+    plan = start("--device", "cpu", "--max-batch-size", "2", "--payloads", "jpeg,uint8")
+    assert plan.model == "openclip_vit_b32_jpeg_onnx"
+    rows, columns = np.mgrid[0:224, 0:224].astype(np.uint8)
+    picture = np.ascontiguousarray(np.stack([rows, columns, rows ^ columns], axis=-1))
+    file = simplejpeg.encode_jpeg(picture, quality=100, colorsubsampling="444")
+    answer = infer(plan, "image", "BYTES", np.array([[file]], dtype=object), "embedding")
+    assert answer.shape == (1, 512)
+    assert np.isfinite(answer).all()
+    assert answer.any()
+
+
+def test_your_own_python_model_runs_with_your_config(start: Callable[..., LaunchPlan], tmp_path: Path) -> None:
+    version = tmp_path / "mine" / "doubles" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(OWN_MODEL)
+    (version.parent / "config.pbtxt").write_text(OWN_CONFIG)
+    (tmp_path / "mine" / "broken").mkdir()
+    plan = start("--triton-repository", str(tmp_path / "mine"), "--model", "doubles")
+    answer = infer(plan, "values", "FP32", np.array([[1, 2, 3]], np.float32), "doubled")
+    assert answer.tolist() == [[2, 4, 6]]
+    with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
+        config = client.get_model_config("doubles")
+    assert config["instance_group"][0]["count"] == 2
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 700

@@ -1,0 +1,167 @@
+"""Which tritonserver is started, with which backend, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servers.triton import installation as module
+from servers.triton.errors import TritonOptionError
+from servers.triton.installation import Installation, find_folder, read_installation
+from servers.triton.interpreter import Interpreter
+from servers.triton.launch import choose_backend, prepare_repository
+from servers.triton.settings import TritonSettings
+
+
+def executable(path: Path, content: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{content}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Callable[..., Path]:
+    """A folder as in NVIDIA's images; `python` is that of the stub."""
+
+    def make(*backends: str, python: str = "3.99", version: str = "2.61.0\n") -> Path:
+        folder = tmp_path / "opt" / "tritonserver"
+        executable(folder / "bin" / "tritonserver")
+        (folder / "TRITON_VERSION").write_text(version)
+        (folder / "lib").mkdir()
+        for name in backends:
+            (folder / "backends" / name).mkdir(parents=True)
+        if "python" in backends:
+            executable(folder / "backends" / "python" / module.STUB, f"libpython{python}.so.1.0")
+        return folder
+
+    return make
+
+
+def test_an_image_tells_its_version_and_its_backends(image: Any, interpreter: Interpreter) -> None:
+    folder = image("onnxruntime", "python", "tensorrt")
+    found = read_installation(folder, interpreter)
+    assert found.title == "Triton 2.61"
+    assert found.backends == ("onnxruntime", "python", "tensorrt")
+    assert found.binary == folder / "bin" / "tritonserver"
+    assert found.libraries == folder / "lib"
+    assert found.stub == folder / "backends" / "python" / module.STUB
+    assert found.stub_in_place
+    assert found.libpython is not None
+
+
+def test_a_stub_for_another_python_does_not_count(image: Any, interpreter: Interpreter) -> None:
+    found = read_installation(image("python", python="3.12"), interpreter)
+    assert (found.stub, found.stub_python) == (None, "3.12")
+
+
+@pytest.mark.parametrize(("text", "title"), [("", "Triton"), ("not a version", "Triton"), ("2.7.1", "Triton 2.7")])
+def test_a_version_that_is_not_stated_is_left_out(image: Any, interpreter: Interpreter, text: str, title: str) -> None:
+    assert read_installation(image(version=text), interpreter).title == title
+
+
+def test_the_folder_is_the_one_asked_for_then_that_on_path_then_nvidias(
+    image: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidias = image()
+    monkeypatch.setattr(module, "IMAGE_FOLDER", nvidias)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert find_folder(None) == nvidias
+    executable(tmp_path / "mine" / "bin" / "tritonserver")
+    monkeypatch.setenv("PATH", str(tmp_path / "mine" / "bin"))
+    assert find_folder(None) == tmp_path / "mine"
+    assert find_folder(nvidias) == nvidias
+    monkeypatch.setattr(module, "IMAGE_FOLDER", tmp_path / "nothing")
+    monkeypatch.setenv("PATH", "")
+    assert find_folder(None) is None
+    with pytest.raises(TritonOptionError, match=r"--tritonserver .*has no executable bin/tritonserver"):
+        find_folder(tmp_path)
+
+
+def settings(tmp_path: Path, **options: Any) -> TritonSettings:
+    return TritonSettings(work_dir=tmp_path / "work", http_port=1, grpc_port=2, metrics_port=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("backends", "options", "has_plan", "wanted"),
+    [
+        (("tensorrt", "onnxruntime", "python"), {}, True, "tensorrt"),
+        (("tensorrt", "onnxruntime", "python"), {}, False, "onnxruntime"),
+        (("python",), {}, True, "python"),
+        (("tensorrt", "onnxruntime", "python"), {"engine": "torch"}, True, "python"),
+        (("tensorrt", "onnxruntime"), {"backend": "tensorrt"}, False, "tensorrt"),
+        (("onnxruntime", "python"), {"backend": "python"}, True, "python"),
+    ],
+)
+def test_the_backend(
+    image: Any,
+    interpreter: Interpreter,
+    tmp_path: Path,
+    backends: tuple[str, ...],
+    options: dict[str, Any],
+    *,
+    has_plan: bool,
+    wanted: str,
+) -> None:
+    installation = read_installation(image(*backends), interpreter)
+    assert choose_backend(settings(tmp_path, **options), installation, lambda: has_plan) == wanted
+
+
+@pytest.mark.parametrize(
+    ("backends", "python", "options", "message"),
+    [
+        (("python",), "3.99", {"backend": "tensorrt"}, r"--backend tensorrt: .* its backends: python"),
+        ((), "3.99", {}, r"--backend python: .* its backends: none"),
+        (("python",), "3.12", {}, r"needs Python 3\.12, for which .*/opt/tritonserver has the process"),
+        (("onnxruntime", "python"), "3.12", {"engine": "torch"}, r"needs Python 3\.12"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused(
+    image: Any,
+    interpreter: Interpreter,
+    tmp_path: Path,
+    backends: tuple[str, ...],
+    python: str,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    installation = read_installation(image(*backends, python=python), interpreter)
+    with pytest.raises(TritonOptionError, match=message):
+        choose_backend(settings(tmp_path, **options), installation, lambda: False)
+
+
+@pytest.fixture
+def installation(image: Any, interpreter: Interpreter) -> Installation:
+    return read_installation(image("onnxruntime", "python"), interpreter)
+
+
+def own_repository(tmp_path: Path, config: str) -> Path:
+    folder = tmp_path / "mine"
+    (folder / "my_model" / "1").mkdir(parents=True)
+    (folder / "my_model" / "config.pbtxt").write_text(config)
+    return folder
+
+
+def test_your_own_repository_is_served_as_it_is(tmp_path: Path, installation: Installation, free_ports: Any) -> None:
+    folder = own_repository(tmp_path, 'backend: "onnxruntime"\nmax_batch_size: 6\n')
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(update=free_ports)
+    plan = prepare_repository(options, installation)
+    assert {f"--model-repository={folder}", "--model-control-mode=explicit", "--load-model=my_model"} <= set(plan.argv)
+    assert not [word for word in plan.argv if word.startswith(("--disable-auto-complete", "--pinned-memory"))]
+    assert (plan.model, plan.max_batch_size) == ("my_model", 6)
+    assert plan.title == "Triton 2.61, onnxruntime backend, your my_model"
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def test_a_model_that_the_repository_does_not_have(tmp_path: Path, installation: Installation) -> None:
+    options = settings(tmp_path, triton_repository=own_repository(tmp_path, ""), model="another")
+    with pytest.raises(TritonOptionError, match=r"has no model another; its models: my_model"):
+        prepare_repository(options, installation)
+
+
+@pytest.fixture
+def free_ports() -> dict[str, int]:
+    return {"http_port": 18471, "grpc_port": 18472, "metrics_port": 18473}
