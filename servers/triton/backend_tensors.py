@@ -48,7 +48,8 @@ def array_of(tensor: Any) -> Array:
     array: Array = tensor.as_numpy()
     if array.dtype.hasobject:
         return array
-    return np.from_dlpack(_Capsule(tensor.to_dlpack()))
+    capsule: Any = _Capsule(tensor.to_dlpack())
+    return np.from_dlpack(capsule)
 
 
 def tensor_of(name: str, array: Any) -> Any:

@@ -36,7 +36,6 @@ class Interpreter:
     machine: str
     glibc: tuple[int, int] | None
     """Version of glibc; None for another C library, as on Alpine."""
-    numpy: str | None
     wheel: str | None
     """Installed version of nvidia-pytriton."""
     package: Path | None
@@ -65,14 +64,13 @@ class Interpreter:
 
 
 def current_interpreter() -> Interpreter:
-    """The facts of the running interpreter. Imports neither numpy nor pytriton, since both may be broken."""
+    """The facts of the running interpreter. Does not import pytriton, which may be broken."""
     spec = find_spec("pytriton")
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Interpreter(
         python=sys.version_info[:2],
         machine=platform.machine(),
         glibc=_glibc_version(),
-        numpy=_installed("numpy"),
         wheel=_installed(WHEEL),
         package=Path(locations[0]) if locations else None,
         prefix=Path(sys.prefix),

@@ -33,7 +33,6 @@ def interpreter(tmp_path: Path) -> Interpreter:
         python=(3, 99),
         machine="x86_64",
         glibc=(2, 36),
-        numpy="1.26.4",
         wheel="0.7.0",
         package=package,
         prefix=tmp_path / "venv",
