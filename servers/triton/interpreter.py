@@ -18,14 +18,12 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from servers.triton.errors import TritonUnavailableError
 
 APT_TIMEOUT_SECONDS = 120
-WHEEL = "nvidia-pytriton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +34,8 @@ class Interpreter:
     machine: str
     glibc: tuple[int, int] | None
     """Version of glibc; None for another C library, as on Alpine."""
-    wheel: str | None
-    """Installed version of nvidia-pytriton."""
     package: Path | None
-    """Folder of the package `pytriton`."""
+    """Folder of the package `pytriton`, if it is installed."""
     prefix: Path
     """Root of the virtual environment."""
     base_prefix: Path
@@ -71,18 +67,11 @@ def current_interpreter() -> Interpreter:
         python=sys.version_info[:2],
         machine=platform.machine(),
         glibc=_glibc_version(),
-        wheel=_installed(WHEEL),
         package=Path(locations[0]) if locations else None,
         prefix=Path(sys.prefix),
         base_prefix=Path(sys.base_prefix),
         libpython_folders=_libpython_folders(),
     )
-
-
-def _installed(package: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
 
 
 def _glibc_version() -> tuple[int, int] | None:

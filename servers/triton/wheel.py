@@ -19,7 +19,6 @@ from servers.models.atomic_folder import FolderError, atomic_folder, exclusive, 
 from servers.triton.errors import TritonUnavailableError
 from servers.triton.installation import BINARY, STUB, Installation, stub_python
 from servers.triton.interpreter import (
-    WHEEL,
     Interpreter,
     cache_folder,
     can_fetch,
@@ -29,8 +28,8 @@ from servers.triton.interpreter import (
     provide_libpython,
 )
 
-VERSION, SERVER_VERSION = "0.7.0", "2.51"
-"""Of the wheel and of its tritonserver; a running server reports its own in its metadata."""
+WHEEL, VERSION, SERVER_VERSION = "nvidia-pytriton", "0.7.0", "2.51"
+"""Name and version of the wheel, version of its tritonserver; a running server reports its own in its metadata."""
 MACHINES = ("x86_64", "aarch64")
 MINIMUM_GLIBC = (2, 35)
 REQUIREMENTS = Path(__file__).with_name("nvidia-pytriton.txt")
@@ -126,12 +125,13 @@ def _libpython_finding(interpreter: Interpreter) -> Finding:
 def _find_site(interpreter: Interpreter) -> Path | None:
     """The folder that holds all that is needed of the wheel: the environment's packages or the own folder."""
     sites = [_own_site(interpreter)]
-    if interpreter.package is not None and interpreter.wheel == VERSION:
+    if interpreter.package is not None:
         sites.insert(0, interpreter.package.parent)
     for site in sites:
-        root, backend = _root(site), _root(site) / "backends" / "python"
+        binary, backend = _root(site) / BINARY, _root(site) / "backends" / "python"
         files = (backend / "libtriton_python.so", backend / "triton_python_backend_utils.py", _libraries(site))
-        if os.access(root / BINARY, os.X_OK) and all(path.exists() for path in files):
+        version = site / f"{WHEEL.replace('-', '_')}-{VERSION}.dist-info"
+        if os.access(binary, os.X_OK) and all(path.exists() for path in (*files, version)):
             return site
     return None
 
@@ -185,7 +185,7 @@ def _reason(output: str) -> str:
 
 def _own_site(interpreter: Interpreter) -> Path:
     """Inside the virtual environment, so that it disappears with it."""
-    return interpreter.prefix / "share" / "abserve" / f"{WHEEL}-{VERSION}"
+    return interpreter.prefix / "share" / "abserve" / WHEEL
 
 
 def _root(site: Path) -> Path:
