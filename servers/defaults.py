@@ -3,7 +3,7 @@
 from typing import Final
 
 HOST = "127.0.0.1"
-PRECISION: Final = "fp32"
+PRECISION: Final = "auto"
 MODE = "auto"
 DEVICE = "auto"
 MAX_BATCH_SIZE = 32

@@ -7,9 +7,10 @@
     ROOT/repository/                      a model repository for Triton's own backends              (gpu)
     ROOT/plan/request.json, *.onnx        what `docker/tensorrt/build_plan.py` builds               (gpu)
 
-Settings come from the environment: ABSERVE_MODELS_{ROOT,MODEL,WEIGHTS,TRITON_BACKENDS}, and those of both servers, of
-which Triton's own backends take ABSERVE_TRITON_{MAX_BATCH_SIZE,MAX_QUEUE_DELAY_US}. Files that are up to date stay. A
-file gets its name when it is complete, since other containers read it.
+Settings come from the environment: ABSERVE_MODELS_{ROOT,MODEL,WEIGHTS,PRECISION,TRITON_BACKENDS}, and those of both
+servers, of which Triton's own backends take ABSERVE_TRITON_{MAX_BATCH_SIZE,MAX_QUEUE_DELAY_US}. Every server and
+backend gets the same precision. Files that are up to date stay. A file gets its name when it is complete, since other
+containers read it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from servers.defaults import MAX_QUEUE_DELAY_US
+from servers.defaults import MAX_QUEUE_DELAY_US, PRECISION
 from servers.engines.interface import EngineError
+from servers.engines.settings import precision_on
 from servers.export.artefacts import ensure_artefact
 from servers.export.errors import ExportError
 from servers.export.file_form import executed_form
@@ -56,7 +58,7 @@ def fill(root: Path, kind: Kind, environment: Mapping[str, str]) -> None:
     """Everything that the containers of one profile need. Raises `VolumeError` and the errors of an export."""
     specification = get_specification(environment.get("ABSERVE_MODELS_MODEL", DEFAULT_MODEL))
     requested = parse_weights(environment.get("ABSERVE_MODELS_WEIGHTS") or specification.default_weights)
-    backends = parse_backends(environment)
+    backends, precision = parse_backends(environment), parse_precision(environment, kind)
     weights = pin(requested, specification.find_pretrained)
     say(f"sample inputs: {'written' if write_samples(specification, root / 'samples') else 'up to date'}")
     shared = {
@@ -64,6 +66,7 @@ def fill(root: Path, kind: Kind, environment: Mapping[str, str]) -> None:
         "weights": weights.text,
         "artefacts": str(root / "artefacts"),
         "host": "0.0.0.0",
+        "precision": precision,
     }
     _write_launch_plan(root, "native", {**shared, "http-port": "8100", "grpc-port": "8101"}, environment)
     if kind == "cpu":
@@ -73,7 +76,9 @@ def fill(root: Path, kind: Kind, environment: Mapping[str, str]) -> None:
     else:
         largest = _number(environment, "ABSERVE_TRITON_MAX_BATCH_SIZE", specification.max_batch_size)
         delay_us = _number(environment, "ABSERVE_TRITON_MAX_QUEUE_DELAY_US", MAX_QUEUE_DELAY_US)
-        _lay_out_repository(root, replace(specification, max_batch_size=largest), weights, backends, delay_us)
+        _lay_out_repository(
+            root, replace(specification, max_batch_size=largest), weights, backends, precision, delay_us
+        )
 
 
 def parse_backends(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -83,6 +88,15 @@ def parse_backends(environment: Mapping[str, str]) -> tuple[str, ...]:
     if not names or set(names) - set(BACKENDS):
         raise VolumeError(f"TRITON_BACKENDS={text}: use {' or '.join(BACKENDS)}, or both separated by a comma")
     return names
+
+
+def parse_precision(environment: Mapping[str, str], kind: Kind) -> str:
+    """The precision of every server and backend. Raises `VolumeError` for one that no file of Triton's backends has."""
+    text = environment.get("ABSERVE_MODELS_PRECISION") or PRECISION
+    precision = precision_on("cuda" if kind == "gpu" else "cpu", text)
+    if precision not in ("fp32", "tf32", "fp16"):
+        raise VolumeError(f"PRECISION={text}: use auto, fp32, tf32 or fp16")
+    return precision
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -109,6 +123,7 @@ def _lay_out_repository(
     specification: ModelSpecification,
     weights: WeightsSource,
     backends: tuple[str, ...],
+    precision: str,
     max_queue_delay_us: int,
 ) -> None:
     """`<model>_onnx` with its file, and `<model>_tensorrt` without: its plan is built where its TensorRT is."""
@@ -119,18 +134,18 @@ def _lay_out_repository(
         if folder not in places.values():
             shutil.rmtree(folder)  # Triton serves everything that it finds
     if "onnxruntime" in backends:
-        form = executed_form("onnxruntime", "fp32")
+        form = executed_form("onnxruntime", precision)
         artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
         link_whole(artefact.path, places["onnxruntime"] / "1" / artefact_name(specification, "onnx"))
-        config = onnxruntime_config(specification, batching)
+        config = onnxruntime_config(specification, batching, parameters={"precision": precision})
         write_whole(places["onnxruntime"] / "config.pbtxt", config.encode())
     if "tensorrt" not in backends:
         request_file.unlink(missing_ok=True)
         return
     # TensorRT 11 networks are strongly typed: an FP16 plan needs an FP16 file.
-    form = executed_form("tensorrt", "fp16")
+    form = executed_form("tensorrt", precision)
     artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
-    config = tensorrt_config(specification, batching)
+    config = tensorrt_config(specification, batching, parameters={"precision": precision})
     write_whole(places["tensorrt"] / "config.pbtxt", config.encode())
     (places["tensorrt"] / "1").mkdir(exist_ok=True)
     link_whole(artefact.path, request_file.with_name(artefact.path.name))
@@ -138,6 +153,7 @@ def _lay_out_repository(
         "schema": PLAN_REQUEST_SCHEMA,
         "onnx": artefact.path.name,
         "onnx_sha256": file_sha256(artefact.path),
+        "precision": precision,
         "profile": profile_shapes(specification, specification.max_batch_size),
         "plan": str(places["tensorrt"] / "1" / artefact_name(specification, "plan")),
     }

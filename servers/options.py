@@ -63,7 +63,9 @@ class EngineOptions(ModelOptions):
     """The engine and how it executes the model."""
 
     engine: str = Field("torch", title="Engine", description="torch, onnxruntime, tensorrt or null (no model).")
-    precision: str = Field(defaults.PRECISION, title="Engine", description="fp32, tf32, fp16 or bf16.")
+    precision: str = Field(
+        defaults.PRECISION, title="Engine", description="auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16 or bf16."
+    )
     mode: str = Field(defaults.MODE, title="Engine", description="auto or a mode of the engine.")
     device: str = Field(
         defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N; auto uses a GPU if there is one."

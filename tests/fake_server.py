@@ -39,6 +39,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--precision", help="taken, and not used")
     parser.add_argument("--pad-to", help="taken, and not used")
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--also", help="a second model that is listed, and is the first under another name")
     parser.add_argument("--print-launch", action="store_true")
     parser.add_argument("--startup-ms", type=float, default=0)
     parser.add_argument("--delay-ms", type=float, default=0)
@@ -144,6 +145,8 @@ class FakeServer:
                 return 401, {}, json.dumps({"error": f"no {name}"}).encode()
         if self.settings.version:
             path = path.replace(f"/versions/{self.settings.version}", "")
+        if self.settings.also:
+            path = path.replace(f"/v2/models/{self.settings.also}", f"/v2/models/{self.settings.model}")
         if path in self.lies:
             text, status, first_inference = self.lies[path]
             if self.inferences >= first_inference:
@@ -178,7 +181,8 @@ class FakeServer:
         if method == "GET" and documents.get(path) is not None:
             return 200, {"Content-Type": "application/json"}, json.dumps(documents[path]).encode()
         if method == "POST" and path == "/v2/repository/index":
-            return 200, {}, json.dumps([{"name": self.settings.model, "version": "1", "state": "READY"}]).encode()
+            names = filter(None, (self.settings.model, self.settings.also))
+            return 200, {}, json.dumps([{"name": name, "version": "1", "state": "READY"} for name in names]).encode()
         if method == "POST" and path == f"{model}/infer":
             return await self.infer(headers, body)
         return 404, {}, b'{"error": "no such route or model"}'

@@ -49,6 +49,7 @@ def ensure_plan(folder: Path) -> str:
         "tensorrt": serving,
         "gpu": gpu(),
         "onnx_sha256": request["onnx_sha256"],
+        "precision": request["precision"],
         "profile": request["profile"],
     }
     plan = Path(request["plan"])
@@ -101,6 +102,8 @@ def build(trt: Any, onnx: Path, request: dict[str, Any], timing_cache: Path) -> 
         raise PlanError(f"TensorRT cannot parse {onnx.name}: {errors}")
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, WORKSPACE_BYTES)
+    if request["precision"] != "tf32":  # a flag that is set by default
+        config.clear_flag(trt.BuilderFlag.TF32)
     cache = config.create_timing_cache(timing_cache.read_bytes() if timing_cache.exists() else b"")
     config.set_timing_cache(cache, ignore_mismatch=False)
     profile = builder.create_optimization_profile()

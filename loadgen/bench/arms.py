@@ -119,7 +119,7 @@ class Arm:
         in_effect = effective_settings(config)
         return ArmRecord(
             label=self.request.label,
-            title=self.deployment.title or _title(server, in_effect),
+            title=self.deployment.title or title_of(server, in_effect),
             target=self.request.target,
             url=self.deployment.url,
             server_name=_text(server.get("name")),
@@ -157,9 +157,10 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
     return settings
 
 
-def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
+def title_of(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
+    """A server's name and version, with its engine or Triton's backend and the precision, as far as it reports them."""
     words = [server.get("name") or "unnamed server", server.get("version")]
-    words += [in_effect.get(name) for name in ("engine", "precision")]
+    words += [in_effect.get("engine") or in_effect.get("backend"), in_effect.get("precision")]
     return one_line(" ".join(str(word) for word in words if word), _MOST_TITLE)
 
 

@@ -65,7 +65,7 @@ def _deployment(
     if not arm.embedded:
         return RemoteDeployment(arm.target, arm.grpc if experiment.transport == "grpc" else None, arm.access)
     if experiment.deployment == "compose":
-        return ComposeDeployment(arm.target, experiment.compose_project or PROJECT)
+        return ComposeDeployment(arm.target, experiment.compose_project or PROJECT, asked_for(arm.settings, "backend"))
     log_path = store.log_path(f"{arm.label}-{arm.target}")
     options = {"model": reference(experiment.reference_of(arm))}
     if arm.target == "triton":
@@ -111,16 +111,16 @@ def export_artefacts(
             reference(experiment.reference_of(arm)),
             arm.settings.get("artefacts", ""),
             "" if experiment.payload_of(arm) in OWN_TENSORS else "uint8",
-            "fp16" if arm.settings.get("precision", experiment.precision) == "fp16" else "fp32",
+            (asked_for(arm.settings, "precision") or experiment.precision or "").replace("tf32", "fp32"),
         )
         for arm in experiment.arms
         if needs_artefact(arm) and not _is_file(experiment.reference_of(arm))
-    }  # a JPEG variant executes the file of the UINT8 one, TF32 that of FP32
+    }  # a JPEG variant executes the file of the UINT8 one, TF32 that of FP32; the export knows the default precision
     for model, place, payload, precision in sorted(wanted):
         argv = [*abserve, "export", "--model", model]
         argv += ["--weights", experiment.weights] if experiment.weights != MODEL_WEIGHTS else []
         argv += ["--payload", payload] if payload else []
-        argv += ["--precision", precision] if precision != "fp32" else []
+        argv += ["--precision", precision] if precision else []
         argv += ["--artefacts", place] if place else []
         _export(argv, store.log_path("export"), say)
 

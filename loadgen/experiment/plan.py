@@ -17,7 +17,7 @@ from typing import get_args
 import msgspec
 
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, ArmSettings, ExperimentSettings
-from loadgen.records.payloads import IMAGE_PAYLOADS, implied_payload, served_name, takes_images
+from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import (
     EMBEDDED,
     Access,
@@ -26,6 +26,7 @@ from loadgen.records.run import (
     Scenario,
     Transport,
     Workload,
+    asked_for,
     option_of,
     setting_key,
 )
@@ -211,21 +212,30 @@ def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combin
         if settings.compose_project is not None:
             raise PlanError("--compose-project has no effect without --deployment compose")
         return
-    if sorted(arm.target for arm in arms) != ["native", "triton"]:
-        raise PlanError("--deployment compose compares native with triton; for a URL leave --deployment out")
     for arm in arms:
-        if arm.settings:
+        chosen = {setting_key(name): value for name, value in arm.settings.items()}
+        backend = chosen.pop("backend", None) if arm.target == "triton" else None
+        if chosen:
             raise PlanError(
                 f"{option_of(arm.label, 'option')} has no effect with --deployment compose: set it {_IN_ENV}"
             )
+        if backend is not None and backend not in BACKEND_ENDINGS:
+            raise PlanError(unknown(option_of(arm.label, "option"), backend, tuple(BACKEND_ENDINGS), "backend"))
         if arm.model is not None:
             raise PlanError(
                 f"{option_of(arm.label, 'model')} has no effect with --deployment compose: set MODEL {_IN_ENV}"
             )
+    served = [(arm.target, asked_for(arm.settings, "backend")) for arm in arms]
+    unnamed = sum(target == "triton" for target, _ in served) > 1 and ("triton", None) in served
+    if not all(arm.embedded for arm in arms) or len({*served}) < len(served) or unnamed:
+        raise PlanError(
+            "--deployment compose compares native with triton, and models of that triton by their option "
+            f"backend={' or '.join(BACKEND_ENDINGS)}, each once; for a URL leave --deployment out"
+        )
     for option, remedy, changed in (
         ("--weights", f"set WEIGHTS {_IN_ENV}", settings.weights is not None),
         ("--threads", f"set THREADS {_IN_ENV}", settings.threads != 0),
-        ("--precision", f"set NATIVE_PRECISION {_IN_ENV}", settings.precision is not None),
+        ("--precision", f"set PRECISION {_IN_ENV}", settings.precision is not None),
         ("--pad-to", "leave it out", settings.pad_to is not None),
     ):
         if changed:

@@ -207,7 +207,7 @@ class ExperimentSettings(Settings):
         None, description="random:SEED, a pretrained tag or a checkpoint file (default: the model's)."
     )
     precision: Literal["fp32", "tf32", "fp16"] | None = _target(
-        None, description="Precision of all arms that have no such option (default: fp32)."
+        None, description="Precision of all arms that have no such option (default: fp16 on a GPU, fp32 on a CPU)."
     )
     tritonserver: str | None = _target(
         None,

@@ -89,12 +89,10 @@ def inputs_in_words(about: Mapping[str, str | int]) -> str:
     return ", ".join(parts)
 
 
-NATIVE_BACKENDS = ("onnxruntime", "tensorrt")
-"""Triton's own backends for an exported file."""
-BACKEND_ENDINGS = ("_onnx", "_tensorrt")
-"""Suffixes of the models for Triton's own backends in our model repository."""
+BACKEND_ENDINGS: Mapping[str, str] = {"onnxruntime": "_onnx", "tensorrt": "_tensorrt"}
+"""Triton's own backends, each with the suffix of its models in our model repository."""
 
 
 def without_backend(name: str) -> str:
     """The name of the model that a backend's variant of it computes."""
-    return next((name.removesuffix(ending) for ending in BACKEND_ENDINGS if name.endswith(ending)), name)
+    return next((name.removesuffix(ending) for ending in BACKEND_ENDINGS.values() if name.endswith(ending)), name)

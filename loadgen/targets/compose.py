@@ -34,15 +34,17 @@ _REACH_SECONDS = 1.0
 class ComposeDeployment(Deployment):
     """One server of the stack, which ran before the comparison; `restore` starts it again afterwards.
 
-    `start` leaves a running container alone; `stop` stops it, so the next `start` is a cold start.
+    `start` leaves a running container alone; `stop` stops it, so the next `start` is a cold start. Several arms may be
+    models of one container, each with a `backend` of Triton.
     """
 
     launched = True
 
-    def __init__(self, server: str, project: str = PROJECT) -> None:
-        """`server` is native or triton. Raises `DeploymentError` when the stack is not up."""
+    def __init__(self, server: str, project: str = PROJECT, backend: str | None = None) -> None:
+        """`server` is native or triton; `backend` of Triton chooses one of its models. Raises `DeploymentError` when
+        the stack is not up."""
         self.container: ServiceContainer = find_container(server, project)
-        self._server = server
+        self._server, self._backend = server, backend
         self._was_running = self.container.state().status == "running"
         self.via: str | None = None
         """How its address is reached: "container network" or "published port"."""
@@ -116,16 +118,24 @@ class ComposeDeployment(Deployment):
         Valid once the server is ready. Raises `DeploymentError` when it serves none or several of them.
         """
         names = self._served_models()
+        service, found = self.container.service, f"it serves {', '.join(names) or 'nothing'}"
+        if self._backend is not None:
+            if (wanted := asked_for + BACKEND_ENDINGS[self._backend]) in names:
+                return wanted
+            raise DeploymentError(
+                f"{service} has no model {wanted} for backend={self._backend}, but {found}; set MODEL and "
+                f"TRITON_BACKENDS in .env, then: {UP}"
+            )
         if asked_for in names:
             return asked_for
-        variants = sorted(name for name in names if name in {asked_for + ending for ending in BACKEND_ENDINGS})
-        if len(variants) == 1:
-            return variants[0]
-        found = f"it serves {', '.join(names) or 'nothing'}"
-        remedy = "choose one backend with TRITON_BACKENDS" if variants else "choose the model with MODEL"
+        variants = {asked_for + ending: backend for backend, ending in BACKEND_ENDINGS.items()}
+        served = [name for name in names if name in variants]
+        if len(served) == 1:
+            return served[0]
+        choice = " or ".join(f"backend={variants[name]}" for name in served)
+        remedy = f"choose one with an option of that arm, {choice}" if served else f"set MODEL in .env, then: {UP}"
         raise DeploymentError(
-            f"{self.container.service} must serve exactly one variant of {asked_for}, but {found}; "
-            f"{remedy} in .env, then: {UP}"
+            f"{service} must serve exactly one variant of {asked_for}, or the arm must name one, but {found}; {remedy}"
         )
 
     def _served_models(self) -> list[str]:

@@ -119,14 +119,14 @@ def _measure(
 ) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], EngineProfile | None]:
     from servers.engines.measurement import matrix_tflops, measure_engine, references_of
 
-    path = _artefact(specification, weights, settings)
+    path = _artefact(specification, weights, settings, requested.precision)
     references = references_of(specification, weights, lengths, _photographs(specification))
     built = build_engine(specification, weights, requested, path)
     try:
         started_ns = time.perf_counter_ns()
         built.load()
         load_seconds = (time.perf_counter_ns() - started_ns) / 1e9
-        matrix = None if settings.engine == "null" else matrix_tflops(built.describe().device, settings.precision)
+        matrix = None if settings.engine == "null" else matrix_tflops(built.describe().device, requested.precision)
         results = measure_engine(built, specification, sizes, references, settings.seconds, matrix)
         description = built.describe()
         profiled = None
@@ -139,7 +139,9 @@ def _measure(
         built.close()
 
 
-def _artefact(specification: ModelSpecification, weights: WeightsSource, settings: MeasurementSettings) -> Path | None:
+def _artefact(
+    specification: ModelSpecification, weights: WeightsSource, settings: MeasurementSettings, precision: str
+) -> Path | None:
     """The file that the engine executes, exported first when it is missing; a plan must exist."""
     if not KINDS[settings.engine].executes_file:
         return None
@@ -148,7 +150,7 @@ def _artefact(specification: ModelSpecification, weights: WeightsSource, setting
     from servers.models.atomic_folder import FolderError
 
     try:
-        return executed_file(settings.engine, settings.precision, specification, weights, settings.artefacts).path
+        return executed_file(settings.engine, precision, specification, weights, settings.artefacts).path
     except (ExportError, FolderError) as exc:
         raise EngineError(str(exc)) from exc
 

@@ -55,9 +55,19 @@ KINDS: Mapping[str, EngineKind] = {
 }
 
 
+def precision_on(device: str, requested: str) -> str:
+    """The precision to compute in: `auto` is FP16 on a GPU and FP32 on a CPU, for every engine and server."""
+    if requested != "auto":
+        return requested
+    return "fp32" if device == "cpu" else "fp16"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The requested settings. `Engine.describe` returns those in effect; an engine refuses what it cannot honour."""
+    """The requested settings. `Engine.describe` returns those in effect; an engine refuses what it cannot honour.
+
+    The precision `auto` becomes that of the device here, so nothing ever reports `auto`.
+    """
 
     kind: str = "torch"
     precision: str = defaults.PRECISION
@@ -67,6 +77,11 @@ class EngineSettings:
     max_batch_size: int = defaults.MAX_BATCH_SIZE
     pad_to: tuple[int, ...] = ()
     """Sizes of the model's padded axis to prepare for, ascending; empty: the engine chooses. See `Axis`."""
+
+    def __post_init__(self) -> None:
+        if (kind := KINDS.get(self.kind)) is not None:  # `check` refuses an unknown one
+            device = self.device_here() if "cpu" in kind.modes else "cuda"
+            object.__setattr__(self, "precision", precision_on(device, self.precision))
 
     def check(self) -> None:
         """Raise `EngineError` for a value that is wrong on every device."""

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from servers import defaults
 from servers.engines.interface import EngineError
+from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
 from servers.export.file_form import FileForm, Operators, executed_form
 from servers.models.atomic_folder import FolderError
@@ -44,8 +45,8 @@ class ExportSettings(ModelOptions):
     model_config = settings_of("ABSERVE_EXPORT_")
 
     payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
-    precision: str | None = Field(
-        None, description="fp32 or fp16: the file's weights; default: fp32, and fp16 for TensorRT."
+    precision: str = Field(
+        defaults.PRECISION, description="fp32 or fp16: the file's weights; auto: what servers here execute by default."
     )
     operators: Operators | None = Field(
         None,
@@ -116,10 +117,10 @@ def triton_repo(
 
 
 def _form(settings: ExportSettings) -> FileForm:
-    precision = settings.precision or ("fp16" if settings.to is Target.TENSORRT else "fp32")
     if settings.to is Target.TENSORRT and settings.operators is Operators.FUSED:
         raise ExportError("TensorRT has none of the fused operators; use --operators standard")
     engine = "onnxruntime" if settings.to is Target.ONNX else "tensorrt"
+    precision = EngineSettings(engine, settings.precision).precision
     return FileForm(precision, settings.operators or executed_form(engine, precision).operators)
 
 

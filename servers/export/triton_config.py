@@ -36,8 +36,9 @@ _EMPTY = {".gitkeep": ""}
 NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 
 BACKENDS = ("onnx", "tensorrt")
-LONGEST_WAIT_US = 600_000_000
-"""A timeout far beyond any latency."""
+QUEUE_TIMEOUT_US = 600_000_000
+"""Of a request without a timeout of its own: far beyond any latency. Triton's idle batcher wakes up every 0.5 s, so a
+timeout near that rejects single requests that met its sleep."""
 
 
 def artefact_name(specification: ModelSpecification, suffix: str) -> str:
@@ -47,15 +48,11 @@ def artefact_name(specification: ModelSpecification, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BatchingSettings:
-    """Triton's dynamic batcher. A request without a timeout waits for at most `queue_timeout_us`, ≥ 1.
-
-    With 0, Triton's default, Triton would ignore the timeout of a request, whatever the override says.
-    """
+    """Triton's dynamic batcher."""
 
     max_batch_size: int
     max_queue_delay_us: int = MAX_QUEUE_DELAY_US
     queue_size: int = QUEUE_SIZE
-    queue_timeout_us: int = LONGEST_WAIT_US
 
 
 def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
@@ -94,7 +91,8 @@ def onnxruntime_config(
     device: str = "cuda:0",
     parameters: Mapping[str, str] = NO_PARAMETERS,
 ) -> str:
-    """`<model>_onnx`: the native onnxruntime backend on `device`, cpu or cuda:N.
+    """`<model>_onnx`: the native onnxruntime backend on `device`, cpu or cuda:N. Inputs and outputs have the model's
+    datatypes in every precision, which is a property of the file.
 
     `parameters` are the settings of a launch (precision, weights …), which the config shows to clients.
     """
@@ -111,7 +109,7 @@ parameters {{ key: "intra_op_thread_count" value: {{ string_value: {quote(parame
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
 # 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
 parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
-# TF32 only where it was asked for, so that FP32 means FP32. No CUDA graphs: this backend ignores
+# TF32 only where it was asked for, so that FP32 means FP32; FP16 does not use it. No CUDA graphs: this backend ignores
 # optimization.cuda.graphs, and ONNX Runtime's own enable_cuda_graph would replay stale inputs, since Triton binds new
 # buffers at each execution.
 optimization {{ execution_accelerators {{
@@ -257,9 +255,8 @@ response_cache { enable: false }
 
 
 def _header(specification: ModelSpecification, parameters: Mapping[str, str] = NO_PARAMETERS) -> str:
-    """Only a launch has parameters."""
-    if parameters:
-        return HEADER.format("").replace("triton-repo", "serve triton")
+    if parameters:  # only a launch has them
+        return "# Generated from the model specification and the options of a launch; do not edit.\n"
     return HEADER.format("" if specification.reference == DEFAULT_MODEL else f" --model {specification.label}")
 
 
@@ -302,15 +299,15 @@ def _listed(shape: Iterable[int]) -> str:
 
 
 def _dynamic_batching(batching: BatchingSettings) -> str:
-    timeout_us = batching.queue_timeout_us
-    reason = "# 600 s, far beyond any latency: without a default Triton ignores the timeout of a request.\n"
     policy = (
-        f"timeout_action: REJECT default_timeout_microseconds: {timeout_us} "
+        f"timeout_action: REJECT default_timeout_microseconds: {QUEUE_TIMEOUT_US} "
         f"allow_timeout_override: true max_queue_size: {batching.queue_size}"
     )
     return f"""# No preferred_batch_size: Triton advises against it unless sizes have profiles of their own.
 # REJECT: a request that waited too long, or finds the queue full, gets status 503 at once instead of a late answer.
-{reason if timeout_us == LONGEST_WAIT_US else ""}dynamic_batching {{
+# 600 s, far beyond any latency: without a default Triton ignores the timeout of a request, and one of 0.5 s would
+# reject single requests that meet the 0.5 s sleep of its idle batcher.
+dynamic_batching {{
   max_queue_delay_microseconds: {batching.max_queue_delay_us}
   default_queue_policy {{
     {policy}

@@ -43,8 +43,10 @@ class NativeSettings(BaseSettings):
         description="The engine that executes the model; null executes nothing. auto: torch, or onnxruntime for a "
         "model that is an ONNX file.",
     )
-    precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
-        defaults.PRECISION, title="Engine", description="Precision of the computation."
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
+        defaults.PRECISION,
+        title="Engine",
+        description="Precision of the computation; auto: fp16 on a GPU, fp32 on a CPU.",
     )
     mode: str = Field(
         defaults.MODE,
@@ -161,15 +163,17 @@ class NativeSettings(BaseSettings):
         return parse_pad_to(self.pad_to)
 
     def resolved(self, specification: ModelSpecification) -> NativeSettings:
-        """The settings with the model's own engine and largest batch where none were chosen."""
+        """The settings with the model's own engine and largest batch, and the device's precision, where none were
+        chosen."""
         engine = "torch" if specification.file is None else "onnxruntime"
         chosen = "max_batch_size" in self.model_fields_set
-        return self.model_copy(
+        known = self.model_copy(
             update={
                 "engine": engine if self.engine == "auto" else self.engine,
                 "max_batch_size": self.max_batch_size if chosen else specification.max_batch_size,
             }
         )
+        return known.model_copy(update={"precision": known.engine_settings().precision})
 
     def engine_settings(self) -> EngineSettings:
         """The options as an engine takes them; of resolved settings only."""

@@ -75,6 +75,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
     from servers.engines.factory import KINDS_WITH_FILE, check_engine
     from servers.engines.padding import padding_of, parse_pad_to
+    from servers.engines.settings import precision_on
     from servers.export.artefacts import ExecutedFile, executed_file, plan_of
     from servers.export.file_form import executed_form
 
@@ -91,7 +92,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     weights = pin(requested, specifications[0].find_pretrained)
 
     def has_plan() -> bool:
-        form = executed_form("tensorrt", settings.precision)
+        form = executed_form("tensorrt", precision_on("cuda", settings.precision))
         return all(plan_of(settings.artefacts, one.executed, weights, form).is_file() for one in specifications)
 
     backend = choose_backend(settings, installation, has_plan)

@@ -104,7 +104,7 @@ def test_both_profiles_offer_the_same_names() -> None:
 
 def test_only_gpu_services_reserve_a_gpu() -> None:
     reserving = {name for name, service in SERVICES.items() if "deploy" in service}
-    assert reserving == {"native", "triton", "plan", "gpu-exporter"}
+    assert reserving == {"models", "native", "triton", "plan", "gpu-exporter"}
     for name in reserving:
         (device,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]

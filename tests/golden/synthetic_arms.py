@@ -42,13 +42,14 @@ def arms(
     }
     native = [
         ArmRecord(
-            label=label, title="native torch 2.15.0 fp32", target="native", url="http://127.0.0.1:8100",
+            label=label, title="native torch 2.15.0 fp32", target="native",
+            url=f"http://127.0.0.1:{8100 + 10 * number}",
             server_name="abserve-native", server_version="0.1.0", launched=True,
             argv=("abserve", "serve", "native", "--threads", "2"), settings={"threads": "2"},
             in_effect={"engine": "torch", "mode": "eager", **shared},
             model_config={"name": "openclip_vit_b32", "max_batch_size": 32}, gpu_info=None, artefact=None,
         )
-        for label in ("a", *others)
+        for number, label in enumerate(("a", *others))
     ]  # fmt: skip
     return [
         native[0],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 
+import msgspec
 import pytest
 
 from loadgen.comparison.comparisons import Comparison
@@ -65,6 +66,17 @@ def test_rows_mixed_up_in_a_batch_are_refused(compare: Compare) -> None:
     assert state(result, "parity") is False
     assert not result.valid
     assert result.blocks == ()
+
+
+@pytest.mark.slow
+def test_stalls_of_half_a_second_are_named_and_a_broad_latency_is_not(compare: Compare) -> None:
+    """A takes about 0 to 0.6 s, B 1 ms and now and then 0.5 s more."""
+    load = msgspec.structs.replace(closed(30, 2), seconds=2.5)
+    result = compare("--delay-ms 90 --cv 1", "--delay-ms 1 --stall-ms 500 --stall-every-s 0.7", load)
+    found = next(one for one in result.checks if one.name == "half_second_stalls")
+    assert found.ok is False
+    assert "requests to B" in found.detail
+    assert "requests to A" not in found.detail
 
 
 @pytest.mark.slow

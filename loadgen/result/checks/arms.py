@@ -8,10 +8,10 @@ tensorrt backends.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from loadgen.comparison.claims import do_not
+from loadgen.comparison.claims import do_not, join
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
@@ -134,6 +134,23 @@ def same_pad_to(facts: Facts) -> list[Outcome]:
     return _compare(facts, "pad_to", "padding of batches") if known else []
 
 
+@fairness(
+    "no two arms share a server",
+    "informs",
+    "Compare each in a separate run, on a server with its model only, if memory or cold starts matter.",
+)
+def shared_server(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where every arm has its own server."""
+    for url in dict.fromkeys(arm.url for arm in facts.run.arms):
+        sharing = [shown(arm.label) for arm in facts.run.arms if arm.url == url]
+        if len(sharing) > 1:
+            detail = (
+                f"{join(sharing)} are on one server, so they share its process, its memory and its cold start; while "
+                "one gets requests the others stay loaded"
+            )
+            yield Outcome(False, detail, ", ".join(sharing))
+
+
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")
 @per_arm
 def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
@@ -205,14 +222,14 @@ def tf32(arm: ArmRecord, _: Facts) -> Outcome:
     device = str(arm.in_effect.get("device") or "")
     if device == "cpu" or (not device and kind_of(arm) == "KIND_CPU"):
         return Outcome(True, "runs on a CPU, which has no TF32")
-    if precision == "fp32":
-        return Outcome(True, "runs FP32 and would report TF32 as tf32", "off")
-    if precision is not None:
+    if precision not in (None, "fp32"):
         return Outcome(True, f"runs {precision}", str(precision))
     if backend_of(arm) == "onnxruntime":
         use = next((p.get("use_tf32") for name, p in accelerators(arm) if name == "cuda" and "use_tf32" in p), None)
         how = f"use_tf32 = {use}" if use is not None else "use_tf32 unset, and ONNX Runtime turns TF32 on by default"
         return Outcome(use == "0", f"has {how}", how)
+    if precision is not None:
+        return Outcome(True, "runs FP32 and would report TF32 as tf32", "off")
     return Outcome(None, "does not report its precision")
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_workloads
-from loadgen.records.payloads import NATIVE_BACKENDS
+from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload, asked_for, setting_key, shown
 from loadgen.studies.causes.analyse import Pairs, difference, mean_pairs
 from loadgen.studies.causes.records import Ablation, CauseName, Untested, Variant
@@ -185,7 +185,7 @@ def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Abl
         return Untested(cause="compute", label=arm.label, reason="its engine, null, computes nothing", moot=True)
     if (reason := _fixed_settings(experiment, request)) is not None:
         return Untested(cause="compute", label=arm.label, reason=reason)
-    if (backend := arm.in_effect.get("backend")) in NATIVE_BACKENDS:
+    if (backend := arm.in_effect.get("backend")) in BACKEND_ENDINGS:
         return Untested(cause="compute", label=arm.label, reason=f"Triton's {backend} backend cannot leave it out")
     null = {"engine": "null", "device": "", "mode": "", "precision": ""}
     changed = f"engine {engine} → null, which computes nothing"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from loadgen.records.payloads import NATIVE_BACKENDS, OWN_TENSORS, reference
+from loadgen.records.payloads import BACKEND_ENDINGS, OWN_TENSORS, reference
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, ArmRequest, Experiment, Label, Workload, setting_key
 from loadgen.studies.ceiling.records import Ceiling
 
@@ -79,7 +79,7 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord, length
     kind, largest = effect.get("engine"), effect.get("max_batch_size")
     if not (request.embedded and record.launched):
         return "abserve did not start its server, so its engine is not available"
-    if request.own_repository or effect.get("backend") in NATIVE_BACKENDS:
+    if request.own_repository or effect.get("backend") in BACKEND_ENDINGS:
         return "Triton's own backend executes it, which cannot be measured outside a server"
     if kind == "null":
         return "the null engine executes no model"

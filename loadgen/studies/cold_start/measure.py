@@ -66,6 +66,12 @@ def measure_cold_starts(
     starts: list[ColdStart] = []
     container_starts: list[ContainerColdStart] = []
 
+    containers = {
+        label: arm.deployment.container.name
+        for label, arm in arms.items()
+        if isinstance(arm.deployment, ComposeDeployment)
+    }
+
     def start(label: Label, repetition: int, caches: Caches = "cached") -> ColdStart:
         arm, samples = arms[label], inputs[arms[label].payload]
         if not isinstance(arm.deployment, ComposeDeployment):
@@ -84,6 +90,8 @@ def measure_cold_starts(
             caches=caches,
         )
         arm.deployment.stop()
+        name = arm.deployment.container.name
+        beside = [shown(other) for other, its in containers.items() if other != label and its == name]
         container_starts.append(record)
         store.write_all(ContainerColdStart, container_starts)
         return ColdStart(
@@ -93,7 +101,8 @@ def measure_cold_starts(
             ready_ns=record.ready_ns,
             first_answer_ns=record.first_answer_ns,
             error=record.error,
-            conditions=f"{record.conditions}, the other servers stopped",
+            conditions=f"{record.conditions}, the other servers stopped"
+            + (f", {' and '.join(beside)} loaded in the same container" if beside else ""),
         )
 
     launched = [label for label, arm in arms.items() if arm.deployment.launched]

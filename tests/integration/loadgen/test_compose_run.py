@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 import loadgen.targets.compose as compose
 from loadgen.bench.progress import Progress
-from loadgen.records.run import RunState, Workload
+from loadgen.records.run import ArmRequest, RunState, Workload
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.studies.cold_start.analyse import ColdStartsFound
@@ -37,9 +38,9 @@ class ScriptedContainer:
     image = "fake:1 sha256:0"
     command = ("fake",)
 
-    def __init__(self, service: str, model: str, *, inside: bool = True) -> None:
+    def __init__(self, service: str, model: str, also: str = "", *, inside: bool = True) -> None:
         self.service = self.name = service
-        self.model = model
+        self.models = ("--model", model, *(("--also", also) if also else ()))
         self.inside = inside
         self.said: list[str] = []
         self.process: subprocess.Popen[bytes] | None = None
@@ -54,7 +55,7 @@ class ScriptedContainer:
         self.said.append("start")
         self.started_at_ns = time.time_ns()
         self.process = subprocess.Popen(
-            [sys.executable, str(FAKE), "--http-port", str(self.port), "--model", self.model], stdout=subprocess.PIPE
+            [sys.executable, str(FAKE), "--http-port", str(self.port), *self.models], stdout=subprocess.PIPE
         )
         assert self.process.stdout is not None
         self.process.stdout.readline()
@@ -102,10 +103,12 @@ Stack = dict[str, ScriptedContainer]
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """Both services; Triton's model is called as its ONNX backend's is on a GPU."""
+    """Both services; Triton's model is called as its ONNX backend's is on a GPU. With "both", TensorRT's too."""
+    asked = getattr(request, "param", True)
+    also = f"{MODEL}_tensorrt" if asked == "both" else ""
     containers = {
         "native": ScriptedContainer("native", MODEL),
-        "triton": ScriptedContainer("triton", f"{MODEL}_onnx", inside=getattr(request, "param", True)),
+        "triton": ScriptedContainer("triton", f"{MODEL}_onnx", also, inside=bool(asked)),
     }
 
     def find(service: str, project: str) -> ScriptedContainer:
@@ -119,8 +122,8 @@ def stack(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
         container.stop(10)
 
 
-def run(out: Path, *workloads: Workload, project: str = "mine") -> RunState:
-    experiment = make_experiment(workloads=workloads, deployment="compose", compose_project=project)
+def run(out: Path, *workloads: Workload, project: str = "mine", **arms: Any) -> RunState:
+    experiment = make_experiment(workloads=workloads, deployment="compose", compose_project=project, **arms)
     return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 
 
@@ -177,3 +180,42 @@ def test_a_stack_that_is_not_there_is_one_sentence(tmp_path: Path, stack: Stack)
     state = run(tmp_path, SINGLE, project="yours")
     assert state.state == "failed"
     assert state.error == "no container of the service native in the compose project yours"
+
+
+@pytest.mark.parametrize("stack", ["both"], indirect=True)
+def test_three_arms_are_the_native_server_and_both_models_of_one_triton(tmp_path: Path, stack: Stack) -> None:
+    third = ArmRequest(label="c", target="triton", settings={"backend": "tensorrt"})
+    state = run(tmp_path, COLD, SINGLE, b_settings={"backend": "onnxruntime"}, others=[third])
+    assert (state.state, state.error) == ("finished", None)
+    result = analyse(tmp_path)
+    assert {(one.arm, one.scenario) for one in result.comparisons if one.ratio} >= {
+        (label, scenario) for label in "bc" for scenario in ("cold-start", "single")
+    }
+    shared = next(check for check in result.checks if check.name == "shared_server")
+    assert (shared.ok, shared.severity, shared.value) == (False, "informs", "B, C")
+    starts = msgspec.json.decode((tmp_path / "cold_starts.json").read_bytes(), type=list[ColdStart])
+    beside = {start.label: str(start.conditions).partition("the other servers stopped")[2] for start in starts}
+    assert beside == {"a": "", "b": ", C loaded in the same container", "c": ", B loaded in the same container"}
+    assert all(container.state().status == "running" for container in stack.values())
+
+
+@pytest.mark.parametrize("stack", ["both"], indirect=True)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "choose one with an option of that arm, backend=onnxruntime or backend=tensorrt"),
+        ({"backend": "onnxruntime"}, None),
+    ],
+)
+def test_an_arm_on_a_triton_with_both_models_names_one(
+    tmp_path: Path, stack: Stack, settings: dict[str, str], said: str | None
+) -> None:
+    state = run(tmp_path, SINGLE, b_settings=settings)
+    assert state.state == ("failed" if said else "finished")
+    assert (said or "") in (state.error or "")
+
+
+def test_a_backend_that_the_stack_does_not_serve_is_named(tmp_path: Path, stack: Stack) -> None:
+    state = run(tmp_path, SINGLE, b_settings={"backend": "tensorrt"})
+    assert state.error is not None
+    assert f"triton has no model {MODEL}_tensorrt for backend=tensorrt, but it serves {MODEL}_onnx; set" in state.error

@@ -308,6 +308,23 @@ def test_a_batch_that_a_server_would_refuse_fails_with_the_option_before_any_loa
     assert not (tmp_path / "run/parity.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("shared", "own", "asked"),
+    [(None, None, None), ("tf32", None, "fp32"), ("fp16", None, "fp16"), ("fp16", "fp32", "fp32")],
+)
+def test_the_exported_file_is_that_of_the_precision_asked_for_or_the_servers_own(
+    tmp_path: Path, shared: str | None, own: str | None, asked: str | None
+) -> None:
+    experiment = make_experiment(precision=shared, b_settings={"precision": own} if own else {})
+    said: list[str] = []
+    program = "import sys; print(sys.argv[1:])"
+    export_artefacts(experiment, RunStore(tmp_path), said.append, abserve=(sys.executable, "-c", program))
+    (argv,) = said
+    assert "'export'" in argv
+    assert ("'--precision'" in argv) == (asked is not None)
+    assert asked is None or f"'--precision', '{asked}'" in argv
+
+
 def test_a_failed_export_is_told_by_its_own_sentence(tmp_path: Path) -> None:
     program = "import sys; print('looking', flush=True); sys.exit('error: --weights nope: unknown\\nretrying')"
     store = RunStore(tmp_path / "run")

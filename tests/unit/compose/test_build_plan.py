@@ -37,7 +37,9 @@ class FakeTensorRT(ModuleType):
         self.content = content
         self.MemoryPoolType = SimpleNamespace(WORKSPACE="workspace")
         self.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=3)
+        self.BuilderFlag = SimpleNamespace(TF32="TF32")
         self.flags: list[int] = []
+        self.cleared: list[str] = []
 
     class Logger:
         INFO = 1
@@ -48,6 +50,7 @@ class FakeTensorRT(ModuleType):
     def Builder(self, _logger: object) -> Any:
         cache = SimpleNamespace(serialize=lambda: b"timings")
         config = SimpleNamespace(
+            clear_flag=self.cleared.append,
             set_memory_pool_limit=lambda *_: None,
             create_timing_cache=lambda _: cache,
             set_timing_cache=lambda *_, **__: None,
@@ -90,7 +93,7 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     request = {
-        "onnx": "model_fp16.onnx", "onnx_sha256": "abc",
+        "onnx": "model_fp16.onnx", "onnx_sha256": "abc", "precision": "fp16",
         "profile": {"ids": [[1, 1], [32, 128], [32, 512]], "mask": [[1, 1], [32, 128], [32, 512]]},
         "plan": str(tmp_path / "repository/m_tensorrt/1/model.plan"),
     }  # fmt: skip
@@ -111,17 +114,31 @@ def test_a_plan_is_built_once_for_one_profile(script: ModuleType, tensorrt: Fake
     assert tensorrt.builds == 1
 
 
-@pytest.mark.parametrize("change", ["gpu", "onnx", "profile", "plan"])
+@pytest.mark.parametrize(("precision", "cleared"), [("fp16", True), ("fp32", True), ("tf32", False)])
+def test_only_tf32_lets_tensorrt_use_it(
+    script: ModuleType, tensorrt: FakeTensorRT, folder: Path, precision: str, cleared: bool
+) -> None:
+    request = json.loads((folder / "request.json").read_text())
+    (folder / "request.json").write_text(json.dumps(request | {"precision": precision}))
+    script.ensure_plan(folder)
+    assert tensorrt.cleared == (["TF32"] if cleared else [])
+
+
+@pytest.mark.parametrize("change", ["gpu", "onnx", "profile", "plan", "precision"])
 def test_what_is_out_of_date_is_built_again(
     script: ModuleType, tensorrt: FakeTensorRT, folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     script.ensure_plan(folder)
     if change == "gpu":
         monkeypatch.setattr(script, "gpu", lambda: "NVIDIA L4, 8.9")
-    elif change in ("onnx", "profile"):
+    elif change in ("onnx", "profile", "precision"):
         request = json.loads((folder / "request.json").read_text())
-        other = {"onnx_sha256": "def"} if change == "onnx" else {"profile": {"ids": [[1, 1], [8, 128], [8, 512]]}}
-        (folder / "request.json").write_text(json.dumps(request | other))
+        others: dict[str, dict[str, object]] = {
+            "onnx": {"onnx_sha256": "def"},
+            "profile": {"profile": {"ids": [[1, 1], [8, 128], [8, 512]]}},
+            "precision": {"precision": "fp32"},
+        }
+        (folder / "request.json").write_text(json.dumps(request | others[change]))
     else:
         (folder / "repository/m_tensorrt/1/model.plan").write_bytes(b"damaged")
     assert "built" in script.ensure_plan(folder)

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tritonclient.grpc import model_config_pb2 as pb
 
 from servers import model_volume
 from servers.export.file_form import FileForm
 from servers.model_volume import VolumeError, fill, link_whole, parse_backends
+from tests.unit.triton.test_model_config import parse
 
 
 @pytest.fixture
@@ -21,7 +23,11 @@ def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A volume whose export is two small files: how a model is exported is tested elsewhere."""
 
     def exported(_specification: object, _weights: object, root: Path, *, form: FileForm, **_: Any) -> Any:
-        path = root / form.precision / ("model.onnx" if form.precision == "fp32" else "model_fp16.onnx")
+        path = (
+            root
+            / f"{form.precision}-{form.operators}"
+            / ("model.onnx" if form.precision == "fp32" else "model_fp16.onnx")
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(f"{form.precision} {form.operators}".encode())
         return SimpleNamespace(path=path)
@@ -49,11 +55,11 @@ def ports_are_free() -> bool:
 def test_a_gpu_volume_has_both_backends_and_a_request_for_a_plan(volume: Path) -> None:
     fill(volume, "gpu", settings())
     plan = json.loads((volume / "launch/native.json").read_text())
-    assert plan["title"] == "native null fp32"
+    assert plan["title"] == "native null fp16"
     assert plan["argv"][plan["argv"].index("--host") + 1] == "0.0.0.0"
     assert (volume / "samples/samples.json").exists()
     repository = volume / "repository"
-    assert (repository / "openclip_vit_b32_onnx/1/model.onnx").read_bytes() == b"fp32 fused"
+    assert (repository / "openclip_vit_b32_onnx/1/model.onnx").read_bytes() == b"fp16 fused"
     assert 'backend: "onnxruntime"' in (repository / "openclip_vit_b32_onnx/config.pbtxt").read_text()
     assert 'backend: "tensorrt"' in (repository / "openclip_vit_b32_tensorrt/config.pbtxt").read_text()
     request = json.loads((volume / "plan/request.json").read_text())
@@ -66,6 +72,40 @@ def test_a_gpu_volume_has_both_backends_and_a_request_for_a_plan(volume: Path) -
     assert [path.name for path in repository.iterdir()] == ["openclip_vit_b32_onnx"]
     assert not (volume / "plan/request.json").exists()
     assert not list(volume.rglob("*.part"))
+
+
+@pytest.mark.skipif(not ports_are_free(), reason="a server listens on port 8100 or 8101 here")
+@pytest.mark.parametrize(
+    ("asked", "in_effect", "file", "tf32"),
+    [
+        ("", "fp16", "fp16", "0"),
+        ("auto", "fp16", "fp16", "0"),
+        ("fp32", "fp32", "fp32", "0"),
+        ("tf32", "tf32", "fp32", "1"),
+    ],
+)
+def test_one_setting_is_the_precision_of_every_server_and_backend(
+    volume: Path, asked: str, in_effect: str, file: str, tf32: str
+) -> None:
+    fill(volume, "gpu", settings(ABSERVE_MODELS_PRECISION=asked))
+    assert json.loads((volume / "launch/native.json").read_text())["title"] == f"native null {in_effect}"
+    assert (volume / "repository/openclip_vit_b32_onnx/1/model.onnx").read_bytes() == f"{file} fused".encode()
+    request = json.loads((volume / "plan/request.json").read_text())
+    assert request["precision"] == in_effect
+    assert (volume / "plan" / request["onnx"]).read_bytes() == f"{file} standard".encode()
+    for backend in ("onnx", "tensorrt"):
+        config = parse((volume / f"repository/openclip_vit_b32_{backend}/config.pbtxt").read_text())
+        assert config.parameters["precision"].string_value == in_effect
+        assert {one.data_type for one in (*config.input, *config.output)} == {pb.TYPE_FP32}
+        for accelerator in config.optimization.execution_accelerators.gpu_execution_accelerator:
+            assert accelerator.parameters["use_tf32"] == tf32
+
+
+def test_a_precision_without_files_is_refused_and_a_cpu_has_its_own() -> None:
+    assert model_volume.parse_precision({}, "cpu") == "fp32"
+    for wrong in ("bf16", "half"):
+        with pytest.raises(VolumeError, match=f"PRECISION={wrong}: use auto, fp32, tf32 or fp16"):
+            model_volume.parse_precision({"ABSERVE_MODELS_PRECISION": wrong}, "gpu")
 
 
 @pytest.mark.skipif(not ports_are_free(), reason="a server listens on port 8100 or 8101 here")
@@ -90,7 +130,7 @@ def test_a_batch_size_that_is_no_number_is_refused() -> None:
 
 def test_settings_that_the_server_refuses_end_it(volume: Path) -> None:
     with pytest.raises(VolumeError, match="serve native"):
-        fill(volume, "gpu", settings(ABSERVE_NATIVE_PRECISION="fp7"))
+        fill(volume, "gpu", settings(ABSERVE_NATIVE_MODE="quick"))
 
 
 @pytest.mark.parametrize("text", ["", "torch", "onnxruntime,torch"])

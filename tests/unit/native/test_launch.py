@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from servers.engines import settings as engine_settings
 from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
@@ -15,6 +17,7 @@ from servers.models.weights import RandomWeights, WeightsError
 from servers.native.command import Launch, check
 from servers.native.server import imported_first
 from servers.native.settings import NativeSettings
+from servers.triton.settings import TritonSettings
 
 
 @pytest.mark.parametrize(("engine", "file"), [("onnxruntime", "/x/model.onnx"), ("tensorrt", "/x/model.plan")])
@@ -55,6 +58,36 @@ def test_what_the_engine_does_not_have_is_refused_before_a_model_is_exported(
 ) -> None:
     with pytest.raises(EngineError, match=problem):
         check(options)
+
+
+@pytest.mark.parametrize(
+    ("present", "device", "precision", "in_effect"),
+    [
+        (True, "auto", "auto", "fp16"),
+        (True, "cpu", "auto", "fp32"),
+        (True, "auto", "tf32", "tf32"),
+        (False, "auto", "auto", "fp32"),
+        (False, "cuda:1", "auto", "fp16"),
+        (False, "auto", "fp16", "fp16"),
+    ],
+)
+def test_every_server_computes_in_the_precision_of_its_device_unless_told_another(
+    monkeypatch: pytest.MonkeyPatch, present: bool, device: str, precision: str, in_effect: str
+) -> None:
+    monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: present)
+    options: dict[str, Any] = {"device": device, "precision": precision}
+    native = NativeSettings(**options).resolved(get_specification(DEFAULT_MODEL))
+    triton = TritonSettings(**options).resolved_engine()
+    assert (native.precision, native.engine_settings().precision, triton.precision) == (in_effect,) * 3
+    argv = Launch(native, (get_specification(DEFAULT_MODEL),), RandomWeights(0)).plan({}).argv
+    assert argv[argv.index("--precision") + 1] == in_effect, "the process is told, and so are clients"
+
+
+def test_an_engine_without_a_processor_to_choose_has_one_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: True)
+    assert EngineSettings("null").precision == "fp32", "it never uses a GPU"
+    monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: False)
+    assert EngineSettings("tensorrt").precision == "fp16", "it never uses a CPU"
 
 
 def test_the_model_chooses_engine_and_weights_that_the_user_did_not(tmp_path: Path) -> None:

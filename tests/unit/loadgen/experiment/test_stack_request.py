@@ -22,6 +22,11 @@ from loadgen.entry import build
         (["--a", "http://127.0.0.1:8100"], "for a URL leave --deployment out"),
         (["--b", "native"], "compares native with triton"),
         (["--c", "native"], "compares native with triton"),
+        (["--c", "triton"], "models of that triton by their option backend=onnxruntime or tensorrt"),
+        (["--b-option", "backend=tensorrt", "--c", "triton"], "each once"),
+        (["--b-option", "backend=tensorrt", "--c", "triton", "--c-option", "backend=tensorrt"], "each once"),
+        (["--b-option", "backend=tensort"], "unknown backend tensort; did you mean tensorrt?"),
+        (["--a-option", "backend=tensorrt"], "--a-option has no effect with --deployment compose"),
     ],
 )
 def test_compose_refuses(tmp_path: Path, options: list[str], said: str) -> None:
@@ -30,6 +35,24 @@ def test_compose_refuses(tmp_path: Path, options: list[str], said: str) -> None:
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--b-option", "backend=tensorrt"],
+        ["--b-option", "backend=onnxruntime", "--c", "triton", "--c-option", "backend=tensorrt"],
+        ["--a", "triton", "--a-option", "backend=onnxruntime", "--b-option", "--backend=tensorrt"],
+    ],
+)
+def test_arms_of_a_stack_are_its_servers_or_models_of_its_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """They are planned, and then no engine answers."""
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    command = ["compare", "--deployment", "compose", *options, "--out", str(tmp_path / "run")]
+    assert "no Docker engine answers" in " ".join(CliRunner().invoke(build(), command).output.split())
 
 
 @pytest.mark.parametrize(

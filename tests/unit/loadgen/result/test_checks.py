@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,13 @@ def break_sample_file(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-80])
 
 
+def waited(samples: np.ndarray, extra_ms: Sequence[float], refused: int = 0) -> None:
+    """The first requests take that much longer; the last ones of them are refused instead."""
+    samples["end_ns"][: len(extra_ms)] += (np.array(extra_ms) * 1e6).astype(np.int64)
+    samples["status"][len(extra_ms) - refused : len(extra_ms)] = 503
+    samples["error"][len(extra_ms) - refused : len(extra_ms)] = 0
+
+
 def disagree(directory: Path) -> None:
     path = directory / "parity.json"
     parity = json.loads(path.read_text())
@@ -144,6 +151,12 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
         Plan(**SMALL),
     ),
     ("server_cpu", "informs", lambda d: edit_blocks(d, "single", server_cpu_ns=10**12), Plan(**SMALL)),
+    (
+        "half_second_stalls",
+        "warns",
+        lambda d: edit_samples(d, "single", lambda s: waited(s, [500.0]), "b"),
+        Plan(**SMALL),
+    ),
     ("batching_formed", "informs", None, Plan(b=SimulatedArm(max_batch=1), **SMALL)),
     ("sensitivity", "informs", None, Plan(block_noise=0.2, **SMALL)),
     ("trained_weights", "informs", None, Plan(**SMALL)),
@@ -295,6 +308,61 @@ def test_a_queue_delay_under_serial_load_is_seen(tmp_path: Path) -> None:
             path.write_text(json.dumps(block))
     result = analyse(tmp_path)
     assert check(result, "queue_delay", "single").ok is False
+
+
+@pytest.mark.parametrize(
+    ("timeout", "said"),
+    [
+        (None, "and a queue timeout near that would reject what waits (its own is unknown)"),
+        ("500000", "and its queue timeout of 500,000 µs rejects what waits as long"),
+        ("600000000", "and its queue timeout of 600,000,000 µs is too long to reject what waits"),
+    ],
+)
+def test_stalls_of_half_a_second_are_named_with_what_causes_them_in_triton(
+    tmp_path: Path, timeout: str | None, said: str
+) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    edit_samples(tmp_path, "single", lambda samples: waited(samples, [500.0, 510.0, 490.0], refused=1), "b")
+    path = tmp_path / "arms.json"
+    arms = json.loads(path.read_text())
+    policy = {} if timeout is None else {"default_timeout_microseconds": timeout}
+    arms[1]["model_config"]["dynamic_batching"] = {"default_queue_policy": policy}
+    path.write_text(json.dumps(arms))
+    detail = check(analyse(tmp_path), "half_second_stalls", "single").detail
+    assert detail.startswith("12 of 104 requests to B (12 %) waited about 0.5 s, where the median is 13.")
+    assert " ms, and 4 of them were refused as unavailable (503): Triton's idle batcher wakes up only every" in detail
+    assert detail.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("label", "extra_ms", "ok"),
+    [
+        ("a", [500.0], False),
+        ("b", [], True),
+        ("b", [500.0, 160.0, 210.0, 290.0], True),  # a tail that falls
+        ("b", [*np.linspace(1.0, 600.0, 26)], True),  # a tail that is even, up to the same end
+        ("b", [*np.linspace(1.0, 1500.0, 26)], True),
+        ("b", [700.0, 720.0, 900.0], True),
+    ],
+)
+def test_only_a_cluster_of_half_a_second_is_a_stall(
+    tmp_path: Path, label: str, extra_ms: list[float], ok: bool
+) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    edit_samples(tmp_path, "single", lambda samples: waited(samples, extra_ms), label)
+    found = check(analyse(tmp_path), "half_second_stalls", "single")
+    assert found.ok is ok
+    assert "Triton" not in found.detail
+
+
+def test_two_stalls_may_be_chance_and_a_slow_server_has_none(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(pairs=2, requests=80))
+    edit_samples(tmp_path, "single", lambda samples: waited(samples, [500.0]), "b")
+    assert check(analyse(tmp_path), "half_second_stalls", "single").ok is True
+    slow = SimulatedArm(overhead_ms=200.0)
+    write_run(tmp_path / "slow", Plan(a=slow, b=slow, **SMALL))
+    edit_samples(tmp_path / "slow", "single", lambda samples: waited(samples, [500.0]), "b")
+    assert "half_second_stalls" not in {one.name for one in analyse(tmp_path / "slow").checks}
 
 
 def test_a_request_that_is_in_no_stage_is_seen(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.bench.arms import effective_settings
+from loadgen.bench.arms import effective_settings, title_of
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
@@ -132,6 +132,7 @@ def accelerated(**parameters: str) -> dict[str, Any]:
         (native(batching(NATIVE, max_queue_delay_microseconds=2000)), "serial_queue_delay", "in single, batched(1)"),
         (arm(accelerated()), "tf32", "turns TF32 on by default"),
         (arm(accelerated(use_tf32="1")), "tf32", "use_tf32 = 1"),
+        (arm(accelerated(use_tf32="1") | {"parameters": {"precision": {"string_value": "fp32"}}}), "tf32", "_tf32 = 1"),
         (arm({**ONNX, "model_warmup": []}), "model_warm_up", "B has no model_warmup"),
         (arm(ONNX, argv=("tritonserver", "--metrics-config=summary_latencies=true")), "metrics", "summary_latencies"),
         (arm(ONNX, argv=("tritonserver", "--log-verbose=2")), "metrics", "log-verbose"),
@@ -309,3 +310,10 @@ def test_a_configuration_in_which_anything_is_anything_fails_nothing() -> None:
 def test_a_queue_delay_that_is_no_number_is_not_told() -> None:
     odd = {**ONNX, "dynamic_batching": {"max_queue_delay_microseconds": "soon"}}
     assert found(arm(odd), "serial_queue_delay").ok is None
+
+
+def test_an_arm_is_called_after_its_engine_or_its_backend_and_its_precision() -> None:
+    server = {"name": "triton", "version": "2.72.0"}
+    told = {"parameters": {"precision": {"string_value": "fp16"}}}
+    assert title_of(server, effective_settings(TENSORRT | told)) == "triton 2.72.0 tensorrt fp16"
+    assert title_of(server, effective_settings(NATIVE)) == "triton 2.72.0 torch fp32"
