@@ -75,7 +75,7 @@ def findings() -> list[Finding]:
     gpu: Mapping[str, Any] = gpu_info(None)
     python = finding(
         "python",
-        sys.version_info[:2] in ((3, 11), (3, 12)),
+        (3, 11) <= sys.version_info[:2] <= (3, 13),
         f"Python {'.'.join(map(str, sys.version_info[:3]))}",
         "make PYTHON=python3.12 setup",
     )

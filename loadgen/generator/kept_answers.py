@@ -95,7 +95,7 @@ class KeptAnswers:
 
 def packed(name: str, array: Array) -> KeptTensor:
     if array.dtype.hasobject:
-        data = msgspec.msgpack.encode([bytes(value) for value in array.ravel()])
+        data = msgspec.msgpack.encode([bytes(value) for value in array.ravel().tolist()])
         return KeptTensor(name=name, dtype="O", shape=array.shape, data=data)
     return KeptTensor(name=name, dtype=array.dtype.str, shape=array.shape, data=array.tobytes())
 

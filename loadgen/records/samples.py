@@ -170,8 +170,8 @@ def read_samples(path: Path) -> Samples:
 def load_samples(file: BinaryIO, name: str) -> Samples:
     """Read all whole records of an open file; `name` is for messages. Raises `ValueError`."""
     try:
-        np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # numpy leaves it untyped
-        _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # also untyped
+        np.lib.format.read_magic(file)
+        _, _, dtype = np.lib.format.read_array_header_1_0(file)
     except (TokenError, SyntaxError) as exc:  # numpy parses the header as Python
         raise ValueError(f"{name} has no readable header: {exc}") from exc
     if dtype != SAMPLE_DTYPE:

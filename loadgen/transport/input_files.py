@@ -111,8 +111,9 @@ def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
     whole = np.zeros((len(items), *map(max, *shapes, shapes[0])), items[0].dtype)
     if whole.dtype.hasobject:
         whole.fill(b"")
-    for place, item in enumerate(items):
-        whole[(place, *map(slice, item.shape))] = item
+    for row, item in enumerate(items):
+        place: tuple[Any, ...] = (row, *map(slice, item.shape))
+        whole[place] = item
     return whole, shapes
 
 

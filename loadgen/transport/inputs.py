@@ -114,7 +114,7 @@ class SampleInputs:
         for name in sorted(self.arrays):
             digest.update(name.encode())
             array = self.arrays[name]
-            for part in array.ravel() if array.dtype.hasobject else (np.ascontiguousarray(array).data,):
+            for part in array.ravel().tolist() if array.dtype.hasobject else (np.ascontiguousarray(array).data,):
                 digest.update(part)
         lengths: dict[str, str | int] = {}
         if self.lengths:

@@ -76,7 +76,7 @@ class Variation:
         arrays = {name: inputs.take(name, (item,)) for name in inputs.arrays}
         array, place, patch = arrays[self.name], self.places[item % len(self.places)], self.patch(item, number)
         if array.dtype.hasobject:
-            element = bytes(array.flat[0])
+            element = bytes(array.item(0))
             array.flat[0] = element[:place] + patch + element[place + len(patch) :]
         else:
             data = bytearray(array.tobytes())

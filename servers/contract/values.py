@@ -116,7 +116,7 @@ def _bytes_elements(data: memoryview, count: int, name: str) -> Array:
 def bytes_from_array(array: Array) -> bytes:
     """The bytes of an output, as the protocol sends them."""
     if array.dtype == object:
-        return b"".join(_LENGTH.pack(len(element)) + bytes(element) for element in array.reshape(-1))
+        return b"".join(_LENGTH.pack(len(element)) + bytes(element) for element in array.reshape(-1).tolist())
     return array.tobytes()
 
 
@@ -222,7 +222,7 @@ def json_from_array(array: Array, name: str) -> Array | list[Any]:
     flat = array.reshape(-1)
     if flat.dtype == object:
         try:
-            return [bytes(element).decode("utf-8") for element in flat]
+            return [bytes(element).decode("utf-8") for element in flat.tolist()]
         except UnicodeDecodeError as exc:
             raise InvalidRequestError(f"output '{name}' is not text: request it as binary data") from exc
     if flat.dtype == np.float16:

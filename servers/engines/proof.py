@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,8 @@ class Proof:
             stacked[name] = np.zeros((len(alone), *shape[1:]), alone[0][name].dtype)
             for row, answers in enumerate(alone):
                 part = answers[name]
-                stacked[name][(row, *(slice(0, size) for size in part.shape[1:]))] = part[0]
+                place: tuple[Any, ...] = (row, *map(slice, part.shape[1:]))
+                stacked[name][place] = part[0]
         return stacked
 
     def without_padding(self, outputs: Mapping[str, Array]) -> dict[str, Array]:

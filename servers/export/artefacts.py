@@ -13,9 +13,7 @@ appears whole, after its parity check, or not at all. A user's ONNX file is exec
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ from servers.export.manifest import Manifest, package_versions, read_manifest
 from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
 from servers.export.parity import assert_parity, measure_parity
 from servers.export.tensorrt_plan import plan_path
-from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256, remove_abandoned
+from servers.models.atomic_folder import atomic_folder, exclusive, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
 
@@ -134,7 +132,7 @@ def ensure_artefact(
         if user.precision != "fp32":
             raise ExportError(f"{specification.file.name} holds {user.precision}; use --precision {user.precision}")
     folder = artefact_folder(root, specification, weights, form)
-    with _exclusive(folder):
+    with exclusive(folder):
         remove_abandoned(folder)
         if not force:
             progress("checking the existing artefact")
@@ -296,19 +294,3 @@ def _loaded(specification: ModelSpecification, weights: WeightsSource, path: Pat
         yield engine
     finally:
         engine.close()
-
-
-@contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold a lock file beside `folder`; the system releases it when the process dies."""
-    lock = folder.with_name(f".{folder.name}.lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as exc:
-        raise FolderError(f"cannot write {lock.parent}: {exc.strerror}") from exc
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

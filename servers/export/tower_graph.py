@@ -51,7 +51,9 @@ class _TowerGraph:
         self._initializers: list[onnx.TensorProto] = []
         self._known: set[str] = set()
 
-    def weight(self, name: str, values: torch.Tensor | npt.ArrayLike | None = None, dtype: npt.DTypeLike = None) -> str:
+    def weight(
+        self, name: str, values: torch.Tensor | npt.ArrayLike | None = None, dtype: npt.DTypeLike | None = None
+    ) -> str:
         """Add a constant once; `values` default to the tower's parameter `name`, `dtype` to the graph's precision."""
         from onnx import numpy_helper
 

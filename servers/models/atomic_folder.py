@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import hashlib
 import os
@@ -47,6 +48,22 @@ def atomic_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
         raise _wrapped(exc, final) from exc
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold a lock file beside `folder`; the system releases it when the process dies."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as exc:
+        raise FolderError(f"cannot write {lock.parent}: {exc.strerror}") from exc
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove_abandoned(final: Path) -> None:

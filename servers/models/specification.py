@@ -67,7 +67,7 @@ class Axis:
 
     def size_of(self, arrays: Mapping[str, Array]) -> int:
         """The size of a batch along the axis."""
-        return next(arrays[name].shape[place] for name, place in self.places.items() if name in arrays)
+        return next(int(arrays[name].shape[place]) for name, place in self.places.items() if name in arrays)
 
     def cut(self, name: str, batch: _Batch, size: int) -> _Batch:
         """The view of a tensor's batch up to `size` along the axis; all of a tensor without it."""
@@ -80,7 +80,7 @@ class Axis:
         if place is not None and place < batch.ndim:
             value = b"" if batch.dtype.hasobject else self.padding.get(name, 0)
             for row, length in enumerate(lengths):
-                batch[(row, *(slice(None),) * (place - 1), slice(length, None))] = value
+                batch[row][(slice(None),) * (place - 1) + (slice(length, None),)] = value
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,12 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from servers.triton.errors import TritonUnavailableError
 
 APT_TIMEOUT_SECONDS = 120
-WHEEL = "nvidia-pytriton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +34,8 @@ class Interpreter:
     machine: str
     glibc: tuple[int, int] | None
     """Version of glibc; None for another C library, as on Alpine."""
-    numpy: str | None
-    wheel: str | None
-    """Installed version of nvidia-pytriton."""
     package: Path | None
-    """Folder of the package `pytriton`."""
+    """Folder of the package `pytriton`, if it is installed."""
     prefix: Path
     """Root of the virtual environment."""
     base_prefix: Path
@@ -65,26 +60,18 @@ class Interpreter:
 
 
 def current_interpreter() -> Interpreter:
-    """The facts of the running interpreter. Imports neither numpy nor pytriton, since both may be broken."""
+    """The facts of the running interpreter. Does not import pytriton, which may be broken."""
     spec = find_spec("pytriton")
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Interpreter(
         python=sys.version_info[:2],
         machine=platform.machine(),
         glibc=_glibc_version(),
-        numpy=_installed("numpy"),
-        wheel=_installed(WHEEL),
         package=Path(locations[0]) if locations else None,
         prefix=Path(sys.prefix),
         base_prefix=Path(sys.base_prefix),
         libpython_folders=_libpython_folders(),
     )
-
-
-def _installed(package: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
 
 
 def _glibc_version() -> tuple[int, int] | None:

@@ -16,6 +16,7 @@ from servers.export.triton_config import REFERENCE
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
+from servers.triton.backend_tensors import array_of, repair_bytes, tensor_of
 from servers.triton.engine_parameters import decoding_from_parameters
 
 
@@ -24,6 +25,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Read the model and the decoding settings from the config."""
+        repair_bytes()
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         private = Path(args["model_repository"]) / args["model_version"] / REFERENCE
@@ -36,13 +38,13 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> list[Any]:
         """One response per request. Decodes all images in parallel; a bad image fails only its own request."""
         begun = [
-            self._decoder.start(pb_utils.get_input_tensor_by_name(request, self._files).as_numpy())
+            self._decoder.start(array_of(pb_utils.get_input_tensor_by_name(request, self._files)))
             for request in requests
         ]
         answers = []
         for decoding in begun:
             try:
-                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor(self._pixels, decoding.result())]))
+                answers.append(pb_utils.InferenceResponse([tensor_of(self._pixels, decoding.result())]))
             except ImageError as exc:
                 error = pb_utils.TritonError(str(exc), pb_utils.TritonError.INVALID_ARG)
                 answers.append(pb_utils.InferenceResponse(error=error))

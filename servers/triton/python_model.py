@@ -26,6 +26,7 @@ from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
 from servers.models.weights import parse_weights
+from servers.triton.backend_tensors import array_of, repair_bytes, tensor_of
 from servers.triton.batch_executor import BatchExecutor
 from servers.triton.engine_parameters import (
     EngineFile,
@@ -54,6 +55,8 @@ class TritonPythonModel:
         private = msgspec.json.decode((folder / "engine.json").read_bytes(), type=EngineFile)
         specification = get_variant(private.model, parameters["payload"])
         settings = settings_from_parameters(parameters, max_batch_size)
+        if any(tensor.dtype.hasobject for tensor in (*specification.inputs, *specification.outputs)):
+            repair_bytes()
 
         self._decoder = None
         if specification.payload == "jpeg":
@@ -95,7 +98,7 @@ class TritonPythonModel:
         self._engine.close()
 
     def _inputs(self, request: Any) -> dict[str, Array]:
-        return {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self._input_names}
+        return {name: array_of(pb_utils.get_input_tensor_by_name(request, name)) for name in self._input_names}
 
 
 def _response(answer: Mapping[str, Array] | Exception, request: Any) -> Any:
@@ -105,6 +108,4 @@ def _response(answer: Mapping[str, Array] | Exception, request: Any) -> Any:
         pb_utils.Logger.log_error(f"a request failed: {''.join(traceback.format_exception(answer))}")
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(FAILED))
     wanted = set(request.requested_output_names())
-    return pb_utils.InferenceResponse(
-        [pb_utils.Tensor(name, array) for name, array in answer.items() if name in wanted]
-    )
+    return pb_utils.InferenceResponse([tensor_of(name, array) for name, array in answer.items() if name in wanted])

@@ -1,19 +1,24 @@
 """The tritonserver inside NVIDIA's wheel nvidia-pytriton: its files, and whether they can run on this machine.
 
-Only files of the wheel are used, not its Python API.
+Only files of the wheel are used, not its Python API. Its metadata would pin the environment to NumPy 1, so pip unpacks
+it in a folder beside the environment's packages, on first use. A copy installed in the environment is used, too.
+
+    python -m servers.triton.wheel     fetches what is missing
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from servers.finding import Finding, finding
+from servers.models.atomic_folder import FolderError, atomic_folder, exclusive, remove_abandoned
 from servers.triton.errors import TritonUnavailableError
-from servers.triton.installation import BINARY, STUB, Installation
+from servers.triton.installation import BINARY, STUB, Installation, stub_python
 from servers.triton.interpreter import (
-    WHEEL,
     Interpreter,
     cache_folder,
     can_fetch,
@@ -23,12 +28,16 @@ from servers.triton.interpreter import (
     provide_libpython,
 )
 
+WHEEL, VERSION, SERVER_VERSION = "nvidia-pytriton", "0.7.0", "2.51"
+"""Name and version of the wheel, version of its tritonserver; a running server reports its own in its metadata."""
 MACHINES = ("x86_64", "aarch64")
 MINIMUM_GLIBC = (2, 35)
-SERVER_VERSIONS = {"0.7.0": "2.51"}
-"""Version of the wheel → version of its tritonserver; a running server reports its own in its metadata."""
-
-INSTALL = "run pip install nvidia-pytriton==0.7.0"
+REQUIREMENTS = Path(__file__).with_name("nvidia-pytriton.txt")
+NEEDED_BYTES = 400_000_000
+"""The download of 55 MB and its files of 150 MB, which pip moves to their place."""
+FETCH_TIMEOUT_SECONDS = 900
+FETCH = "run python -m servers.triton.wheel"
+INSTALL = f"run pip install --no-deps {WHEEL}=={VERSION}"
 
 
 def find_wheel(
@@ -36,52 +45,50 @@ def find_wheel(
 ) -> Installation:
     """The wheel's tritonserver. Raises `TritonUnavailableError` for the first unmet condition.
 
-    May fetch a missing libpython (see `provide_libpython`), after a call of `announce`.
+    May fetch the wheel and a missing libpython (see `provide_libpython`), each after a call of `announce`.
     """
     interpreter = interpreter or current_interpreter()
-    assert_environment(interpreter)
-    assert interpreter.package is not None  # `assert_environment` has checked both
-    assert interpreter.wheel is not None
-    root = interpreter.package / "tritonserver"
+    _assert(*_machine_findings(interpreter))
+    site = _find_site(interpreter) or _fetch(interpreter, announce)
+    _assert(_stub_finding(site, interpreter))
+    stub = _stub(site, interpreter)
     return Installation(
-        origin=f"{WHEEL} {interpreter.wheel}",
-        version=SERVER_VERSIONS[interpreter.wheel],
-        binary=root / BINARY,
-        backend_folder=root / "backends",
-        stub=_stub(interpreter.package, interpreter),
-        libraries=_libraries(interpreter.package),
-        libpython=provide_libpython(interpreter, announce),
+        origin=f"{WHEEL} {VERSION}",
+        version=SERVER_VERSION,
+        binary=_root(site) / BINARY,
+        backend_folder=_root(site) / "backends",
+        stub=stub,
+        libraries=_libraries(site),
+        libpython=provide_libpython(interpreter, announce) if _needs_libpython(stub, interpreter) else None,
     )
-
-
-def assert_environment(interpreter: Interpreter | None = None) -> None:
-    """Raise `TritonUnavailableError` for the first unmet condition, except a missing libpython."""
-    for one in _environment_findings(interpreter or current_interpreter()):
-        if not one.ok:
-            raise TritonUnavailableError(f"the embedded Triton cannot run here: {one.detail}; {one.remedy}")
 
 
 def diagnose(interpreter: Interpreter | None = None) -> list[Finding]:
     """Every condition of the embedded Triton, met or not, the most important first. Changes nothing."""
     interpreter = interpreter or current_interpreter()
-    found = find_libpython(interpreter)
-    detail, remedy = f"shared libpython at {found}", ""
-    if found is None:
-        detail, remedy = f"{interpreter.libpython_name} is missing", libpython_remedy(interpreter)
-        if can_fetch(interpreter):
-            remedy += f" (otherwise abserve serve triton fetches it into {cache_folder(interpreter)})"
-    return [*_environment_findings(interpreter), finding("triton-libpython", found is not None, detail, remedy)]
+    site = _find_site(interpreter)
+    if site is None:
+        detail = f"{WHEEL} {VERSION}, which contains tritonserver {SERVER_VERSION}, is not here yet"
+    else:
+        detail = f"tritonserver {SERVER_VERSION} of {WHEEL} {VERSION}"
+    remedy = f"{FETCH} (otherwise abserve serve triton fetches it into {_own_site(interpreter)})"
+    findings = [*_machine_findings(interpreter), finding("triton-wheel", site is not None, detail, remedy)]
+    if site is not None:
+        findings.append(_stub_finding(site, interpreter))
+    if site is None or _needs_libpython(_stub(site, interpreter), interpreter):
+        findings.append(_libpython_finding(interpreter))
+    return findings
 
 
-def _environment_findings(interpreter: Interpreter) -> list[Finding]:
-    glibc, numpy, minor = interpreter.glibc, interpreter.numpy, interpreter.minor
-    stub = None if interpreter.package is None else _stub(interpreter.package, interpreter)
-    has_stub = stub is not None and stub.is_file() and os.access(stub, os.X_OK)
-    # With NumPy 2 this stub does not fail: it answers HTTP 200 with an empty tensor.
-    numpy_1 = numpy is not None and int(numpy.partition(".")[0]) < 2
-    numpy_detail = "NumPy is not installed" if numpy is None else f"NumPy {numpy}"
-    if numpy is not None and not numpy_1:
-        numpy_detail += " is installed, with which the python backend of Triton 2.51 returns empty tensors, not errors"
+def _assert(*findings: Finding) -> None:
+    for one in findings:
+        if not one.ok:
+            raise TritonUnavailableError(f"the embedded Triton cannot run here: {one.detail}; {one.remedy}")
+
+
+def _machine_findings(interpreter: Interpreter) -> list[Finding]:
+    """What cannot be fetched."""
+    glibc = interpreter.glibc
     return [
         finding(
             "triton-architecture",
@@ -96,46 +103,121 @@ def _environment_findings(interpreter: Interpreter) -> list[Finding]:
             f"tritonserver needs glibc {MINIMUM_GLIBC[0]}.{MINIMUM_GLIBC[1]} or newer",
             "use Debian 12, Ubuntu 22.04 or newer",
         ),
-        _wheel_finding(interpreter),
-        finding(
-            "triton-stub",
-            has_stub,
-            f"the python backend {'supports' if has_stub else 'does not support'} Python {minor}",
-            INSTALL if stub is None else "use Python 3.11 or 3.12",
-        ),
-        finding("triton-numpy", numpy_1, numpy_detail, "run pip install 'numpy>=1.26,<2'"),
     ]
 
 
-def _wheel_finding(interpreter: Interpreter) -> Finding:
-    wheel, package = interpreter.wheel, interpreter.package
-    if wheel is None or package is None:
-        return finding("triton-wheel", False, f"the package {WHEEL} is not installed", INSTALL)
-    if wheel not in SERVER_VERSIONS:
-        known = " or ".join(SERVER_VERSIONS)
-        return finding("triton-wheel", False, f"{WHEEL} {wheel} is installed, only {known} is known to work", INSTALL)
-    root = package / "tritonserver"
-    binary = root / BINARY
-    backend = root / "backends" / "python"
-    needed = (
-        binary,
-        backend / "libtriton_python.so",
-        backend / "triton_python_backend_utils.py",
-        _libraries(package),
-    )
-    missing = [path.name for path in needed if not path.exists()]
-    if missing:
-        remedy = INSTALL.replace("install", "install --force-reinstall --no-deps")
-        return finding("triton-wheel", False, f"{WHEEL} {wheel} is incomplete, {', '.join(missing)} missing", remedy)
-    if not os.access(binary, os.X_OK):
-        return finding("triton-wheel", False, "the tritonserver binary is not executable", f"run chmod +x {binary}")
-    return finding("triton-wheel", True, f"tritonserver {SERVER_VERSIONS[wheel]} of {WHEEL} {wheel}", "")
+def _stub_finding(site: Path, interpreter: Interpreter) -> Finding:
+    has_stub = os.access(_stub(site, interpreter), os.X_OK)
+    detail = f"the python backend {'supports' if has_stub else 'does not support'} Python {interpreter.minor}"
+    return finding("triton-stub", has_stub, detail, "use Python 3.11, 3.12 or 3.13")
 
 
-def _stub(package: Path, interpreter: Interpreter) -> Path:
-    return package / "tritonserver" / "python_backend_stubs" / interpreter.minor / STUB
+def _libpython_finding(interpreter: Interpreter) -> Finding:
+    found = find_libpython(interpreter)
+    detail, remedy = f"shared libpython at {found}", ""
+    if found is None:
+        detail, remedy = f"{interpreter.libpython_name} is missing", libpython_remedy(interpreter)
+        if can_fetch(interpreter):
+            remedy += f" (otherwise abserve serve triton fetches it into {cache_folder(interpreter)})"
+    return finding("triton-libpython", found is not None, detail, remedy)
 
 
-def _libraries(package: Path) -> Path:
-    """The folder beside the package where auditwheel put the wheel's shared libraries."""
-    return package.parent / "nvidia_pytriton.libs"
+def _find_site(interpreter: Interpreter) -> Path | None:
+    """The folder that holds all that is needed of the wheel: the environment's packages or the own folder."""
+    sites = [_own_site(interpreter)]
+    if interpreter.package is not None:
+        sites.insert(0, interpreter.package.parent)
+    for site in sites:
+        binary, backend = _root(site) / BINARY, _root(site) / "backends" / "python"
+        files = (backend / "libtriton_python.so", backend / "triton_python_backend_utils.py", _libraries(site))
+        version = site / f"{WHEEL.replace('-', '_')}-{VERSION}.dist-info"
+        if os.access(binary, os.X_OK) and all(path.exists() for path in (*files, version)):
+            return site
+    return None
+
+
+def _fetch(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
+    """The own folder, filled by pip, which refuses a file with another hash. A second process waits for the first."""
+    site = _own_site(interpreter)
+    try:
+        with exclusive(site):
+            found = _find_site(interpreter)
+            if found is not None:
+                return found
+            announce(f"fetching tritonserver {SERVER_VERSION} ({WHEEL} {VERSION}, 55 MB) with pip into {site}")
+            remove_abandoned(site)
+            with atomic_folder(site, NEEDED_BYTES) as folder:
+                _run_pip(folder)
+    except FolderError as exc:
+        raise TritonUnavailableError(f"{WHEEL} {VERSION} cannot be unpacked: {exc}") from exc
+    found = _find_site(interpreter)
+    if found is None:
+        raise TritonUnavailableError(f"{WHEEL} {VERSION} in {site} is incomplete; remove that folder and try again")
+    return found
+
+
+def _run_pip(folder: Path) -> None:
+    """The user's configuration of pip counts, such as another index. The folder gets no other package."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-user", "--no-compile", "--only-binary", ":all:", "--require-hashes"]
+    try:
+        subprocess.run(
+            [*command, "--requirement", str(REQUIREMENTS), "--target", str(folder)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=FETCH_TIMEOUT_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError) as exc:
+        errors = exc.stderr if isinstance(exc, subprocess.CalledProcessError) else str(exc)
+        raise TritonUnavailableError(
+            f"pip could not fetch {WHEEL} {VERSION} ({_reason(errors)}); check the network and pip's configuration, or "
+            f"{INSTALL} (in an environment without pip: uv {INSTALL.removeprefix('run ')})"
+        ) from exc
+
+
+def _reason(output: str) -> str:
+    """The first error of pip, in one line; the last line of other programs."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("ERROR: ")), (lines or ["no reason given"])[-1])
+
+
+def _own_site(interpreter: Interpreter) -> Path:
+    """Inside the virtual environment, so that it disappears with it."""
+    return interpreter.prefix / "share" / "abserve" / WHEEL
+
+
+def _root(site: Path) -> Path:
+    return site / "pytriton" / "tritonserver"
+
+
+def _stub(site: Path, interpreter: Interpreter) -> Path:
+    return _root(site) / "python_backend_stubs" / interpreter.minor / STUB
+
+
+def _libraries(site: Path) -> Path:
+    """The folder where auditwheel put the wheel's shared libraries."""
+    return site / "nvidia_pytriton.libs"
+
+
+def _needs_libpython(stub: Path, interpreter: Interpreter) -> bool:
+    """The wheel brings the libpython of one Python, 3.13, under a name that only its stub asks for."""
+    return stub.is_file() and stub_python(stub) == interpreter.minor
+
+
+def main() -> None:
+    """Fetch what is missing."""
+
+    def announce(message: str) -> None:
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
+
+    try:
+        announce(f"the embedded Triton is {find_wheel(announce=announce).binary}")
+    except TritonUnavailableError as exc:
+        sys.exit(str(exc))
+
+
+if __name__ == "__main__":
+    main()

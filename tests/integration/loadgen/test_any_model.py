@@ -104,7 +104,8 @@ def test_inputs_that_the_model_cannot_take_are_refused_before_a_server_starts(tm
     sizes = {"long": (200, 200), "unequal": (20, 21)}
     for name, (ids, mask) in sizes.items():
         arrays = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids}
-        np.savez(tmp_path / f"{name}.npz", **{tensor: np.ones((4, size), "i8") for tensor, size in arrays.items()})
+        tensors: dict[str, Any] = {tensor: np.ones((4, size), "i8") for tensor, size in arrays.items()}
+        np.savez(tmp_path / f"{name}.npz", **tensors)
     options = {
         "long.npz": "item 1 has the length 200, and the model takes at most 128",
         "unequal.npz": "item 1 has several lengths along the sequence axis: input_ids 20, attention_mask 21",

@@ -106,7 +106,7 @@ def _json(echo: Any, sent: dict[str, Array]) -> dict[str, Array]:
         if name == "FP16":
             entry["parameters"] = {"binary_data_size": len(half)}
         elif name == "BYTES":
-            entry["data"] = [element.decode() for element in array.reshape(-1)]
+            entry["data"] = [element.decode() for element in array.reshape(-1).tolist()]
         else:
             entry["data"] = array.reshape(-1).tolist()
         inputs.append(entry)

@@ -95,7 +95,7 @@ class Server:
 
 def tensor_bytes(array: Array) -> bytes:
     if array.dtype == object:
-        return b"".join(len(item).to_bytes(4, "little") + item for item in array.reshape(-1))
+        return b"".join(len(item).to_bytes(4, "little") + item for item in array.reshape(-1).tolist())
     return array.tobytes()
 
 

@@ -199,3 +199,8 @@ def test_it_is_idle_when_nobody_asks(triton: Any) -> None:
     before, started = cpu_seconds(), time.monotonic()
     time.sleep(1)  # the length of the measurement, not a wait for anything
     assert cpu_seconds() - before < 0.2 * (time.monotonic() - started), "a spinning thread would take a whole core"
+
+
+def test_python_frees_the_tensors_without_a_message(triton: Any, client: Any) -> None:
+    infer(client, pixels(2))
+    assert "PyCapsule" not in triton.log_file.read_text()

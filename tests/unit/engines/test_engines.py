@@ -56,7 +56,7 @@ def embeddings(specification: ModelSpecification, images: np.ndarray) -> np.ndar
 
 def test_a_batch_answers_as_torch_does_alone(engine: Engine, images: np.ndarray, embeddings: np.ndarray) -> None:
     answer: np.ndarray = engine.infer({"pixel_values": images})["embedding"]
-    assert (answer.dtype, answer.shape) == (np.float32, (4, 512))
+    assert (answer.dtype.name, answer.shape) == ("float32", (4, 512))
     assert answer.flags.c_contiguous
     assert row_cosines(embeddings, answer).min() > 0.999999
     np.testing.assert_allclose(answer, embeddings, atol=2e-5)

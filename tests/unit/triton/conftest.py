@@ -26,6 +26,7 @@ def interpreter(tmp_path: Path) -> Interpreter:
         path.write_text("#!/bin/sh\n# libpython3.99.so.1.0\n")
         path.chmod(0o755)
     (package.parent / "nvidia_pytriton.libs").mkdir()
+    (package.parent / "nvidia_pytriton-0.7.0.dist-info").mkdir()
     folder = tmp_path / "lib"
     folder.mkdir()
     (folder / LIBRARY).touch()
@@ -33,8 +34,6 @@ def interpreter(tmp_path: Path) -> Interpreter:
         python=(3, 99),
         machine="x86_64",
         glibc=(2, 36),
-        numpy="1.26.4",
-        wheel="0.7.0",
         package=package,
         prefix=tmp_path / "venv",
         base_prefix=tmp_path / "python",
