@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.bench.arms import effective_settings
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.records.model_config import effective_settings
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.result.analysis import analyse
