@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ class Arm:
             artefact=self.deployment.artefact,
         )
 
-    def _step_configs(self, config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    def _step_configs(self, config: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
         """The configurations of an ensemble's models, as far as the server has them."""
         access = msgspec.structs.replace(self.deployment.access, version=None)
         endpoint, found = Endpoint(self.deployment.url, access=access), []

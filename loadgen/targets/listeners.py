@@ -39,7 +39,7 @@ def find_listeners(address: Address) -> tuple[Roots, str | None]:
     if RELAYS & names:
         return (), f"{min(RELAYS & names)} listens on port {address.port} and only forwards requests"
     if os.getpid() in {process.pid for process in tree(roots)}:  # as with a socket of systemd
-        return (), f"the process on port {address.port} is a parent of this program"
+        return (), f"the process on port {address.port} is this program or a parent of it"
     return tuple(sorted(roots, key=lambda root: root.pid)), None
 
 

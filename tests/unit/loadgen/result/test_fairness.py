@@ -233,6 +233,8 @@ def test_a_calm_machine_needs_no_look() -> None:
         (conditions(cpu_governors=None), "cpu_governor", None, "does not report"),
         (conditions({"processes": [{"pid": 11}, {"pid": 12}, {"pid": 99}]}), "gpu_exclusive", False, "99"),
         (conditions({"processes": [{"pid": 98}, {"pid": 99}]}), "gpu_exclusive", None, "another host"),
+        (conditions({"processes": [{"pid": 11}, {"pid": 99}]}, arms=(conditions().arms[0], away("b", 0.4))),
+         "gpu_exclusive", None, "other processes use the GPU (99), and they may be the servers of B"),
         (conditions({"processes": []}), "gpu_exclusive", None, "lists no process on the GPU"),
         (conditions({"processes": None}), "gpu_exclusive", None, "does not report"),
         (conditions({"utilization_ratio": 0.4}), "gpu_idle", False, "40 % of the time"),
