@@ -143,7 +143,7 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
         finding=finding,
         code=code,
         sentence=sentence,
-        notes=_notes(inputs, activity, witness, thresholds),
+        notes=_notes(inputs, finding, activity, witness, thresholds),
         activity=activity,
         attributed=attributed,
         cpu_witness=witness,
@@ -274,7 +274,7 @@ def _missing_for_process(inputs: EvidenceInputs, activity: Activity) -> str | No
 
 
 def _notes(
-    inputs: EvidenceInputs, activity: Activity | None, witness: bool | None, thresholds: Thresholds
+    inputs: EvidenceInputs, finding: Finding, activity: Activity | None, witness: bool | None, thresholds: Thresholds
 ) -> tuple[str, ...]:
     notes = []
     on_cpu = inputs.placement.result == "cpu"
@@ -284,7 +284,7 @@ def _notes(
         notes.append(f"partly on the CPU: {inputs.placement.reason}")
     if on_cpu and activity == "active":
         notes.append("the GPU was active all the same: another process used it")
-    if inputs.placement.result == "unreported" and inputs.attribution.pid_resolved:
+    if inputs.placement.result == "unreported" and finding is Finding.GPU_VERIFIED:
         cpu_s = inputs.witness.cpu_s_per_request
         hint = "" if cpu_s is None else f"; the server used {1000 * cpu_s:.3g} ms of CPU time per request"
         notes.append(f"not every node is shown to run on the GPU: the server does not report nodes on the CPU{hint}")
