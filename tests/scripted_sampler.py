@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic_ns, time_ns
@@ -27,7 +28,8 @@ END_OF_TIME = 2**62
 class ObedientReader(ScriptedReader):  # type: ignore[misc]
     """Busy on command, used by every sibling process that is a server."""
 
-    def __init__(self) -> None:
+    def __init__(self, strangers: Sequence[int] = ()) -> None:
+        self.strangers = strangers
         self.phases: list[Phase] = []
         self.faults: list[Fault] = []
         super().__init__(monotonic_ns, time_ns, self.phases, self.faults)
@@ -40,7 +42,7 @@ class ObedientReader(ScriptedReader):  # type: ignore[misc]
                 if process.pid != os.getpid() and "fake_server.py" in " ".join(process.cmdline()):
                     pids.append(process.pid)
         return EdgeReading(
-            processes=tuple(GpuProcess(pid, 2**29) for pid in pids),
+            processes=tuple(GpuProcess(pid, 2**29) for pid in (*pids, *self.strangers)),
             ecc_errors=found.ecc_errors,
             failed=found.failed,
             lost=found.lost,
@@ -79,16 +81,17 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=0, help="GPUs of other people, numbered before this one")
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--lose-in-block", type=int, help="the driver loses the GPU when that block begins")
+    parser.add_argument("--stranger", type=int, action="append", default=[], help="PID of another process on it")
     options = parser.parse_args()
     with options.out.open("w") as file:
-        gpu = ObedientReader()
+        gpu = ObedientReader(options.stranger)
         others = [
             ScriptedReader(
                 monotonic_ns, time_ns, idle_watts=650.0, idle_busy=0.97, pids=(1,), uuid=f"GPU-other-{number}"
             )
             for number in range(options.others)
         ]
-        machine = ScriptedMachine([*others, gpu], options.gpu)
+        machine = ScriptedMachine([*others, gpu], None if options.gpu == ["all"] else options.gpu)
         recording = ObedientRecording(gpu, options.blocks, options.lose_in_block, machine)
         SamplerProcess(recording, file, sys.stdout).run(0)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 from typing import Any
 
+import msgspec
+
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
-from loadgen.records.model_config import groups, listed, mapping, whole
+from loadgen.records.model_config import effective_settings, listed, mapping, read_triton, step_names, whole
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Transport, Workload
 from loadgen.records.samples import NS_PER_MS
 from loadgen.targets.interface import Deployment
@@ -21,8 +23,10 @@ from loadgen.transport.transports import Target
 REQUEST_TIMEOUT_S = 60.0
 BODIES_PER_TURN = 13
 """Odd, so that successive rounds of a workload begin with each of its 4, 8, 16 or 32 bodies."""
-_MOST_INSTANCES = 2**31
+_MOST_STEPS = 16
 _MOST_TITLE = 120
+TRITON = "triton"
+"""The name that a Triton server gives itself."""
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""
 
@@ -116,10 +120,15 @@ class Arm:
         gpu_info: dict[str, object] | None = None
         with suppress(EndpointError):
             gpu_info = endpoint.document("/gpu-info")
-        in_effect = effective_settings(config)
+        if server.get("name") == TRITON:
+            triton = read_triton(config, _text(server.get("version")), self._step_configs(config))
+            in_effect, title = triton.settings, one_line(triton.title, _MOST_TITLE)
+        else:
+            in_effect = effective_settings(config)
+            title = _title(server, in_effect)
         return ArmRecord(
             label=self.request.label,
-            title=self.deployment.title or title_of(server, in_effect),
+            title=self.deployment.title or title,
             target=self.request.target,
             url=self.deployment.url,
             server_name=_text(server.get("name")),
@@ -133,34 +142,19 @@ class Arm:
             artefact=self.deployment.artefact,
         )
 
-
-def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
-    """The settings that a model's configuration contains: its `parameters`, batching and instances."""
-    if config is None:
-        return {}
-    settings: dict[str, object] = {}
-    for name, value in mapping(config.get("parameters")).items():
-        settings[name] = value.get("string_value") if isinstance(value, Mapping) else value
-    for name in ("backend", "platform", "max_batch_size"):
-        if config.get(name) not in (None, ""):
-            settings[name] = config[name]
-    batching = config.get("dynamic_batching")
-    settings["dynamic_batching"] = isinstance(batching, Mapping)
-    if isinstance(batching, Mapping):
-        delay = whole(batching.get("max_queue_delay_microseconds", 0))
-        if delay is not None:
-            settings["max_queue_delay_us"] = delay
-    counts = [whole(group.get("count", 1)) for group in groups(config)]
-    instances = sum(count for count in counts if count is not None)
-    if counts and None not in counts and instances < _MOST_INSTANCES:
-        settings["instances"] = instances
-    return settings
+    def _step_configs(self, config: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+        """The configurations of an ensemble's models, as far as the server has them."""
+        access = msgspec.structs.replace(self.deployment.access, version=None)
+        endpoint, found = Endpoint(self.deployment.url, access=access), []
+        for name in step_names(config)[:_MOST_STEPS]:
+            with suppress(EndpointError):
+                found.append(endpoint.config(name) or {})
+        return found
 
 
-def title_of(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
-    """A server's name and version, with its engine or Triton's backend and the precision, as far as it reports them."""
+def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
     words = [server.get("name") or "unnamed server", server.get("version")]
-    words += [in_effect.get("engine") or in_effect.get("backend"), in_effect.get("precision")]
+    words += [in_effect.get(name) for name in ("engine", "precision")]
     return one_line(" ".join(str(word) for word in words if word), _MOST_TITLE)
 
 

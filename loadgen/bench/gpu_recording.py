@@ -6,7 +6,7 @@ The run goes on when the sampler fails: missing readings only make the GPU verif
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter_ns, sleep
 
@@ -38,6 +38,8 @@ class GpuRecording:
         self.file = "gpu/0000.jsonl"
         self.gaps: list[Window] = []
         self.pids: dict[Label, set[int]] = {}
+        self.processes_unknown: dict[Label, str] = {}
+        """The arms whose processes are unknown, and why."""
         self._process: ChildProcess | None = None
         path = directory / self.file
         try:
@@ -62,9 +64,11 @@ class GpuRecording:
         self.edge(f"gap {number} end")
         self.gaps.append(Window(start_ns=start_ns, end_ns=end_ns))
 
-    def processes(self, label: Label, pids: Iterable[int]) -> None:
-        """Add processes of an arm's server; those that end stay in the set."""
+    def processes(self, label: Label, pids: Collection[int], unknown: str | None) -> None:
+        """Add processes of an arm's server; those that end stay in the set. `unknown`: why there are none."""
         self.pids.setdefault(label, set()).update(pids)
+        if not pids:
+            self.processes_unknown[label] = unknown or "they cannot be seen"
 
     def stop(self) -> None:
         """Let the sampler write its last line and end it. Bounded and idempotent."""
@@ -127,7 +131,7 @@ class GpuStage:
         """Record the current processes of the arms' servers."""
         assert self.recording is not None
         for label, arm in self._arms.items():
-            self.recording.processes(label, arm.deployment.pids())
+            self.recording.processes(label, arm.deployment.pids(), arm.deployment.processes_unknown)
 
     def describe(self, record: ArmRecord, store: RunStore) -> ArmRecord:
         """The record with a `/gpu-info` document, which Triton does not offer: `abserve gpu-info` makes it from

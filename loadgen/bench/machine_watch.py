@@ -7,26 +7,19 @@ values that the kernel does not offer are None.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from loadgen.bench.arms import Arm
 from loadgen.documents import one_line
 from loadgen.records.run import MachineLoad
+from loadgen.targets.listeners import is_here
 from loadgen.transport.requests import Address
 
 PROC = Path("/proc")
 TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _STEAL = 7
-RELAYS = frozenset(
-    {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
-     "traefik", "caddy", "kubectl", "socat"}
-)  # fmt: skip
-"""Programs that only forward requests: the process that listens is not the one that computes."""
 NAMED_SHARE = 0.01
 """Share of all cores. Processes that use less are not named."""
 MOST_NAMED = 3
@@ -139,36 +132,13 @@ def _server_processes(arms: Sequence[Arm]) -> tuple[int, ...] | None:
     """The processes of all arms that run on this machine; None if they are unknown for one arm."""
     found: list[int] = []
     for arm in arms:
-        address = Address.parse(arm.deployment.url)
-        if not arm.deployment.launched and not _is_here(address.host):
+        if not arm.deployment.launched and not is_here(Address.parse(arm.deployment.url).host):
             continue
-        numbers = arm.deployment.pids() if arm.deployment.launched else _listeners(address.port)
+        numbers = arm.deployment.pids()
         if not numbers:
             return None
         found += numbers
     return tuple(found)
-
-
-def _is_here(host: str) -> bool:
-    """Whether an address belongs to this machine: a socket can only be bound to its addresses."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-def _listeners(port: int) -> tuple[int, ...]:
-    """The processes that listen on a port; empty when they cannot be seen or one only forwards requests."""
-    try:
-        sockets = psutil.net_connections("tcp")
-        numbers = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr[1:2] == (port,)}
-        named = {number: psutil.Process(number).name() for number in numbers if number is not None}
-    except (psutil.Error, OSError):
-        return ()
-    return () if None in numbers or RELAYS & set(named.values()) else tuple(named)
 
 
 def read_processors(folder: Path = PROC, cores: Collection[int] | None = None) -> ProcessorReading | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter_ns, sleep
 
 from loadgen.records.run import DEFAULT_ACCESS, Access
+from loadgen.targets.listeners import Roots, cpu_ns, find_listeners, tree
 from loadgen.transport.endpoint import Endpoint
 from loadgen.transport.exchange import ConnectionRefused, TlsRefused
 from loadgen.transport.grpc import GrpcConnection, parse_grpc_address
@@ -61,6 +62,8 @@ class Deployment:
     artefact: dict[str, object] | None = None
     """The manifest of the exported file that it executes."""
     started_ns: int | None = None
+    processes_unknown: str | None = None
+    """Why `pids` is empty, as the end of a sentence."""
     largest_batch = 1
     """The largest batch of the load."""
 
@@ -106,7 +109,7 @@ class Deployment:
         return None
 
     def pids(self) -> tuple[int, ...]:
-        """Its processes; empty where they are unknown."""
+        """Its processes; empty where they are unknown, with the reason in `processes_unknown`."""
         return ()
 
     def cpu_ns(self) -> int | None:
@@ -126,6 +129,7 @@ class RemoteDeployment(Deployment):
         self.url = self._address.url
         self.grpc_address = grpc_address
         self.access = access
+        self._listeners: Roots | None = None
 
     def check(self, model: str) -> None:
         """Wait a moment for a server that was started just now, then read its configuration if it has one, and connect
@@ -160,6 +164,19 @@ class RemoteDeployment(Deployment):
         except DeploymentError as exc:
             remedy = _tls_remedy(address, "https") or "; start it, or correct the URL or --model"
             raise DeploymentError(f"{exc}{remedy}") from exc
+
+    def pids(self) -> tuple[int, ...]:
+        """The processes that listen on its port, if it runs on this machine, with their descendants."""
+        return tuple(process.pid for process in tree(self._find_listeners()))
+
+    def cpu_ns(self) -> int | None:
+        return cpu_ns(tree(self._find_listeners()))
+
+    def _find_listeners(self) -> Roots:
+        """Search once, and again after a restart of the server: a search reads all processes of the machine."""
+        if self._listeners is None or not all(process.is_running() for process in self._listeners):
+            self._listeners, self.processes_unknown = find_listeners(self._address)
+        return self._listeners
 
     def _shake_hands(self) -> None:
         """Raises `DeploymentError` for what would fail on every connection, without waiting for the server."""

@@ -15,6 +15,8 @@ from time import monotonic, perf_counter_ns
 
 import psutil
 
+from loadgen.targets.listeners import cpu_ns, tree
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOG_TAIL_BYTES = 8192
@@ -126,18 +128,13 @@ class ChildProcess:
     def tree(self) -> tuple[psutil.Process, ...]:
         """This process and all its descendants that are alive now."""
         try:
-            root = psutil.Process(self.pid)
-            return (root, *root.children(recursive=True))
+            return tree([psutil.Process(self.pid)])
         except psutil.NoSuchProcess:
             return ()
 
     def cpu_ns(self) -> int | None:
         """CPU time of the whole tree so far (kernel resolution: 10 ms); None when it is gone."""
-        seconds = []
-        for process in self.tree():
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                seconds.append(sum(process.cpu_times()[:2]))
-        return int(sum(seconds) * 1e9) if seconds else None
+        return cpu_ns(self.tree())
 
     def stop(self, *, timeout_s: float = 15.0) -> None:
         """SIGTERM, a bounded wait, SIGKILL for the rest of the tree. Idempotent."""

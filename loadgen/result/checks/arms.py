@@ -89,7 +89,9 @@ def _reported(arm: ArmRecord | None, key: str) -> object:
 
 
 def _equal(wanted: str, have: object) -> bool:
-    """Compare as numbers if both are, as text otherwise."""
+    """Compare as numbers if both are, as text otherwise. "cuda" is a GPU without its number: it equals any."""
+    if wanted == "cuda" or have == "cuda":
+        return wanted.startswith("cuda") and str(have).startswith("cuda")
     try:
         return float(wanted) == float(str(have))
     except ValueError:

@@ -86,11 +86,11 @@ def negative_control(facts: Facts) -> Iterator[Outcome]:
     for record in controls:
         recognised = record.finding is Finding.CPU_FALLBACK
         activity = f"the GPU was {record.activity}" if record.activity else "the GPU's activity is unknown"
-        yield Outcome(
-            recognised and record.activity == "idle" if record.activity is not None or not recognised else None,
-            f"arm {shown(record.label)} ran on the CPU and was found to be {record.finding}; {activity}",
-            record.finding.value,
-        )
+        ok = recognised and record.activity == "idle" if record.activity is not None or not recognised else None
+        if recognised and record.inputs.attribution.foreign:
+            ok, activity = None, "another process used the GPU, so its work cannot be attributed"
+        detail = f"arm {shown(record.label)} ran on the CPU and was found to be {record.finding}; {activity}"
+        yield Outcome(ok, detail, record.finding.value)
 
 
 def may_rank(found: Evidence) -> tuple[bool, str]:

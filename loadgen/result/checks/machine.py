@@ -140,6 +140,12 @@ def gpu_exclusive(conditions: Conditions) -> Outcome:
     if foreign and not pids & own:
         detail = f"the GPU's processes ({len(foreign)}) have PIDs of another host, so their owners are unknown"
         return Outcome(None, detail, len(foreign))
+    if foreign and (unseen := [shown(arm.label) for arm in conditions.arms if not arm.pids]):
+        detail = (
+            f"other processes use the GPU ({', '.join(map(str, foreign[:6]))}), and they may be the servers of "
+            f"{join(unseen)}, whose processes are unknown"
+        )
+        return Outcome(None, detail, len(foreign))
     detail = "only the arms' servers use the GPU"
     if foreign:
         detail = f"other processes use the GPU: {', '.join(map(str, foreign[:6]))}"

@@ -28,7 +28,7 @@ class ArmConditions(Record, frozen=True, kw_only=True):
     connect_ms: float | None
     """Median time of a TCP connection to its HTTP port: one round trip; null if one failed."""
     pids: tuple[int, ...]
-    """Processes of its server, where abserve started it."""
+    """Processes of its server, where it runs on this machine and they can be seen."""
 
 
 class GpuCondition(Record, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from loadgen.studies.gpu_proof.records import (
     EvidenceFile,
     EvidenceInputs,
     EvidenceRecord,
+    Finding,
     Gpu,
     Health,
     Load,
@@ -53,15 +54,18 @@ def assess(
     gpu_uuid: str | None = None,
     server_pids: Collection[int] = (),
     own_pids: Collection[int] = (),
+    processes_unknown: Mapping[Label, str] | None = None,
     control: EvidenceRecord | None = None,
     is_control: bool = False,
+    control_idle: bool | None = None,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> EvidenceRecord:
     """Judge the blocks of one arm in one workload (or in all of them), and keep every input of the decision.
 
     `gaps`: every idle gap of the run; those beside the blocks are chosen here. `completions_ns`: ends of the good
     answers of these blocks. `gpu_uuid`: the GPU to judge where the server names none, as in the CPU control run. PIDs
-    are as this machine shows them; empty where unknown. `control`: the finding for the arm's CPU control run.
+    are as this machine shows them; empty where unknown. `processes_unknown`: the arms whose processes are unknown, and
+    why. `control`: the finding for the arm's CPU control run; `control_idle`: whether the run's control was recognised.
     """
     placement = judge_placement(gpu_info, model_config, thresholds)
     load = _load(blocks, gaps, thresholds)
@@ -78,8 +82,9 @@ def assess(
         during = [edge for edge in readings.edges if span.start_ns <= edge.at_ns <= span.end_ns]
         edges = [*before[-1:], *during, *after[:1]]
         attribution = measure_attribution(
-            device, edges, load.windows, idle, gpu, completions_ns, server_pids, own_pids, thresholds
-        )
+            device, edges, load.windows, idle, gpu, completions_ns, server_pids, own_pids, thresholds,
+            processes_unknown or {}, label,
+        )  # fmt: skip
     inputs = EvidenceInputs(
         placement=placement,
         health=_health(readings, device, before[-1:], after[:1], span),
@@ -87,14 +92,19 @@ def assess(
         gpu=gpu,
         attribution=attribution,
         witness=_witness(load, control, is_control),
+        control_idle=control_idle,
     )
+    decision = decide(inputs, thresholds)
+    if gpu is not None and decision.no_energy is not None:
+        uncharged = msgspec.structs.replace(gpu, joules_per_item=None, excess_joules_per_item=None)
+        inputs = msgspec.structs.replace(inputs, gpu=uncharged)
     return EvidenceRecord(
         label=label,
         workload=workload,
         control=is_control,
         inputs=inputs,
         thresholds=thresholds,
-        **msgspec.structs.asdict(decide(inputs, thresholds)),
+        **msgspec.structs.asdict(decision),
     )
 
 
@@ -243,8 +253,10 @@ def assess_run(
     gaps: Sequence[Window],
     pids: Mapping[Label, Collection[int]],
     controls: Mapping[Label, ControlRun],
+    processes_unknown: Mapping[Label, str] | None = None,
 ) -> EvidenceFile:
-    """Read the readings in `directory` and judge every arm. Raises `ReadingsError`."""
+    """Read the readings in `directory` and judge every arm. `processes_unknown`: the arms without PIDs, and why. Raises
+    `ReadingsError`."""
     readings = read_readings([directory / name for name in files])
     own = frozenset(pid for several in pids.values() for pid in several)
     gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
@@ -261,6 +273,7 @@ def assess_run(
             completions_ns=completions(samples),
             gpu_info=arm.gpu_info,
             model_config=arm.model_config,
+            processes_unknown=processes_unknown,
             **more,
         )
 
@@ -272,6 +285,7 @@ def assess_run(
         for label, run in controls.items()
     }  # fmt: skip
     records = []
+    recognised = [one.finding is Finding.CPU_FALLBACK and one.activity == "idle" for one in judged.values()]
     for arm in arms:
         stored = [
             (block.record, block.samples)
@@ -280,7 +294,12 @@ def assess_run(
         ]
         for workload in (*dict.fromkeys(block.workload for block, _ in stored), None):
             chosen = [(block, samples) for block, samples in stored if workload in (None, block.workload)]
-            more = {"server_pids": pids.get(arm.label, ()), "own_pids": own, "control": judged.get(arm.label)}
+            more = {
+                "server_pids": pids.get(arm.label, ()),
+                "own_pids": own,
+                "control": judged.get(arm.label),
+                "control_idle": all(recognised) if recognised else None,
+            }
             records.append(judge(arm, workload, [block for block, _ in chosen], [one for _, one in chosen], **more))
     return EvidenceFile(readings=tuple(files), gaps=tuple(gaps), records=(*records, *judged.values()))
 

@@ -5,7 +5,8 @@ A pure function of the stored inputs and thresholds, with three answers.
 Placement (S) is where the runtime says the model is, judged from the raw signals of the `/gpu-info` document, strictest
 first. A server that says it runs on the CPU is believed; one that says it runs on the GPU is not: parameters on a CUDA
 device are necessary and not sufficient, and ONNX Runtime lists its CUDA provider even where it executes nothing. A
-document without a decisive signal is "unknown".
+document without a decisive signal is "unknown"; a server that has no such report is "unreported", and only its process
+on the GPU can verify it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loadgen.records.model_config import mapping
+from loadgen.records.model_config import GPU_ONLY_BACKENDS, backend_name, groups, mapping
 from loadgen.studies.gpu_proof.records import (
     Activity,
     Code,
@@ -28,8 +29,6 @@ from loadgen.studies.gpu_proof.records import (
 from loadgen.studies.gpu_proof.signals import judge_activity, judge_attribution
 
 GPU_PROVIDERS = ("CUDAExecutionProvider", "TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
-GPU_ONLY_BACKENDS = ("tensorrt",)
-"""Triton backends that execute on a GPU or not at all."""
 
 Judgement = tuple[PlacementResult, float | None, str]
 """The model's device, the CPU's share of it, the reason."""
@@ -60,6 +59,8 @@ def _judge(runtime: Mapping[str, Any], config: Mapping[str, Any], thresholds: Th
         return "cpu", 1.0, "the server says that it executes on the CPU"
     if runtime.get("kind") == "tensorrt":
         return "gpu", 0.0, "TensorRT executes on a GPU or not at all"
+    if runtime.get("kind") not in (None, "triton"):
+        return "unknown", None, "the server does not report where its model is"
     return _from_config(config)
 
 
@@ -98,20 +99,19 @@ def _from_parameters(params: Mapping[str, Any], kernels: float | None) -> Judgem
 
 def _from_config(config: Mapping[str, Any]) -> Judgement:
     """Triton's configuration alone decides only for backends that honour the instance kind."""
-    backend = str(config.get("backend") or config.get("platform") or "").partition("_")[0]
-    groups = config.get("instance_group")
-    listed = groups if isinstance(groups, list | tuple) else ()
-    kinds = {str(group.get("kind", "KIND_AUTO")) for group in listed if isinstance(group, Mapping)}
+    backend = backend_name(config)
+    kinds = {str(group.get("kind", "KIND_AUTO")) for group in groups(config)}
     if backend in GPU_ONLY_BACKENDS:
         return "gpu", 0.0, f"Triton's {backend} backend executes on a GPU or not at all"
     if backend == "python":
-        return "unknown", None, "Triton's python backend does not enforce the instance kind"
+        return "unreported", None, "Triton's python backend does not enforce the instance kind"
     if kinds == {"KIND_CPU"}:
         return "cpu", 1.0, "every instance is KIND_CPU"
     if kinds:
         named = ", ".join(sorted(kinds))
-        return "unknown", None, f"{named}, but the server does not report where the {backend} backend placed the nodes"
-    return "unknown", None, "the server does not report where its model is"
+        result: PlacementResult = "unknown" if "KIND_CPU" in kinds else "unreported"
+        return result, None, f"{named}, but the server does not report where the {backend} backend placed the nodes"
+    return "unreported", None, "the server does not report where its model is"
 
 
 def _number(value: object) -> float | None:
@@ -122,7 +122,10 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
     """GPU_VERIFIED, CPU_FALLBACK or INCONCLUSIVE with a code."""
     placement, gpu = inputs.placement, inputs.gpu
     activity = judge_activity(gpu, inputs.load.window_s, thresholds) if gpu is not None else None
-    attributed = judge_attribution(inputs.attribution, thresholds) if gpu is not None else None
+    attributed = None
+    if gpu is not None:
+        shared = inputs.attribution.foreign or _busy_gaps(inputs, thresholds) is not None
+        attributed = not shared and judge_attribution(inputs.attribution, thresholds)
     witness = judge_witness(inputs.witness, thresholds)
     code: Code | None = None
     finding = Finding.INCONCLUSIVE
@@ -133,18 +136,34 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
     elif activity is None:
         code, sentence = Code.LOW_COVERAGE, "Energy or the idle baseline could not be read for the whole load."
     else:
-        code, sentence = _weigh(placement, activity, attributed is True, witness, thresholds)
+        code, sentence = _weigh(inputs, activity, attributed is True, witness, thresholds)
         if code is None:
             finding = Finding.CPU_FALLBACK if activity == "idle" else Finding.GPU_VERIFIED
     return Decision(
         finding=finding,
         code=code,
         sentence=sentence,
-        notes=_notes(inputs, activity, witness, thresholds),
+        notes=_notes(inputs, finding, activity, witness, thresholds),
         activity=activity,
         attributed=attributed,
         cpu_witness=witness,
+        no_energy=None if gpu is None else _no_energy(inputs, finding, activity, attributed, thresholds),
     )
+
+
+def _no_energy(
+    inputs: EvidenceInputs, finding: Finding, activity: Activity | None, attributed: bool | None, thresholds: Thresholds
+) -> str | None:
+    """Why the GPU's energy must not be charged to the arm; None if it may."""
+    if finding is Finding.CPU_FALLBACK:
+        return "the arm ran on the CPU, so the GPU's energy is not its own"
+    if inputs.attribution.foreign:
+        return "another process used the GPU"
+    if _busy_gaps(inputs, thresholds) is not None:
+        return "the GPU was busy with nothing sent"
+    if activity == "idle":
+        return "the GPU did no more than with nothing sent"
+    return None if attributed else "the GPU's work cannot be attributed to this arm"
 
 
 def judge_witness(witness: Witness, thresholds: Thresholds) -> bool | None:
@@ -193,6 +212,9 @@ def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | 
         return Code.LOW_COVERAGE, f"The readings cover {100 * coverage:.0f} % of the time."
     if (busy := _busy_gaps(inputs, thresholds)) is not None:
         return Code.UNATTRIBUTED, f"{busy}, so its activity under load cannot be attributed to this server."
+    if inputs.attribution.foreign:
+        pids = ", ".join(map(str, inputs.attribution.foreign_pids))
+        return Code.UNATTRIBUTED, f"Another process used the GPU ({pids}), so its work cannot be attributed to any arm."
     return None
 
 
@@ -206,13 +228,16 @@ def _busy_gaps(inputs: EvidenceInputs, thresholds: Thresholds) -> str | None:
 
 
 def _weigh(
-    placement: Placement, activity: Activity, attributed: bool, witness: bool | None, thresholds: Thresholds
+    inputs: EvidenceInputs, activity: Activity, attributed: bool, witness: bool | None, thresholds: Thresholds
 ) -> tuple[Code | None, str]:
     """Without a code the finding is CPU_FALLBACK for an idle GPU, else GPU_VERIFIED."""
+    placement, by_process = inputs.placement, inputs.placement.result == "unreported"
     if activity == "idle" and witness:
         return None, "The GPU did no more than with nothing sent, and the CPU worked as in the CPU control run."
     if placement.result == "unknown" or (placement.result == "partial" and placement.cpu_share is None):
         return Code.UNKNOWN_PLACEMENT, f"It is not known where the model is: {placement.reason}."
+    if by_process and (missing := _missing_for_process(inputs, activity)) is not None:
+        return Code.UNKNOWN_PLACEMENT, f"It is not known where the model is: {placement.reason}, and {missing}."
     if placement.result == "partial" and (placement.cpu_share or 0.0) > thresholds.max_partial_cpu_share:
         return Code.CONFLICT, f"Too much of the model runs on the CPU: {placement.reason}."
     if activity == "idle":
@@ -223,11 +248,33 @@ def _weigh(
         return Code.LOW_DUTY, "The GPU did more than when idle, but too little to tell from noise."
     if not attributed:
         return Code.UNATTRIBUTED, "The GPU was active, but the activity cannot be attributed to this server."
+    if by_process:
+        held = f"{(inputs.attribution.memory_bytes or 0) / 2**20:,.0f} MiB"
+        return (
+            None,
+            f"The GPU was active with this server's requests; its processes held {held} there, and no other did.",
+        )
     return None, f"The GPU was active with this server's requests, and {placement.reason}."
 
 
+def _missing_for_process(inputs: EvidenceInputs, activity: Activity) -> str | None:
+    """A clause with what is missing to verify a server by its process alone; None if nothing is."""
+    attribution = inputs.attribution
+    if attribution.processes_unknown is not None:
+        return f"the server's processes are unknown: {attribution.processes_unknown}"
+    if not attribution.pid_resolved:
+        return "none of the server's processes is on the GPU's process list"
+    if attribution.memory_bytes is None:
+        return "the driver does not report that its processes hold memory of the GPU"
+    if attribution.foreign is not False:
+        return "processes on the GPU may belong to no arm"
+    if inputs.control_idle is False:
+        return "the CPU control run was not recognised"
+    return "the GPU did no more than with nothing sent" if activity == "idle" else None
+
+
 def _notes(
-    inputs: EvidenceInputs, activity: Activity | None, witness: bool | None, thresholds: Thresholds
+    inputs: EvidenceInputs, finding: Finding, activity: Activity | None, witness: bool | None, thresholds: Thresholds
 ) -> tuple[str, ...]:
     notes = []
     on_cpu = inputs.placement.result == "cpu"
@@ -237,7 +284,15 @@ def _notes(
         notes.append(f"partly on the CPU: {inputs.placement.reason}")
     if on_cpu and activity == "active":
         notes.append("the GPU was active all the same: another process used it")
-    if inputs.attribution.foreign_pids:
+    if inputs.placement.result == "unreported" and finding is Finding.GPU_VERIFIED:
+        cpu_s = inputs.witness.cpu_s_per_request
+        hint = "" if cpu_s is None else f"; the server used {1000 * cpu_s:.3g} ms of CPU time per request"
+        notes.append(f"not every node is shown to run on the GPU: the server does not report nodes on the CPU{hint}")
+    if inputs.attribution.processes_unknown is not None:
+        notes.append(f"the server's processes are unknown: {inputs.attribution.processes_unknown}")
+    if inputs.attribution.foreign:
+        notes.append(f"other processes on the GPU: {', '.join(map(str, inputs.attribution.foreign_pids))}")
+    elif inputs.attribution.foreign_pids:
         pids = ", ".join(map(str, inputs.attribution.foreign_pids))
         notes.append(f"processes on the GPU that belong to no arm, or to an arm under the host's PIDs: {pids}")
     if inputs.gpu is not None and inputs.gpu.energy_source == "power":

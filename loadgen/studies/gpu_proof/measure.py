@@ -57,6 +57,7 @@ def _judge(bench: Bench, recording: GpuRecording, controls: Mapping[Label, Contr
             gaps=recording.gaps,
             pids=recording.pids,
             controls=controls,
+            processes_unknown=recording.processes_unknown,
         )
     except ReadingsError as exc:
         bench.progress.now(f"no GPU evidence: {exc}")
@@ -67,12 +68,13 @@ def _judge(bench: Bench, recording: GpuRecording, controls: Mapping[Label, Contr
 def _run_controls(bench: Bench, recording: GpuRecording) -> dict[Label, ControlRun]:
     """Run one arm as a control: whether the detector can say "no" does not depend on the arm."""
     experiment = bench.experiment
-    if not experiment.gpu_control or not all(request.embedded for request in experiment.arms):
+    embedded = [request for request in experiment.arms if request.embedded]
+    if not experiment.gpu_control or not embedded:
         return {}
     if experiment.deployment != "embedded":
         bench.progress.now("no CPU control run: servers of a compose stack stay on the device that .env sets")
         return {}
-    movable = [request for request in experiment.arms if not request.own_repository]
+    movable = [request for request in embedded if not request.own_repository]
     if not movable:
         bench.progress.now("no CPU control run: your own repository stays on the device that its config sets")
         return {}

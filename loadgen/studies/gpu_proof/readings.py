@@ -73,6 +73,8 @@ class EdgeProcess(msgspec.Struct, frozen=True):
     """A process that holds memory on a device."""
 
     pid: int
+    used_bytes: int | None = None
+    """None where the driver does not report it."""
 
 
 class EdgeDevice(msgspec.Struct, frozen=True):

@@ -103,7 +103,8 @@ class Code(StrEnum):
 
 
 Activity = Literal["active", "idle", "weak"]
-PlacementResult = Literal["gpu", "cpu", "partial", "unknown"]
+PlacementResult = Literal["gpu", "cpu", "partial", "unknown", "unreported"]
+"""unreported: the server has no report of where its model's nodes are, as Triton's own backends without a log."""
 
 
 class Window(Record, frozen=True, kw_only=True):
@@ -199,6 +200,13 @@ class Attribution(Record, frozen=True, kw_only=True):
     correlation: float | None
     p_value: float | None
     bins: int
+    foreign: bool | None = None
+    """A process that belongs to no arm is on the device; None if the processes of an arm are unknown, or if the list
+    has other PIDs than this machine."""
+    memory_bytes: int | None = None
+    """GPU memory of the server's processes, the most that was listed; None if the driver does not report it."""
+    processes_unknown: str | None = None
+    """Why the processes of the server are unknown."""
 
 
 class Witness(Record, frozen=True, kw_only=True):
@@ -220,10 +228,12 @@ class EvidenceInputs(Record, frozen=True, kw_only=True):
     gpu: Gpu | None
     attribution: Attribution
     witness: Witness
+    control_idle: bool | None = None
+    """Whether the run's CPU control run came out CPU_FALLBACK beside an idle GPU; None without one."""
 
 
 class Decision(Record, frozen=True, kw_only=True):
-    """A finding with the signals behind it; the last three are None if they could not be judged."""
+    """A finding with the signals behind it; those are None if they could not be judged."""
 
     finding: Finding
     code: Code | None
@@ -232,6 +242,8 @@ class Decision(Record, frozen=True, kw_only=True):
     activity: Activity | None
     attributed: bool | None
     cpu_witness: bool | None
+    no_energy: str | None = None
+    """Why no energy per item is given: the GPU's energy is not this arm's."""
 
 
 class EvidenceRecord(Decision, frozen=True, kw_only=True):

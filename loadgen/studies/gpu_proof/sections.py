@@ -68,7 +68,10 @@ def _row(record: EvidenceRecord, whole: EvidenceRecord | None, item: str) -> Fin
     words = record.finding.value + (f" ({record.code})" if record.code is not None else "")
     figures = _figures(record)
     _, utilisation, power, joules, _ = figures
-    energy = "" if joules == "–" else f", {joules} J/{item}"
+    energy, reasons = "" if joules == "–" else f", {joules} J/{item}", list(record.notes)
+    if record.no_energy is not None and not record.control:
+        energy = f", no J/{item} ({record.no_energy})"
+        reasons.append(f"no J/{item}: {record.no_energy}")
     measured = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
     return FindingRow(
         arm=shown(record.label),
@@ -78,7 +81,7 @@ def _row(record: EvidenceRecord, whole: EvidenceRecord | None, item: str) -> Fin
         figures=figures,
         inputs=f"placement {record.inputs.placement.result}, activity {record.activity or 'unknown'}, "
         f"attributed {_yes(record.attributed)}, CPU load as in the control run {_yes(record.cpu_witness)}",
-        why=" ".join((record.sentence, *(f"{note[0].upper()}{note[1:]}." for note in record.notes))),
+        why=" ".join((record.sentence, *(f"{note[0].upper()}{note[1:]}." for note in reasons))),
         repeats=whole is not None
         and record is not whole
         and not record.control

@@ -7,13 +7,14 @@ answer unknown.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Literal
 
 import numpy as np
 
+from loadgen.records.run import Label
 from loadgen.studies.gpu_proof.readings import DeviceReadings, EdgeLine, Ns, Values
 from loadgen.studies.gpu_proof.records import Activity, Attribution, Gpu, Thresholds, Window
 
@@ -221,16 +222,15 @@ def measure_attribution(
     server_pids: Collection[int],
     own_pids: Collection[int],
     thresholds: Thresholds,
+    unknown: Mapping[Label, str],
+    label: Label,
 ) -> Attribution:
     """Measure the attribution. `edges`: of this arm's load. `server_pids`: the process tree of the arm's server;
-    `own_pids`: of all arms'. Both in the PID namespace of this machine; empty if unknown."""
-    listed = {
-        process.pid
-        for edge in edges
-        for one in edge.devices
-        if one.uuid == device.uuid
-        for process in one.processes or ()
-    }
+    `own_pids`: of all arms'. Both in the PID namespace of this machine; empty if unknown. `unknown`: the arms whose
+    processes are unknown, and why."""
+    lists = [one.processes or () for edge in edges for one in edge.devices if one.uuid == device.uuid]
+    listed = {process.pid for processes in lists for process in processes}
+    held = [[p.used_bytes for p in processes if p.pid in server_pids] for processes in lists]
     own = set(own_pids) | set(server_pids)
     correlation, p_value, count = correlate(device, (*windows, *gaps), completions_ns, thresholds)
     idle_limit = thresholds.idle_utilisation_points / 100.0
@@ -242,6 +242,9 @@ def measure_attribution(
         correlation=correlation,
         p_value=p_value,
         bins=count,
+        foreign=bool(listed - own) if listed & own and not unknown else None,
+        memory_bytes=max((sum(size or 0 for size in sizes) for sizes in held), default=0) or None,
+        processes_unknown=unknown.get(label),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,7 @@ import pytest
 
 import loadgen.bench.load_runner
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, RunState, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
@@ -105,3 +107,62 @@ def test_the_same_run_is_ranked_beside_a_busy_gpu_and_not_beside_an_idle_one(tmp
     (present,) = [c for c in result.checks if c.name == "gpu_present"]
     assert present.ok == busy, found
     assert (result.comparisons[0].verdict == "invalid") == (not busy), found
+
+
+def as_triton(path: Path, kind: str) -> Path:
+    """The documents of a Triton with its onnxruntime backend, for `--lies` of the fake server."""
+    config = {
+        "name": "openclip_vit_b32", "backend": "onnxruntime", "max_batch_size": 32,
+        "instance_group": [{"kind": kind, "count": 1, "gpus": [0] if kind == "KIND_GPU" else []}],
+    }  # fmt: skip
+    server = {"name": "triton", "version": "2.51.0", "extensions": []}
+    documents = {"/v2": server, "/v2/models/openclip_vit_b32/config": config}
+    lies = {name: [json.dumps(document), 200, 0] for name, document in documents.items()}
+    path.write_text(json.dumps({**lies, "/gpu-info": ["", 404, 0]}))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("alone", [True, False])
+def test_tritons_by_url_are_verified_by_their_processes_unless_another_process_is_there(
+    tmp_path: Path, fake_url: Callable[..., str], alone: bool
+) -> None:
+    """Seen: the arm's own tritonserver was reported as another process on the GPU, and a CPU arm's J/image. Beside
+    the other process, B is on the CPU."""
+    kinds = {"a": "KIND_GPU", "b": "KIND_GPU" if alone else "KIND_CPU"}
+    a, b = (
+        ArmRequest(label=label, target=fake_url("--lies", str(as_triton(tmp_path / f"{label}.json", kind))))
+        for label, kind in kinds.items()
+    )
+    experiment = make_experiment(a=a, b=b, workloads=(single(11.0, 1),))
+    sampler = (*SAMPLER, "--blocks", "2", *(() if alone else ("--stranger", "4711")))
+    out = tmp_path / "run"
+    state = run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
+    assert (state.state, state.error) == ("finished", None)
+    arms = msgspec.json.decode((out / "arms.json").read_bytes(), type=list[ArmRecord])
+    assert {arm.title for arm in arms} == {"Triton 2.51, onnxruntime backend"}
+    assert [arm.in_effect["device"] for arm in arms] == ["cuda:0", "cuda:0" if alone else "cpu"]
+    result = analyse(out)
+    evidence = result.of(GpuFound).evidence
+    assert evidence is not None
+    for record in evidence.records:
+        assert record.inputs.attribution.pid_resolved
+        assert record.inputs.attribution.foreign is not alone
+        found = ("GPU_VERIFIED", None) if alone else ("INCONCLUSIVE", "unattributed")
+        if kinds[record.label] == "KIND_CPU":
+            found = ("CPU_FALLBACK", None)
+        assert (record.finding, record.code) == found, record.sentence
+        assert record.inputs.load.server_cpu_s is not None
+        assert record.inputs.gpu is not None
+        assert (record.inputs.gpu.joules_per_item is not None) == alone
+    write_reports(out, result)
+    for name in ("report.html", "summary.md"):
+        text = (out / name).read_text()
+        for words in (
+            "Another process used the GPU",
+            "No J/image: another process",
+            "No J/image: the arm ran on the CPU",
+        ):
+            assert (words in text) == (not alone)
+        assert ("Not every node is shown to run on the GPU" in text) == alone

@@ -248,7 +248,8 @@ def test_remote_arms_need_no_statistics_and_an_unknown_model_gets_random_values_
         "another",
     ]
     for record in blocks(out):
-        assert (record.stages, record.server_cpu_ns, record.complete) == (None, None, True)
+        assert (record.stages, record.complete) == (None, True)
+        assert record.server_cpu_ns is not None, "the server's process is found by its port"
     assert stored(out / "arms.json", list[ArmRecord])[0].title == "fake 1.0 fp32"
 
 

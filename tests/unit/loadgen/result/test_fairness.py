@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.bench.arms import effective_settings, title_of
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.records.model_config import effective_settings
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.result.analysis import analyse
@@ -234,6 +234,8 @@ def test_a_calm_machine_needs_no_look() -> None:
         (conditions(cpu_governors=None), "cpu_governor", None, "does not report"),
         (conditions({"processes": [{"pid": 11}, {"pid": 12}, {"pid": 99}]}), "gpu_exclusive", False, "99"),
         (conditions({"processes": [{"pid": 98}, {"pid": 99}]}), "gpu_exclusive", None, "another host"),
+        (conditions({"processes": [{"pid": 11}, {"pid": 99}]}, arms=(conditions().arms[0], away("b", 0.4))),
+         "gpu_exclusive", None, "other processes use the GPU (99), and they may be the servers of B"),
         (conditions({"processes": []}), "gpu_exclusive", None, "lists no process on the GPU"),
         (conditions({"processes": None}), "gpu_exclusive", None, "does not report"),
         (conditions({"utilization_ratio": 0.4}), "gpu_idle", False, "40 % of the time"),
@@ -310,10 +312,3 @@ def test_a_configuration_in_which_anything_is_anything_fails_nothing() -> None:
 def test_a_queue_delay_that_is_no_number_is_not_told() -> None:
     odd = {**ONNX, "dynamic_batching": {"max_queue_delay_microseconds": "soon"}}
     assert found(arm(odd), "serial_queue_delay").ok is None
-
-
-def test_an_arm_is_called_after_its_engine_or_its_backend_and_its_precision() -> None:
-    server = {"name": "triton", "version": "2.72.0"}
-    told = {"parameters": {"precision": {"string_value": "fp16"}}}
-    assert title_of(server, effective_settings(TENSORRT | told)) == "triton 2.72.0 tensorrt fp16"
-    assert title_of(server, effective_settings(NATIVE)) == "triton 2.72.0 torch fp32"

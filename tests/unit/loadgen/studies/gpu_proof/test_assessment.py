@@ -97,6 +97,100 @@ def test_work_of_another_process_is_named_and_attributes_nothing(run: Run, plan:
     assert unseen.sentence.startswith("With nothing sent, the GPU was busy 99 % of the time, so ")
 
 
+NATIVE_BACKEND: dict[str, Any] = {
+    "gpu_info": {"runtime": {"kind": "triton", "placement": {"result": "unknown"}, "used_device_uuid": None}},
+    "model_config": {"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU", "gpus": [0]}]},
+}
+
+
+def test_a_backend_that_reports_no_nodes_is_verified_by_its_process(run: Run, plan: Any) -> None:
+    """Its process holds memory of the GPU, which works only under its load; the control run said no."""
+    record = run(plan(), **NATIVE_BACKEND, control_idle=True)
+    assert (record.finding, record.inputs.placement.result, record.inputs.attribution.foreign) == (
+        "GPU_VERIFIED", "unreported", False,
+    )  # fmt: skip
+    assert record.inputs.attribution.memory_bytes == 2**29
+    assert "512 MiB" in record.sentence
+    assert any("not every node is shown to run on the GPU" in n and "2 ms of CPU time" in n for n in record.notes)
+    assert record.inputs.gpu is not None
+    assert record.inputs.gpu.joules_per_item is not None
+    without_control = run(plan(), **NATIVE_BACKEND)
+    assert without_control.finding == "GPU_VERIFIED"
+    assert "no CPU control run to compare the CPU's work with" in without_control.notes
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "code", "words"),
+    [
+        ({"pids": (4712,)}, {}, "unknown_placement", "none of the server's processes is on the GPU's process list"),
+        ({"pids": ()}, {"processes_unknown": {"a": "nginx listens on port 80"}, "server_pids": ()},
+         "unknown_placement", "the server's processes are unknown: nginx"),
+        ({}, {"processes_unknown": {"b": "it runs elsewhere"}}, "unknown_placement", "may belong to no arm"),
+        ({}, {"control_idle": False}, "unknown_placement", "the CPU control run was not recognised"),
+        ({"busy": 0.0, "watts": 80.0}, {}, "unknown_placement", "the GPU did no more than with nothing sent"),
+        ({"pids": (4711, 99)}, {}, "unattributed", "Another process used the GPU (99)"),
+        ({"busy": 0.03, "watts": 83.0}, {}, "low_duty", "too little"),
+        ({}, {"model_config": {"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"},
+                                                                          {"kind": "KIND_CPU"}]}},
+         "unknown_placement", "KIND_CPU, KIND_GPU"),
+    ],
+)  # fmt: skip
+def test_each_part_of_the_proof_by_process_is_needed(
+    run: Run, plan: Any, fields: dict[str, Any], changes: dict[str, Any], code: str, words: str
+) -> None:
+    record = run(plan(**fields), **{**NATIVE_BACKEND, **changes})
+    assert (record.finding, record.code) == ("INCONCLUSIVE", code)
+    assert words in record.sentence
+
+
+def test_a_cpu_that_worked_as_in_the_control_run_is_no_gpu(run: Run, plan: Any, cpu_info: Any) -> None:
+    slow = plan(requests_per_s=5.0, server_cpu_s_per_request=0.4)
+    control = run(plan(busy=0.0, watts=80.0, requests_per_s=5.0, server_cpu_s_per_request=0.4), gpu_info=cpu_info,
+                  is_control=True)  # fmt: skip
+    assert run(slow, **NATIVE_BACKEND, control=control).code == "conflict"
+
+
+def test_an_instance_kind_of_the_cpu_is_believed(run: Run, plan: Any) -> None:
+    config = {"backend": "onnxruntime", "instance_group": [{"kind": "KIND_CPU"}]}
+    record = run(plan(), **{**NATIVE_BACKEND, "model_config": config})
+    assert record.finding == "CPU_FALLBACK"
+
+
+def test_energy_is_charged_only_to_the_arm_whose_work_it_was(run: Run, plan: Any, cpu_info: Any) -> None:
+    """Seen: 17.6 J/image for an arm on the CPU beside a GPU that another process held at 99 %."""
+    foreign = {"pids": (4711, 99)}
+    steady = {"busy": 0.99, "watts": 600.0, "idle_busy": 0.99, "idle_watts": 600.0}
+    for record, reason in (
+        (run(plan(**foreign, **steady), gpu_info=cpu_info), "the arm ran on the CPU"),
+        (run(plan(), gpu_info=cpu_info), "the arm ran on the CPU"),
+        (run(plan(**foreign)), "another process used the GPU"),
+        (run(plan(**steady)), "the GPU was busy with nothing sent"),
+        (run(plan(pids=())), "the GPU's work cannot be attributed to this arm"),
+        (run(plan(busy=0.0, watts=80.0)), "the GPU did no more than with nothing sent"),
+    ):
+        assert record.no_energy is not None
+        assert record.no_energy.startswith(reason)
+        gpu = record.inputs.gpu
+        assert gpu is not None
+        assert (gpu.joules_per_item, gpu.excess_joules_per_item) == (None, None)
+        assert gpu.energy_joules is not None, "the reading itself is kept"
+    mine = run(plan())
+    assert mine.no_energy is None
+    assert mine.inputs.gpu is not None
+    assert mine.inputs.gpu.joules_per_item == pytest.approx(12, rel=0.03)
+
+
+def test_another_process_beside_the_arm_makes_its_work_nobodys(run: Run, plan: Any) -> None:
+    """It may work only while the arm does, so idle gaps prove nothing; and PIDs of the host are not another process."""
+    record = run(plan(pids=(4711, 99)))
+    assert (record.finding, record.code, record.attributed) == ("INCONCLUSIVE", "unattributed", False)
+    assert record.sentence == "Another process used the GPU (99), so its work cannot be attributed to any arm."
+    other_arm = run(plan(pids=(4711, 4712)))
+    assert (other_arm.finding, other_arm.inputs.attribution.foreign) == ("GPU_VERIFIED", False)
+    hosts = run(plan(pids=(99,), blocks=12, pause_s=6.0))
+    assert (hosts.finding, hosts.inputs.attribution.foreign) == ("GPU_VERIFIED", None)
+
+
 def test_no_readings_at_all(run: Run, plan: Any) -> None:
     from loadgen.studies.gpu_proof.analyse import assess
     from loadgen.studies.gpu_proof.readings import read_readings

@@ -21,8 +21,9 @@ CPU = "CPUExecutionProvider"
 @pytest.mark.parametrize(
     ("info", "result", "share"),
     [
-        (None, "unknown", None),
-        ({"runtime": None}, "unknown", None),
+        (None, "unreported", None),
+        ({"runtime": None}, "unreported", None),
+        (runtime("triton"), "unreported", None),
         (runtime("torch"), "unknown", None),  # its own "gpu" is not taken
         (runtime("torch", params_by_device={"cpu": 152}), "cpu", 1.0),
         (runtime("torch", params_by_device={"cuda:0": 152}), "unknown", None),
@@ -53,13 +54,15 @@ def test_from_gpu_info(info: Any, result: str, share: float | None) -> None:
     ("config", "result"),
     [
         ({"backend": "onnxruntime", "instance_group": [{"kind": "KIND_CPU"}]}, "cpu"),
-        ({"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"}]}, "unknown"),
+        ({"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"}]}, "unreported"),
         ({"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"}, {"kind": "KIND_CPU"}]}, "unknown"),
-        ({"backend": "python", "instance_group": [{"kind": "KIND_CPU"}]}, "unknown"),
-        ({"backend": "python", "instance_group": [{"kind": "KIND_GPU"}]}, "unknown"),
+        ({"backend": "python", "instance_group": [{"kind": "KIND_CPU"}]}, "unreported"),
+        ({"backend": "python", "instance_group": [{"kind": "KIND_GPU"}]}, "unreported"),
         ({"backend": "tensorrt", "instance_group": [{"kind": "KIND_GPU"}]}, "gpu"),
         ({"platform": "tensorrt_plan"}, "gpu"),
-        ({}, "unknown"),
+        ({"backend": "onnxruntime", "instance_group": [{"kind": "KIND_AUTO"}]}, "unreported"),
+        ({"platform": "ensemble"}, "unreported"),
+        ({}, "unreported"),
     ],
 )
 def test_from_tritons_configuration(config: dict[str, Any], result: str) -> None:

@@ -1,0 +1,119 @@
+"""The processes of a server by URL: found by the port on this machine, and never taken for somebody else's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from loadgen.targets.interface import RemoteDeployment
+from tests.integration.loadgen.conftest import await_true
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+
+LISTEN = """
+import os, socket, sys, time
+sum(range(5_000_000))
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])), family=socket.AF_INET)
+for _ in range(int(sys.argv[3])):
+    if os.fork() == 0:
+        time.sleep(600)
+print(listener.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+Start = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a listener with workers that inherit its socket; returns its PID and port."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def run(host: str = "127.0.0.1", port: int = 0, workers: int = 0, program: str = sys.executable) -> tuple[int, int]:
+        command = [program, "-c", LISTEN, host, str(port), str(workers)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        running.append(process)
+        assert process.stdout is not None
+        return process.pid, int(process.stdout.readline())
+
+    yield run
+    for process in running:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def remote(port: int, host: str = "127.0.0.1") -> RemoteDeployment:
+    return RemoteDeployment(f"http://{host}:{port}")
+
+
+@pytest.mark.parametrize(("bound", "asked"), [("127.0.0.1", "localhost"), ("0.0.0.0", "127.0.0.1")])
+def test_a_server_here_is_its_listener_with_all_its_workers(start: Start, bound: str, asked: str) -> None:
+    """The driver may list any of them, and psutil shows only one of the processes that share a socket."""
+    pid, port = start(bound, workers=3)
+    server = remote(port, asked)
+    tree = {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    assert len(tree) == 4
+    assert set(server.pids()) == tree
+    assert server.processes_unknown is None
+    cpu_ns = server.cpu_ns()
+    assert cpu_ns is not None
+    assert cpu_ns > 0
+
+
+def test_another_address_with_the_same_port_is_another_server(start: Start) -> None:
+    first, port = start("127.0.0.1")
+    second, _ = start("127.0.0.2", port)
+    assert (remote(port).pids(), remote(port, "127.0.0.2").pids()) == ((first,), (second,))
+    assert remote(port, "127.0.0.3").pids() == ()
+
+
+def test_a_restarted_server_is_found_again(start: Start) -> None:
+    pid, port = start()
+    server = remote(port)
+    assert server.pids() == (pid,)
+    os.kill(pid, signal.SIGKILL)
+    await_true(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+    os.waitpid(pid, 0)
+    again, _ = start(port=port)
+    assert server.pids() == (again,)
+
+
+def test_what_only_forwards_is_not_the_server(start: Start, tmp_path: Path) -> None:
+    proxy = tmp_path / "docker-proxy"
+    proxy.symlink_to(Path(sys.executable).resolve())
+    _, port = start(program=str(proxy))
+    server = remote(port)
+    assert (server.pids(), server.cpu_ns()) == ((), None)
+    assert server.processes_unknown == f"docker-proxy listens on port {port} and only forwards requests"
+
+
+def test_processes_that_cannot_be_seen_are_unknown_with_the_reason(
+    unused_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody = RemoteDeployment(unused_url)
+    assert nobody.pids() == ()
+    assert "no process that this program can see listens" in str(nobody.processes_unknown)
+    elsewhere = RemoteDeployment("http://192.0.2.1:8000")
+    assert (elsewhere.pids(), elsewhere.processes_unknown) == ((), "it runs on another machine")
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        port = own.getsockname()[1]
+        server = remote(port)
+        assert server.pids() == (), "the tests and all they start are not a server"
+        assert "this program" in str(server.processes_unknown)
+        others = [SimpleNamespace(status=psutil.CONN_LISTEN, laddr=("127.0.0.1", port), pid=None)]
+        monkeypatch.setattr(psutil, "net_connections", lambda _: others)
+        hidden = remote(port)
+        assert hidden.pids() == ()
+        assert "another user" in str(hidden.processes_unknown)
