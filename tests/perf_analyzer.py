@@ -7,13 +7,15 @@ The binary needs libb64 and a libcudart, both of which the wheel nvidia-pytriton
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from servers.triton.errors import TritonUnavailableError
+from servers.triton.wheel import find_wheel
 
 WHEEL = "tritonclient==2.50.0"
 MEMBER = "tritonclient-2.50.0.data/data/bin/perf_analyzer"
@@ -78,10 +80,11 @@ def _download(binary: Path) -> None:
 
 def _link_libraries(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    package = importlib.util.find_spec("pytriton")
-    if package is None or package.origin is None:
+    try:
+        brought = find_wheel().libraries
+    except TritonUnavailableError:
         return  # the system may have them
-    brought = Path(package.origin).parent.parent / "nvidia_pytriton.libs"
+    assert brought is not None
     for name, pattern in LIBRARIES.items():
         source = next(brought.glob(pattern), None)
         link = folder / name

@@ -101,6 +101,11 @@ def stub_python(stub: Path) -> str | None:
     return None if found is None else found[1].decode()
 
 
+def takes_numpy_2(stub: Path) -> bool:
+    """Whether a stub's own conversions fit NumPy 2: one that was built before looks for NumPy 1's module only."""
+    return b"numpy._core" in stub.read_bytes()
+
+
 def _stub_for(interpreter: Interpreter, own: Path, others: Path) -> Path | None:
     """NVIDIA's images have one stub, in the backend's folder; the wheel has one per Python beside the backends."""
     candidates = (own, others / interpreter.minor / STUB)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from servers.engines.settings import EngineError, EngineSettings
@@ -20,7 +22,7 @@ from servers.listener import ListenerError, check_free
 from servers.models.sources.triton_repository import CONFIG, read_config
 from servers.models.weights import WeightsSource
 from servers.triton.errors import TritonOptionError
-from servers.triton.installation import Installation, find_folder, read_installation
+from servers.triton.installation import Installation, find_folder, read_installation, takes_numpy_2
 from servers.triton.interpreter import current_interpreter
 from servers.triton.leftovers import (
     assert_space,
@@ -168,6 +170,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     backend = "" if config is None else config.backend or config.platform
     if backend == "python":
         assert_python(installation, f"model {settings.model}")
+        _assert_numpy(installation, model)
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     return LaunchPlan(
@@ -180,6 +183,20 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         title=f"{installation.title}{f', {backend} backend' if backend else ''}, your {settings.model}",
         max_batch_size=None if config is None else max(1, config.max_batch_size),
     )
+
+
+def _assert_numpy(installation: Installation, model: Path) -> None:
+    """Raise `TritonOptionError` where a user's Python model would answer with empty tensors."""
+    assert installation.stub is not None
+    if int(version("numpy").partition(".")[0]) < 2 or takes_numpy_2(installation.stub):
+        return
+    for file in sorted(model.rglob("*.py")):
+        if re.search(rb"\.as_numpy\(|\bTensor\(", file.read_bytes()):
+            raise TritonOptionError(
+                f"{file} uses as_numpy or pb_utils.Tensor(…), with which the python backend of {installation.origin} "
+                "returns empty tensors with NumPy 2; run pip install 'numpy<2', or use to_dlpack and "
+                "Tensor.from_dlpack there"
+            )
 
 
 def _engine(settings: TritonSettings, backend: str) -> EngineSettings:

@@ -38,6 +38,8 @@ import numpy
 import onnxruntime
 import triton_python_backend_utils as pb_utils
 
+from servers.triton.backend_tensors import array_of, tensor_of
+
 class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
@@ -52,9 +54,9 @@ class TritonPythonModel:
         return [self.answer(request) for request in requests]
 
     def answer(self, request):
-        given = {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self.inputs}
+        given = {name: array_of(pb_utils.get_input_tensor_by_name(request, name)) for name in self.inputs}
         arrays = self.session.run(self.outputs, given)
-        tensors = [pb_utils.Tensor(*named) for named in zip(self.outputs, arrays)]
+        tensors = [tensor_of(*named) for named in zip(self.outputs, arrays)]
         return pb_utils.InferenceResponse(tensors)
 """
 OWN_MODEL = """
@@ -65,8 +67,8 @@ class TritonPythonModel:
     def execute(self, requests):
         answers = []
         for request in requests:
-            doubled = 2 * pb_utils.get_input_tensor_by_name(request, "values").as_numpy()
-            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("doubled", doubled)]))
+            doubled = 2 * numpy.from_dlpack(pb_utils.get_input_tensor_by_name(request, "values"))
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack("doubled", doubled)]))
         return answers
 """
 OWN_CONFIG = """
@@ -180,3 +182,16 @@ def test_your_own_python_model_runs_with_your_config(start: Callable[..., Launch
         config = client.get_model_config("doubles")
     assert config["instance_group"][0]["count"] == 2
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 700
+
+
+@pytest.mark.skipif(np.__version__ < "2", reason="only NumPy 2 is unknown to this stub")
+def test_your_own_python_model_that_would_answer_with_empty_tensors_is_refused(
+    start: Callable[..., LaunchPlan], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    version = tmp_path / "mine" / "doubles" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text('tensor = pb_utils.Tensor("doubled", array)')
+    (version.parent / "config.pbtxt").write_text(OWN_CONFIG)
+    with pytest.raises(subprocess.CalledProcessError):
+        start("--triton-repository", str(tmp_path / "mine"), "--model", "doubles")
+    assert "model.py uses as_numpy or pb_utils.Tensor" in capfd.readouterr().err
