@@ -66,8 +66,11 @@ class GpuRecording:
 
     def processes(self, label: Label, pids: Collection[int], unknown: str | None) -> None:
         """Add processes of an arm's server; those that end stay in the set. `unknown`: why there are none."""
-        self.pids.setdefault(label, set()).update(pids)
-        if not pids:
+        known = self.pids.setdefault(label, set())
+        known.update(pids)
+        if known:
+            self.processes_unknown.pop(label, None)
+        else:
             self.processes_unknown[label] = unknown or "they cannot be seen"
 
     def stop(self) -> None:

@@ -36,6 +36,8 @@ from loadgen.studies.gpu_proof.signals import measure_attribution, measure_gpu, 
 
 LOST = "gpu_lost"
 SERIES_STEP_S = 1.0
+EDGE_MARGIN_NS = 2_000_000_000
+"""From a block or a usable gap to the edges at its ends: `gap_settle_s` and the time of a reading."""
 NO_ATTRIBUTION = Attribution(
     pid_resolved=None, exclusive=None, foreign_pids=(), gaps_idle=None, correlation=None, p_value=None, bins=0
 )
@@ -79,7 +81,7 @@ def assess(
     attribution = NO_ATTRIBUTION
     if device is not None:
         gpu = measure_gpu(device, load.windows, idle, load.items, thresholds)
-        during = [edge for edge in readings.edges if span.start_ns <= edge.at_ns <= span.end_ns]
+        during = [edge for edge in readings.edges if _beside(edge, (*load.windows, *idle))]
         edges = [*before[-1:], *during, *after[:1]]
         attribution = measure_attribution(
             device, edges, load.windows, idle, gpu, completions_ns, server_pids, own_pids, thresholds,
@@ -106,6 +108,11 @@ def assess(
         thresholds=thresholds,
         **msgspec.structs.asdict(decision),
     )
+
+
+def _beside(edge: EdgeLine, windows: Sequence[Window]) -> bool:
+    """Whether an edge is of this load or its gaps: between them, servers may start with short-lived processes."""
+    return any(one.start_ns - EDGE_MARGIN_NS <= edge.at_ns <= one.end_ns + EDGE_MARGIN_NS for one in windows)
 
 
 def span_of(windows: Sequence[Window]) -> Window | None:

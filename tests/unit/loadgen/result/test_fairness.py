@@ -189,6 +189,16 @@ def test_arms_whose_settings_differ_unasked_are_told_apart(key: str) -> None:
     assert (check.ok, check.severity) == (False, "warns")
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "ok"),
+    [("cuda:0", "cuda", True), ("cuda", "cuda:1", True), ("cuda:0", "cuda:1", False), ("cpu", "cuda", False)],
+)
+def test_a_gpu_without_its_number_is_no_other_device(first: str, second: str, ok: bool) -> None:
+    a, b = arm(with_parameter("device", first), "a"), arm(with_parameter("device", second))
+    (check,) = [one for one in made(a, b) if one.name == "same_device"]
+    assert check.ok is ok
+
+
 GPU = {"uuid": "GPU-1", "name": "H200", "utilization_ratio": 0.0, "sm_clock_hertz": 1.98e9, "temperature_celsius": 35,
        "clock_event_reasons": ["idle"], "processes": [{"pid": 11}, {"pid": 12}]}  # fmt: skip
 

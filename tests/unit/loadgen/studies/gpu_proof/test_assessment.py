@@ -191,6 +191,23 @@ def test_another_process_beside_the_arm_makes_its_work_nobodys(run: Run, plan: A
     assert (hosts.finding, hosts.inputs.attribution.foreign) == ("GPU_VERIFIED", None)
 
 
+def test_a_process_between_the_blocks_is_not_foreign(run: Run, plan: Any) -> None:
+    """A server that is started again in the middle of a run may have short-lived processes."""
+
+    def born(at_s: int) -> Callable[[dict[str, Any]], bool]:
+        def change(line: dict[str, Any]) -> bool:
+            if line["type"] == "edge" and line["at_ns"] == at_s * S:
+                line["devices"][0]["processes"].append({"pid": 99, "used_bytes": 1})
+            return False
+
+        return change
+
+    spread = plan(block_s=10.0, pause_s=20.0)  # blocks at 110–120, 140–150, 170–180 and 200–210 s
+    for at_s, foreign in ((130, False), (160, False), (180, True), (150, True)):
+        spread.drop = born(at_s)
+        assert run(spread).inputs.attribution.foreign is foreign, at_s
+
+
 def test_no_readings_at_all(run: Run, plan: Any) -> None:
     from loadgen.studies.gpu_proof.analyse import assess
     from loadgen.studies.gpu_proof.readings import read_readings
