@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from servers.triton import installation as module
+from servers.triton import launch
 from servers.triton.errors import TritonOptionError
 from servers.triton.installation import Installation, find_folder, read_installation
 from servers.triton.interpreter import Interpreter
@@ -154,6 +155,44 @@ def test_your_own_repository_is_served_as_it_is(tmp_path: Path, installation: In
     assert (plan.model, plan.max_batch_size) == ("my_model", 6)
     assert plan.title == "Triton 2.61, onnxruntime backend, your my_model"
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("stub", "numpy", "code", "refused"),
+    [
+        (
+            "numpy.core",
+            "2.4.1",
+            "x.as_numpy()",
+            r"model.py uses as_numpy .* empty tensors with NumPy 2",
+        ),
+        ("numpy.core", "2.0.0", "pb_utils.Tensor('y', z)", "uses as_numpy or pb_utils.Tensor"),
+        ("numpy.core", "1.26.4", "x.as_numpy()", None),
+        ("numpy.core numpy._core", "2.4.1", "x.as_numpy()", None),
+        ("numpy.core", "2.4.1", "pb_utils.Tensor.from_dlpack('y', z)", None),
+    ],
+)
+def test_a_model_that_would_get_empty_tensors_is_refused(
+    tmp_path: Path,
+    installation: Installation,
+    free_ports: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    stub: str,
+    numpy: str,
+    code: str,
+    refused: str | None,
+) -> None:
+    assert installation.stub is not None
+    installation.stub.write_text(f"libpython3.99.so {stub}")
+    monkeypatch.setattr(launch, "version", lambda _package: numpy)
+    folder = own_repository(tmp_path, 'backend: "python"')
+    (folder / "my_model" / "1" / "model.py").write_text(code)
+    options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(update=free_ports)
+    if refused is None:
+        assert prepare_repository(options, installation).model == "my_model"
+    else:
+        with pytest.raises(TritonOptionError, match=refused):
+            prepare_repository(options, installation)
 
 
 def test_a_model_that_the_repository_does_not_have(tmp_path: Path, installation: Installation) -> None:
