@@ -70,7 +70,8 @@ def read_tensor(spec: ModelSpecification, one: dict[str, Any], body: bytes, begi
     """An input of the header, as a view of the body. Raises an error of Python's own for anything malformed."""
     tensor, shape = next(t for t in spec.inputs if t.name == one["name"]), one["shape"]
     fits = all(size == fixed or (fixed == -1 and size > 0) for size, fixed in zip(shape, tensor.shape, strict=True))
-    if one["datatype"] != tensor.datatype or not fits or shape[0] > spec.max_batch_size:
+    too_long = any(shape[axis.places[tensor.name]] > axis.largest for axis in spec.axes if tensor.name in axis.places)
+    if one["datatype"] != tensor.datatype or not fits or too_long or shape[0] > spec.max_batch_size:
         raise ValueError(f"the model takes {tensor}, at most {spec.max_batch_size} rows")
     array = np.frombuffer(body, tensor.dtype, math.prod(shape), begin).reshape(shape)
     if one["parameters"]["binary_data_size"] != array.nbytes:

@@ -6,6 +6,7 @@ rows. So the worker executes at most the model's largest batch at once.
 # No `from __future__ import annotations`: LitServe reads the annotations of decode_request and encode_response.
 
 import multiprocessing
+import os
 import signal
 from collections.abc import MutableMapping
 from typing import Annotated, Any
@@ -75,6 +76,17 @@ class ProtocolAPI(litserve.LitAPI):  # type: ignore[misc,unused-ignore]  # LitSe
         return rows <= SPEC.max_batch_size and [a.shape[1:] for a in arrays] == [a.shape[1:] for a in first]
 
 
+MAIN = os.getpid()
+
+
+def end(*_: object) -> None:
+    """Stop as after Ctrl-C, the only signal after which LitServe ends its processes; forked ones just end."""
+    if os.getpid() == MAIN:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+    raise SystemExit(0)
+
+
 def main() -> None:
     settings = from_argv()
     with multiprocessing.Manager() as manager:
@@ -84,7 +96,7 @@ def main() -> None:
         server = litserve.LitServer(ProtocolAPI(settings, report), accelerator=accelerator, devices=1)
         server.app.title = "litserve"
         add_routes(server.app, settings, lambda: report["runtime"])
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # LitServe ends its processes after Ctrl-C only
+        signal.signal(signal.SIGTERM, end)
         server.run(
             host=settings.host,
             port=settings.http_port,
