@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.http as http_client
 
@@ -245,11 +246,9 @@ def test_grpc_is_refused_before_a_server_starts(tmp_path: Path) -> None:
 @LIBRARY
 def test_no_process_of_litserve_outlives_it(tmp_path: Path) -> None:
     """SIGTERM ends the worker and the API server, too; both are children, so their GPU work counts as the arm's."""
-    import psutil
-
     (tmp_path / "mine.py").write_text(MODULE)
     plan = json.loads(launch("litserve", tmp_path, "--model", "mine.py:scores", "--device", "cpu").stdout)
-    process = psutil.Process(subprocess.Popen([*plan["argv"]], cwd=tmp_path).pid)
+    process = psutil.Popen(plan["argv"], cwd=tmp_path)
 
     def listens() -> bool:
         try:
@@ -265,3 +264,10 @@ def test_no_process_of_litserve_outlives_it(tmp_path: Path) -> None:
     for one in alive:
         one.kill()
     assert not alive
+
+
+@pytest.mark.parametrize("name", ["fastapi_server.py", "litserve_server.py"])
+def test_each_server_is_one_short_file(name: str) -> None:
+    import servers.plain
+
+    assert len((Path(servers.plain.__path__[0]) / name).read_text().splitlines()) <= 150
