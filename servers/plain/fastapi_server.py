@@ -59,11 +59,12 @@ class Batcher:
             inputs, futures = zip(*batch, strict=True)
             try:
                 answers = await loop.run_in_executor(thread, self.model.infer_merged, inputs)
+                for future, answer in zip(futures, answers, strict=True):
+                    if not future.done():  # else its client has left
+                        future.set_result(answer)
             except Exception as exc:  # noqa: BLE001 - every request of the batch gets 500, and the next batch its turn
-                answers = [exc] * len(batch)
-            for future, answer in zip(futures, answers, strict=True):
-                if not future.cancelled():
-                    (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
+                for future in (one for one in futures if not one.done()):
+                    future.set_exception(exc)
 
 
 def read_tensor(spec: ModelSpecification, one: dict[str, Any], body: bytes, begin: int) -> Array:
@@ -126,8 +127,7 @@ def add_routes(app: FastAPI, settings: PlainSettings, runtime: Callable[[], Runt
 
 def main() -> None:
     settings = from_argv()
-    model = Model(settings)
-    batcher = Batcher(model, settings.max_queue_delay_us)
+    batcher = Batcher(model := Model(settings), settings.max_queue_delay_us)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
