@@ -265,7 +265,7 @@ def assess_run(
     """Read the readings in `directory` and judge every arm. `processes_unknown`: the arms without PIDs, and why. Raises
     `ReadingsError`."""
     readings = read_readings([directory / name for name in files])
-    own = frozenset(pid for several in pids.values() for pid in several)
+    own = frozenset(pid for several in (*pids.values(), *(run.pids for run in controls.values())) for pid in several)
     gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
 
     def judge(
@@ -287,7 +287,7 @@ def assess_run(
     judged = {
         label: judge(
             run.arm, run.block.workload, [run.block], [run.samples],
-            gpu_uuid=gpus.get(label), server_pids=run.pids, own_pids=own | run.pids, is_control=True,
+            gpu_uuid=gpus.get(label), server_pids=run.pids, own_pids=own, is_control=True,
         )
         for label, run in controls.items()
     }  # fmt: skip
