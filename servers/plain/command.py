@@ -69,5 +69,11 @@ def _resolved(given: PlainSettings) -> tuple[PlainSettings, str]:
     bind(given.host, given.http_port).close()
     # A path is absolute: a supervisor may start the server from another folder.
     model = specification.reference if specification.reference.startswith("/") else given.model
-    chosen = {"model": model, "weights": weights.text, "device": engine.device_here(), "max_batch_size": largest}
+    chosen = {
+        "model": model,
+        "weights": weights.text,
+        "device": engine.device_here(),
+        "precision": engine.precision,
+        "max_batch_size": largest,
+    }
     return given.model_copy(update=chosen), specification.name

@@ -7,25 +7,48 @@ Inference-Header-Content-Length is the length of the JSON. The response has the 
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from servers.contract.tensors import Array
-from servers.gpu.info import Runtime, gpu_info
 from servers.models.specification import ModelSpecification
-from servers.plain.model import EXTENSIONS, Model, model_config, model_metadata
+from servers.plain.report import DTYPES, Report, check_input, check_values, module_of, read_runtime
 from servers.plain.settings import PlainSettings, from_argv
 
 LENGTH = "Inference-Header-Content-Length"
+
+
+class Model:
+    """The torch module in its precision on its device; warmed up as soon as it is made."""
+
+    def __init__(self, settings: PlainSettings) -> None:
+        self.spec, self.device, self.dtype = settings.specification(), settings.device, DTYPES[settings.precision]
+        self.module = module_of(settings).to(self.device)
+        for rows in (1, self.spec.max_batch_size, 1):
+            self.infer([[np.zeros((rows, *self.spec.item_shape(tensor)), tensor.dtype) for tensor in self.spec.inputs]])
+
+    @torch.inference_mode()
+    def infer(self, requests: Sequence[list[Array]]) -> list[list[Array]]:
+        """The answers to requests that are executed as one batch; tensors in the specification's order."""
+        merged = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*requests, strict=True)]
+        inputs = [torch.from_numpy(array).to(self.device, non_blocking=True) for array in merged]
+        answer = self.module(*(one.to(self.dtype) if one.is_floating_point() else one for one in inputs))
+        outputs = [
+            (one.float() if one.dtype == torch.bfloat16 else one).cpu().numpy().astype(tensor.dtype, copy=False)
+            for tensor, one in zip(
+                self.spec.outputs, answer if isinstance(answer, tuple | list) else [answer], strict=True
+            )
+        ]
+        ends = np.cumsum([len(arrays[0]) for arrays in requests])[:-1]
+        return [list(split) for split in zip(*(np.split(output, ends) for output in outputs), strict=True)]
 
 
 class Batcher:
@@ -34,9 +57,11 @@ class Batcher:
     def __init__(self, model: Model, delay_us: int) -> None:
         self.model, self.delay_s = model, delay_us / 1e6
         self.queue: asyncio.Queue[tuple[list[Array], asyncio.Future[list[Array]]]] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
 
     async def infer(self, arrays: list[Array]) -> list[Array]:
         done: asyncio.Future[list[Array]] = asyncio.get_running_loop().create_future()
+        self.task = self.task or asyncio.create_task(self.run())
         self.queue.put_nowait((arrays, done))
         return await done
 
@@ -58,7 +83,7 @@ class Batcher:
                     held = one
             inputs, futures = zip(*batch, strict=True)
             try:
-                answers = await loop.run_in_executor(thread, self.model.infer_merged, inputs)
+                answers = await loop.run_in_executor(thread, self.model.infer, inputs)
                 for future, answer in zip(futures, answers, strict=True):
                     if not future.done():  # else its client has left
                         future.set_result(answer)
@@ -67,34 +92,21 @@ class Batcher:
                     future.set_exception(exc)
 
 
-def read_tensor(spec: ModelSpecification, one: dict[str, Any], body: bytes, begin: int) -> Array:
-    """An input of the header, as a view of the body. Raises an error of Python's own for anything malformed."""
-    tensor, shape = next(t for t in spec.inputs if t.name == one["name"]), one["shape"]
-    fits = all(size == fixed or (fixed == -1 and size > 0) for size, fixed in zip(shape, tensor.shape, strict=True))
-    too_long = any(shape[axis.places[tensor.name]] > axis.largest for axis in spec.axes if tensor.name in axis.places)
-    if one["datatype"] != tensor.datatype or not fits or too_long or shape[0] > spec.max_batch_size:
-        raise ValueError(f"the model takes {tensor}, at most {spec.max_batch_size} rows")
-    array = np.frombuffer(body, tensor.dtype, math.prod(shape), begin).reshape(shape)
-    if one["parameters"]["binary_data_size"] != array.nbytes:
-        raise ValueError(f"{tensor.name} needs a binary_data_size of {array.nbytes}")
-    if (ids := spec.id_counts.get(tensor.name)) and not 0 <= array.min() <= array.max() < ids:
-        raise ValueError(f"{tensor.name} must be from 0 to {ids - 1}")
-    return array
-
-
 def decode(spec: ModelSpecification, body: bytes, length: str | None) -> tuple[list[Array], dict[str, Any]]:
-    """The inputs in the specification's order, and the JSON header."""
+    """The inputs in the specification's order, as views of the body, and the JSON header."""
     try:
         end = int(length or len(body))
         header, given = json.loads(body[:end]), {}
         for one in header["inputs"]:
-            given[one["name"]] = array = read_tensor(spec, one, body, end)
-            end += array.nbytes
+            tensor = check_input(spec, one["name"], one["datatype"], one["shape"])
+            array = np.frombuffer(body, tensor.dtype, math.prod(one["shape"]), end).reshape(one["shape"])
+            check_values(spec, tensor.name, array, one["parameters"]["binary_data_size"])
+            given[tensor.name], end = array, end + array.nbytes
         arrays = [given[tensor.name] for tensor in spec.inputs]
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, StopIteration) as exc:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
         raise HTTPException(400, f"malformed request: {exc!r}") from exc
-    if end != len(body) or len({len(array) for array in arrays}) != 1:
-        raise HTTPException(400, "the body is longer than its tensors, or they differ in their number of rows")
+    if end != len(body) or len(set(map(len, arrays))) != 1:
+        raise HTTPException(400, "the body has other bytes than its tensors, or they differ in their number of rows")
     return arrays, header
 
 
@@ -109,34 +121,22 @@ def encode(spec: ModelSpecification, outputs: list[Array], header: dict[str, Any
     return Response(b"".join([text, *(array.tobytes() for array in outputs)]), headers={LENGTH: str(len(text))})
 
 
-def add_routes(app: FastAPI, settings: PlainSettings, runtime: Callable[[], Runtime]) -> None:
+def add_routes(app: FastAPI, spec: ModelSpecification, report: Report) -> None:
     """Every route but inference, and errors as JSON. The server listens only when the model is warm, so it is ready."""
-    spec = settings.specification()
-    model, server = (
-        f"/v2/models/{spec.name}",
-        {"name": app.title, "version": version("abserve"), "extensions": EXTENSIONS},
-    )
+    model = f"/v2/models/{spec.name}"
     for health in ("/v2/health/live", "/v2/health/ready", f"{model}/ready"):
         app.add_api_route(health, lambda: Response())
-    app.add_api_route("/v2", lambda: server)
-    app.add_api_route(model, lambda: model_metadata(spec))
-    app.add_api_route(f"{model}/config", lambda: model_config(settings, spec, runtime()))
-    app.add_api_route("/gpu-info", lambda: gpu_info(runtime()))
+    for path, document in {"/v2": report.server, model: report.model, f"{model}/config": report.config}.items():
+        app.add_api_route(path, document)
+    app.add_api_route("/gpu-info", report.gpu_info)
     app.add_exception_handler(HTTPException, lambda _, e: JSONResponse({"error": str(e.detail)}, e.status_code))
 
 
 def main() -> None:
-    settings = from_argv()
-    batcher = Batcher(model := Model(settings), settings.max_queue_delay_us)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(batcher.run())
-        yield
-        task.cancel()
-
-    app = FastAPI(title="fastapi", lifespan=lifespan)
-    add_routes(app, settings, lambda: model.runtime)
+    model = Model(settings := from_argv())
+    runtime = read_runtime(settings, model.module, model.infer)
+    batcher, app = Batcher(model, settings.max_queue_delay_us), FastAPI()
+    add_routes(app, model.spec, Report("fastapi", settings, lambda: runtime))
 
     @app.post(f"/v2/models/{model.spec.name}/infer")
     async def infer(request: Request) -> Response:

@@ -16,8 +16,8 @@ from fastapi import Depends, Request, Response
 
 from servers.contract.tensors import Array
 from servers.gpu.info import Runtime
-from servers.plain.fastapi_server import LENGTH, add_routes, decode, encode
-from servers.plain.model import Model
+from servers.plain.fastapi_server import LENGTH, Model, add_routes, decode, encode
+from servers.plain.report import Report, read_runtime
 from servers.plain.settings import PlainSettings, from_argv
 
 SPEC = from_argv().specification()
@@ -41,7 +41,7 @@ class ProtocolAPI(litserve.LitAPI):  # type: ignore[misc,unused-ignore]  # LitSe
     def setup(self, device: str) -> None:  # noqa: ARG002 - it is that of the settings
         """Load and warm up, in the worker."""
         self.model = Model(self.settings)
-        self.report["runtime"] = self.model.runtime
+        self.report["runtime"] = read_runtime(self.settings, self.model.module, self.model.infer)
 
     def decode_request(self, request: Annotated[Decoded, Depends(read_request)]) -> Decoded:
         return request
@@ -53,7 +53,7 @@ class ProtocolAPI(litserve.LitAPI):  # type: ignore[misc,unused-ignore]  # LitSe
     def predict(self, requests: Any) -> Any:
         """Execute requests of equal shapes together, as many as the largest batch holds."""
         if isinstance(requests, tuple):  # a largest batch of 1: LitServe does not batch
-            return self.model.infer(requests[0]), requests[1]
+            return self.model.infer([requests[0]])[0], requests[1]
         groups: list[list[int]] = []
         for index, (arrays, _) in enumerate(requests):
             group = next((g for g in groups if self._fits(requests, g, arrays)), None)
@@ -63,7 +63,7 @@ class ProtocolAPI(litserve.LitAPI):  # type: ignore[misc,unused-ignore]  # LitSe
                 group.append(index)
         answers: dict[int, list[Array]] = {}
         for group in groups:
-            answers |= zip(group, self.model.infer_merged([requests[index][0] for index in group]), strict=True)
+            answers |= zip(group, self.model.infer([requests[index][0] for index in group]), strict=True)
         return [(answers[index], header) for index, (_, header) in enumerate(requests)]
 
     def encode_response(self, output: Any) -> Response:
@@ -94,8 +94,7 @@ def main() -> None:
         accelerator = "cpu" if settings.device == "cpu" else "cuda"
         # The worker puts the model on the device of the settings; LitServe only counts the devices.
         server = litserve.LitServer(ProtocolAPI(settings, report), accelerator=accelerator, devices=1)
-        server.app.title = "litserve"
-        add_routes(server.app, settings, lambda: report["runtime"])
+        add_routes(server.app, SPEC, Report("litserve", settings, lambda: report["runtime"]))
         signal.signal(signal.SIGTERM, end)
         server.run(
             host=settings.host,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings
@@ -27,8 +26,8 @@ class PlainSettings(BaseSettings):
     )
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
     http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP; there is no gRPC.")
-    precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
-        defaults.PRECISION, title="Engine", description="Precision of the computation."
+    precision: str = Field(
+        defaults.PRECISION, title="Engine", description="auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16 or bf16."
     )
     device: str = Field(defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N.")
     threads: int = Field(0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0: torch's default.")

@@ -1,0 +1,152 @@
+"""What abserve adds to the plain servers: its models, the limits of their inputs, and the settings in effect."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from servers.contract.tensors import Array, TensorSpec
+from servers.gpu.cuda_library import device_uuid
+from servers.gpu.info import Runtime, gpu_info
+from servers.models.specification import ModelSpecification
+from servers.models.uint8_module import executed_module, to_precision
+from servers.models.weights import parse_weights
+from servers.plain.settings import PlainSettings
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # the module only reads a request's bytes
+
+
+def module_of(settings: PlainSettings) -> torch.nn.Module:
+    """The model with its weights in its precision, on the CPU. Sets TF32 and the number of threads of the process."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.precision == "tf32"
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    specification = settings.specification()
+    own = specification.load_module(parse_weights(settings.weights, specification.default_weights))
+    return to_precision(executed_module(specification, own), DTYPES[settings.precision])
+
+
+def check_input(spec: ModelSpecification, name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
+    """The input of this name. Raises `ValueError` or another error of Python's own for what the model does not take."""
+    tensor = next((one for one in spec.inputs if one.name == name), None)
+    if tensor is None:
+        raise ValueError(f"the model has no input {name}")
+    fits = all(size == fixed or (fixed == -1 and size > 0) for size, fixed in zip(shape, tensor.shape, strict=True))
+    too_long = any(shape[axis.places[name]] > axis.largest for axis in spec.axes if name in axis.places)
+    if datatype != tensor.datatype or not fits or too_long or shape[0] > spec.max_batch_size:
+        raise ValueError(f"the model takes {tensor}, at most {spec.max_batch_size} rows")
+    return tensor
+
+
+def check_values(spec: ModelSpecification, name: str, array: Array, size: int) -> None:
+    """Raise `ValueError` for another size than the header's, and for ids that the model's tables do not have."""
+    if size != array.nbytes:
+        raise ValueError(f"{name} needs a binary_data_size of {array.nbytes}")
+    if (ids := spec.id_counts.get(name)) and not 0 <= array.min() <= array.max() < ids:
+        raise ValueError(f"{name} must be from 0 to {ids - 1}")
+
+
+def read_runtime(
+    settings: PlainSettings, module: torch.nn.Module, infer: Callable[[Sequence[list[Array]]], object]
+) -> Runtime:
+    """Read everything back from torch; `infer` executes one batch, which the profiler watches on a GPU."""
+    parameters, device = list(module.parameters()), torch.device(settings.device)
+    floating = [one for one in parameters if one.is_floating_point()]
+    dtype = max(floating, key=torch.Tensor.numel).dtype if floating else torch.float32
+    tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    details: dict[str, object] = {
+        "precision": "tf32" if tf32 else PRECISIONS[dtype],
+        "threads": torch.get_num_threads(),
+        "cuda_build": torch.version.cuda,
+        "cuda_available": device.type == "cuda" or torch.cuda.is_available(),
+        "parameters_by_device": dict(Counter(str(one.device) for one in parameters)),
+    }
+    if device.type == "cuda":
+        spec = settings.specification()
+        zeros = [np.zeros((1, *spec.item_shape(tensor)), tensor.dtype) for tensor in spec.inputs]
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            infer([zeros])
+            torch.cuda.synchronize(device)
+        names = [event.name for event in profiler.events() or () if event.device_type.name == "CUDA"]
+        details |= {
+            "device_uuid": device_uuid(device.index or 0) or str(torch.cuda.get_device_properties(device).uuid),
+            "memory_allocated_bytes": torch.cuda.memory_allocated(device),
+            "kernel_probe": {"kernel_count": sum(not name.startswith(("Memcpy", "Memset")) for name in names)},
+        }
+    return Runtime("torch", torch.__version__, str(device), details)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The documents of a plain server; `runtime` is what it has read back from torch."""
+
+    name: str
+    settings: PlainSettings
+    runtime: Callable[[], Runtime]
+
+    def server(self) -> dict[str, object]:
+        """The server's name and version."""
+        extensions = ("binary_tensor_data", "model_configuration")
+        return {"name": self.name, "version": version("abserve"), "extensions": extensions}
+
+    def model(self) -> dict[str, object]:
+        """The model's tensors."""
+        spec = self.settings.specification()
+        inputs, outputs = (
+            [{"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in tensors]
+            for tensors in (spec.inputs, spec.outputs)
+        )
+        return {
+            "name": spec.name,
+            "versions": [spec.version],
+            "platform": "torch",
+            "inputs": inputs,
+            "outputs": outputs,
+        }
+
+    def config(self) -> dict[str, object]:
+        """The model's configuration in Triton's form, with the parameters in effect."""
+        spec, runtime = self.settings.specification(), self.runtime()
+        parameters = {
+            "engine": runtime.kind,
+            "engine_version": runtime.version,
+            "precision": runtime.details["precision"],
+            "mode": "eager",
+            "device": runtime.device,
+            "weights": parse_weights(self.settings.weights, spec.default_weights).text,
+            "model": spec.label,
+            "payload": spec.payload,
+        }
+        if runtime.device == "cpu":
+            parameters["threads"] = runtime.details["threads"]
+        kind = "KIND_CPU" if runtime.device == "cpu" else "KIND_GPU"
+        rows = sorted({1, spec.max_batch_size})
+        return {
+            "name": spec.name,
+            "platform": "",
+            "backend": runtime.kind,
+            "max_batch_size": spec.max_batch_size,
+            "input": [_tensor(one) for one in spec.inputs],
+            "output": [_tensor(one) for one in spec.outputs],
+            "dynamic_batching": {"max_queue_delay_microseconds": self.settings.max_queue_delay_us},
+            "instance_group": [{"name": f"{spec.name}_0", "kind": kind, "count": 1}],
+            "parameters": {name: {"string_value": str(value)} for name, value in parameters.items()},
+            "model_warmup": [{"name": f"{count} rows", "batch_size": count} for count in rows],
+        }
+
+    def gpu_info(self) -> dict[str, object]:
+        """The document of /gpu-info."""
+        return dict(gpu_info(self.runtime()))
+
+
+def _tensor(spec: TensorSpec) -> dict[str, object]:
+    return {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": list(spec.item_shape)}
