@@ -122,7 +122,7 @@ class Report:
             "precision": runtime.details["precision"],
             "mode": "eager",
             "device": runtime.device,
-            "weights": parse_weights(self.settings.weights, spec.default_weights).text,
+            "weights": parse_weights(self.settings.weights, spec.default_weights).label,
             "model": spec.label,
             "payload": spec.payload,
         }

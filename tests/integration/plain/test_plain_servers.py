@@ -228,7 +228,8 @@ def test_a_comparison_with_the_native_server(tmp_path: Path, kind: str) -> None:
     result = json.loads((out / "result.json").read_bytes())
     assert result["parity"]["ok"], result["parity"]
     states = {check["name"]: check["state"] for check in result["checks"]}
-    assert (states["answers_under_load"], states["same_precision"]) == ("passed", "passed"), states
+    same = ("answers_under_load", "same_precision", "same_weights", "same_model", "same_device")
+    assert {states[name] for name in same} == {"passed"}, states
     assert not any(summary["errors"] for summary in result["summaries"])
     (arm,) = [one for one in result["arms"] if one["label"] == "b"]
     assert (arm["target"], arm["in_effect"]["engine"], arm["in_effect"]["threads"]) == (kind, "torch", "1")
