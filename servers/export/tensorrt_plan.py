@@ -73,7 +73,7 @@ class PlanRequest:
 
 
 def gpu_kind() -> str:
-    """Name and compute capability of the first visible GPU; "unknown" where the driver does not answer."""
+    """Name and compute capability of the first visible GPU; "unknown" if the driver names none."""
     from servers.gpu.nvml import NvmlReader  # not above: most exports need no driver
     from servers.gpu.selection import visible
 

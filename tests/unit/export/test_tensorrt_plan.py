@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,13 @@ from servers.export.tensorrt_plan import (
     PlanRequest,
     container_command,
     ensure_plan,
+    gpu_kind,
     profile_shapes,
 )
 from servers.export.tensorrt_tools import bindings_version, library_version, trtexec_version
+from servers.gpu import nvml
+from servers.gpu.readings import Connection, DeviceIdentity
+from servers.gpu.selection import select_devices
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from tests.scripted_trtexec import ScriptedTrtexec
@@ -169,6 +174,31 @@ def test_versions_are_those_of_the_program_and_of_the_library_that_the_loader_fi
     monkeypatch.setattr(tensorrt_tools, "LIBRARY_FOLDERS", (tmp_path / "lib",))
     loader.write_text("#!/bin/sh\nexit 1\n")
     assert library_version() == "10.13.3"
+
+
+@pytest.mark.parametrize(
+    ("visible", "kind"), [("1", "NVIDIA L4 sm8.9"), ("0,1", "NVIDIA H200 sm9.0"), ("", "unknown"), ("7", "unknown")]
+)
+def test_the_gpu_is_the_first_that_cuda_sees(visible: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [("NVIDIA H200", "9.0"), ("NVIDIA L4", "8.9")]
+
+    class Reader:
+        def __init__(self, names: Sequence[str] | None) -> None:
+            self._names = names
+
+        def connect(self) -> Connection:
+            devices = tuple(
+                DeviceIdentity(index, f"GPU-{index}", name, compute_capability=capability)
+                for index, (name, capability) in enumerate(cards)
+            )
+            return select_devices(Connection("ok", devices=devices, device_count=2), self._names, lambda _name: None)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(nvml, "NvmlReader", Reader)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_kind() == kind
 
 
 def test_the_container_command_builds_that_plan(wanted: PlanRequest) -> None:
