@@ -73,7 +73,7 @@ class PlanRequest:
 
 
 def gpu_kind() -> str:
-    """Name and compute capability of the first visible GPU; "unknown" if the driver names none."""
+    """Name and compute capability of the first visible GPU, as in "NVIDIA H200 sm9.0", or "unknown GPU"."""
     from servers.gpu.nvml import NvmlReader  # not above: most exports need no driver
     from servers.gpu.selection import visible
 
@@ -82,7 +82,7 @@ def gpu_kind() -> str:
         devices = reader.connect().devices
     finally:
         reader.close()
-    return f"{devices[0].name} sm{devices[0].compute_capability}" if devices else "unknown"
+    return f"{devices[0].name} sm{devices[0].compute_capability}" if devices else "unknown GPU"
 
 
 def profile_shapes(specification: ModelSpecification, max_batch_size: int) -> dict[str, list[list[int]]]:
@@ -130,11 +130,13 @@ def ensure_plan(request: PlanRequest, progress: Callable[[str], None], *, force:
             tool, build = "trtexec", _build_with_trtexec
         else:
             raise ExportError(_no_tool(request.release))
-        progress(f"building a plan for {request.gpu} with {tool} {request.release}, which takes minutes")
+        progress(f"building a TensorRT plan for {request.gpu} with {tool} {request.release}, which takes minutes")
         fresh, started_ns = plan.with_name(f".{plan.name}.partial"), time.perf_counter_ns()
         try:
             build(request, fresh)
             fresh.replace(plan)
+        except OSError as exc:
+            raise ExportError(f"cannot write {plan}: {exc.strerror or exc}") from exc
         finally:
             fresh.unlink(missing_ok=True)
         return (time.perf_counter_ns() - started_ns) / 1e9
@@ -142,14 +144,11 @@ def ensure_plan(request: PlanRequest, progress: Callable[[str], None], *, force:
 
 def _no_tool(release: str) -> str:
     tools = {"Python's tensorrt": bindings_version(), "trtexec": trtexec_version()}
-    found = " and ".join(f"{name} {has}" for name, has in tools.items() if has)
-    container = (
-        ", or run the container command that abserve export --to tensorrt prints" if release == TENSORRT_RELEASE else ""
-    )
+    found = " and ".join(f"{name} {has}" for name, has in tools.items() if has) or "no tool that builds them"
+    container = "run the container command of abserve export --to tensorrt, " if release == TENSORRT_RELEASE else ""
     return (
-        f"TensorRT {release} executes only plans that it built itself, and this machine builds them with "
-        f"{found or 'no tool'}; install trtexec {release}, or run: pip install 'tensorrt=={release}.*' "
-        f"--extra-index-url https://pypi.nvidia.com{container}"
+        f"TensorRT {release} executes only plans that it built, and this machine has {found}; {container}install "
+        f"trtexec {release}, or run: pip install 'tensorrt=={release}.*' --extra-index-url https://pypi.nvidia.com"
     )
 
 

@@ -215,7 +215,7 @@ def test_each_engine_gets_the_file_that_it_executes(
     assert len({plan, executed("tf32"), executed("fp16"), executed("fp32", max_batch_size=4)}) == 4
     standard.rename(root / "of another seed")
     assert current_plan("fp32", model, RandomWeights(0), root, 8, "10.13.3") is None
-    with pytest.raises(ExportError, match=r"TensorRT 10\.14\.1 executes only .* with trtexec 10\.13\.3; install"):
+    with pytest.raises(ExportError, match=r"TensorRT 10\.14\.1 executes only .* has trtexec 10\.13\.3; install"):
         executed("fp32", release="10.14.1")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,12 +91,10 @@ def test_a_plan_is_kept_until_something_that_determines_it_differs(
 
 def test_a_tool_of_another_version_is_refused(trtexec: ScriptedTrtexec, wanted: PlanRequest) -> None:
     trtexec.install("10.9.0")
-    with pytest.raises(
-        ExportError, match=r"TensorRT 10\.13\.3 executes only .* builds them with trtexec 10\.9\.0; ins"
-    ):
+    with pytest.raises(ExportError, match=r"TensorRT 10\.13\.3 executes only .* has trtexec 10\.9\.0; install"):
         build(wanted)
     assert trtexec.built == 0
-    with pytest.raises(ExportError, match=r"or run the container command that abserve export --to tensorrt prints"):
+    with pytest.raises(ExportError, match=r"; run the container command of abserve export --to tensorrt, install"):
         build(replace(wanted, release=TENSORRT_RELEASE))
 
 
@@ -103,7 +103,7 @@ def test_without_a_tool_the_remedy_is_named(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
-        ExportError, match=r"with no tool; install trtexec 10\.13\.3, or run: pip install 'tensorrt==10"
+        ExportError, match=r"no tool that builds them; install trtexec 10\.13\.3, or run: pip install 'tensorrt==10"
     ):
         build(wanted)
     assert trtexec.built == 0
@@ -127,6 +127,17 @@ def test_trtexecs_own_words_are_shown(
     with pytest.raises(ExportError, match=message):
         build(wanted)
     assert not wanted.path.exists()
+
+
+def test_a_disk_that_is_full_is_told(
+    trtexec: ScriptedTrtexec, wanted: PlanRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_request: PlanRequest, _plan: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tensorrt_plan, "_build_with_trtexec", write)
+    with pytest.raises(ExportError, match=r"cannot write .*\.plan: No space left on device"):
+        build(wanted)
 
 
 def test_trtexec_may_not_build_for_ever(
@@ -177,7 +188,8 @@ def test_versions_are_those_of_the_program_and_of_the_library_that_the_loader_fi
 
 
 @pytest.mark.parametrize(
-    ("visible", "kind"), [("1", "NVIDIA L4 sm8.9"), ("0,1", "NVIDIA H200 sm9.0"), ("", "unknown"), ("7", "unknown")]
+    ("visible", "kind"),
+    [("1", "NVIDIA L4 sm8.9"), ("0,1", "NVIDIA H200 sm9.0"), ("", "unknown GPU"), ("7", "unknown GPU")],
 )
 def test_the_gpu_is_the_first_that_cuda_sees(visible: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = [("NVIDIA H200", "9.0"), ("NVIDIA L4", "8.9")]

@@ -63,7 +63,7 @@ def test_a_library_of_another_release_or_none_is_refused(
     plan: Callable[..., tuple[str, Path]], trtexec: ScriptedTrtexec, tmp_path: Path
 ) -> None:
     trtexec.install("10.9.0")
-    with pytest.raises(ExportError, match=r"TensorRT 10\.13\.3 executes only .* with trtexec 10\.9\.0"):
+    with pytest.raises(ExportError, match=r"TensorRT 10\.13\.3 executes only .* has trtexec 10\.9\.0"):
         plan(backend="tensorrt")
     (tmp_path / "lib" / "libnvinfer.so.10.13.3").unlink()
     with pytest.raises(TritonOptionError, match="libnvinfer, which the tensorrt backend loads, was not found"):
