@@ -1,4 +1,4 @@
-"""The plan that `abserve serve triton` builds for the tensorrt backend of an installed tritonserver."""
+"""The file that `abserve serve triton` gives the native backends of an installed tritonserver on a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(tmp_path: Path, trtexec: ScriptedTrtexec, monkeypatch: pytest.MonkeyPat
     file, folder = tmp_path / "mine.onnx", tmp_path / "opt"
     shapes = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "mine", shapes[:1], shapes[1:])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), file)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), file)
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "tritonserver").touch(0o755)
     for backend in ("tensorrt", "onnxruntime"):
@@ -36,9 +36,8 @@ def plan(tmp_path: Path, trtexec: ScriptedTrtexec, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(command, "assert_ready", lambda _settings: None)
 
     def plan(**options: Any) -> tuple[str, Path]:
-        settings = TritonSettings(
-            tritonserver=folder, model=str(file), precision="fp32", artefacts=tmp_path / "artefacts", **options
-        )
+        given: dict[str, Any] = {"precision": "fp32", "artefacts": tmp_path / "artefacts", **options}
+        settings = TritonSettings(tritonserver=folder, model=str(file), **given)
         launch = command._plan(settings, Console(stderr=True))
         (linked,) = (settings.folder / "models").glob("*/1/model.*")
         return launch.title, linked.resolve()
@@ -57,6 +56,15 @@ def test_the_plan_is_built_for_the_largest_batch_and_then_chosen(
     assert plan(max_batch_size=4) == (title, file)
     assert trtexec.built == 1
     assert plan(max_batch_size=5)[0] == "Triton, onnxruntime backend, fp32"
+
+
+def test_onnxruntime_gets_an_fp16_file_and_the_execution_provider_of_cuda(
+    plan: Callable[..., tuple[str, Path]], tmp_path: Path
+) -> None:
+    title, file = plan(precision="auto", backend="onnxruntime")
+    assert (title, file.name) == ("Triton, onnxruntime backend, fp16", "model_fp16.onnx")
+    (config,) = (tmp_path / "artefacts").glob("triton/8000/models/*/config.pbtxt")
+    assert 'gpu_execution_accelerator: [ { name: "cuda"' in config.read_text()
 
 
 def test_a_library_of_another_release_or_none_is_refused(
