@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from servers.export import tensorrt_tools
 from servers.export.artefacts import Artefact, ensure_artefact
 from servers.export.file_form import executed_form
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from tests import perf_analyzer as analyzer
+from tests.scripted_trtexec import ScriptedTrtexec
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -43,3 +45,16 @@ def perf_analyzer() -> Any:
         return analyzer.find_perf_analyzer()
     except analyzer.PerfAnalyzerUnavailableError as exc:
         pytest.skip(str(exc))
+
+
+@pytest.fixture
+def trtexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedTrtexec:
+    """On PATH, of release 10.13.3; the machine has nothing else of TensorRT."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "lib"))
+    monkeypatch.setattr(tensorrt_tools, "PACKAGES", ("a-package-that-nobody-has",))
+    scripted = ScriptedTrtexec(folder)
+    scripted.install("10.13.3")
+    return scripted

@@ -119,7 +119,7 @@ def _measure(
 ) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], EngineProfile | None]:
     from servers.engines.measurement import matrix_tflops, measure_engine, references_of
 
-    path = _artefact(specification, weights, settings, requested.precision)
+    path = _artefact(specification, weights, requested, settings.artefacts)
     references = references_of(specification, weights, lengths, _photographs(specification))
     built = build_engine(specification, weights, requested, path)
     try:
@@ -140,17 +140,19 @@ def _measure(
 
 
 def _artefact(
-    specification: ModelSpecification, weights: WeightsSource, settings: MeasurementSettings, precision: str
+    specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, root: Path
 ) -> Path | None:
-    """The file that the engine executes, exported first when it is missing; a plan must exist."""
-    if not KINDS[settings.engine].executes_file:
+    """The file that the engine executes, made first when it is missing."""
+    if not KINDS[settings.kind].executes_file:
         return None
     from servers.export.artefacts import executed_file
     from servers.export.errors import ExportError
     from servers.models.atomic_folder import FolderError
 
     try:
-        return executed_file(settings.engine, precision, specification, weights, settings.artefacts).path
+        return executed_file(
+            settings.kind, settings.precision, specification, weights, root, max_batch_size=settings.max_batch_size
+        ).path
     except (ExportError, FolderError) as exc:
         raise EngineError(str(exc)) from exc
 

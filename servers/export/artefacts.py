@@ -22,9 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from servers import defaults
 from servers.engines.agreement import TOLERANCE
 from servers.engines.factory import build_engine
-from servers.engines.interface import Engine, export_command
+from servers.engines.interface import Engine
 from servers.engines.proof import Answer
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
@@ -32,7 +33,8 @@ from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm, Operat
 from servers.export.manifest import Manifest, package_versions, read_manifest
 from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
 from servers.export.parity import assert_parity, measure_parity
-from servers.export.tensorrt_plan import plan_path
+from servers.export.tensorrt_plan import PlanRequest, ensure_plan, gpu_kind, profile_shapes
+from servers.export.tensorrt_tools import bindings_version
 from servers.models.atomic_folder import atomic_folder, exclusive, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
@@ -66,9 +68,26 @@ def artefact_folder(
     return root / f"{specification.name}{of_path}" / f"{weights.slug}{form.suffix}"
 
 
-def plan_of(root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm) -> Path:
-    """The path of the TensorRT plan of a model; also for a user's ONNX file it lies under `root`."""
-    return plan_path(artefact_folder(root, specification, weights, form) / _file_name(specification, form))
+def plan_request(
+    root: Path,
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    artefact: Artefact,
+    precision: str,
+    max_batch_size: int,
+    release: str,
+) -> PlanRequest:
+    """The TensorRT plan of an artefact on this machine's GPU; also that of a user's ONNX file lies under `root`."""
+    folder = artefact_folder(root, specification, weights, executed_form("tensorrt", precision))
+    return PlanRequest(
+        artefact.path,
+        artefact.manifest.sha256,
+        folder.with_name(f"{folder.name}-tensorrt"),
+        precision,
+        profile_shapes(specification, max_batch_size),
+        release,
+        gpu_kind(),
+    )
 
 
 def find_artefact(
@@ -125,12 +144,8 @@ def ensure_artefact(
     weights = pin(weights, specification.find_pretrained)
     if not specification.fused_tower:
         form = FileForm(form.precision)
-    if specification.file is not None:
-        user = read_user_file(specification.file)
-        if user.precision == form.precision:
-            return Artefact(specification.file, _manifest_of(specification, weights, user), made_now=False)
-        if user.precision != "fp32":
-            raise ExportError(f"{specification.file.name} holds {user.precision}; use --precision {user.precision}")
+    if users := _users_file(specification, weights, form):
+        return users
     folder = artefact_folder(root, specification, weights, form)
     with exclusive(folder):
         remove_abandoned(folder)
@@ -149,22 +164,59 @@ def executed_file(
     weights: WeightsSource,
     root: Path,
     progress: Progress = lambda _step: None,
+    *,
+    max_batch_size: int = defaults.MAX_BATCH_SIZE,
+    release: str | None = None,
 ) -> ExecutedFile:
-    """The file for one of `KINDS_WITH_FILE`. Raises the errors of `ensure_artefact`, `ExportError` without a plan.
+    """The file for one of `KINDS_WITH_FILE`, made first when it is missing or out of date.
 
-    A plan belongs to the ONNX file that it was built from, so that file is found, or made, first.
+    `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of `ensure_artefact` and
+    `ensure_plan`.
     """
+    plan_release = (release or bindings_version() or _imported_release()) if engine == "tensorrt" else ""
     form = executed_form(engine, precision)
     artefact = ensure_artefact(specification, weights, root, form=form, progress=progress)
-    if engine != "tensorrt":
+    if not plan_release:
         return ExecutedFile(artefact.path, artefact.manifest)
-    plan = plan_of(root, specification, weights, form)
-    if not plan.is_file():
-        raise ExportError(
-            f"there is no TensorRT plan {plan}; build it with the same weights and artefacts: "
-            + export_command(specification, f"--to tensorrt --precision {form.precision}")
-        )
-    return ExecutedFile(plan, None)
+    request = plan_request(root, specification, weights, artefact, precision, max_batch_size, plan_release)
+    ensure_plan(request, progress)
+    return ExecutedFile(request.path, None)
+
+
+def current_plan(
+    precision: str,
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    root: Path,
+    max_batch_size: int,
+    release: str | None,
+) -> Path | None:
+    """The TensorRT plan that `executed_file` would return without building anything. `weights` are pinned."""
+    form = executed_form("tensorrt", precision)
+    artefact = _users_file(specification, weights, form) or find_artefact(root, specification, weights, form)
+    if artefact is None or release is None:
+        return None
+    plan = plan_request(root, specification, weights, artefact, precision, max_batch_size, release).path
+    return plan if plan.is_file() else None
+
+
+def _imported_release() -> str:
+    """The version of a `tensorrt` that no package manager installed. Raises `EngineError` without one."""
+    from servers.engines.tensorrt import import_tensorrt
+
+    return ".".join(str(import_tensorrt().__version__).split(".")[:3])
+
+
+def _users_file(specification: ModelSpecification, weights: WeightsSource, form: FileForm) -> Artefact | None:
+    """The user's ONNX file if it has the form; None if a file must be made."""
+    if specification.file is None:
+        return None
+    user = read_user_file(specification.file)
+    if user.precision == form.precision:
+        return Artefact(specification.file, _manifest_of(specification, weights, user), made_now=False)
+    if user.precision != "fp32":
+        raise ExportError(f"{specification.file.name} holds {user.precision}; use --precision {user.precision}")
+    return None
 
 
 def _file_name(specification: ModelSpecification, form: FileForm) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from servers.export.artefacts import Artefact
     from servers.export.manifest import ParityMeasurement
     from servers.models.specification import ModelSpecification
+    from servers.models.weights import WeightsSource
 
 
 class Target(StrEnum):
@@ -46,7 +48,9 @@ class ExportSettings(ModelOptions):
 
     payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str = Field(
-        defaults.PRECISION, description="fp32 or fp16: the file's weights; auto: what servers here execute by default."
+        defaults.PRECISION,
+        description="fp32 or fp16: the file's weights; for TensorRT also tf32; auto: what servers here execute by "
+        "default.",
     )
     operators: Operators | None = Field(
         None,
@@ -62,16 +66,17 @@ class ExportSettings(ModelOptions):
 def export(**options: object) -> None:
     """Export a model from torch to ONNX, check that both compute the same, and write a manifest beside the file.
 
-    With --to tensorrt also print the container command that builds the plan, and build it where TensorRT is installed.
+    With --to tensorrt also build the plan with TensorRT's Python package or trtexec, and print a container command that
+    builds it.
     """
-    from servers.export.artefacts import check_form, ensure_artefact, plan_of
+    from servers.export.artefacts import check_form, ensure_artefact
 
     settings = checked(ExportSettings, options)
     console = Console(highlight=False, soft_wrap=True)
     try:
         specification = get_variant(settings.model, settings.payload)
         weights = parse_weights(settings.weights, specification.default_weights)
-        form = _form(settings)
+        precision, form = _form(settings)
         check_form(specification, form)
         source = pin(weights, specification.find_pretrained)
     except (UnknownModelError, WeightsError, ExportError) as exc:
@@ -89,8 +94,7 @@ def export(**options: object) -> None:
             )
         _show(console, artefact)
         if settings.to is Target.TENSORRT:
-            plan = plan_of(settings.artefacts, specification, source, form)
-            _build_plan(console, specification, artefact, plan, settings.max_batch_size, force=settings.force)
+            _build_plan(console, specification, source, artefact, precision, settings)
     except (WeightsError, EngineError, ExportError, FolderError) as exc:
         fail(str(exc), exc)
 
@@ -116,32 +120,39 @@ def triton_repo(
         _print(Console(highlight=False, soft_wrap=True), f"wrote {path}")
 
 
-def _form(settings: ExportSettings) -> FileForm:
+def _form(settings: ExportSettings) -> tuple[str, FileForm]:
+    """The precision of the engine that executes the file, and the form of the ONNX file."""
     if settings.to is Target.TENSORRT and settings.operators is Operators.FUSED:
         raise ExportError("TensorRT has none of the fused operators; use --operators standard")
     engine = "onnxruntime" if settings.to is Target.ONNX else "tensorrt"
     precision = EngineSettings(engine, settings.precision).precision
-    return FileForm(precision, settings.operators or executed_form(engine, precision).operators)
+    stored = "fp32" if engine == "tensorrt" and precision == "tf32" else precision
+    return precision, FileForm(stored, settings.operators or executed_form(engine, precision).operators)
 
 
 def _build_plan(
     console: Console,
     specification: ModelSpecification,
+    weights: WeightsSource,
     artefact: Artefact,
-    plan: Path,
-    max_batch_size: int,
-    *,
-    force: bool,
+    precision: str,
+    settings: ExportSettings,
 ) -> None:
-    from servers.export.tensorrt_plan import build_plan, container_command, is_current
+    """For Python's TensorRT, else that of an installed Triton, else that of the container."""
+    from servers.export.artefacts import plan_request
+    from servers.export.tensorrt_plan import TENSORRT_RELEASE, container_command, ensure_plan
+    from servers.export.tensorrt_tools import bindings_version, library_version
 
-    plan.parent.mkdir(parents=True, exist_ok=True)
-    _print(console, f"container {container_command(specification, artefact.path, plan, max_batch_size)}")
-    if is_current(specification, artefact.path, plan, max_batch_size) and not force:
-        _print(console, f"plan      {plan} (kept; --force builds it again)")
-        return
-    release, seconds = build_plan(specification, artefact.path, plan, max_batch_size)
-    _print(console, f"plan      {plan} ({plan.stat().st_size / 1e6:.1f} MB, TensorRT {release}, {seconds:.1f} s)")
+    release = bindings_version() or library_version() or TENSORRT_RELEASE
+    here = plan_request(
+        settings.artefacts, specification, weights, artefact, precision, settings.max_batch_size, release
+    )
+    here.folder.mkdir(parents=True, exist_ok=True)
+    _print(console, f"container {container_command(replace(here, release=TENSORRT_RELEASE))}")
+    seconds = ensure_plan(here, lambda step: _print(console, step), force=settings.force)
+    size = f"{here.path.stat().st_size / 1e6:.1f} MB"
+    took = "kept; --force builds it again" if seconds is None else f"{size}, TensorRT {release}, {seconds:.1f} s"
+    _print(console, f"plan      {here.path} ({took})")
 
 
 def _show(console: Console, artefact: Artefact) -> None:

@@ -1,34 +1,88 @@
-"""ONNX → TensorRT plan, here if TensorRT is installed, and the container command that does it anywhere.
+"""ONNX → TensorRT plan with the tools of this machine, and the container command for one without them.
 
-A plan runs only with the TensorRT release that built it, on the kind of GPU on which it was built. The release must be
-that of the Triton image that will serve it, so the command names the TensorRT image of the same month. Networks are
+A plan runs only with the TensorRT release that built it, on the kind of GPU on which it was built. Its path names both,
+with a hash of the ONNX file, the precision and the shapes: the plan at the requested path is up to date. Networks are
 strongly typed, in release 10 by a flag and in 11 always: FP16 comes from an FP16 ONNX file, not from a builder flag.
-This project's tests never execute it, for want of the libraries.
+This project's tests run a scripted trtexec only, for want of NVIDIA's libraries.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 import shlex
+import subprocess
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from servers.export.errors import ExportError
+from servers.export.tensorrt_tools import bindings_version, find_trtexec, trtexec_version
+from servers.models.atomic_folder import exclusive
 from servers.models.specification import ModelSpecification
 
 TENSORRT_IMAGE = (
     "nvcr.io/nvidia/tensorrt:26.08-py3@sha256:3b127f45630cd56bf43d2ef70d7f50a7ee37e42bda4ba11adaaa069af2098125"
 )
-"""The image in .env.example, from the same month as its Triton image: both carry TensorRT 11.2.1."""
+"""The image in .env.example, from the same month as its Triton image."""
+TENSORRT_RELEASE = "11.2.1"
+"""The TensorRT of both images."""
 
-TIMING_CACHE = "timing.cache"
 WORKSPACE_BYTES = 4 * 2**30
+BUILD_SECONDS = 1500
+"""Shorter than `abserve compare` waits for a server's preparation."""
+SHOWN_LINES = 3
 
 
-def plan_path(onnx: Path) -> Path:
-    """The path of the plan for an ONNX artefact: in its own folder beside the artefact's."""
-    return onnx.parent.with_name(f"{onnx.parent.name}-tensorrt") / onnx.with_suffix(".plan").name
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Everything that determines a plan."""
+
+    onnx: Path
+    onnx_sha256: str
+    folder: Path
+    precision: str
+    """As an engine names it: TF32 and FP32 share the ONNX file."""
+    profile: Mapping[str, list[list[int]]]
+    """See `profile_shapes`."""
+    release: str
+    """The TensorRT that will execute the plan: "10.13.3"."""
+    gpu: str
+    """See `gpu_kind`."""
+
+    @property
+    def path(self) -> Path:
+        """The path of the plan."""
+        built_from = json.dumps([self.onnx_sha256, self.precision, self.profile])
+        digest = hashlib.sha256(built_from.encode()).hexdigest()[:12]
+        return self.folder / f"{self.onnx.stem}-{self._tactics}-{digest}.plan"
+
+    @property
+    def timing_cache(self) -> Path:
+        """Measured times of kernels, which TensorRT reuses for other plans of the same GPU and release."""
+        return self.folder / f"{self._tactics}.cache"
+
+    @property
+    def _tactics(self) -> str:
+        gpu = re.sub(r"[^a-z0-9.]+", "-", self.gpu.lower())
+        return f"{gpu}-tensorrt-{self.release}"
+
+
+def gpu_kind() -> str:
+    """Name and compute capability of the first visible GPU, as in "NVIDIA H200 sm9.0", or "unknown GPU"."""
+    from servers.gpu.nvml import NvmlReader  # not above: most exports need no driver
+    from servers.gpu.selection import visible
+
+    reader = NvmlReader(visible(os.environ))
+    try:
+        devices = reader.connect().devices
+    finally:
+        reader.close()
+    return f"{devices[0].name} sm{devices[0].compute_capability}" if devices else "unknown GPU"
 
 
 def profile_shapes(specification: ModelSpecification, max_batch_size: int) -> dict[str, list[list[int]]]:
@@ -48,40 +102,92 @@ def profile_shapes(specification: ModelSpecification, max_batch_size: int) -> di
     }
 
 
-def is_current(specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int) -> bool:
-    """Whether the plan is newer than its ONNX file and than the last change of its profile.
-
-    Notes the profile beside the plan, which a container may build that leaves no note.
-    """
-    noted, profile = plan.with_suffix(".profile.json"), json.dumps(profile_shapes(specification, max_batch_size))
-    if not noted.is_file() or noted.read_text(encoding="utf-8") != profile:
-        noted.write_text(profile, encoding="utf-8")
-    made_ns = plan.stat().st_mtime_ns if plan.is_file() else 0
-    return made_ns >= max(onnx.stat().st_mtime_ns, noted.stat().st_mtime_ns)
-
-
-def container_command(specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int) -> str:
-    """The command that builds the plan with the release of `TENSORRT_IMAGE`; both folders must exist."""
-    profile = profile_shapes(specification, max_batch_size)
-    smallest, best, largest = (
-        ",".join(f"{name}:{'x'.join(map(str, shapes[which]))}" for name, shapes in profile.items())
-        for which in range(3)
-    )
+def container_command(request: PlanRequest) -> str:
+    """The command that builds the plan with `TENSORRT_IMAGE`, of `TENSORRT_RELEASE`; both folders must exist."""
+    plan, cache = Path("/plan") / request.path.name, Path("/plan") / request.timing_cache.name
     words = [
         *("docker", "run", "--rm", "--gpus", "device=0"),
-        *("-v", f"{onnx.parent.absolute()}:/onnx:ro", "-v", f"{plan.parent.absolute()}:/plan", TENSORRT_IMAGE),
-        *("trtexec", f"--onnx=/onnx/{onnx.name}", f"--saveEngine=/plan/{plan.name}"),
-        *(f"--minShapes={smallest}", f"--optShapes={best}", f"--maxShapes={largest}"),
-        *(f"--timingCacheFile=/plan/{TIMING_CACHE}", "--skipInference"),
+        *("-v", f"{request.onnx.parent.absolute()}:/onnx:ro", "-v", f"{request.folder.absolute()}:/plan"),
+        *(TENSORRT_IMAGE, "trtexec", *_arguments(request, Path("/onnx") / request.onnx.name, plan, cache)),
     ]
     return shlex.join(words)
 
 
-def build_plan(specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int) -> tuple[str, float]:
-    """Build `plan` from `onnx` on this machine's GPU, with a timing cache beside it: the release and the seconds.
+def ensure_plan(request: PlanRequest, progress: Callable[[str], None], *, force: bool = False) -> float | None:
+    """Build the plan if it is missing, or `force` is set; returns the seconds, or None for one that was there.
 
-    Raises `EngineError` where TensorRT is missing, `ExportError` where it cannot build the model.
+    Raises `ExportError` without a tool of the requested release or if it cannot build the model, and `FolderError`.
     """
+    plan = request.path
+    if plan.is_file() and not force:
+        return None
+    with exclusive(plan):
+        if plan.is_file() and not force:  # another process built it
+            return None
+        if bindings_version() == request.release:
+            tool, build = "Python's tensorrt", _build_with_bindings
+        elif trtexec_version() == request.release:
+            tool, build = "trtexec", _build_with_trtexec
+        else:
+            raise ExportError(_no_tool(request.release))
+        progress(f"building a TensorRT plan for {request.gpu} with {tool} {request.release}, which takes minutes")
+        fresh, started_ns = plan.with_name(f".{plan.name}.partial"), time.perf_counter_ns()
+        try:
+            build(request, fresh)
+            fresh.replace(plan)
+        except OSError as exc:
+            raise ExportError(f"cannot write {plan}: {exc.strerror or exc}") from exc
+        finally:
+            fresh.unlink(missing_ok=True)
+        return (time.perf_counter_ns() - started_ns) / 1e9
+
+
+def _no_tool(release: str) -> str:
+    tools = {"Python's tensorrt": bindings_version(), "trtexec": trtexec_version()}
+    found = " and ".join(f"{name} {has}" for name, has in tools.items() if has) or "no tool that builds them"
+    container = "run the container command of abserve export --to tensorrt, " if release == TENSORRT_RELEASE else ""
+    return (
+        f"TensorRT {release} executes only plans that it built, and this machine has {found}; {container}install "
+        f"trtexec {release}, or run: pip install 'tensorrt=={release}.*' --extra-index-url https://pypi.nvidia.com"
+    )
+
+
+def _arguments(request: PlanRequest, onnx: Path, plan: Path, cache: Path) -> list[str]:
+    """The arguments of trtexec."""
+    smallest, best, largest = (
+        ",".join(f"{name}:{'x'.join(map(str, shapes[which]))}" for name, shapes in request.profile.items())
+        for which in range(3)
+    )
+    return [
+        *(f"--onnx={onnx}", f"--saveEngine={plan}"),
+        *(f"--minShapes={smallest}", f"--optShapes={best}", f"--maxShapes={largest}"),
+        *(["--stronglyTyped"] if request.release.startswith("10.") else []),
+        *([] if request.precision == "tf32" else ["--noTF32"]),  # a builder flag that is set by default
+        *(f"--timingCacheFile={cache}", "--skipInference"),
+    ]
+
+
+def _build_with_trtexec(request: PlanRequest, plan: Path) -> None:
+    program = find_trtexec()
+    assert program is not None
+    command = [program, *_arguments(request, request.onnx.absolute(), plan.absolute(), request.timing_cache.absolute())]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            timeout=BUILD_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as exc:
+        raise ExportError(f"trtexec did not build {request.path.name} in {BUILD_SECONDS} s") from exc
+    except OSError as exc:
+        raise ExportError(f"{program} cannot be run: {exc.strerror or exc}") from exc
+    if done.returncode != 0 or not plan.is_file():
+        lines = list(filter(None, map(str.strip, done.stdout.splitlines())))
+        lines = [line for line in lines if "[E]" in line] or lines
+        told = " / ".join(lines[-SHOWN_LINES:]) or f"exit status {done.returncode}"
+        raise ExportError(f"trtexec {request.release} cannot build a plan from {request.onnx.name}: {told}")
+
+
+def _build_with_bindings(request: PlanRequest, plan: Path) -> None:
     from servers.engines.tensorrt import import_tensorrt  # not above: it imports torch
 
     trt = import_tensorrt()
@@ -89,28 +195,27 @@ def build_plan(specification: ModelSpecification, onnx: Path, plan: Path, max_ba
     builder = trt.Builder(logger)
     network = builder.create_network(_strongly_typed(trt))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(str(onnx)):
+    if not parser.parse_from_file(str(request.onnx)):
         reasons = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
-        raise ExportError(f"TensorRT {trt.__version__} cannot read {onnx.name}: {reasons.partition(chr(10))[0]}")
+        raise ExportError(
+            f"TensorRT {trt.__version__} cannot read {request.onnx.name}: {reasons.partition(chr(10))[0]}"
+        )
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, WORKSPACE_BYTES)
-    plan.parent.mkdir(parents=True, exist_ok=True)
-    cache_path = plan.parent / TIMING_CACHE
+    if request.precision != "tf32":  # a flag that is set by default
+        config.clear_flag(trt.BuilderFlag.TF32)
+    cache_path = request.timing_cache
     cache = config.create_timing_cache(cache_path.read_bytes() if cache_path.is_file() else b"")
     config.set_timing_cache(cache, ignore_mismatch=False)
     profile = builder.create_optimization_profile()
-    for name, shapes in profile_shapes(specification, max_batch_size).items():
+    for name, shapes in request.profile.items():
         profile.set_shape(name, *shapes)
     config.add_optimization_profile(profile)
-    started_ns = time.perf_counter_ns()
     serialised = builder.build_serialized_network(network, config)
     if serialised is None:
-        raise ExportError(f"TensorRT {trt.__version__} cannot build a plan from {onnx.name}; see its log above")
-    fresh = plan.with_name(f".{plan.name}.partial")
-    fresh.write_bytes(memoryview(serialised))
-    fresh.replace(plan)
+        raise ExportError(f"TensorRT {trt.__version__} cannot build a plan from {request.onnx.name}; see its log above")
+    plan.write_bytes(memoryview(serialised))
     cache_path.write_bytes(memoryview(config.get_timing_cache().serialize()))
-    return str(trt.__version__), (time.perf_counter_ns() - started_ns) / 1e9
 
 
 def _strongly_typed(trt: Any) -> int:

@@ -124,5 +124,6 @@ def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> 
         launch.weights,
         root,
         progress=lambda step: typer.echo(step, err=True),
+        max_batch_size=launch.settings.max_batch_size,
     )
     return found.path.absolute(), None if found.manifest is None else found.manifest.to_dict()

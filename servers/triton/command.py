@@ -76,8 +76,8 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.engines.factory import KINDS_WITH_FILE, check_engine
     from servers.engines.padding import padding_of, parse_pad_to
     from servers.engines.settings import precision_on
-    from servers.export.artefacts import ExecutedFile, executed_file, plan_of
-    from servers.export.file_form import executed_form
+    from servers.export.artefacts import ExecutedFile, current_plan, executed_file
+    from servers.export.tensorrt_tools import library_version
 
     installation = find_installation(settings, announce=console.print)
     if not is_loopback(settings.host) and installation.version == "2.51":
@@ -92,8 +92,11 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     weights = pin(requested, specifications[0].find_pretrained)
 
     def has_plan() -> bool:
-        form = executed_form("tensorrt", precision_on("cuda", settings.precision))
-        return all(plan_of(settings.artefacts, one.executed, weights, form).is_file() for one in specifications)
+        precision, release = precision_on("cuda", settings.precision), library_version()
+        batch = settings.max_batch_size or specifications[0].max_batch_size
+        return all(
+            current_plan(precision, one.executed, weights, settings.artefacts, batch, release) for one in specifications
+        )
 
     backend = choose_backend(settings, installation, has_plan)
     try:
@@ -108,6 +111,12 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
             assert_python(installation, "decoding JPEG")
         if parse_pad_to(settings.pad_to):
             console.print(f"the {backend} backend pads nothing: only requests of equal lengths share a batch")
+    release = library_version() if backend == "tensorrt" else None  # the python backend's is found with the bindings
+    if backend == "tensorrt" and release is None:
+        raise TritonOptionError(
+            "libnvinfer, which the tensorrt backend loads, was not found, so its version is unknown; add its folder to "
+            "LD_LIBRARY_PATH, or use --backend onnxruntime"
+        )
     made: dict[str, ExecutedFile] = {}  # JPEG and UINT8 execute the same file
     models = []
     for specification in specifications:
@@ -117,7 +126,14 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
             continue
         if executed.name not in made:
             made[executed.name] = executed_file(
-                engine.kind, engine.precision, executed, weights, settings.artefacts, progress=console.print
+                engine.kind,
+                engine.precision,
+                executed,
+                weights,
+                settings.artefacts,
+                console.print,
+                max_batch_size=engine.max_batch_size,
+                release=release,
             )
         file = made[executed.name]
         models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))

@@ -16,7 +16,14 @@ from servers.contract.tensors import Array, TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
-from servers.export.artefacts import artefact_folder, ensure_artefact, executed_file, find_artefact, plan_of
+from servers.export.artefacts import (
+    Artefact,
+    artefact_folder,
+    ensure_artefact,
+    executed_file,
+    find_artefact,
+    plan_request,
+)
 from servers.export.errors import ExportError, ParityError
 from servers.export.file_form import FileForm, executed_form
 from servers.models.atomic_folder import file_sha256
@@ -234,10 +241,11 @@ def test_a_users_onnx_file_is_executed_as_it_is(users_file: ModelSpecification, 
     assert found.manifest.sha256 == found.manifest.model_sha256
     assert (found.manifest.file, found.manifest.precision, found.manifest.parity) == ("mine.onnx", "fp32", ())
     assert list(tmp_path.iterdir()) == []
-    plan = plan_of(tmp_path, users_file, WEIGHTS, FileForm("fp32"))
-    assert plan.is_relative_to(tmp_path)
-    with pytest.raises(ExportError, match="no TensorRT plan"):
-        executed_file("tensorrt", "fp32", users_file, WEIGHTS, tmp_path)
+    plan = plan_request(
+        tmp_path, users_file, WEIGHTS, Artefact(found.path, found.manifest, False), "fp32", 8, "10.13.3"
+    )
+    assert plan.onnx == users_file.file
+    assert plan.path.is_relative_to(tmp_path)
 
 
 def test_fp16_of_a_users_file_is_a_converted_copy_that_was_compared(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -22,12 +22,18 @@ from rich.console import Console
 
 from servers.contract.tensors import TensorSpec
 from servers.engines.interface import EngineError
-from servers.export.artefacts import Artefact, artefact_folder, ensure_artefact, executed_file, find_artefact
-from servers.export.command import _build_plan
+from servers.export.artefacts import (
+    Artefact,
+    artefact_folder,
+    current_plan,
+    ensure_artefact,
+    executed_file,
+    find_artefact,
+)
+from servers.export.command import ExportSettings, Target, _build_plan
 from servers.export.errors import ExportError, ParityError
 from servers.export.file_form import FileForm
 from servers.export.manifest import package_versions, read_manifest
-from servers.export.tensorrt_plan import plan_path
 from servers.models.atomic_folder import FolderError
 from servers.models.specification import ModelSpecification
 from servers.models.weights import (
@@ -38,6 +44,7 @@ from servers.models.weights import (
     WeightsSource,
     parse_weights,
 )
+from tests.scripted_trtexec import ScriptedTrtexec
 
 
 class Patches(torch.nn.Module):
@@ -178,41 +185,59 @@ def test_two_at_once_export_once(specification: ModelSpecification, tmp_path: Pa
     assert files_under(tmp_path) == WHOLE
 
 
-def test_each_engine_gets_the_file_that_it_executes(specification: ModelSpecification, tmp_path: Path) -> None:
-    model = small(specification)
-    onnx_file = executed_file("onnxruntime", "fp32", model, RandomWeights(0), tmp_path)
+def test_each_engine_gets_the_file_that_it_executes(
+    specification: ModelSpecification, tmp_path: Path, trtexec: ScriptedTrtexec
+) -> None:
+    model, root = small(specification), tmp_path / "artefacts"
+
+    def executed(precision: str, release: str = "10.13.3", max_batch_size: int = 8) -> Path:
+        found = executed_file(
+            "tensorrt", precision, model, RandomWeights(0), root, max_batch_size=max_batch_size, release=release
+        )
+        assert found.manifest is None
+        current = current_plan(precision, model, RandomWeights(0), root, max_batch_size, release)
+        assert current == found.path
+        return found.path
+
+    onnx_file = executed_file("onnxruntime", "fp32", model, RandomWeights(0), root)
     assert onnx_file.manifest is not None
     assert onnx_file.path.name == onnx_file.manifest.file == "model.onnx"
-    command = "abserve export --model open_clip:ViT-B-32 --to tensorrt --precision fp32"
-    with pytest.raises(ExportError, match=f"no TensorRT plan .*: {command}"):
-        executed_file("tensorrt", "fp32", model, RandomWeights(0), tmp_path)
-    plan = plan_path(ensure_artefact(model, RandomWeights(0), tmp_path).path)
-    plan.parent.mkdir()
-    plan.touch()
-    found = executed_file("tensorrt", "fp32", model, RandomWeights(0), tmp_path)
-    assert (found.path, found.manifest) == (plan, None)
+    with pytest.raises(EngineError, match="TensorRT is not installed; run: pip install tensorrt"):
+        executed_file("tensorrt", "fp32", model, RandomWeights(0), root)
+    assert current_plan("fp32", model, RandomWeights(0), root, 8, "10.13.3") is None
+    assert trtexec.built == 0
+    plan = executed("fp32")
+    assert plan.parent == root / "small" / "random-0-tensorrt"
+    standard = artefact_folder(root, model, RandomWeights(0))
+    assert f"--onnx={standard}/model.onnx" in plan.read_text()
+    assert executed("fp32") == plan
+    assert trtexec.built == 1
+    assert len({plan, executed("tf32"), executed("fp16"), executed("fp32", max_batch_size=4)}) == 4
+    standard.rename(root / "of another seed")
+    assert current_plan("fp32", model, RandomWeights(0), root, 8, "10.13.3") is None
+    with pytest.raises(ExportError, match=r"TensorRT 10\.14\.1 executes only .* has trtexec 10\.13\.3; install"):
+        executed("fp32", release="10.14.1")
 
 
-def test_a_plan_of_another_batch_size_or_of_a_file_that_was_made_anew_is_not_kept(
-    specification: ModelSpecification, tmp_path: Path
+def test_the_command_builds_for_the_library_that_triton_loads(
+    specification: ModelSpecification, tmp_path: Path, trtexec: ScriptedTrtexec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = ensure_artefact(small(specification), RandomWeights(0), tmp_path)
-    plan = plan_path(made.path)
-    plan.parent.mkdir()
-    plan.touch()
-    shown = Console(file=io.StringIO(), width=500)
-    with pytest.raises(EngineError, match="TensorRT is not installed"):  # of an unknown profile, so it wanted to build
-        _build_plan(shown, small(specification), made, plan, 4, force=False)
-    os.utime(plan)  # as the container does that the command names
-    _build_plan(shown, small(specification), made, plan, 4, force=False)
-    assert "kept" in shown.file.getvalue()  # type: ignore[attr-defined]
-    with pytest.raises(EngineError, match="TensorRT is not installed"):
-        _build_plan(shown, small(specification), made, plan, 8, force=False)
-    os.utime(plan)
-    _build_plan(shown, small(specification), made, plan, 8, force=False)
-    os.utime(made.path, (plan.stat().st_mtime + 1,) * 2)
-    with pytest.raises(EngineError, match="TensorRT is not installed"):
-        _build_plan(shown, small(specification), made, plan, 8, force=False)
+
+    def shown(**options: Any) -> str:
+        console = Console(file=(written := io.StringIO()), width=500)
+        settings = ExportSettings(artefacts=tmp_path, to=Target.TENSORRT, **options)
+        _build_plan(console, small(specification), RandomWeights(0), made, "fp32", settings)
+        return written.getvalue()
+
+    (tmp_path / "libnvinfer.so.10.13.3").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert "TensorRT 10.13.3, " in shown()
+    assert "kept" in (kept := shown())
+    assert "-tensorrt-11.2.1-" in kept.partition("\n")[0]  # the container's
+    assert "TensorRT 10.13.3, " in shown(force=True)
+    assert "TensorRT 10.13.3, " in shown(max_batch_size=4)
+    assert trtexec.built == 3
 
 
 def test_a_place_that_cannot_be_written_is_named(specification: ModelSpecification, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "gpu": set(),
     "models": {"contract"},
     "engines": {"contract", "models", "gpu"},
-    "export": {"contract", "models", "engines"},
+    "export": {"contract", "models", "gpu", "engines"},
     "native": {"contract", "models", "engines", "gpu"},
     "plain": {"contract", "models", "gpu"},
     "triton": {"contract", "models", "engines", "export"},
