@@ -70,6 +70,8 @@ def findings() -> list[Finding]:
     """Every finding, the required things first."""
     from servers.container_findings import container_findings
     from servers.gpu.info import gpu_info
+    from servers.triton.box import installed_findings, next_command
+    from servers.triton.installation import find_folder
     from servers.triton.wheel import diagnose
 
     gpu: Mapping[str, Any] = gpu_info(None)
@@ -80,7 +82,10 @@ def findings() -> list[Finding]:
         "make PYTHON=python3.12 setup",
     )
     here = [_gpu(gpu), *_ports(), _disk(), _shared_memory(), _exposure()]
-    return [python, *_packages(), *diagnose(), *here, *container_findings(gpu)]
+    folder = find_folder(None)
+    next_step = next_command(folder, gpu["status"] == "ok" and bool(gpu["devices"]))
+    triton = diagnose() if folder is None else installed_findings(folder)
+    return [python, *_packages(), *triton, *here, *container_findings(gpu), next_step]
 
 
 def _packages() -> list[Finding]:
