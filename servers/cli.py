@@ -5,8 +5,11 @@ from __future__ import annotations
 import typer
 
 from servers.native.command import serve_native
+from servers.plain.command import serve_fastapi, serve_litserve
 from servers.triton.command import serve_triton
 
 serve = typer.Typer(help="Run one server in the foreground.", no_args_is_help=True)
 serve.command("native")(serve_native)
 serve.command("triton")(serve_triton)
+serve.command("fastapi")(serve_fastapi)
+serve.command("litserve")(serve_litserve)

@@ -13,7 +13,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str]
     http_url: str
     grpc_address: str | None
-    metrics_url: str
+    metrics_url: str | None = None
     model: str
     title: str
     """A name for people, such as "native torch fp32" or "Triton 2.51, python backend, onnxruntime fp32"."""

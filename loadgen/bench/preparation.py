@@ -10,7 +10,7 @@ import msgspec
 
 from loadgen.invocation import ABSERVE
 from loadgen.records.payloads import OWN_TENSORS, reference
-from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Label, asked_for
+from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for
 from loadgen.storage.store import RunStore
 from loadgen.targets.compose import ComposeDeployment
 from loadgen.targets.containers import PROJECT
@@ -79,7 +79,7 @@ def _deployment(
         options["precision"] = experiment.precision
     if experiment.payload_of(arm) not in OWN_TENSORS:
         options["payloads"] = experiment.payload_of(arm)
-    if experiment.pad_to and asked_for(arm.settings, "pad_to") is None:
+    if experiment.pad_to and arm.target not in PLAIN and asked_for(arm.settings, "pad_to") is None:
         options["pad-to"] = ",".join(map(str, experiment.pad_to))
     if experiment.transport == "shm" and arm.target == "native":  # Triton always offers it
         options["allow-shared-memory"] = "true"

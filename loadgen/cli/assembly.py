@@ -26,7 +26,7 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, ExperimentSettings
-from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Label, Transport, option_of
+from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
 from loadgen.result.thresholds import plan_conditions
 from loadgen.studies.ceiling.plan import has_own_engines
 from loadgen.transport.grpc import parse_grpc_address
@@ -105,7 +105,9 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
 
 
 def check_reachable(arm: ArmRequest, transport: Transport) -> None:
-    """Raises `PlanError` for a URL that is malformed or does not offer the transport."""
+    """Raises `PlanError` for a URL that is malformed, and for a server that does not offer the transport."""
+    if arm.target in PLAIN and transport != "http":
+        raise PlanError(f"{option_of(arm.label)} {arm.target} serves HTTP only; use --transport http")
     if arm.embedded:
         return
     option = option_of(arm.label)

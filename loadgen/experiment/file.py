@@ -28,7 +28,7 @@ _MOST_DEPTH = 20
 _MOST_DIGITS = 20
 _MOST_LINES = 20
 """Most errors shown; a file with more usually has a single cause."""
-TARGET_REMEDY = "give native, triton or the URL of a server"
+TARGET_REMEDY = "give native, triton, fastapi, litserve or the URL of a server"
 
 
 class ExperimentFileError(PlanError):

@@ -114,7 +114,9 @@ class Settings(BaseModel):
 class ArmSettings(Settings):
     """One arm; in a file its target is enough. On the command line --a, --a-option, --a-payload and so on."""
 
-    target: str = Field(description="Server of arm {arm}: native, triton or the URL of a running server.")
+    target: str = Field(
+        description="Server of arm {arm}: native, triton, fastapi, litserve or the URL of a running server."
+    )
     options: dict[str, Annotated[str, BeforeValidator(_text_of)]] = Field(
         default={}, description="Set an option of `abserve serve` for arm {arm}; repeatable."
     )

@@ -33,8 +33,10 @@ Arrivals = Literal["closed", "constant", "poisson"]
 Transport = Literal["http", "grpc", "shm"]
 DeploymentKind = Literal["embedded", "compose"]
 
-EMBEDDED = ("native", "triton")
+EMBEDDED = ("native", "triton", "fastapi", "litserve")
 """Targets that abserve starts itself."""
+PLAIN = ("fastapi", "litserve")
+"""Of these, the servers as people write them: HTTP alone, and no padding."""
 MODEL_WEIGHTS = "the model's default"
 """Recorded as the weights when none were asked for."""
 
@@ -109,7 +111,7 @@ DEFAULT_ACCESS = Access()
 
 
 class ArmRequest(Record, frozen=True, kw_only=True):
-    """One arm as requested. `target` is native, triton, or the URL of a running server."""
+    """One arm as requested. `target` is one of `EMBEDDED` or the URL of a running server."""
 
     label: Label
     target: str

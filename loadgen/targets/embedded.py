@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from loadgen.invocation import ABSERVE
+from loadgen.records.run import PLAIN
 from loadgen.targets.interface import Deployment, DeploymentError, batch_sentence
 from loadgen.targets.ports import PortReservation
 from loadgen.targets.process import ChildProcess, ProcessError
@@ -95,7 +96,9 @@ class EmbeddedDeployment(Deployment):
         except OSError as exc:
             raise DeploymentError(f"no free ports for {serve}: {exc}; stop programs that listen there") from exc
         http, grpc, metrics = self._ports.ports
-        options = {**self._options, "http-port": str(http), "grpc-port": str(grpc)}
+        options = {**self._options, "http-port": str(http)}
+        if self._kind not in PLAIN:
+            options["grpc-port"] = str(grpc)
         if self._kind == "triton":
             options["metrics-port"] = str(metrics)
         arguments = [part for name, value in options.items() for part in _option(name, value)]

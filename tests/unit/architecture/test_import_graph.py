@@ -19,6 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "engines": {"contract", "models", "gpu"},
     "export": {"contract", "models", "engines"},
     "native": {"contract", "models", "engines", "gpu"},
+    "plain": {"contract", "models", "gpu"},
     "triton": {"contract", "models", "engines", "export"},
 }
 ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener"}

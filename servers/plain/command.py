@@ -1,0 +1,73 @@
+"""`abserve serve fastapi` and `abserve serve litserve`: check the options and become the server process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from servers.engines.settings import EngineError, EngineSettings
+from servers.launch_plan import LaunchPlan, host_in_url
+from servers.listener import ListenerError, bind
+from servers.models.registry import UnknownModelError
+from servers.models.weights import WeightsError, parse_weights, pin
+from servers.options import checked, fail, takes_settings
+from servers.plain.settings import PlainSettings, to_argv
+
+PrintLaunch = Annotated[
+    bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
+]
+
+
+@takes_settings(PlainSettings)
+def serve_fastapi(print_launch: PrintLaunch = False, **options: object) -> None:
+    """Serve a model with FastAPI, uvicorn and torch, as most people write it."""
+    _serve("fastapi", "FastAPI", checked(PlainSettings, options), print_launch)
+
+
+@takes_settings(PlainSettings)
+def serve_litserve(print_launch: PrintLaunch = False, **options: object) -> None:
+    """Serve a model with LitServe and torch; needs the extra litserve."""
+    if find_spec("litserve") is None:
+        fail("LitServe is not installed; run: pip install 'abserve[servers,litserve]'")
+    _serve("litserve", "LitServe", checked(PlainSettings, options), print_launch)
+
+
+def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> None:
+    try:
+        settings, name = _resolved(given)
+    except (UnknownModelError, WeightsError, ListenerError, EngineError) as exc:
+        fail(str(exc), exc, status=2)
+    url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
+    assert settings.max_batch_size is not None
+    plan = LaunchPlan(
+        argv=(sys.executable, "-m", f"servers.plain.{kind}_server", *to_argv(settings)),
+        env={"OMP_WAIT_POLICY": "PASSIVE"},  # as on the native server: spinning threads take the client's cores
+        http_url=url,
+        grpc_address=None,
+        model=name,
+        title=f"{title} torch {settings.precision}",
+        max_batch_size=settings.max_batch_size,
+    )
+    if print_launch:
+        sys.stdout.buffer.write(plan.to_json())
+        return
+    sys.stdout.flush()
+    os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
+
+
+def _resolved(given: PlainSettings) -> tuple[PlainSettings, str]:
+    """The settings with device, weights and largest batch chosen, and the model's name. Raises for what is wrong."""
+    specification = given.specification()
+    largest = specification.max_batch_size
+    engine = EngineSettings("torch", given.precision, "eager", given.device, given.threads, largest)
+    engine.check_here()
+    weights = pin(parse_weights(given.weights, specification.default_weights), specification.find_pretrained)
+    bind(given.host, given.http_port).close()
+    # A path is absolute: a supervisor may start the server from another folder.
+    model = specification.reference if specification.reference.startswith("/") else given.model
+    chosen = {"model": model, "weights": weights.text, "device": engine.device_here(), "max_batch_size": largest}
+    return given.model_copy(update=chosen), specification.name

@@ -1,0 +1,69 @@
+"""The settings of a plain server process: each field is an option and the variable `ABSERVE_PLAIN_<FIELD>`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from servers import defaults
+from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
+from servers.models.specification import ModelSpecification
+from servers.options import flag_of, settings_of
+
+
+class PlainSettings(BaseSettings):
+    """One FastAPI or LitServe server; it serves one model with one payload, over HTTP."""
+
+    model_config = settings_of("ABSERVE_PLAIN_")
+
+    model: str = Field(DEFAULT_MODEL, title="Model", description="SOURCE:NAME, a path, or a registered name.")
+    payloads: str = Field("", title="Model", description="fp32 or uint8, one of them; default: the model's.")
+    weights: str | None = Field(
+        None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
+    )
+    host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
+    http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP; there is no gRPC.")
+    precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
+        defaults.PRECISION, title="Engine", description="Precision of the computation."
+    )
+    device: str = Field(defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N.")
+    threads: int = Field(0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0: torch's default.")
+    max_batch_size: int | None = Field(
+        None, ge=1, le=4096, title="Batching", description="Largest batch; default: the model's."
+    )
+    max_queue_delay_us: int = Field(
+        defaults.MAX_QUEUE_DELAY_US,
+        ge=0,
+        le=10_000_000,
+        title="Batching",
+        description="Maximum time a batch waits for more requests (µs).",
+    )
+
+    def specification(self) -> ModelSpecification:
+        """The one model with its largest batch. Raises `UnknownModelError` for what a plain server does not serve."""
+        found = get_variants(self.model, self.payloads)
+        if len(found) > 1:
+            raise UnknownModelError(f"--payloads {self.payloads}: a plain server serves one payload; give one of them")
+        if found[0].payload == "jpeg":
+            raise UnknownModelError("a plain server decodes no JPEG files; use --payloads uint8, or serve native")
+        if found[0].file is not None:
+            raise UnknownModelError(f"a plain server executes torch modules, and {found[0].label} is a file")
+        return replace(found[0], max_batch_size=self.max_batch_size or found[0].max_batch_size)
+
+
+def to_argv(settings: PlainSettings) -> tuple[str, ...]:
+    """Every setting that has a value, as `--name value`."""
+    given = ((name, getattr(settings, name)) for name in PlainSettings.model_fields)
+    return tuple(part for name, value in given if value not in (None, "") for part in (flag_of(name), str(value)))
+
+
+def from_argv() -> PlainSettings:
+    """The settings of this process, from its command line."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name, field in PlainSettings.model_fields.items():
+        parser.add_argument(flag_of(name), dest=name, help=field.description)
+    return PlainSettings(**{name: value for name, value in vars(parser.parse_args()).items() if value is not None})
