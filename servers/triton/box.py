@@ -9,12 +9,16 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from servers.finding import Finding, finding
-from servers.triton.installation import BINARY, STUB, Installation, stub_python
+from servers.triton.installation import Installation
+from servers.triton.interpreter import Interpreter
 
+NATIVE = ("onnxruntime", "tensorrt")
+"""Triton's own backends, the one that needs no plan first."""
 CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 TRTEXEC_FOLDERS = ("/usr/src/tensorrt/bin", "/opt/tensorrt/bin")
 LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"))
@@ -26,25 +30,49 @@ def in_container() -> bool:
     return bool(named) or any(mark.exists() for mark in CONTAINER_MARKS)
 
 
-def installed_findings(folder: Path) -> list[Finding]:
-    """The tritonserver in `folder`, and the TensorRT tools that can build a plan for it."""
-    server = Installation(str(folder), "", folder / BINARY, folder / "backends")
-    own = folder / "backends" / "python" / STUB
-    stub = f"; its python backend is for Python {stub_python(own)}" if own.is_file() else ""
-    found = [Finding("tritonserver", True, f"{folder}, backends: {', '.join(server.backends) or 'none'}{stub}")]
-    if "tensorrt" in server.backends:
-        found.append(_tools())
+def installed_findings(server: Installation, interpreter: Interpreter) -> list[Finding]:
+    """A tritonserver that is installed here, and the TensorRT tools that can build a plan for it."""
+    native = [name for name in NATIVE if name in server.backends]
+    detail = f"{server.title} in {server.origin}, backends: {', '.join(server.backends) or 'none'}"
+    fits, remedy = True, f"install abserve with Python {server.stub_python}"
+    if server.stub is None:
+        detail += f"; {_no_stub(server, interpreter)}"
+        fits = bool(native)
+        if native:
+            detail += f": use --backend {' or '.join(native)}"
+        elif server.stub_python is None:
+            remedy = "install a Triton with an onnxruntime, tensorrt or python backend, as NVIDIA's image has"
+    found = [finding("tritonserver", fits, detail, remedy)]
+    if "tensorrt" in native:
+        found.append(_tools(others=[name for name in native if name != "tensorrt"] or ["python"] * bool(server.stub)))
     return found
 
 
-def _tools() -> Finding:
-    library, tools = library_version(), {"trtexec": trtexec_version(), "Python bindings": _bindings_version()}
+def _no_stub(server: Installation, interpreter: Interpreter) -> str:
+    if server.stub_python is None:
+        return "it has no python backend that can run here"
+    return f"its python backend is for Python {server.stub_python}; this is {interpreter.minor}"
+
+
+def _tools(others: Sequence[str]) -> Finding:
+    """`others` are the backends that need no plan; without one, the missing tool is a failure."""
+    library, tools = library_version(), {"trtexec": trtexec_version(), "Python bindings": bindings_version()}
     text = ", ".join(f"{name} {release}" for name, release in tools.items() if release) or "no tool that builds plans"
-    remedy = (
-        "install trtexec or Python's tensorrt of the version of libnvinfer, or compare without the tensorrt backend"
-    )
-    matches = library is not None and library in tools.values()
-    return finding("tensorrt", matches, f"libnvinfer {library or 'not found'}; {text}", remedy)
+    detail = f"libnvinfer {library or 'not found'}; {text}"
+    remedy = f"install trtexec or Python's tensorrt {library or 'of the version of libnvinfer'}"
+    if builds_plans():
+        return Finding("tensorrt", True, f"{detail}: it can build plans here")
+    if others:
+        return Finding(
+            "tensorrt", True, f"{detail}: no plan can be built here, so use --backend {others[0]}, or {remedy}"
+        )
+    return Finding("tensorrt", False, detail, remedy)
+
+
+def builds_plans() -> bool:
+    """Whether a tool here has the version of libnvinfer: a plan runs only in the release that built it."""
+    library = library_version()
+    return library is not None and library in (trtexec_version(), bindings_version())
 
 
 def library_version() -> str | None:
@@ -73,14 +101,30 @@ def _parts(number: int) -> tuple[int, int, int]:
     return number // 10_000, number // 100 % 100, number % 100
 
 
-def _bindings_version() -> str | None:
+def bindings_version() -> str | None:
+    """The version of Python's tensorrt; None without it."""
     try:
         return ".".join(version("tensorrt").split(".")[:3])
     except PackageNotFoundError:
         return None
 
 
-def next_command(folder: Path | None, has_gpu: bool) -> Finding:
-    """The simplest comparison for what was found; the tensorrt backend needs a plan and is never the first."""
-    native = has_gpu and folder is not None and (folder / "backends" / "onnxruntime").is_dir()
-    return Finding("next", True, "abserve compare" + (" --b-option backend=onnxruntime" if native else ""))
+def next_command(server: Installation | None, has_gpu: bool, has_docker: bool) -> Finding:
+    """The comparison that shows most here. `has_docker`: an engine answers and can give containers the GPU."""
+    command, why = "abserve compare", ""
+    if has_gpu and server is not None:
+        command += _arms(
+            [name for name in NATIVE if name in server.backends and (name != "tensorrt" or builds_plans())]
+        )
+    elif has_gpu and has_docker:
+        command = f"docker compose up --detach --wait && abserve compare --deployment compose{_arms(NATIVE)}"
+        why = " (write .env first: docs/running.md)"
+    elif has_gpu:
+        why = " (with the python backend; Triton's own backends need NVIDIA's image: docs/rented-box.md)"
+    return Finding("next", True, command + why)
+
+
+def _arms(backends: Sequence[str]) -> str:
+    """The options of one Triton arm per backend: B, then C."""
+    words = [f" --{arm} triton --{arm}-option backend={name}" for arm, name in zip("bc", backends, strict=False)]
+    return "".join([" --a native" if words else "", *words])
