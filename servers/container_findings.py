@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from servers.finding import Finding, finding
+from servers.triton.box import in_container
 
 LEAST_DRIVER = 580
 """The images in docker-compose.yml use CUDA 13."""
@@ -33,6 +34,8 @@ def container_findings(gpu: Mapping[str, Any], run: Command | None = None) -> li
     has_gpu = gpu.get("status") == "ok" and bool(gpu.get("devices"))
     found = [_driver(gpu)] if has_gpu else []
     engine = _engine(run)
+    if engine is None and in_container():
+        return [*found, Finding("docker", True, "not needed: this is a container; use abserve compare")]
     if engine is None:
         detail = "installed, but no engine answers" if shutil.which("docker") else "not installed"
         return [*found, Finding("docker", True, f"{detail}: use make compare instead of docker compose")]

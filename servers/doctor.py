@@ -70,6 +70,9 @@ def findings() -> list[Finding]:
     """Every finding, the required things first."""
     from servers.container_findings import container_findings
     from servers.gpu.info import gpu_info
+    from servers.triton.box import installed_findings, next_command
+    from servers.triton.installation import find_folder, read_installation
+    from servers.triton.interpreter import current_interpreter
     from servers.triton.wheel import diagnose
 
     gpu: Mapping[str, Any] = gpu_info(None)
@@ -80,7 +83,13 @@ def findings() -> list[Finding]:
         "make PYTHON=python3.12 setup",
     )
     here = [_gpu(gpu), *_ports(), _disk(), _shared_memory(), _exposure()]
-    return [python, *_packages(), *diagnose(), *here, *container_findings(gpu)]
+    folder, interpreter = find_folder(None), current_interpreter()
+    server = None if folder is None else read_installation(folder, interpreter)
+    triton = diagnose(interpreter) if server is None else installed_findings(server, interpreter)
+    containers = container_findings(gpu)
+    has_docker = any(one.name == "container toolkit" and one.ok for one in containers)
+    next_step = next_command(server, gpu["status"] == "ok" and bool(gpu["devices"]), has_docker)
+    return [python, *_packages(), *triton, *here, *containers, next_step]
 
 
 def _packages() -> list[Finding]:

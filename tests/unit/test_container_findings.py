@@ -65,10 +65,12 @@ def test_devices_by_cdi_are_as_good() -> None:
     assert named(container_findings(H200, machine))["container toolkit"].ok
 
 
-def test_a_box_without_docker_lacks_nothing() -> None:
+@pytest.mark.parametrize(("inside", "told"), [(False, "make compare"), (True, "this is a container")])
+def test_a_box_without_docker_lacks_nothing(inside: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("servers.container_findings.in_container", lambda: inside)
     (finding,) = container_findings(NO_GPU, lambda _: None)
     assert finding.ok
-    assert "make compare" in finding.detail
+    assert told in finding.detail
 
 
 def test_images_older_than_the_code_or_than_a_season(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from servers import doctor
+from servers.finding import Finding
 
 
 def test_json_lists_every_finding_with_a_remedy_where_it_fails() -> None:
@@ -86,3 +87,20 @@ def test_an_ipv6_port_open_to_everybody_is_found(monkeypatch: pytest.MonkeyPatch
 def test_a_machine_without_a_gpu_is_fine_and_a_broken_gpu_is_not(status: str, ok: bool) -> None:
     finding = doctor._gpu({"status": status, "message": "A sentence.", "devices": []})
     assert (finding.ok, finding.remedy is None) == (ok, ok)
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "command"),
+    [(True, "docker compose up --detach --wait && "), (False, "abserve compare (with the python")],
+)
+def test_the_next_command_uses_docker_only_where_containers_get_the_gpu(
+    toolkit: bool, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"status": "ok", "devices": [{"name": "H200"}]}
+    engine = Finding("container toolkit", toolkit, "", None if toolkit else "install it")
+    monkeypatch.setattr("servers.gpu.info.gpu_info", lambda _server: gpu)
+    monkeypatch.setattr("servers.container_findings.container_findings", lambda _gpu: [engine])
+    monkeypatch.setattr("servers.triton.installation.find_folder", lambda _requested: None)
+    last = doctor.findings()[-1]
+    assert last.name == "next"
+    assert last.detail.startswith(command)
