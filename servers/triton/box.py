@@ -6,13 +6,10 @@ This project's tests run a scripted trtexec only, for want of NVIDIA's image.
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import subprocess
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from servers.export.tensorrt_tools import bindings_version, library_version, trtexec_version
 from servers.finding import Finding, finding
 from servers.triton.installation import Installation
 from servers.triton.interpreter import Interpreter
@@ -20,8 +17,6 @@ from servers.triton.interpreter import Interpreter
 NATIVE = ("onnxruntime", "tensorrt")
 """Triton's own backends, the one that needs no plan first."""
 CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
-TRTEXEC_FOLDERS = ("/usr/src/tensorrt/bin", "/opt/tensorrt/bin")
-LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"))
 
 
 def in_container() -> bool:
@@ -73,40 +68,6 @@ def builds_plans() -> bool:
     """Whether a tool here has the version of libnvinfer: a plan runs only in the release that built it."""
     library = library_version()
     return library is not None and library in (trtexec_version(), bindings_version())
-
-
-def library_version() -> str | None:
-    """The TensorRT that the backend loads, from the name of libnvinfer's file: "10.13.3"."""
-    for folder in LIBRARY_FOLDERS:
-        for path in sorted(folder.glob("libnvinfer.so.*")):
-            if found := re.search(r"\.so\.(\d+\.\d+\.\d+)", path.resolve().name):
-                return found[1]
-    return None
-
-
-def trtexec_version() -> str | None:
-    """The version in trtexec's banner, where v101303 is 10.13.3; None without trtexec."""
-    program = shutil.which("trtexec", path=os.pathsep.join([os.environ.get("PATH", ""), *TRTEXEC_FOLDERS]))
-    if program is None:
-        return None
-    try:
-        done = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"\[TensorRT v(\d+)\]", done.stdout + done.stderr)
-    return None if found is None else "{}.{}.{}".format(*_parts(int(found[1])))
-
-
-def _parts(number: int) -> tuple[int, int, int]:
-    return number // 10_000, number // 100 % 100, number % 100
-
-
-def bindings_version() -> str | None:
-    """The version of Python's tensorrt; None without it."""
-    try:
-        return ".".join(version("tensorrt").split(".")[:3])
-    except PackageNotFoundError:
-        return None
 
 
 def next_command(server: Installation | None, has_gpu: bool, has_docker: bool) -> Finding:

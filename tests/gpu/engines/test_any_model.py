@@ -109,7 +109,7 @@ def test_the_engine_is_measured_at_several_sizes(loaded: tuple[TorchEngine, Mode
     results = measure_engine(engine, specification, [1, 4], references, 0.05, None)
     assert [(result.sizes, result.batch) for result in results] == [(along, n) for along in sizes for n in (1, 4)]
     # Launches limit both where nothing is captured, so neither is the shorter one for sure.
-    assert all(result.execution_ns and result.execution_ns <= 1.5 * result.call_ns for result in results)
+    assert all(result.execution_ns and result.execution_ns <= 2 * result.call_ns for result in results)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from servers.export import tensorrt_tools
 from servers.triton import box
 from servers.triton.installation import STUB, Installation, read_installation
 from servers.triton.interpreter import current_interpreter
@@ -33,8 +34,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libnvinfer.so.10.13.3").touch()
     (tmp_path / "libnvinfer.so.10").symlink_to("libnvinfer.so.10.13.3")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(box, "TRTEXEC_FOLDERS", ())
-    monkeypatch.setattr(box, "LIBRARY_FOLDERS", (tmp_path,))
+    monkeypatch.setattr(tensorrt_tools, "TRTEXEC_FOLDERS", ())
+    monkeypatch.setattr(tensorrt_tools, "LIBRARY_FOLDERS", (tmp_path,))
 
 
 def trtexec(folder: Path, release: str) -> None:
