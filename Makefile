@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-REPORT := docs/results/2026-11-22-h200/http-uint8/report.html
+REPORT := docs/results/2026-11-23-h200/three-arms/report.html
 .PHONY: help setup compare test test-slow test-compose benchmark lint reference picture docs dist format doctor repo lock pin-images clean
 
 help: ## list the targets
