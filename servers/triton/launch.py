@@ -61,7 +61,8 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
     if asked == "auto" and settings.engine != "onnxruntime":
         asked = "python"
     if asked == "auto":
-        asked = next((name for name in offered if name != "tensorrt" or has_plan()), "python")
+        usable = (name for name in offered if name != "tensorrt" or (settings.device != "cpu" and has_plan()))
+        asked = next(usable, "python")
     if asked not in offered:
         raise TritonOptionError(
             f"--backend {asked}: the tritonserver of {installation.origin} does not have it; its backends: "

@@ -90,6 +90,7 @@ def settings(tmp_path: Path, **options: Any) -> TritonSettings:
     [
         (("tensorrt", "onnxruntime", "python"), {}, True, "tensorrt"),
         (("tensorrt", "onnxruntime", "python"), {}, False, "onnxruntime"),
+        (("tensorrt", "onnxruntime", "python"), {"device": "cpu"}, True, "onnxruntime"),
         (("python",), {}, True, "python"),
         (("tensorrt", "onnxruntime", "python"), {"engine": "torch"}, True, "python"),
         (("tensorrt", "onnxruntime"), {"backend": "tensorrt"}, False, "tensorrt"),
