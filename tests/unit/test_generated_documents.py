@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = ROOT / "docs/results/2026-11-22-h200/http-uint8/result.json"
+PUBLISHED = ROOT / "docs/results/2026-11-23-h200/three-arms/result.json"
 SCENARIOS = {
     "1 client": "single",
     "batch 8": "batched(8)",
+    "batch 32": "batched(32)",
     "batch 64": "batched(64)",
     "16 clients": "concurrent(16)",
     "64 clients": "concurrent(64)",
@@ -31,19 +32,42 @@ def test_the_command_reference_is_that_of_the_code() -> None:
     assert (ROOT / "docs/commands.md").read_text() == made, "make reference"
 
 
+def rounded_like(shown: str, value: float) -> str:
+    """``value`` with the decimals of ``shown``, and for whole numbers with its significant digits."""
+    digits = shown.replace(",", "")
+    if "." in digits:
+        return f"{value:.{len(digits.partition('.')[2])}f}"
+    zeros = len(digits) - len(digits.rstrip("0"))
+    return f"{round(value, -zeros):,.0f}"
+
+
 def test_the_table_of_the_readme_has_the_published_figures() -> None:
+    result = json.loads(PUBLISHED.read_text())
     comparisons = {
-        one["scenario"]: one
-        for one in json.loads(PUBLISHED.read_text())["comparisons"]
+        (one["scenario"], one["baseline"] + one["arm"]): one
+        for one in result["comparisons"]
         if one["metric"] == "throughput"
     }
+    cell = r"(?:\*\*([ABC]) ([\d.]+)×\*\*|(not separated)) \(([\d.]+)–([\d.]+)\)"
     rows = re.findall(
-        r"^\| (.+?) \| .+? \| .+? \| \*\*A ([\d.]+)×\*\* \| ([\d.]+)–([\d.]+) \|$",
+        r"^\| (\w+ \d+|\d+ \w+) \|" + r" ([\d,]+) \|" * 3 + f" {cell} \\|" * 3 + "$",
         (ROOT / "README.md").read_text(),
         re.MULTILINE,
     )
     assert [row[0] for row in rows] == list(SCENARIOS)
     for load, *shown in rows:
-        one = comparisons[SCENARIOS[load]]
-        low, high = one["ci95"]
-        assert shown == [f"{1 / one['ratio']:.2f}", f"{1 / high:.2f}", f"{1 / low:.2f}"]
+        scenario = SCENARIOS[load]
+        first, second = (comparisons[scenario, pair] for pair in ("ab", "bc"))
+        values = [first["baseline_value"], first["arm_value"], second["arm_value"]]
+        assert shown[:3] == [rounded_like(text, value) for text, value in zip(shown[:3], values, strict=True)]
+        for pair, cells in zip(("ab", "ac", "bc"), (shown[3:8], shown[8:13], shown[13:18]), strict=True):
+            winner, factor, open_question, *interval = cells
+            one = comparisons[scenario, pair]
+            assert bool(open_question) == (one["verdict"] == "inconclusive"), (load, pair)
+            ratio, (low, high) = one["ratio"], one["ci95"]
+            if winner.lower() == pair[0]:
+                ratio, low, high = 1 / ratio, 1 / high, 1 / low
+            assert interval == [rounded_like(interval[0], low), rounded_like(interval[1], high)], (load, pair)
+            if winner:
+                assert one["verdict"] == f"{'baseline' if winner.lower() == pair[0] else 'arm'}_better", (load, pair)
+                assert factor == rounded_like(factor, ratio), (load, pair)
