@@ -37,8 +37,12 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-slow: setup ## run the tests that take minutes
-	@$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS)
+test-slow: setup ## run the tests that take minutes, and those of the native server with three front ends
+	@status=0; \
+	$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS) || status=$$?; \
+	ABSERVE_NATIVE_FRONTS=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integration/native tests/conformance \
+		|| status=$$?; \
+	exit $$status
 
 test-compose: setup ## test the compose stack: build the images, start the cpu profile, load it, kill its services (needs Docker)
 	@$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)

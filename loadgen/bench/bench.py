@@ -97,6 +97,11 @@ class Bench:
             self.answers if arms is None else None,
         )
 
+    def start_generator(self, processes: int) -> None:
+        """Start the load generator; the caller has stopped an earlier one."""
+        self.generator = GeneratorProcess(self.store.log_path("generator"), processes=processes)
+        self.resources.callback(self.generator.stop)
+
     def prepare_bodies(self, batch_sizes: Sequence[int]) -> None:
         """Replace the generator's bodies with bodies of these batch sizes. Raises `GeneratorError`."""
         self.progress.now("preparing request bodies")

@@ -60,26 +60,36 @@ class LoadRunner:
         """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
         takes on the slowest arm. Raises `LoadError`."""
         slowest: dict[_Shape, float] = {}
-        for label, arm in self.arms.items():
+        for label in self.arms:
             shapes = dict.fromkeys(_warm_up_shape(workload) for workload in workloads)
             for batch_size, concurrency, length in sorted(shapes, key=lambda one: (*one[:2], one[2] or 0)):
                 of_length = "" if length is None else f", length {length}"
                 self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}{of_length}")
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
                 shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0, length=length)
-                outcome = self._generate(f"warm-up of arm {label}", arm, arm.load(shape, None))
-                if outcome.errors:
-                    raise LoadError(
-                        f"warm-up of arm {label}: {outcome.errors} of {outcome.requests} requests failed "
-                        f"({outcome.error_messages[0]}){arm.failure_message()}"
-                    )
-                if outcome.cut_reason is not None:
-                    raise _cut_short(f"warm-up of arm {label}", outcome.cut_reason, arm)
+                outcome = self._unstored(f"warm-up of arm {label}", label, shape)
                 seconds = (outcome.window_end_ns - outcome.window_start_ns) / _NS_PER_S
                 took = concurrency * seconds / max(outcome.requests + outcome.cool_down, 1)
                 shape_key = batch_size, concurrency, length
                 slowest[shape_key] = max(took, slowest.get(shape_key, 0.0))
         return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
+
+    def pilot(self, label: Label, load: Workload) -> Outcome:
+        """Run a load on one arm without storing samples. Raises `LoadError`."""
+        self.progress.now(f"{shown(label)}: how fast it is, to choose the load generator's processes")
+        return self._unstored(f"pilot of arm {label}", label, load)
+
+    def _unstored(self, title: str, label: Label, load: Workload) -> Outcome:
+        arm = self.arms[label]
+        outcome = self._generate(title, arm, arm.load(load, None))
+        if outcome.errors:
+            raise LoadError(
+                f"{title}: {outcome.errors} of {outcome.requests} requests failed "
+                f"({outcome.error_messages[0]}){arm.failure_message()}"
+            )
+        if outcome.cut_reason is not None:
+            raise _cut_short(title, outcome.cut_reason, arm)
+        return outcome
 
     def run(
         self, blocks: Sequence[ScheduledBlock], forecast: Forecast, *, planned: int | None = None, last: bool = True
@@ -192,8 +202,7 @@ class _Readings:
 
     def begin(self) -> None:
         """Call it when the users are connected."""
-        if self._gpu is not None:
-            self._gpu.edge(f"block {self._entry.index} before")
+        self._read_gpu("before")
         self._statistics = self._arm.endpoint.statistics(self._arm.model)
         self._cpu_ns = self._arm.deployment.cpu_ns()
         self._started_at = utc_now()
@@ -207,10 +216,16 @@ class _Readings:
         cpu_ns = self._arm.deployment.cpu_ns()
         if self._cpu_ns is not None and cpu_ns is not None:
             self._server_cpu_ns = cpu_ns - self._cpu_ns
-        if self._gpu is not None:
-            self._gpu.edge(f"block {self._entry.index} after")
+        self._read_gpu("after")
         if self._statistics is not None:
             self._stages = self._totals(self._statistics, outcome.requests + outcome.cool_down)
+
+    def _read_gpu(self, moment: str) -> None:
+        """With the server's processes at this moment: it may have restarted one that works on the GPU."""
+        if self._gpu is not None:
+            deployment = self._arm.deployment
+            self._gpu.processes(self._entry.label, deployment.pids(), deployment.processes_unknown)
+            self._gpu.edge(f"block {self._entry.index} {moment}")
 
     def _totals(self, before: Mapping[str, Any], requests: int) -> StageTotals | None:
         """Servers may count a request a moment after its answer: ask until the last request is counted."""
@@ -263,11 +278,12 @@ def closed_loop(
     seconds: float = 0.0,
     max_seconds: float,
     length: int | None = None,
+    rate_per_s: float | None = None,
 ) -> Workload:
-    """A load that is not one of the experiment's workloads."""
+    """A load that is not one of the experiment's workloads. `rate_per_s` does not limit it."""
     return Workload(
         scenario="concurrent", batch_size=batch_size, concurrency=concurrency, requests=requests, seconds=seconds,
-        max_seconds=max_seconds, rounds=1, sequence_length=length,
+        max_seconds=max_seconds, rounds=1, sequence_length=length, rate_per_s=rate_per_s,
     )  # fmt: skip
 
 

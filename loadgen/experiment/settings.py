@@ -254,7 +254,12 @@ class ExperimentSettings(Settings):
         description="Fewest requests per trial of that search (default: 838 with quick, 2010 with full).",
     )
     ramp_users: int = _load(256, ge=1, description="Most users of the scenario ramp.")
-    processes: int = _load(1, ge=1, le=64, description="Processes of the load generator, which share users or rate.")
+    processes: int = _load(
+        0,
+        ge=0,
+        le=64,
+        description="Processes of the load generator, which share users or rate; 0: as many as it needs.",
+    )
     minutes: float | None = _measurement(
         None,
         gt=0.0,

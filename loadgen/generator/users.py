@@ -50,11 +50,12 @@ class Traffic:
         self._first_body = first_body
         self._request_numbers = count()
         self._sendable = (*requests, *others)
+        self._memory = target.memory(self._sendable)
         self._connections: list[Connection] = []
 
     def connection(self) -> Connection:
         """A new connection; `close` closes it if its user does not."""
-        made = self.target.connection(self._sendable, timeout_s=self.timeout_s)
+        made = self.target.connection(self._sendable, timeout_s=self.timeout_s, memory=self._memory)
         self._connections.append(made)
         return made
 

@@ -224,7 +224,7 @@ class Experiment(Record, frozen=True, kw_only=True):
     settings_sha256: str | None = None
     """SHA-256 of the canonical content of `settings`."""
     processes: int = 1
-    """Processes of the load generator, which share the users or the rate."""
+    """Processes of the load generator, which share the users or the rate; 0 until the run has chosen their number."""
     restarts: int = 1
     """Fresh starts of the servers; each gets its share of the rounds."""
     until_decided: bool = False

@@ -18,6 +18,7 @@ import msgspec
 
 from loadgen.bench.answers import LEAST_ANSWERS, AnswersUnderLoad
 from loadgen.bench.bench import Bench
+from loadgen.bench.generator_size import size_generator
 from loadgen.bench.gpu_recording import SAMPLER
 from loadgen.bench.interruption import interruptible, uninterrupted
 from loadgen.bench.load_runner import LoadError
@@ -25,7 +26,7 @@ from loadgen.bench.preparation import PreparationError, describe_inputs, export_
 from loadgen.bench.progress import Progress
 from loadgen.experiment.plan import sized
 from loadgen.experiment.schedule import load_workloads, schedule
-from loadgen.generator.process import GeneratorError, GeneratorProcess
+from loadgen.generator.process import GeneratorError
 from loadgen.invocation import ABSERVE
 from loadgen.machine.calibration import own_calibration
 from loadgen.machine.environment import read_environment, utc_now
@@ -172,14 +173,11 @@ class _Run(Bench):
         self.enter("warming up")
         first = self.restart == 0
         if first:
-            self.generator = GeneratorProcess(self.store.log_path("generator"), processes=self.experiment.processes)
-            self.resources.callback(self.generator.stop)
-            calibration = own_calibration()
-            if calibration is not None:
-                self.store.write(calibration)
+            self.start_generator(max(1, self.experiment.processes))
         workloads = load_workloads(self.experiment.workloads)
-        if first and workloads:
-            self.prepare_bodies([workload.batch_size for workload in workloads])
+        batch_sizes = [workload.batch_size for workload in workloads] or [1]
+        if first:
+            self.prepare_bodies(batch_sizes)
         took = self.warm_up(workloads)
         alone_s = min(
             (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
@@ -187,7 +185,14 @@ class _Run(Bench):
         )
         self.forecast.checks_take(len(self.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s)
         if first:
-            self.experiment = msgspec.structs.replace(self.experiment, workloads=sized(self.experiment.workloads, took))
+            calibration = own_calibration()
+            if calibration is not None:
+                self.store.write(calibration)
+            self.experiment = msgspec.structs.replace(
+                self.experiment,
+                workloads=sized(self.experiment.workloads, took),
+                processes=self.experiment.processes or size_generator(self, calibration, batch_sizes),
+            )
             self.store.write(self.experiment)
             self.forecast.blocks_are(schedule(self.experiment))
         self.gpu.start(self.arms, self.records)

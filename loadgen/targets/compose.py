@@ -19,6 +19,7 @@ from loadgen.documents import DocumentError, read_json
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.targets.containers import PROJECT, UP, LogLine, ServiceContainer, find_container
 from loadgen.targets.interface import Deployment, DeploymentError
+from loadgen.targets.listeners import tree
 from loadgen.transport.endpoint import Endpoint
 from loadgen.transport.exchange import ConnectionRefused
 from loadgen.transport.http import HttpConnection
@@ -83,8 +84,7 @@ class ComposeDeployment(Deployment):
         """The PIDs of its processes on this machine; empty when the engine runs in a virtual machine."""
         pid = self.container.main_pid()
         try:
-            main = psutil.Process(pid) if pid else None
-            return () if main is None else tuple(p.pid for p in (main, *main.children(recursive=True)))
+            return tuple(process.pid for process in tree([psutil.Process(pid)])) if pid else ()
         except psutil.Error:
             return ()
 

@@ -53,11 +53,13 @@ def tree(roots: Iterable[psutil.Process]) -> tuple[psutil.Process, ...]:
 
 
 def cpu_ns(processes: Iterable[psutil.Process]) -> int | None:
-    """CPU time of the processes so far (kernel resolution: 10 ms); None when they are gone."""
+    """CPU time of the processes so far (kernel resolution: 10 ms), with that of their children that have ended, so that
+    it does not fall when one is restarted; None when they are gone."""
     seconds = []
     for process in processes:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            seconds.append(sum(process.cpu_times()[:2]))
+            times = process.cpu_times()
+            seconds.append(times.user + times.system + times.children_user + times.children_system)
     return int(sum(seconds) * 1e9) if seconds else None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any, Protocol
+
+from loadgen.transport.greenlet_socket import AnySocket
 
 GRPC_STATUS = 1000
 """Added to a gRPC status, so that it differs from every HTTP status: OK is 1000, UNAVAILABLE 1014."""
@@ -91,7 +92,7 @@ class Deadline:
         self._changed = True
         self._end_ns = self._young_until_ns = 0
 
-    def begin(self, connection: socket.socket, now_ns: int) -> None:
+    def begin(self, connection: AnySocket, now_ns: int) -> None:
         """Start the time of a request on this socket."""
         if self._changed:
             connection.settimeout(self._timeout_ns / 1e9)
@@ -99,7 +100,7 @@ class Deadline:
         self._young_until_ns = now_ns + (self._timeout_ns >> 4)
         self._end_ns = now_ns + self._timeout_ns
 
-    def check(self, connection: socket.socket) -> None:
+    def check(self, connection: AnySocket) -> None:
         """Call it after a read or a write, before the next one. Raises `TimeoutError` when the time is up."""
         now_ns = perf_counter_ns()
         if now_ns < self._young_until_ns:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from time import perf_counter_ns
 
 from loadgen.transport.exchange import MOST_ANSWER_BYTES, Deadline, Exchange, find_header
+from loadgen.transport.greenlet_socket import AnySocket, GreenletSocket
 from loadgen.transport.requests import Address, Request, assemble, open_socket, send_parts
 from loadgen.transport.tls import reason
 
@@ -23,6 +24,8 @@ _BUFFER_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
 _MOST_INTERIM = 100
 _MOST_TRAILERS = 100
+_NO_HEAD = b"\0"
+"""The beginning of no response."""
 _MOST_DIGITS = 10
 """Most digits of a Content-Length or a chunk size."""
 
@@ -45,10 +48,14 @@ class HttpConnection:
         """Whether the server has closed the connection with its last response."""
         self._deadline = Deadline(timeout_s)
         self._most_bytes = most_bytes + _MAX_HEAD_BYTES
-        self._socket: socket.socket | None = None
+        self._socket: AnySocket | None = None
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._exchange = Exchange()
+        self._known_head = _NO_HEAD
+        """The head of an earlier response, with its form in lower case, its status and the end of its response: a
+        server's answers to one kind of request mostly begin with the same bytes."""
+        self._known_lower, self._known_status, self._known_end = b"", 0, 0
 
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
@@ -65,7 +72,7 @@ class HttpConnection:
     def send(self, request: Request, patches: Sequence[bytes] = ()) -> Exchange:
         """Send one request, with the patches at the places that vary, and read its response; a failure is in the
         result. Raises `ConnectionRefused`, before anything is sent, when a connection is needed and cannot be made."""
-        parts = assemble(request.head, request.pieces or (request.body,), patches)
+        parts = assemble(request.head, request.pieces or ((request.body,) if request.body else ()), patches)
         due_ns = perf_counter_ns()  # before connecting again: a server that closes its connections makes users wait
         if self._socket is not None and self._closed_while_idle(self._socket):
             self.close()
@@ -87,7 +94,7 @@ class HttpConnection:
                 sent_whole = False
             self._receive(connection, exchange)
             exchange.end_ns = perf_counter_ns()
-            if not sent_whole or _closes(exchange.head):
+            if not sent_whole or (exchange.head is not self._known_lower and _closes(exchange.head)):
                 self.close()
             self._server_closed = self._socket is None
         except _ResponseError as exc:
@@ -107,8 +114,10 @@ class HttpConnection:
         self.close()
 
     @staticmethod
-    def _closed_while_idle(connection: socket.socket) -> bool:
+    def _closed_while_idle(connection: AnySocket) -> bool:
         """Whether the server has closed, or has sent bytes that belong to no request: both make it unusable."""
+        if isinstance(connection, GreenletSocket):
+            return connection.has_input()
         timeout = connection.gettimeout()
         connection.settimeout(0.0)
         try:
@@ -121,8 +130,16 @@ class HttpConnection:
             connection.settimeout(timeout)
         return True
 
-    def _receive(self, connection: socket.socket, exchange: Exchange) -> None:
-        filled, head_end = self._receive_head(connection, exchange, 0)
+    def _receive(self, connection: AnySocket, exchange: Exchange) -> None:
+        filled, known = self._read(connection, exchange, 0), self._known_head
+        if filled >= len(known) and self._buffer.startswith(known):
+            exchange.head, exchange.status = self._known_lower, self._known_status
+            if filled == self._known_end:  # the usual case, in a few steps
+                exchange.body, exchange.response_bytes = self._view[len(known) : filled], filled
+            else:
+                self._receive_counted(connection, exchange, len(known), filled, self._known_end)
+            return
+        filled, head_end = self._receive_head(connection, exchange, filled)
         for _ in range(_MOST_INTERIM):
             head = bytes(self._view[:head_end]).lower()
             code = head[9:12]
@@ -148,18 +165,25 @@ class HttpConnection:
             if not length.isdigit() or len(length) > _MOST_DIGITS:
                 raise _ResponseError("malformed response: impossible Content-Length")
             end = head_end + int(length)
-            self._bound(end)
-            while filled < end:
-                filled += self._read(connection, exchange, filled)
-            if filled > end:
-                raise _ResponseError("malformed response: longer than its Content-Length")
-            exchange.body = self._view[head_end:end]
-            exchange.response_bytes = end
+            if not _closes(head):
+                self._known_head, self._known_lower = bytes(self._view[:head_end]), head
+                self._known_status, self._known_end = status, end
+            self._receive_counted(connection, exchange, head_end, filled, end)
         else:
             self._receive_until_closed(connection, exchange, head_end, filled)
         exchange.status = status
 
-    def _receive_head(self, connection: socket.socket, exchange: Exchange, filled: int) -> tuple[int, int]:
+    def _receive_counted(self, connection: AnySocket, exchange: Exchange, start: int, filled: int, end: int) -> None:
+        """The rest of a response whose body begins at `start`, up to `end`; `filled` bytes are there."""
+        self._bound(end)
+        while filled < end:
+            filled += self._read(connection, exchange, filled)
+        if filled > end:
+            raise _ResponseError("malformed response: longer than its Content-Length")
+        exchange.body = self._view[start:end]
+        exchange.response_bytes = end
+
+    def _receive_head(self, connection: AnySocket, exchange: Exchange, filled: int) -> tuple[int, int]:
         """Bytes in the buffer and the end of the head among them."""
         searched = 0
         while True:
@@ -171,7 +195,7 @@ class HttpConnection:
             searched = max(0, filled - 3)
             filled += self._read(connection, exchange, filled)
 
-    def _receive_until_closed(self, connection: socket.socket, exchange: Exchange, start: int, filled: int) -> None:
+    def _receive_until_closed(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
         count = 1
         while count:
             if filled == len(self._buffer):
@@ -183,7 +207,7 @@ class HttpConnection:
         exchange.response_bytes = filled
         self.close()
 
-    def _receive_chunked(self, connection: socket.socket, exchange: Exchange, start: int, filled: int) -> None:
+    def _receive_chunked(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
         """Decodes chunks in place: the payload of every chunk moves to the end of the body so far."""
         body_end = cursor = start
 
@@ -221,10 +245,10 @@ class HttpConnection:
         exchange.body = self._view[start:body_end]
         exchange.response_bytes = cursor
 
-    def _read(self, connection: socket.socket, exchange: Exchange, filled: int) -> int:
+    def _read(self, connection: AnySocket, exchange: Exchange, filled: int) -> int:
         if filled == len(self._buffer):
             self._grow(filled)
-        count = connection.recv_into(self._view[filled:])
+        count = connection.recv_into(self._view[filled:] if filled else self._view)
         if exchange.first_byte_ns == 0:
             exchange.first_byte_ns = perf_counter_ns() if count else 0
         if count == 0:

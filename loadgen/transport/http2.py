@@ -10,7 +10,6 @@ has patched. No upgrade, no push, no concurrent streams.
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
@@ -18,6 +17,7 @@ from time import perf_counter_ns
 from hpack import Decoder, Encoder, HPACKError
 
 from loadgen.transport.exchange import Deadline
+from loadgen.transport.greenlet_socket import AnySocket
 from loadgen.transport.requests import send_parts
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
@@ -62,7 +62,7 @@ def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
 class Http2Connection:
     """One connection. After an `Http2Error`, an `OSError` or a `TimeoutError` it can only be closed."""
 
-    def __init__(self, connection: socket.socket, *, timeout_s: float, most_bytes: int) -> None:
+    def __init__(self, connection: AnySocket, *, timeout_s: float, most_bytes: int) -> None:
         """Takes over a connected socket. `timeout_s` bounds the greeting and each request, `most_bytes` a response.
         Raises `Http2Error`, `OSError` when the server does not speak HTTP/2."""
         self._socket = connection

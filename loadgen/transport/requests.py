@@ -10,6 +10,7 @@ from urllib.parse import quote, urlsplit
 from loadgen.headers import secret_of
 from loadgen.records.run import DEFAULT_ACCESS, Access
 from loadgen.transport.exchange import ConnectionRefused, Deadline, TlsRefused
+from loadgen.transport.greenlet_socket import AnySocket, GreenletSocket, is_patched
 from loadgen.transport.tls import Protocol, TlsError, secured, tls_context
 
 _UNQUOTED = "/-._~%!$&'()*+,;=:@?"
@@ -80,7 +81,7 @@ class Address:
         return f"/v2/models/{model}" if version is None else f"/v2/models/{model}/versions/{version}"
 
 
-def open_socket(address: Address, timeout_s: float, protocol: Protocol = "http/1.1") -> socket.socket:
+def open_socket(address: Address, timeout_s: float, protocol: Protocol = "http/1.1") -> AnySocket:
     """A connection without Nagle's delay, after the TLS handshake if there is one. Raises `ConnectionRefused` with a
     sentence."""
     shown = address.authority
@@ -92,7 +93,7 @@ def open_socket(address: Address, timeout_s: float, protocol: Protocol = "http/1
         raise ConnectionRefused(f"no connection to {shown}: {exc.strerror or exc}") from None
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not address.tls:
-        return connection
+        return GreenletSocket(connection) if is_patched() else connection
     try:
         return secured(connection, tls_context(address.access, protocol), address.host, protocol)
     except (TlsError, TimeoutError) as exc:
@@ -113,16 +114,20 @@ def cut(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:
 
 def assemble(first: bytes, pieces: Pieces, patches: Sequence[bytes]) -> list[bytes | memoryview]:
     """The parts to send: `first`, then the pieces, where the patches (if any) replace the varying ones."""
+    if not pieces:
+        return [first]
     parts = [first, *pieces]
     if patches:
         parts[2::2] = patches
     return parts
 
 
-def send_parts(connection: socket.socket, parts: list[bytes | memoryview], deadline: Deadline) -> None:
+def send_parts(connection: AnySocket, parts: list[bytes | memoryview], deadline: Deadline) -> None:
     """Send all parts without joining them. Raises `OSError`, `TimeoutError` past the deadline."""
     while parts:
-        sent = connection.sendmsg(parts[:_MOST_PARTS])
+        sent = connection.sendmsg(parts[:_MOST_PARTS] if len(parts) > _MOST_PARTS else parts)
+        if len(parts) == 1 and sent == len(parts[0]):
+            return
         done = 0
         while done < len(parts) and sent >= len(parts[done]):
             sent -= len(parts[done])

@@ -1,8 +1,8 @@
 """The shared-memory client for measured requests: tensors in memory that the server maps, and a short HTTP request.
 
-Each user has two POSIX shared-memory objects, one for inputs and one for outputs, as large as its largest request.
-They are registered before any measurement. The copy of the tensors into the input object replaces the kernel's copy
-into a socket, so it counts as a part of the request's time.
+Every request is written into POSIX shared memory once, before the measurement, into a slot with room for its answer
+(`SlotPool`). A measured request names the places of a slot; only the few bytes that make its inputs new are written
+(`loadgen.transport.variation`).
 
 A name in /dev/shm exists only until the server has mapped it, some milliseconds; then it is unlinked, so that even a
 killed process leaves no memory behind. `sweep` removes the names that a process killed in those milliseconds leaves.
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, count
 from pathlib import Path
+from threading import Lock
 from time import perf_counter_ns
 
 import msgspec
@@ -34,6 +35,7 @@ from loadgen.transport.requests import Address, Request, request_head
 FOLDER = Path("/dev/shm")
 _ALIGNMENT = 64
 _UNREGISTER_SECONDS = 2.0
+_REGIONS = "/v2/systemsharedmemory/region"
 _numbers = count()
 
 
@@ -111,23 +113,136 @@ class Region:
 
 KeptOutputs = tuple[SharedMemoryRequest, bytes]
 """A request and a copy of its outputs' memory."""
-_Prepared = tuple[Request, tuple[tuple[int, int, bytes], ...], tuple[int, ...]]
-"""A request for one user's memory: the HTTP request, (start, end, bytes) to copy, and the places that vary."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one request and its answer in a region."""
+
+    region: Region
+    start: int
+    holds: SharedMemoryRequest | None = None
+    """The request whose inputs it contains."""
+    sent: Request | None = None
+    """The HTTP request for it."""
+    places: tuple[int, ...] = ()
+    """Where its inputs vary, in the region's memory."""
+    outputs_start: int = 0
+
+    def outputs(self) -> bytes:
+        """A copy of the outputs' memory."""
+        assert self.holds is not None
+        return self.region.memory[self.outputs_start : self.outputs_start + self.holds.output_starts()[-1]]
+
+
+class SlotPool:
+    """The memory of all users that send the same requests: every request is written once, before the measurement.
+
+    There is a slot for each request and one more for each user. A user takes a free slot that holds its request; only
+    when others use all of them at that moment, the request is written into another slot. The regions are registered
+    when the users connect and given back when the last one leaves.
+    """
+
+    def __init__(self, address: Address, model: str, requests: Iterable[SharedMemoryRequest]) -> None:
+        self.address = address
+        self._model = model
+        self._requests = tuple(dict.fromkeys(requests))
+        self._slot_bytes = max((one.input_starts()[-1] + one.output_starts()[-1] for one in self._requests), default=0)
+        self._regions: list[Region] = []
+        self._slots = self._users = 0
+        self._free: dict[SharedMemoryRequest | None, list[Slot]] = {}
+        """The slots that no user has, by the request that they hold."""
+        self._lock = Lock()
+        self.writes = 0
+        """How often a request was written into a slot so far."""
+
+    def join(self, connection: HttpConnection) -> None:
+        """Make room for one more user, which has to `leave` also after a failure. Raises `ConnectionRefused`."""
+        with self._lock:  # the others wait until the requests are written
+            self._users += 1
+            if not self._regions:
+                for slot, request in zip(self._add_slots(connection, len(self._requests)), self._requests, strict=True):
+                    self._write(slot, request)
+                    self.give_back(slot)
+            if self._slots < len(self._requests) + self._users:
+                self._free.setdefault(None, []).extend(self._add_slots(connection, 1))
+
+    def leave(self, timeout_s: float) -> None:
+        """The last user unregisters and unmaps everything."""
+        with self._lock:
+            self._users -= 1
+            regions: list[Region] = []
+            if self._users == 0:
+                regions, self._regions = self._regions, regions
+                self._free, self._slots = {}, 0
+        if regions:
+            # On a new connection, because the users' may be in the middle of a response.
+            connection = HttpConnection(self.address, timeout_s=timeout_s)
+            with suppress(ConnectionRefused):
+                for region in regions:
+                    connection.send(_post(self.address, f"{_REGIONS}/{region.name}/unregister", b""))
+            connection.close()
+            for region in regions:
+                region.close()
+
+    def take(self, request: SharedMemoryRequest) -> Slot:
+        """A slot that holds this request, until `give_back`."""
+        free = self._free.get(request) or self._free.get(None) or max(self._free.values(), key=len)
+        slot = free.pop()
+        if slot.holds is not request:
+            self._write(slot, request)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        self._free.setdefault(slot.holds, []).append(slot)
+
+    def _add_slots(self, connection: HttpConnection, number: int) -> list[Slot]:
+        """Slots that hold nothing, in a new region that is registered."""
+        region = Region("slots", number * self._slot_bytes)
+        self._regions.append(region)
+        try:
+            _register(connection, self.address, region)
+        finally:
+            region.unlink()
+        self._slots += number
+        return [Slot(region, place * self._slot_bytes) for place in range(number)]
+
+    def _write(self, slot: Slot, request: SharedMemoryRequest) -> None:
+        self.writes += 1
+        memory, places = slot.region.memory, list[int]()
+        for raw, start in zip(request.inputs, request.input_starts(), strict=False):
+            place = slot.start + start
+            memory[place : place + len(raw.data)] = raw.data
+            places += [place + varying for varying in raw.places]
+        slot.holds, slot.places = request, tuple(places)
+        slot.outputs_start = slot.start + request.input_starts()[-1]
+        slot.sent = self._http_request(slot, request)
+
+    def _http_request(self, slot: Slot, request: SharedMemoryRequest) -> Request:
+        tensors, outputs = [], []
+        for raw, start in zip(request.inputs, request.input_starts(), strict=False):
+            tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
+            tensor.set_shared_memory(slot.region.name, len(raw.data), offset=slot.start + start)
+            tensors.append(tensor)
+        for (name, size), start in zip(request.output_bytes.items(), request.output_starts(), strict=False):
+            output = triton_http.InferRequestedOutput(name)
+            output.set_shared_memory(slot.region.name, size, offset=slot.outputs_start + start)
+            outputs.append(output)
+        body, _ = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
+        body = body.encode() if isinstance(body, str) else bytes(body)
+        path = f"{self.address.model_path(self._model)}/infer"
+        return _post(self.address, path, body, request.payload_bytes)
 
 
 class SharedMemoryConnection:
-    """One user's HTTP connection and memory, for requests that are given in advance."""
+    """One user's HTTP connection, for requests that are given in advance; it sends through the slots of a pool."""
 
-    def __init__(
-        self, address: Address, model: str, requests: tuple[SharedMemoryRequest, ...], *, timeout_s: float = 60.0
-    ) -> None:
-        self._address = address
-        self._model = model
-        self._requests = tuple(dict.fromkeys(requests))
-        self._http = HttpConnection(address, timeout_s=timeout_s)
-        self._regions: tuple[Region, Region] | None = None
-        self._sent: SharedMemoryRequest | None = None
-        self._prepared: dict[SharedMemoryRequest, _Prepared] = {}
+    def __init__(self, pool: SlotPool, *, timeout_s: float = 60.0) -> None:
+        self._pool = pool
+        self._http = HttpConnection(pool.address, timeout_s=timeout_s)
+        self._joined = False
+        self._slot: Slot | None = None
+        """The slot of the last request, until the next one."""
 
     @property
     def reconnects(self) -> int:
@@ -137,49 +252,39 @@ class SharedMemoryConnection:
     def connect(self) -> None:
         """Connect, allocate the memory and register it. Raises `ConnectionRefused`."""
         self._http.connect()
-        if self._regions is not None:
-            return
-        inputs = Region("in", max((request.input_starts()[-1] for request in self._requests), default=0))
-        try:
-            outputs = Region("out", max((request.output_starts()[-1] for request in self._requests), default=0))
-        except ConnectionRefused:
-            inputs.close()
-            raise
-        self._regions = (inputs, outputs)
-        try:
-            for region in self._regions:
-                self._register(region)
-        except ConnectionRefused:
-            self.close()
-            raise
-        finally:
-            inputs.unlink()
-            outputs.unlink()
-        self._prepared = {request: self._prepare(request, inputs.name, outputs.name) for request in self._requests}
+        if not self._joined:
+            self._joined = True
+            try:
+                self._pool.join(self._http)
+            except ConnectionRefused:
+                self.close()
+                raise
 
     def send(self, request: SharedMemoryRequest, patches: Sequence[bytes] = ()) -> Exchange:
-        """Copy the tensors into the memory, and the patches to the places that vary, then send the HTTP request. The
-        request's time begins before the copy."""
-        if self._regions is None:
+        """Send the HTTP request for a slot with this request, after writing the patches to the places that vary. The
+        request's time begins before that."""
+        if not self._joined:
             self.connect()
-        assert self._regions is not None
-        memory = self._regions[0].memory
-        self._sent = request
-        http_request, copies, places = self._prepared[request]
         send_ns = perf_counter_ns()
-        for start, end, data in copies:
-            memory[start:end] = data
-        for place, patch in zip(places, patches, strict=False):
-            memory[place : place + len(patch)] = patch
-        exchange = self._http.send(http_request)
+        slot = self._slot
+        if slot is None or slot.holds is not request:
+            if slot is not None:
+                self._pool.give_back(slot)
+            slot = self._slot = self._pool.take(request)
+        if patches:
+            memory = slot.region.memory
+            for place, patch in zip(slot.places, patches, strict=False):
+                memory[place : place + len(patch)] = patch
+        assert slot.sent is not None
+        exchange = self._http.send(slot.sent)
         exchange.send_ns = send_ns
         return exchange
 
     def keep_outputs(self) -> KeptOutputs:
         """A copy of the outputs' memory after the last response."""
-        assert self._regions is not None
-        assert self._sent is not None
-        return self._sent, self._regions[1].memory[: self._sent.output_starts()[-1]]
+        assert self._slot is not None
+        assert self._slot.holds is not None
+        return self._slot.holds, self._slot.outputs()
 
     def read_outputs(self, exchange: Exchange, kept: KeptOutputs | None = None) -> dict[str, Array]:
         """Copies of the outputs of the last, good response, or of one that was kept. The response describes them, the
@@ -199,53 +304,31 @@ class SharedMemoryConnection:
         return found
 
     def close(self) -> None:
-        """Unregister, unmap, unlink, close. Idempotent."""
-        regions, self._regions = self._regions, None
-        self._prepared = {}
-        if regions is not None:
-            # On a new connection, because the user's may be in the middle of a response.
-            connection = HttpConnection(self._address, timeout_s=_UNREGISTER_SECONDS)
-            with suppress(ConnectionRefused):
-                for region in regions:
-                    connection.send(self._post(f"/v2/systemsharedmemory/region/{region.name}/unregister", b""))
-            connection.close()
-            for region in regions:
-                region.close()
+        """Close the connection, and with the last one of the pool its memory. Idempotent."""
+        if self._joined:
+            self._joined = False
+            if self._slot is not None:
+                self._pool.give_back(self._slot)
+                self._slot = None
+            self._pool.leave(_UNREGISTER_SECONDS)
         self._http.close()
 
-    def _register(self, region: Region) -> None:
-        document = {"key": f"/{region.name}", "offset": 0, "byte_size": region.byte_size}
-        path = f"/v2/systemsharedmemory/region/{region.name}/register"
-        exchange = self._http.send(self._post(path, msgspec.json.encode(document)))
-        if exchange.status != 200:
-            words = exchange.failure or one_line(bytes(exchange.body).decode("utf-8", "replace"))
-            raise ConnectionRefused(
-                f"{self._address.url} cannot register shared memory ({exchange.status}: {words}); start the native "
-                "server with --allow-shared-memory, and run the load generator on the server's machine"
-            )
 
-    def _post(self, path: str, body: bytes, payload_bytes: int = 0) -> Request:
-        headers = {"Content-Type": "application/json"}
-        head = request_head("POST", path, self._address, content_length=len(body), headers=headers)
-        return Request(head, body, payload_bytes)
+def _register(connection: HttpConnection, address: Address, region: Region) -> None:
+    document = {"key": f"/{region.name}", "offset": 0, "byte_size": region.byte_size}
+    exchange = connection.send(_post(address, f"{_REGIONS}/{region.name}/register", msgspec.json.encode(document)))
+    if exchange.status != 200:
+        words = exchange.failure or one_line(bytes(exchange.body).decode("utf-8", "replace"))
+        raise ConnectionRefused(
+            f"{address.url} cannot register shared memory ({exchange.status}: {words}); start the native "
+            "server with --allow-shared-memory, and run the load generator on the server's machine"
+        )
 
-    def _prepare(self, request: SharedMemoryRequest, input_region: str, output_region: str) -> _Prepared:
-        tensors, copies, places = [], [], []
-        for raw, start in zip(request.inputs, request.input_starts(), strict=False):
-            tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
-            tensor.set_shared_memory(input_region, len(raw.data), offset=start)
-            tensors.append(tensor)
-            copies.append((start, start + len(raw.data), raw.data))
-            places += [start + place for place in raw.places]
-        outputs = []
-        for (name, size), start in zip(request.output_bytes.items(), request.output_starts(), strict=False):
-            output = triton_http.InferRequestedOutput(name)
-            output.set_shared_memory(output_region, size, offset=start)
-            outputs.append(output)
-        body, _ = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
-        body = body.encode() if isinstance(body, str) else bytes(body)
-        path = f"{self._address.model_path(self._model)}/infer"
-        return self._post(path, body, request.payload_bytes), tuple(copies), tuple(places)
+
+def _post(address: Address, path: str, body: bytes, payload_bytes: int = 0) -> Request:
+    headers = {"Content-Type": "application/json"}
+    head = request_head("POST", path, address, content_length=len(body), headers=headers)
+    return Request(head + body, payload_bytes=payload_bytes)  # one part costs less to send than two
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:

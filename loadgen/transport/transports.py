@@ -21,7 +21,7 @@ from loadgen.transport.http import HttpConnection
 from loadgen.transport.inputs import Array, InputError, SampleInputs
 from loadgen.transport.outputs import HEADER_LENGTH, byte_size, read_body, read_message
 from loadgen.transport.requests import Address, Request, cut
-from loadgen.transport.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest
+from loadgen.transport.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.transport.variation import FreshItems, FreshNumbers, Variation
 
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
@@ -53,15 +53,23 @@ class Target:
             body.request(Address.parse(self.url, self.access), self.model) if isinstance(body, PreparedBody) else body
         )
 
-    def connection(self, requests: Sequence[Sendable], *, timeout_s: float) -> Connection:
-        """A connection, not yet open. Over shared memory it can send only these requests. Raises `AddressError`."""
+    def memory(self, requests: Sequence[Sendable]) -> SlotPool | None:
+        """Shared memory for these requests, if the transport has it. Raises `AddressError`."""
+        if self.transport != "shm":
+            return None
+        through_memory = (request for request in requests if isinstance(request, SharedMemoryRequest))
+        return SlotPool(Address.parse(self.url, self.access), self.model, through_memory)
+
+    def connection(
+        self, requests: Sequence[Sendable], *, timeout_s: float, memory: SlotPool | None = None
+    ) -> Connection:
+        """A connection, not yet open. Over shared memory it can send only these requests, through `memory` if several
+        users share it. Raises `AddressError`."""
         if self.transport == "grpc":
             return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s, access=self.access)
-        address = Address.parse(self.url, self.access)
-        if self.transport == "shm":
-            through_memory = tuple(request for request in requests if isinstance(request, SharedMemoryRequest))
-            return SharedMemoryConnection(address, self.model, through_memory, timeout_s=timeout_s)
-        return HttpConnection(address, timeout_s=timeout_s)
+        if (pool := memory or self.memory(requests)) is not None:
+            return SharedMemoryConnection(pool, timeout_s=timeout_s)
+        return HttpConnection(Address.parse(self.url, self.access), timeout_s=timeout_s)
 
 
 def prepare(

@@ -31,7 +31,7 @@ from servers.contract.records import (
     parse_reference,
     shape_text,
 )
-from servers.contract.tensors import Array
+from servers.contract.tensors import DATATYPES, Array, like
 from servers.contract.values import (
     LONG_BYTES,
     MAX_SPECIAL_BYTES,
@@ -159,13 +159,18 @@ def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindo
 
 
 def window_array(window: Window, datatype: str, shape: tuple[int, ...], name: str) -> Array:
-    """A view over the bytes that `Window.fetch` will read; empty elements for BYTES. Raises `ContractError`."""
+    """A view over the bytes that `Window.fetch` will read; empty elements for BYTES. Raises `ContractError`.
+
+    For memory on a GPU it only has the shape and the type: nothing reads it.
+    """
     if datatype == "BYTES":
         if window.region.on_device:
             raise UnsupportedError(f"input '{name}' is BYTES, which this server does not read from CUDA shared memory")
         window.view()  # refused now if it is too large
         return reshaped(np.empty(element_count(shape, name), object), shape, name)
     check_byte_size(window.reference.byte_size, datatype, shape, name)
+    if window.region.on_device:
+        return like(DATATYPES[datatype], shape)
     return array_from_bytes(window.view(), datatype, shape, name)
 
 

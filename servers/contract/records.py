@@ -74,9 +74,12 @@ class Window:
         """The memory that `fetch` fills. Raises `ContractError`."""
         return self._host().data
 
-    def fetch(self) -> None:
-        """Copy the region's present bytes to `view`; blocks. Raises `ContractError` if the region is gone."""
-        self.region.read(self.reference.offset, self._host())
+    def fetch(self, start: int = 0, stop: int | None = None) -> None:
+        """Copy the region's present bytes, or those between two places, to `view`; blocks.
+
+        Raises `ContractError` if the region is gone.
+        """
+        self.region.read(self.reference.offset + start, self._host()[start:stop])
 
     def write(self, data: bytes | memoryview) -> None:
         """Write an output; blocks for a GPU's memory. Raises `ContractError`, also when the output does not fit."""

@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.generic]
+
+
+class Shaped(Protocol):
+    """What has a shape: an array, or a tensor in device memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its dimensions; the first is the batch."""
+
+
+def like(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array:
+    """An array with this type and shape and without content: it stands for a tensor that is elsewhere."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
 
 DATATYPES: Mapping[str, np.dtype[np.generic]] = MappingProxyType(
     {

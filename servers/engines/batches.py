@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servers.contract.tensors import Array, TensorSpec
+from servers.contract.tensors import Array, Shaped, TensorSpec
 from servers.models.items import random_array
 from servers.models.specification import Axis, ModelSpecification
 
@@ -68,7 +68,7 @@ def bucket_of(buckets: Sequence[int], size: int) -> int:
     raise ValueError(f"a batch of {size} exceeds the largest bucket, {buckets[-1]}")
 
 
-def check_sizes(specification: ModelSpecification, inputs: Mapping[str, Array]) -> None:
+def check_sizes(specification: ModelSpecification, inputs: Mapping[str, Shaped]) -> None:
     """Raise `ValueError` for a batch beyond the largest size of an axis, which would stop a GPU's context."""
     for axis in specification.axes:
         for name, place in axis.places.items():

@@ -238,6 +238,12 @@ def _show(
     console.print(table)
 
 
+def _flight_ratio(result: BatchMeasurement) -> float | None:
+    """The share of the engine's own rate that is left with the copies of two batches in flight."""
+    in_flight = result.flights_items_per_second
+    return None if in_flight is None else in_flight / result.items_per_second
+
+
 def _columns(specification: ModelSpecification, null: bool, results: list[BatchMeasurement]) -> dict[str, list[str]]:
     """The cells of the table by column, without empty columns.
 
@@ -260,7 +266,11 @@ def _columns(specification: ModelSpecification, null: bool, results: list[BatchM
         "exec ms": cells(lambda result: result.execution_ns, milliseconds),
         "call ms": cells(lambda result: result.call_ns, milliseconds),
         "p99 ms": cells(lambda result: result.call_p99_ns, milliseconds),
+        "start ms": cells(lambda result: result.start_ns, milliseconds),
+        "alone ms": cells(lambda result: result.alone_ns, milliseconds),
         f"{specification.item}s/s": cells(lambda result: result.items_per_second, rate),
+        "in flight/s": cells(lambda result: result.flights_items_per_second, rate),
+        "ratio": cells(_flight_ratio, "{:.1%}".format),
         "tokens/s": cells(lambda result: result.tokens_per_second, rate),
         "TFLOP/s": cells(lambda result: None if null else result.tflops, "{:.3g}".format),
         "share": cells(lambda result: None if null else result.share_of_matrix_product, "{:.0%}".format),

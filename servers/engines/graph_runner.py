@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,29 +15,16 @@ from torch import Tensor
 
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
-from servers.models.specification import ModelSpecification
+from servers.engines.copies import Copy, Part, cut_copy, plan_copies
+from servers.engines.device_copies import CudaCopies, HostCopies
+from servers.engines.flight import COPIED_BYTES, TORCH_TYPES, Flight, Memory, new_host_bytes
+from servers.engines.interface import DeviceMemory, Finish, HostMemory, Request
+from servers.engines.padding import Padding, divide, fill_rows
+from servers.gpu.cuda_library import CudaError
+from servers.models.specification import Axis, ModelSpecification
 
-TORCH_TYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "UINT8": torch.uint8,
-    "UINT16": torch.uint16,
-    "UINT32": torch.uint32,
-    "UINT64": torch.uint64,
-    "INT8": torch.int8,
-    "INT16": torch.int16,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "FP16": torch.float16,
-    "FP32": torch.float32,
-    "FP64": torch.float64,
-}
-"""Protocol datatype → torch's; torch has none for BYTES."""
-
-CHUNK_BYTES = 2**20
-"""The host copies this much into pinned memory while the device fetches the previous piece."""
-
-COPIED_BYTES = 2**18
-"""An output up to this size is copied out of memory that stays pinned; a larger one is fetched into its own."""
+FLIGHTS = 2
+"""Batches that may be unfinished at once: one arrives while the other one is executed."""
 
 
 def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -54,40 +42,41 @@ Call = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Execute one batch of any shape: the inputs on the device in, new tensors on the device out."""
 
 
-class _Memory:
-    """The host and device memory of one tensor, at fixed addresses once it is large enough."""
+class _Batch(NamedTuple):
+    """The requests of one batch, and what is executed for them."""
 
-    def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
-        self.tensor, self._device = tensor, device
-        self._pinned = device.type == "cuda"
-        self.reserve(0)
+    requests: Sequence[Request]
+    rows: Sequence[int]
+    sizes: Sequence[int]
+    """Each request's along the padded axis; empty without one."""
+    padding: Padding | None
+    bucket: Bucket
+    outputs: Sequence[Mapping[str, DeviceMemory]]
 
-    def reserve(self, elements: int) -> None:
-        dtype = TORCH_TYPES[self.tensor.datatype]
-        self._host = torch.zeros(elements, dtype=dtype, pin_memory=self._pinned)
-        self._on_device = torch.zeros(elements, dtype=dtype, device=self._device)
+    @property
+    def axis(self) -> Axis | None:
+        return None if self.padding is None else self.padding.axis
 
-    def host(self, shape: Sequence[int]) -> Tensor:
-        """The start of the host memory in this shape."""
-        return self._host[: prod(shape)].view(*shape)
 
-    def on_device(self, shape: Sequence[int]) -> Tensor:
-        """The start of the device memory in this shape."""
-        return self._on_device[: prod(shape)].view(*shape)
+class _Fetched(NamedTuple):
+    """An output in page-locked memory; `small` if the flight keeps that memory."""
 
-    def grow(self, shape: Sequence[int]) -> None:
-        """Make room for this shape; the addresses change if there was too little."""
-        if prod(shape) > len(self._host):
-            self.reserve(prod(shape))
+    name: str
+    array: Array
+    small: bool
 
 
 class GraphRunner:
-    """Runs batches of 1 to max(rows) items on a device; one thread at a time.
+    """Runs batches of 1 to max(rows) items on a device; two may be unfinished at once.
 
     With `build` every batch is padded to its bucket, one of `rows` times one of `sizes` of the model's padded axis, and
     executed in that bucket's CUDA graph over fixed memory; the outputs are cut back. The graphs of `at_load`, default
     all `sizes`, are captured at once, the others with the first batch that needs them. With `call` every batch is
     executed in its own shape, without graphs. On the CPU, for tests, `build`'s function takes the place of a graph.
+
+    A batch goes from the requests' own memory to its flight's memory on the device, while the batch before it is
+    executed; from there to the memory that the graph reads, and its outputs to the flight's memory, before the next
+    batch is executed; and from there to the host. Only requests that are padded are merged on the host first.
 
     Rows that pad a batch repeat its last row; those of a model without a padded axis hold earlier rows. Rows do not
     influence each other, and the answers of padding rows are cut off. Answers are the caller's.
@@ -104,77 +93,96 @@ class GraphRunner:
         sizes: Sequence[int] = (),
         at_load: Sequence[int] | None = None,
     ) -> None:
+        """Raises `CudaError`."""
         self.rows, self.sizes = tuple(sorted(set(rows))), tuple(sorted(set(sizes)))
         self._specification, self._device = specification, device
         self._build, self._call = build, call
-        self._axis = specification.padded_axis if build is not None else None
+        axis = specification.padded_axis if build is not None else None
+        self._padding = None if axis is None else Padding(axis, self.sizes)
         self._on_cuda = device.type == "cuda"
         self._replays: dict[Bucket, Callable[[], object]] = {}
-        self._executed: dict[int, tuple[Bucket, list[tuple[int, ...]]]] = {}
+        self._executed: dict[int, tuple[Bucket, Flight, list[tuple[int, ...]]]] = {}
+        self._incoming: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self.copies = HostCopies()
         with torch.cuda.device(device) if self._on_cuda else nullcontext(), torch.no_grad():
-            self._stream = torch.cuda.Stream(device) if self._on_cuda else None  # type: ignore[no-untyped-call]
-            self._inputs = [_Memory(tensor, device) for tensor in specification.inputs]
-            self._outputs = [_Memory(tensor, device) for tensor in specification.outputs]
-            self._small = [
-                torch.zeros(COPIED_BYTES, dtype=torch.uint8, pin_memory=self._on_cuda) for _ in specification.outputs
-            ]
-            largest = Bucket(self.rows[-1], self.sizes[-1] if self.sizes else None)
-            fixed = all(-1 not in tensor.item_shape for tensor in specification.inputs)
-            if build is not None or fixed:
-                for memory in self._inputs:
-                    memory.reserve(prod(largest.shape_of(specification, memory.tensor)))
+            if self._on_cuda:
+                streams = [torch.cuda.Stream(device) for _ in range(3)]  # type: ignore[no-untyped-call]
+                self._incoming, self._stream, self._outgoing = streams
+                self.copies = CudaCopies(device.index or 0, *(stream.cuda_stream for stream in streams))
+            self._inputs = [Memory(tensor, device) for tensor in specification.inputs]
+            self._outputs = [Memory(tensor, device) for tensor in specification.outputs]
+            flights = [Flight(specification, device, self.copies) for _ in range(FLIGHTS)]
+            self._free = deque(flights)
+            self._unfinished: deque[Flight] = deque()
+            self._reserve(flights)
             if build is not None:
-                for memory in self._outputs:
-                    memory.reserve(prod(largest.shape_of(specification, memory.tensor)))
                 prepared = self.sizes if at_load is None else tuple(sorted(at_load))
                 first = [Bucket(rows, size) for size in prepared or (None,) for rows in self.rows]
                 enqueue = {bucket: build(bucket) for bucket in first}
                 self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
                 for bucket in reversed(first):  # the largest first: the others fit into its memory
-                    self._capture(bucket, enqueue[bucket])
-            self._synchronise()
-        self.staging: Mapping[str, Array] = (
-            {
-                memory.tensor.name: memory.host((self.rows[-1], *memory.tensor.item_shape)).numpy()
-                for memory in self._inputs
-            }
-            if fixed
-            else {}
-        )
-        """The pinned inputs, to be filled from the front; free whenever no batch is executed."""
+                    self._capture(bucket, enqueue[bucket])  # in the stream in which `build` prepared it
+            if self._on_cuda:
+                torch.cuda.current_stream(device).synchronize()  # not the device: another model may capture a graph
+                self.copies.synchronise()
+
+    @property
+    def takes_addresses(self) -> bool:
+        """See `Engine`: not where requests are merged on the host first."""
+        return self._padding is None
 
     @property
     def captured(self) -> int:
         """The number of graphs so far."""
         return len(self._replays)
 
-    def infer(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Execute one batch. One at the start of `staging` is not copied on the host.
+    def infer(self, inputs: Request) -> dict[str, Array]:
+        """Execute one batch and wait for it; see `start`."""
+        (answer,) = self.start([inputs])()
+        return answer
 
-        Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis.
+    def start(
+        self,
+        requests: Sequence[Request],
+        padding: Padding | None = None,
+        outputs: Sequence[Mapping[str, DeviceMemory]] = (),
+    ) -> Finish:
+        """Enqueue one batch; see `Engine.start`, with `CudaError` and `RuntimeError` for `EngineError`.
+
+        Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis, for tensors that are
+        not the model's, and for memory of another device or too little of it.
         """
-        check_sizes(self._specification, inputs)
-        rows = len(inputs[self._inputs[0].tensor.name])
-        size = None if self._axis is None else self._axis.size_of(inputs)
-        bucket = Bucket(bucket_of(self.rows, rows), None if size is None else bucket_of(self.sizes, size))
-        with self._active():
-            if self._build is not None and bucket not in self._replays:
-                self._capture(bucket, self._build(bucket))
-            given = self._copy_in(inputs, bucket)
-            outputs = self._execute(bucket, given)
-            fetched = [
-                self._fetch(index, self._cut(memory.tensor.name, output, rows, size))
-                for index, (memory, output) in enumerate(zip(self._outputs, outputs, strict=True))
-            ]
-        self._synchronise()
-        self._executed[rows] = bucket, [tuple(tensor.shape) for tensor in given]
-        return {
-            memory.tensor.name: host.numpy().copy() if host.nbytes <= COPIED_BYTES else host.numpy()
-            for memory, host in zip(self._outputs, fetched, strict=True)
-        }
+        batch = self._batch(requests, padding, outputs)
+        if self._build is not None and batch.bucket not in self._replays:
+            with self._active():
+                self._capture(batch.bucket, self._build(batch.bucket))
+        if not self._free:
+            raise RuntimeError(f"{FLIGHTS} batches are unfinished, and there is no memory for another one")
+        flight = self._free.popleft()
+        try:
+            with self.copies.current():
+                shapes = [self._bring(flight, index, batch) for index in range(len(flight.inputs))]
+                fetched = self._fetch(flight, self._execute(flight, batch.bucket, shapes), batch)
+        except BaseException:
+            with suppress(CudaError):  # a lost device reads nothing any more, and the next batch will fail too
+                self.copies.synchronise()
+            self._release(flight)
+            raise
+        flight.kept.append(requests)
+        self._unfinished.append(flight)
+        return partial(self._finish, flight, batch, shapes, fetched)
+
+    def ready(self) -> bool:
+        """See `Engine.ready`; also when it has failed."""
+        return not self._unfinished or self.copies.happened(self._unfinished[0].done)
+
+    def executed_rows(self, rows: int) -> int:
+        """The rows of the bucket of a batch of `rows`."""
+        return rows if self._build is None else bucket_of(self.rows, rows)
 
     def has_executed(self, rows: int) -> bool:
-        """Whether `infer` has had a batch of `rows`, which `execution_ns` and `run_only` repeat."""
+        """Whether a batch of `rows` is finished, which `execution_ns` and `run_only` repeat."""
         return rows in self._executed
 
     def execution_ns(self, rows: int, repeats: int) -> list[int]:
@@ -188,127 +196,253 @@ class GraphRunner:
                 begin.record(stream)
                 self._repeat(rows)
                 end.record(stream)
-        self._synchronise()
+        self.copies.synchronise()
         return [round(begin.elapsed_time(end) * 1e6) for begin, end in pairs]
 
     def run_only(self, rows: int) -> None:
         """Execute the current device inputs in the shapes of the last batch of `rows`, without copies, and wait."""
         with self._active():
             self._repeat(rows)
-        self._synchronise()
+        self.copies.synchronise()
 
     def close(self) -> None:
-        self._synchronise()
+        with suppress(CudaError):  # of a lost device
+            self.copies.synchronise()
+            self.copies.close()
         self._replays.clear()
         self._executed.clear()
         self._build = self._call = None
-        self.staging = {}
-        self._inputs, self._outputs, self._small = [], [], []
+        self._free.clear()
+        self._inputs, self._outputs = [], []
 
     @contextmanager
     def _active(self) -> Iterator[None]:
+        """torch enqueues in the stream `compute`."""
         if self._stream is None:
             with torch.no_grad():
                 yield
         else:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+            streams = torch.cuda.device(self._device), torch.cuda.stream(self._stream)
+            with self.copies.current(), streams[0], streams[1], torch.no_grad():
                 yield
 
-    def _synchronise(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+    def _reserve(self, flights: Sequence[Flight]) -> None:
+        """Make the memory of the largest batch, where its shape is known."""
+        largest = Bucket(self.rows[-1], self.sizes[-1] if self.sizes else None)
+        fixed = all(-1 not in tensor.item_shape for tensor in self._specification.inputs)
+        known: list[Memory] = []
+        if self._build is not None:
+            known += [*self._inputs, *self._outputs, *(memory for flight in flights for memory in flight.outputs)]
+        if self._build is not None or fixed:
+            known += [memory for flight in flights for memory in flight.inputs]
+        if self._padding is not None:
+            known += [memory for flight in flights for memory in flight.padded]
+        for memory in known:
+            memory.reserve(largest.shape_of(self._specification, memory.tensor))
 
     def _capture(self, bucket: Bucket, enqueue: Enqueue) -> None:
         specification = self._specification
+        given, out = (
+            [memory.view(bucket.shape_of(specification, memory.tensor)) for memory in memories]
+            for memories in (self._inputs, self._outputs)
+        )
         if specification.make_items is not None:
             # As if every item were one shorter than the bucket, because a model may skip a mask that masks nothing.
             sizes = specification.along(None if bucket.size is None else max(1, bucket.size - 1))
-            self._copy_in(random_inputs(specification, bucket.rows, 0, sizes), bucket)
-        given, out = (
-            [memory.on_device(bucket.shape_of(specification, memory.tensor)) for memory in memories]
-            for memories in (self._inputs, self._outputs)
-        )
-        run = partial(enqueue, given, out)
-        self._replays[bucket] = capture(run, self._device, self._pool).replay if self._on_cuda else run
+            items = random_inputs(specification, bucket.rows, 0, sizes)
+            for memory, target in zip(self._inputs, given, strict=True):
+                padded = np.empty(tuple(target.shape), memory.tensor.dtype)
+                fill_rows(padded, [items[memory.tensor.name]], memory.tensor.name, self._axis)
+                target.copy_(torch.from_numpy(padded))
+        self._replays[bucket] = self.copies.captured(partial(enqueue, given, out), self._pool)
 
-    def _copy_in(self, inputs: Mapping[str, Array], bucket: Bucket) -> list[Tensor]:
-        """The inputs on the device, in the shapes in which they execute."""
-        if self._build is None:
-            for memory in self._inputs:
-                memory.grow(inputs[memory.tensor.name].shape)
-        given = []
-        for memory in self._inputs:
-            array = inputs[memory.tensor.name]
-            if self._axis is not None:
-                target = memory.on_device(bucket.shape_of(self._specification, memory.tensor))
-                target.copy_(self._padded(memory, array, bucket), non_blocking=True)
+    @property
+    def _axis(self) -> Axis | None:
+        return None if self._padding is None else self._padding.axis
+
+    def _batch(
+        self, requests: Sequence[Request], padding: Padding | None, outputs: Sequence[Mapping[str, DeviceMemory]]
+    ) -> _Batch:
+        if self._specification.axes:
+            for request in requests:
+                check_sizes(self._specification, request)
+        first = self._specification.inputs[0].name
+        rows = [len(request[first]) for request in requests]
+        padding = self._padding or padding
+        sizes = [] if padding is None else [padding.axis.size_of(request) for request in requests]
+        of_bucket = bucket_of(self.rows, sum(rows))
+        if self._build is not None:
+            bucket = Bucket(of_bucket, bucket_of(self.sizes, max(sizes)) if sizes else None)
+        else:
+            bucket = Bucket(sum(rows), None if padding is None else padding.padded_size(max(sizes)))
+        return _Batch(requests, rows, sizes, padding, bucket, outputs)
+
+    def _bring(self, flight: Flight, index: int, batch: _Batch) -> tuple[int, ...]:
+        """Enqueue the copies of an input to the flight's memory; returns the shape there."""
+        memory, axis = flight.inputs[index], batch.axis
+        tensor = memory.tensor
+        values = [request[tensor.name] for request in batch.requests]
+        place = None if axis is None else axis.places.get(tensor.name)
+        if self._build is not None:
+            item = batch.bucket.shape_of(self._specification, tensor)[1:]
+        else:
+            item = values[0].shape[1:]
+            if place is not None and batch.bucket.size is not None:
+                item = (*item[: place - 1], batch.bucket.size, *item[place:])
+        self._check(tensor, values, batch.rows, item, place)
+        shape = (sum(batch.rows) if axis is None else batch.bucket.rows, *item)
+        if not memory.holds(shape):
+            with torch.cuda.stream(self._incoming):
+                memory.reserve(shape)
+        if axis is None:
+            self._copy(flight, memory.address, values)
+        else:
+            arrays: list[Array] = []
+            for value in values:
+                assert not isinstance(value, HostMemory)  # see takes_addresses
+                arrays.append(self._read(flight, value) if isinstance(value, DeviceMemory) else value)
+            self.copies.to_device(memory.address, [flight.merged(index, arrays, shape, axis)])
+        return shape
+
+    def _copy(self, flight: Flight, target: int, values: Sequence[Array | HostMemory | DeviceMemory]) -> None:
+        """Enqueue the copies of the values, one after the other."""
+        copies, parts, offset = self.copies, list[Part](), 0
+        for value in values:
+            if isinstance(value, HostMemory):
+                for address in value.addresses:
+                    parts.append((address, offset, value.piece_bytes))
+                    offset += value.piece_bytes
+                continue
+            size = value.nbytes
+            if isinstance(value, DeviceMemory):
+                copies.within_device(target, Copy(value.address, offset, size, 1, size), copies.incoming)
             else:
-                rows = bucket.rows if self._build is not None else len(array)
-                target = memory.on_device((rows, *array.shape[1:]))
-                self._copy_in_chunks(array, memory.host(array.shape), target[: len(array)])
-            given.append(target)
-        return given
+                if not value.flags.c_contiguous:
+                    value = np.ascontiguousarray(value)
+                    flight.kept.append(value)
+                parts.append((value.ctypes.data, offset, size))
+            offset += size
+        copies.to_device(target, plan_copies(parts, copies.pinned))
 
-    def _padded(self, memory: _Memory, array: Array, bucket: Bucket) -> Tensor:
-        """A batch padded to its bucket in host memory."""
-        assert self._axis is not None
-        host = memory.host(bucket.shape_of(self._specification, memory.tensor))
-        filled, rows = host.numpy(), len(array)
-        own = [slice(0, length) for length in array.shape]
-        filled[:rows] = self._axis.padding.get(memory.tensor.name, 0)
-        filled[tuple(own)] = array
-        filled[rows:] = filled[rows - 1]
-        return host
+    def _check(
+        self,
+        tensor: TensorSpec,
+        values: Sequence[Array | HostMemory | DeviceMemory],
+        rows: Sequence[int],
+        item: tuple[int, ...],
+        place: int | None,
+    ) -> None:
+        """Raise `ValueError` for values whose bytes are not the model's."""
+        dtype = tensor.dtype
+        for value, count in zip(values, rows, strict=True):
+            shape, wanted = value.shape, (count, *item)
+            if place is not None:
+                shape = (*shape[:place], wanted[place], *shape[place + 1 :])
+            if shape != wanted or value.dtype != dtype:
+                raise ValueError(f"{tensor.name} is {value.dtype} {list(shape)}, not {dtype} {list(wanted)}")
+            if isinstance(value, DeviceMemory):
+                self._check_device(tensor, value)
 
-    def _copy_in_chunks(self, array: Array, host: Tensor, target: Tensor) -> None:
-        if array.ctypes.data == host.data_ptr():
-            target.copy_(host, non_blocking=True)
-            return
-        staged, rows = host.numpy(), max(1, CHUNK_BYTES // max(1, array.nbytes // len(array)))
-        for start in range(0, len(array), rows):
-            stop = min(start + rows, len(array))
-            np.copyto(staged[start:stop], array[start:stop], casting="no")
-            target[start:stop].copy_(host[start:stop], non_blocking=True)
+    def _check_device(self, tensor: TensorSpec, memory: DeviceMemory) -> None:
+        if memory.device != (self._device.index or 0):
+            raise ValueError(f"{tensor.name} lies on device {memory.device}, not on {self._device}")
 
-    def _execute(self, bucket: Bucket, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _read(self, flight: Flight, memory: DeviceMemory) -> Array:
+        """Device memory as an array of the host; waits for it."""
+        array = np.empty(memory.shape, memory.dtype)
+        self.copies.to_host(array.ctypes.data, memory.address, array.nbytes, self.copies.incoming)
+        self.copies.record(flight.arrived, self.copies.incoming)
+        self.copies.wait(flight.arrived)
+        return array
+
+    def _execute(
+        self, flight: Flight, bucket: Bucket, shapes: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Enqueue the execution of what arrives in the flight's memory; returns address and shape of each output."""
+        copies = self.copies
+        copies.order(flight.arrived, copies.incoming, copies.compute)
         if self._call is not None:
-            return self._call(given)
+            with self._active():
+                found = self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
+                own = [
+                    output.to(TORCH_TYPES[tensor.datatype]).contiguous()
+                    for tensor, output in zip(self._specification.outputs, found, strict=True)
+                ]
+            flight.kept += own
+            return [(output.data_ptr(), tuple(output.shape)) for output in own]
+        for read, arrived, shape in zip(self._inputs, flight.inputs, shapes, strict=True):
+            size = prod(shape) * read.tensor.dtype.itemsize
+            copies.within_device(read.address, Copy(arrived.address, 0, size, 1, size), copies.compute)
         self._replays[bucket]()
-        return [memory.on_device(bucket.shape_of(self._specification, memory.tensor)) for memory in self._outputs]
+        return [(memory.address, bucket.shape_of(self._specification, memory.tensor)) for memory in self._outputs]
+
+    def _fetch(self, flight: Flight, found: Sequence[tuple[int, tuple[int, ...]]], batch: _Batch) -> list[_Fetched]:
+        """Enqueue the copies of the outputs to where the requests want them, without padding."""
+        copies, rows = self.copies, sum(batch.rows)
+        wanted: list[tuple[int, int, tuple[int, ...]]] = []
+        for index, (address, shape) in enumerate(found):
+            tensor, itemsize = flight.outputs[index].tensor, flight.outputs[index].tensor.dtype.itemsize
+            if self._to_devices(tensor, address, shape, batch):
+                continue
+            if self._build is not None:  # the next batch writes to the same memory
+                place = None if batch.axis is None else batch.axis.places.get(tensor.name)
+                copy = cut_copy(address, shape, itemsize, slice(0, rows), place, max(batch.sizes, default=0))
+                address = flight.outputs[index].address
+                copies.within_device(address, copy, copies.compute)
+                shape = (rows, *shape[1:])
+                if place is not None:
+                    shape = (*shape[:place], max(batch.sizes), *shape[place + 1 :])
+            wanted.append((index, address, shape))
+        copies.order(flight.executed, copies.compute, copies.outgoing)
+        fetched = []
+        for index, address, shape in wanted:
+            tensor = flight.outputs[index].tensor
+            size = prod(shape) * tensor.dtype.itemsize
+            host = flight.small[index][:size] if size <= COPIED_BYTES else new_host_bytes(size, pinned=self._on_cuda)
+            copies.to_host(host.ctypes.data, address, size, copies.outgoing)
+            fetched.append(_Fetched(tensor.name, host.view(tensor.dtype).reshape(shape), size <= COPIED_BYTES))
+        copies.record(flight.done, copies.outgoing)
+        return fetched
+
+    def _to_devices(self, tensor: TensorSpec, address: int, shape: tuple[int, ...], batch: _Batch) -> bool:
+        """Enqueue the copies of an output to the requests' device memory; True if every request has such memory."""
+        targets = [named.get(tensor.name) for named in batch.outputs]
+        place = None if batch.axis is None else batch.axis.places.get(tensor.name)
+        row = 0
+        for number, (target, rows) in enumerate(zip(targets, batch.rows, strict=bool(targets))):
+            if target is not None:
+                self._check_device(tensor, target)
+                size = batch.sizes[number] if place is not None else 0
+                copy = cut_copy(address, shape, tensor.dtype.itemsize, slice(row, row + rows), place, size)
+                if row + rows > shape[0] or copy.width * copy.rows > target.nbytes:
+                    raise ValueError(f"{tensor.name} does not fit into the {target.nbytes} bytes given for it")
+                self.copies.within_device(target.address, copy, self.copies.compute)
+            row += rows
+        return bool(targets) and None not in targets
+
+    def _finish(
+        self, flight: Flight, batch: _Batch, shapes: list[tuple[int, ...]], fetched: Sequence[_Fetched]
+    ) -> list[dict[str, Array]]:
+        self._unfinished.remove(flight)
+        try:
+            self.copies.wait(flight.done)
+            outputs = {one.name: one.array.copy() if one.small else one.array for one in fetched}
+            self._executed[sum(batch.rows)] = batch.bucket, flight, shapes
+        finally:
+            self._release(flight)
+        answers = divide(outputs, batch.rows, batch.sizes, batch.padding)
+        for answer, named in zip(answers, batch.outputs, strict=False):
+            for name in named:
+                answer.pop(name, None)
+        return answers
+
+    def _release(self, flight: Flight) -> None:
+        flight.kept.clear()
+        self._free.append(flight)
 
     def _repeat(self, rows: int) -> None:
-        bucket, shapes = self._executed[rows]
-        self._execute(bucket, [memory.on_device(shape) for memory, shape in zip(self._inputs, shapes, strict=True)])
-
-    def _cut(self, name: str, output: Tensor, rows: int, size: int | None) -> Tensor:
-        """An output without padding."""
-        if self._build is None:
-            return output
-        return output[:rows] if self._axis is None or size is None else self._axis.cut(name, output[:rows], size)
-
-    def _fetch(self, index: int, output: Tensor) -> Tensor:
-        """Enqueue the copy of an output to host memory: to the runner's own if it is small, else to a new one.
-
-        The allocator of pinned memory takes longer than a small copy, and a large copy longer than the allocator.
-        """
-        output = output.to(TORCH_TYPES[self._outputs[index].tensor.datatype]).contiguous()
-        if output.nbytes <= COPIED_BYTES:
-            host = self._small[index][: output.nbytes].view(output.dtype).view(output.shape)
+        bucket, flight, shapes = self._executed[rows]
+        if self._call is not None:
+            self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
         else:
-            host = torch.empty(output.shape, dtype=output.dtype, pin_memory=self._on_cuda)
-        return host.copy_(output, non_blocking=True)
-
-
-def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one `run()`, in the memory `pool` where one is given."""
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(2):  # compiles kernels and creates library handles, neither of which may happen in a capture
-            run()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads of a server may free pinned memory during the capture, which must not break it.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        run()
-    return graph
+            self._replays[bucket]()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from pathlib import Path
+
+import numpy as np
 
 from servers.contract.tensors import Array
 from servers.engines.batches import valid_inputs
+from servers.engines.padding import Padding, Staging, divide
 from servers.engines.settings import EngineError as EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
@@ -35,12 +39,68 @@ class EngineDescription:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
-class Engine(ABC):
-    """A loaded model. Not thread-safe: one thread calls `infer` at a time.
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A C-contiguous tensor in device memory that this process's primary context of the device can address."""
 
-    Life: construct (cheap) → `load` → `warm_up` → `infer`* → `close`. A new engine is a subclass with `load`, `infer`,
-    `describe` and `close`, and an entry in `servers.engines.settings.KINDS`.
+    address: int
+    device: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class HostMemory:
+    """A tensor in memory of the host, which its giver keeps: made in a fraction of an array's time.
+
+    It lies in pieces of equal numbers of rows, one at each address, and each C-contiguous.
     """
+
+    addresses: Sequence[int]
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    piece_bytes: int
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.piece_bytes * len(self.addresses)
+
+
+Request = Mapping[str, Array | HostMemory | DeviceMemory]
+"""The inputs of one request by name; the first dimension of each is its rows."""
+
+Finish = Callable[[], list[dict[str, Array]]]
+"""Waits for a started batch and returns each request's outputs, in order; to be called once."""
+
+
+class Engine(ABC):
+    """A loaded model. Not thread-safe: one thread at a time calls its methods, with the exceptions that they name.
+
+    Life: construct (cheap) → `load` → `warm_up` → `start` or `infer`, any number of times → `close`. A new engine is a
+    subclass with `load`, `infer`, `describe` and `close`, and an entry in `servers.engines.settings.KINDS`.
+    """
+
+    flights: int = 1
+    """How many started batches may be unfinished at once."""
+
+    device_index: int | None = None
+    """The device whose memory `start` takes; None: it takes none."""
+    takes_addresses: bool = False
+    """Whether `start` takes `HostMemory`."""
+
+    _staging: Staging | None = None
 
     kernel_probe: Mapping[str, object] | None = None
     """The result of `probe_kernels`: wall_seconds, cuda_event_seconds, kernel_count, top_kernels."""
@@ -73,6 +133,60 @@ class Engine(ABC):
             shapes = [(rows, along) for rows, along in shapes if rows == batch_sizes[0] or along is sizes[0]]
         for rows, along in shapes:
             self.infer(valid_inputs(self._specification, rows, along))
+
+    def start(
+        self,
+        requests: Sequence[Request],
+        padding: Padding | None = None,
+        outputs: Sequence[Mapping[str, DeviceMemory]] = (),
+    ) -> Finish:
+        """Execute one batch of requests, without waiting for it where the engine can do that.
+
+        Arrays have any strides and alignment; items have one shape, or sizes that `padding` merges. The engine may read
+        the requests' memory until the batch is finished. The function that is returned gives each request the outputs
+        that it would get alone, in arrays that the caller owns. Another thread may call it, but each batch's after that
+        of the batch before it.
+
+        `outputs` has one mapping per request, or is empty: the engine copies an output named there to that memory,
+        which has at least its bytes, and leaves it out of the request's answer.
+
+        Raises `EngineError`, here or from the function; then the batch is finished, and its memory is no longer read.
+        `ValueError` is for a batch that the engine cannot take. This implementation executes before it returns.
+        """
+        assert not outputs  # see device_index
+        arrays = [{name: value for name, value in one.items() if isinstance(value, np.ndarray)} for one in requests]
+        if self._staging is None:
+            self._staging = Staging()
+        answer = self.infer(self._staging.gather(arrays, padding))
+        rows = [len(next(iter(one.values()))) for one in arrays]
+        sizes = [] if padding is None else [padding.axis.size_of(one) for one in arrays]
+        answers = divide(answer, rows, sizes, padding)
+        return lambda: answers
+
+    def ready(self) -> bool:
+        """Whether the oldest unfinished batch has been executed, so that its function returns at once."""
+        return True
+
+    def executed_rows(self, rows: int) -> int:
+        """The rows that are executed for a batch of `rows`: more, where the engine pads it."""
+        return rows
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row's inputs, at the axes' default sizes; a dimension of no axis counts as 1."""
+        shape_of = self._specification.item_shape
+        return sum(abs(prod(shape_of(one))) * one.dtype.itemsize for one in self._specification.inputs)
+
+    def pin(self, address: int, byte_size: int) -> bool:  # noqa: ARG002
+        """Page-lock the caller's host memory, whole pages, so that `start` copies from it without waiting; any thread.
+
+        False if the engine has no use for that, or the driver refuses: the memory can be used all the same. No array
+        given to `start` may cross its boundaries.
+        """
+        return False
+
+    def unpin(self, address: int) -> None:  # noqa: B027  the opposite of nothing
+        """Undo `pin`, before the memory is freed, when no unfinished batch uses it; any thread."""
 
     @abstractmethod
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -128,16 +242,6 @@ class Engine(ABC):
             label,
             {**details, **probe},
         )
-
-
-def staging_of(engine: Engine) -> Mapping[str, Array]:
-    """Pinned memory of a loaded engine, one array of max_batch_size rows per input.
-
-    Empty for an engine without it, and for a model with inputs of variable size. `infer` does not copy a batch that
-    starts at the first row of this memory.
-    """
-    staging: Mapping[str, Array] = getattr(engine, "staging", {})
-    return staging
 
 
 def profiled(engine: Engine) -> EngineDescription | None:

@@ -1,8 +1,9 @@
 """An engine measured in process, without a server: the ceiling that served throughput is divided by.
 
-Two times per batch size. *Execution* is between device events on a GPU, without copies to and from the host; a CPU has
-no such difference. *Call* is `Engine.infer` by the host's clock, with every copy. Both are medians over many runs on
-changing random inputs, after warm-up. The answers are compared with the model's own at every batch size.
+Three times per batch size. *Execution* is between device events on a GPU, without copies to and from the host; a CPU
+has no such difference. *Call* is `Engine.infer` by the host's clock, with every copy. *Alone* is a batch of requests of
+one item in page-locked memory, from its start to its answers. All are medians over many runs on changing random inputs,
+after warm-up. The answers are compared with the model's own at every batch size.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from servers.contract.tensors import Array
 from servers.engines.agreement import Disagreement, disagreement
 from servers.engines.batches import random_inputs
+from servers.engines.flight_rate import flight_rate
 from servers.engines.interface import Engine
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
@@ -71,6 +73,12 @@ class BatchMeasurement:
     """By axis; others have their default."""
     tokens_per_second: float | None = None
     """Of sequences: items per second times their length."""
+    start_ns: int | None = None
+    """Until `Engine.start` has returned, in which the host is busy; None as below."""
+    alone_ns: int | None = None
+    """From the start of a batch in page-locked slots to its answers; None for an engine with one batch in flight."""
+    flights_items_per_second: float | None = None
+    """With all flights of the engine in use, see `servers.engines.flight_rate`; None as above."""
 
 
 def measure_engine(
@@ -99,6 +107,7 @@ def _measure(
 ) -> BatchMeasurement:
     found = _compared(engine, specification, batch, reference)
     calls_ns = _call_times_ns(engine, specification, batch, reference.sizes, seconds)
+    flights = flight_rate(engine, specification, batch, reference.sizes, seconds)
     executions_ns = engine.execution_ns(batch, min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS))
     best_ns = median(executions_ns or calls_ns)
     flops, rate = reference.flops_per_item, batch / best_ns * 1e9
@@ -119,6 +128,9 @@ def _measure(
         fault=None if found is None else found.fault,
         sizes=reference.sizes,
         tokens_per_second=tokens if specification.item == "sequence" else None,
+        start_ns=None if flights is None else flights.start_ns,
+        alone_ns=None if flights is None else flights.alone_ns,
+        flights_items_per_second=None if flights is None else flights.items_per_second,
     )
 
 

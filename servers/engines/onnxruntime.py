@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.batches import axis_buckets, bucket_sizes, has_buckets, random_inputs
+from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, has_buckets, random_inputs
 from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
 from servers.engines.onnxruntime_cuda import (
     CPU_PROVIDER,
@@ -152,6 +152,9 @@ class OnnxRuntimeEngine(Engine):
             self._graphs.close()
             self._graphs = None
         self._session = None
+
+    def executed_rows(self, rows: int) -> int:
+        return rows if self._graphs is None else bucket_of(self._graphs.buckets, rows)
 
     def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
         """Host times of `repeats` graph executions, each waited for; None without graphs."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from servers.models.specification import Axis, ModelSpecification
 
 BatchKey = Sequence[tuple[str, tuple[int, ...]]]
 NO_SIZES = "none"
-_NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
 def parse_pad_to(text: str) -> tuple[int, ...]:
@@ -79,30 +77,18 @@ def batch_key(shapes: Iterable[tuple[str, tuple[int, ...]]], padding: Padding | 
 class Staging:
     """The host memory in which merged batches are assembled: for each input as much as its largest batch needed.
 
-    Its content is valid until the next `gather`; the single engine thread is done with it by then. `engines` is the
-    engine's own memory by input name: a batch assembled there is not copied again before the device fetches it.
+    Its content is valid until the next `gather`.
     """
 
-    def __init__(self, rows: int, engines: Mapping[str, Array] = _NOTHING, padding: Padding | None = None) -> None:
-        """`rows` is the largest batch."""
-        self._rows = rows
-        self._engines = engines
-        self._padding = padding
+    def __init__(self) -> None:
         self._own: dict[str, Array] = {}
 
-    def reserve(self, specification: ModelSpecification) -> None:
-        """Fill the memory of inputs with a known size once, so that no request pays for the first page faults."""
-        sizes = specification.along(None if self._padding is None else self._padding.sizes[-1])
-        for tensor in specification.inputs:
-            if not tensor.dtype.hasobject and (sizes or -1 not in tensor.item_shape):
-                self._memory(tensor.name, specification.item_shape(tensor, sizes), tensor.dtype).fill(0)
-
-    def gather(self, requests: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    def gather(self, requests: Sequence[Mapping[str, Array]], padding: Padding | None = None) -> Mapping[str, Array]:
         """The requests' rows one after the other, padded to one size, C-contiguous and aligned.
 
         A single request that already is all of that is passed on; everything else is copied exactly once.
         """
-        first, padding = requests[0], self._padding
+        first = requests[0]
         size = 0 if padding is None else padding.padded_size(max(map(padding.axis.size_of, requests)))
         if (
             len(requests) == 1
@@ -110,43 +96,40 @@ class Staging:
             and all(array.flags.c_contiguous and array.flags.aligned for array in first.values())
         ):
             return first
-        return {name: self._stacked(name, [request[name] for request in requests], size) for name in first}
+        return {name: self._stacked(name, [request[name] for request in requests], padding, size) for name in first}
 
-    def _stacked(self, name: str, parts: Sequence[Array], size: int) -> Array:
+    def _stacked(self, name: str, parts: Sequence[Array], padding: Padding | None, size: int) -> Array:
         shape, dtype = parts[0].shape[1:], parts[0].dtype
-        axis = None if self._padding is None else self._padding.axis
-        place = None if axis is None else axis.places.get(name)
-        if axis is None or place is None:
-            memory = self._memory(name, shape, dtype)
-        else:
-            memory = self._memory(name, (*shape[: place - 1], size, *shape[place:]), dtype)
-        row = 0
-        for part in parts:
-            rows = memory[row : row + len(part)]
-            if axis is None or place is None:
-                rows[...] = part
-            else:
-                before, own = (slice(None),) * place, part.shape[place]
-                rows[(*before, slice(own))] = part
-                rows[(*before, slice(own, None))] = b"" if dtype.hasobject else axis.padding.get(name, 0)
-            row += len(part)
-        return memory[:row]
+        place = None if padding is None else padding.axis.places.get(name)
+        if place is not None:
+            shape = (*shape[: place - 1], size, *shape[place:])
+        memory = self._memory(name, (sum(map(len, parts)), *shape), dtype)
+        fill_rows(memory, parts, name, None if padding is None else padding.axis)
+        return memory
 
-    def _memory(self, name: str, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        engines = self._engines.get(name)
-        if (
-            engines is not None
-            and (engines.shape[1:], engines.dtype) == (item_shape, dtype)
-            and len(engines) >= self._rows
-        ):
-            return engines
-        shape = (self._rows, *item_shape)
+    def _memory(self, name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
         if dtype.hasobject:  # kept memory would keep the elements of the last batch
             return np.empty(shape, dtype)
         own = self._own.get(name)
         if own is None or own.size < prod(shape) or own.dtype != dtype:
             own = self._own[name] = np.empty(prod(shape), dtype)
         return own[: prod(shape)].reshape(shape)
+
+
+def fill_rows(memory: Array, parts: Sequence[Array], name: str, axis: Axis | None) -> int:
+    """Write an input's rows one after the other, padded along the axis to the memory's size; returns their number."""
+    place = None if axis is None else axis.places.get(name)
+    row = 0
+    for part in parts:
+        rows = memory[row : row + len(part)]
+        if axis is None or place is None:
+            rows[...] = part
+        else:
+            before, own = (slice(None),) * place, part.shape[place]
+            rows[(*before, slice(own))] = part
+            rows[(*before, slice(own, None))] = b"" if memory.dtype.hasobject else axis.padding.get(name, 0)
+        row += len(part)
+    return row
 
 
 def divide(

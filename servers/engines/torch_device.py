@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from servers.contract.tensors import Array
 from servers.engines.batches import valid_inputs
-from servers.engines.graph_runner import Build, Call, GraphRunner, event_pair
-from servers.engines.interface import Engine, EngineError, first_line
+from servers.engines.graph_runner import FLIGHTS, Build, Call, GraphRunner, event_pair
+from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, Request, first_line
+from servers.engines.padding import Padding
 from servers.engines.processors import cuda_index
-from servers.gpu.cuda_library import device_uuid
+from servers.gpu.cuda_library import CudaError, device_uuid
 
 TOP_KERNELS = 8
 """How many kernels a kernel probe lists by name."""
@@ -89,23 +91,61 @@ class RunnerEngine(Engine):
         at_load: Sequence[int] | None = None,
     ) -> GraphRunner:
         self._device = device
-        self._runner = GraphRunner(
-            self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load
-        )
+        try:
+            self._runner = GraphRunner(
+                self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load
+            )
+        except CudaError as exc:
+            raise EngineError(f"{device} cannot be used: {exc}") from exc
+        self.flights = FLIGHTS
+        self.device_index = device.index if device.type == "cuda" else None
+        self.takes_addresses = self._runner.takes_addresses
         return self._runner
 
-    @property
-    def staging(self) -> Mapping[str, Array]:
-        return {} if self._runner is None else self._runner.staging
+    def start(
+        self,
+        requests: Sequence[Request],
+        padding: Padding | None = None,
+        outputs: Sequence[Mapping[str, DeviceMemory]] = (),
+    ) -> Finish:
+        """See `Engine`; `ValueError` is for a batch beyond the largest bucket, too."""
+        if self._runner is None:
+            return super().start(requests, padding, outputs)
+        with self._as_engine_errors():
+            started = self._runner.start(requests, padding, outputs)
+
+        def finish() -> list[dict[str, Array]]:
+            with self._as_engine_errors():
+                return started()
+
+        return finish
+
+    @contextmanager
+    def _as_engine_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, CudaError) as exc:
+            raise EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}") from exc
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch; raises `ValueError` for one beyond the largest bucket."""
         if self._runner is None:
             raise self._not_loaded()
-        try:
-            return self._runner.infer(inputs)
-        except RuntimeError as exc:
-            raise EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}") from exc
+        (answer,) = self.start([inputs])()
+        return answer
+
+    def executed_rows(self, rows: int) -> int:
+        return rows if self._runner is None else self._runner.executed_rows(rows)
+
+    def pin(self, address: int, byte_size: int) -> bool:
+        return self._runner is not None and self._runner.copies.pin(address, byte_size)
+
+    def unpin(self, address: int) -> None:
+        if self._runner is not None:
+            self._runner.copies.unpin(address)
+
+    def ready(self) -> bool:
+        return self._runner is None or self._runner.ready()
 
     def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
         return None if (runner := self._ready_to_repeat(rows)) is None else runner.execution_ns(rows, repeats)
@@ -149,7 +189,7 @@ def probe_kernels(infer: Callable[[], object], device: torch.device) -> dict[str
         begin.record()
         infer()
         end.record()
-        torch.cuda.synchronize(device)
+        end.synchronize()  # not the device: another model may capture a graph
         wall_ns = time.perf_counter_ns() - started_ns
     launches: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events() or ():

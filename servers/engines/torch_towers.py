@@ -25,7 +25,8 @@ from torch.jit._trace import TracerWarning
 
 from servers.contract.tensors import Array
 from servers.engines.batches import Bucket
-from servers.engines.graph_runner import TORCH_TYPES, Enqueue
+from servers.engines.flight import TORCH_TYPES
+from servers.engines.graph_runner import Enqueue
 from servers.engines.interface import EngineError
 from servers.engines.proof import proof_batch
 from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError

@@ -1,7 +1,8 @@
 """NVIDIA's driver library (libcuda) over ctypes, and the UUID of the GPU behind a CUDA ordinal.
 
-Needs neither torch nor a CUDA runtime. ctypes releases Python's other threads during a call. CUDA counts the GPUs in
-CUDA_VISIBLE_DEVICES in the order of CUDA_DEVICE_ORDER, NVML counts all by PCI address: only the UUID fits both.
+Needs neither torch nor a CUDA runtime. Python's other threads run during a call, except during brief ones. CUDA counts
+the GPUs in CUDA_VISIBLE_DEVICES in the order of CUDA_DEVICE_ORDER, NVML counts all by PCI address: only the UUID fits
+both.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ class CudaError(Exception):
 class CudaLibrary:
     """An initialised driver, for any thread. Devices are numbered as this process sees them."""
 
-    def __init__(self, signatures: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(self, signatures: Mapping[str, tuple[Any, ...]], *, brief: bool = False) -> None:
         """`signatures`: argument types of the functions that will be called. May take a second.
 
-        Raises `CudaError` unless the library has all of them.
+        `brief` calls keep the interpreter lock: waiting for it again would take longer than a call that only enqueues.
+        Raises `CudaError` unless the library has all of the functions.
         """
         try:
-            self._library = ctypes.CDLL(LIBRARY)
+            self._library = (ctypes.PyDLL if brief else ctypes.CDLL)(LIBRARY)
             for name, arguments in {**_ALWAYS, **signatures}.items():
                 function = getattr(self._library, name)
                 function.argtypes, function.restype = arguments, c_int
@@ -46,9 +48,14 @@ class CudaLibrary:
 
     def call(self, name: str, *arguments: object) -> None:
         """Call one of the declared functions. Raises `CudaError`."""
-        code = getattr(self._library, name)(*arguments)
+        code = self.code(name, *arguments)
         if code != 0:
             raise CudaError(f"{self._text('cuGetErrorName', code)} from {name}: {self._text('cuGetErrorString', code)}")
+
+    def code(self, name: str, *arguments: object) -> int:
+        """What one of the declared functions returns; 0 is success."""
+        code: int = getattr(self._library, name)(*arguments)
+        return code
 
     def count(self) -> int:
         """Number of devices that this process may use. Raises `CudaError`."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 
@@ -88,11 +89,15 @@ class ImageDecoder:
         self._preprocessing = preprocessing
         self._threads = ThreadPoolExecutor(settings.thread_count, "decode")
 
-    def start(self, images: Array) -> Decoding:
-        """Begin to decode an object array of `bytes`, one JPEG per row; returns at once."""
+    def start(self, images: Array, allocate: Callable[[int], Array] | None = None) -> Decoding:
+        """Begin to decode an object array of `bytes`, one JPEG per row; returns at once.
+
+        `allocate` gives the memory for the pixels: that many bytes, or what it raises.
+        """
         size = self._preprocessing.size
         files = images.reshape(-1).tolist()
-        pixels = np.empty((len(files), size, size, 3), np.uint8)
+        shape = (len(files), size, size, 3)
+        pixels = np.empty(shape, np.uint8) if allocate is None else allocate(prod(shape)).view(np.uint8).reshape(shape)
         work = [
             partial(self._decode, f"image {index}: " if len(files) > 1 else "", data, pixels[index])
             for index, data in enumerate(files)

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
-from servers.contract.tensors import Array, TensorSpec
+from servers.contract.tensors import Array, Shaped, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class Axis:
         """Whether an item can be padded without changing its answer."""
         return bool(self.padding)
 
-    def size_of(self, arrays: Mapping[str, Array]) -> int:
+    def size_of(self, arrays: Mapping[str, Shaped]) -> int:
         """The size of a batch along the axis."""
         return next(int(arrays[name].shape[place]) for name, place in self.places.items() if name in arrays)
 

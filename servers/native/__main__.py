@@ -20,7 +20,7 @@ def main() -> int:
 
     from servers.engines.padding import padding_of
     from servers.engines.settings import EngineError
-    from servers.listener import ListenerError, bind, check_free
+    from servers.listener import ListenerError, bind
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
     from servers.native.settings import from_argv
@@ -33,7 +33,7 @@ def main() -> int:
         padding_of(specifications[0], settings.pad_sizes)
         weights = parse_weights(settings.weights, specifications[0].default_weights)
         listener = bind(settings.host, settings.http_port)
-        check_free(settings.host, settings.grpc_port, "--grpc-port")
+        grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
     except ValidationError as error:
         return _refuse(validation_sentence(error))
     except (UnknownModelError, WeightsError, EngineError, ListenerError) as error:
@@ -42,7 +42,7 @@ def main() -> int:
     from servers.native.server import configure_logs, run
 
     configure_logs(settings.log_level)
-    return run(settings, specifications, weights, listener)
+    return run(settings, specifications, weights, listener, grpc_listener)
 
 
 def _refuse(message: str) -> int:

@@ -16,12 +16,11 @@ from servers.contract.errors import ContractError, InvalidRequestError
 from servers.contract.values import parse_json
 from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
-from servers.native.cuda_regions import CudaRegion
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
 from servers.native.http_front_end import refusal
 from servers.native.inference import InferenceService
 from servers.native.metrics import CONTENT_TYPE, render
-from servers.native.regions import RegionTable, SystemRegion
+from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
 
 T = TypeVar("T")
@@ -86,7 +85,7 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
     async def register(request: Request) -> None:
         regions.check_allowed()
         memory = await _body(request, _SystemMemory)
-        regions.register(_region(request), memory.key, memory.offset, memory.byte_size)
+        await regions.register(_region(request), memory.key, memory.offset, memory.byte_size)
 
     async def register_cuda(request: Request) -> None:
         await regions.check_cuda()
@@ -121,12 +120,12 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
     for region in ("", "/region/{region}"):
         methods |= {
             f"GET /v2/systemsharedmemory{region}/status": lambda request: regions.rows(SystemRegion, _region(request)),
-            f"GET /v2/cudasharedmemory{region}/status": lambda request: regions.rows(CudaRegion, _region(request)),
+            f"GET /v2/cudasharedmemory{region}/status": lambda request: regions.rows(DeviceRegion, _region(request)),
             f"POST /v2/systemsharedmemory{region}/unregister": lambda request: regions.unregister(
                 SystemRegion, _region(request)
             ),
             f"POST /v2/cudasharedmemory{region}/unregister": lambda request: regions.unregister(
-                CudaRegion, _region(request)
+                DeviceRegion, _region(request)
             ),
         }
     return methods

@@ -1,9 +1,9 @@
 """CUDA shared memory that clients have registered: device memory of another process, opened by its IPC handle.
 
-The engines take their batches from host memory. So the engine thread copies an input from the device to the host right
-before its batch is gathered, and a worker thread copies an output back before its answer is sent. A region's handle is
-closed when the region is unregistered and no copy uses it; the call that unregisters it returns after that, so that the
-client may then free its memory.
+An engine on the same device copies inputs and outputs there itself (`borrow`). For every other engine the batcher
+copies an input to the host right before its batch is started, and an output back before its answer is sent. A region's
+handle is closed when the region is unregistered and no copy uses it; the call that unregisters it returns after that,
+so that the client may then free its memory.
 
 Every driver call makes the device's primary context, which torch and ONNX Runtime use too, current on its thread, and
 removes it again, so that an engine finds its thread unchanged.
@@ -233,6 +233,15 @@ class CudaRegion:
                 message = f"the output cannot be written to region {shown(self.name)} on GPU {self.device}: {exc}"
                 raise InternalError(message) from exc
 
+    def borrow(self, offset: int) -> int:
+        """The address of a place, where the engine copies until `release`. Raises `InvalidRequestError`."""
+        self._enter("the engine used it")
+        return self._address + offset
+
+    def release(self) -> None:
+        """The end of one `borrow`."""
+        self._leave()
+
     def close(self) -> None:
         """Refuse new copies; returns when the last copy has ended and the handle is closed. Idempotent."""
         with self._lock:
@@ -244,14 +253,17 @@ class CudaRegion:
 
     @contextmanager
     def _used(self, purpose: str) -> Iterator[None]:
-        with self._lock:
-            if self.is_closing:
-                raise InvalidRequestError(f"region {shown(self.name)} was unregistered before {purpose}")
-            self._users += 1
+        self._enter(purpose)
         try:
             yield
         finally:
             self._leave()
+
+    def _enter(self, purpose: str) -> None:
+        with self._lock:
+            if self.is_closing:
+                raise InvalidRequestError(f"region {shown(self.name)} was unregistered before {purpose}")
+            self._users += 1
 
     def _leave(self) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configura
 
 _REPOSITORY_STATES = {
     State.LOADING: ("LOADING", ""),
+    State.ACCEPTING: ("LOADING", ""),
     State.READY: ("READY", ""),
     State.FAILED: ("UNAVAILABLE", "failed"),
     State.UNLOADED: ("UNAVAILABLE", "unloaded"),
@@ -98,6 +99,7 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
         "weights": description.weights,
         "model": service.specification.label,
         "payload": service.specification.payload,
+        "lone_requests_wait": "false",  # unlike Triton's batcher, for the whole queue delay
     }
     if service.specification.padded_axis is not None:
         parameters["pad_to"] = pad_to_text(service.settings.pad_sizes)

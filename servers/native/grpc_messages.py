@@ -9,7 +9,7 @@ it is done, and a map of millions of parameters took it a minute.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -60,9 +60,24 @@ _COUNTED_IN: Mapping[int, Any] = {_INPUTS: {_INPUT_CONTENTS: {}}, _OUTPUTS: {}}
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
-def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
-    """A ModelInferRequest without its raw inputs, and views of them. Raises `InvalidRequestError`."""
-    rest, raw = _cut_out_raw(serialised)
+class RawInput(NamedTuple):
+    """A view of a raw input, where it is in its message, and where its field's tag begins."""
+
+    data: memoryview
+    start: int
+    end: int
+    tag: int
+
+
+def parse_message(content: bytes | memoryview) -> tuple[Any, list[RawInput]]:
+    """A ModelInferRequest without its raw inputs, and these. Raises `InvalidRequestError`."""
+    view = memoryview(content)
+    raw = _find_raw(view)
+    kept, kept_from = [], 0
+    for item in raw:
+        kept.append(view[kept_from : item.tag])
+        kept_from = item.end
+    rest = b"".join([*kept, view[kept_from:]])
     if len(rest) > UNCOUNTED_BYTES:
         _count_fields(memoryview(rest), 0, len(rest), _COUNTED_IN, 0)
     try:
@@ -74,7 +89,7 @@ def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
     return message, raw
 
 
-def decode_message(message: Any, raw: list[memoryview], find: FindWindow) -> InferRequest:
+def decode_message(message: Any, raw: list[RawInput], find: FindWindow) -> InferRequest:
     """The request of a message from `parse_message`; any thread. Raises `ContractError`."""
     if len(message.id) > MAX_ID_CHARACTERS:
         raise InvalidRequestError(f"'id' has {len(message.id)} characters, the limit is {MAX_ID_CHARACTERS}")
@@ -100,7 +115,7 @@ def decode_message(message: Any, raw: list[memoryview], find: FindWindow) -> Inf
         if window is not None:
             data = window_array(window, datatype, shape, name)
         elif raw:
-            data = array_from_bytes(next(waiting), datatype, shape, name)
+            data = array_from_bytes(next(waiting).data, datatype, shape, name)
         else:
             data = reshaped(_typed(item.contents, datatype, element_count(shape, name), name), shape, name)
         inputs.append(InputTensor(name, datatype, shape, data, window))
@@ -127,6 +142,12 @@ def encode_message(response: InferResponse) -> Any:
             else:
                 output.parameters[name].int64_param = value
     return message
+
+
+def encode_streamed(response: Any) -> Any:
+    """A ModelInferResponse as the only, and so the final, response to a message of a stream."""
+    response.parameters["triton_final_response"].bool_param = True
+    return service_pb2.ModelStreamInferResponse(infer_response=response)
 
 
 def _typed(contents: Any, datatype: str, count: int, name: str) -> Array:
@@ -175,22 +196,14 @@ def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
     return parameters
 
 
-def _cut_out_raw(serialised: bytes) -> tuple[bytes, list[memoryview]]:
-    """The message without its raw inputs, and views of them. Raises `InvalidRequestError`."""
-    view = memoryview(serialised)
-    raw: list[memoryview] = []
-    kept: list[memoryview] = []
-    kept_from = 0
+def _find_raw(view: memoryview) -> list[RawInput]:
+    """Raises `InvalidRequestError`."""
+    raw: list[RawInput] = []
     for fields, (number, start, value, end) in enumerate(_fields(view, 0, len(view)), start=1):
         _check_fields(fields)
         if number == _RAW:
-            raw.append(view[value:end])
-            kept.append(view[kept_from:start])
-            kept_from = end
-    if not raw:
-        return serialised, raw
-    kept.append(view[kept_from:])
-    return b"".join(kept), raw
+            raw.append(RawInput(view[value:end], value, end, start))
+    return raw
 
 
 def _count_fields(view: memoryview, position: int, end: int, counted_in: Mapping[int, Any], fields: int) -> int:

@@ -9,9 +9,6 @@ does not read its request to the end is followed by lingering: closing at once c
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable
 
@@ -52,20 +49,18 @@ def connection_factory(front_end: HttpFrontEnd) -> Callable[..., Connection]:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client. Belongs to the event loop, except `send_in_place`."""
+    """One client. Belongs to the event loop."""
 
     def __init__(self, front_end: HttpFrontEnd) -> None:
         self._front_end = front_end
         self._settings = front_end.settings
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
-        self._socket: socket.socket | None = None  # a duplicate of the transport's, for the engine thread
-        self._parser = RequestParser(front_end.heads, front_end.bodies, front_end.budget, front_end.check)
+        self._parser = RequestParser(front_end.heads, front_end.memory, front_end.check)
         self._unparsed = bytearray()  # read but not used yet
         self._direct = False  # the present read goes straight into the body
         self._request: Request | None = None  # it waits for its response, or was answered last
         self._pending: PendingRequest | None = None  # `_request`, if it is an inference
         self._busy = False  # a request waits for its response
-        self._sending = threading.Lock()  # the engine thread holds it from the first byte to `_busy`
         self._advancing = False
         self._choked = False  # the client reads slower than it is answered
         self._paused = False  # nothing is read from the transport
@@ -74,8 +69,6 @@ class Connection(asyncio.BufferedProtocol):
         self._lingered = -1  # bytes dropped since a refusal; -1 before it
         self._body_by = 0.0  # when a body is late if no byte of it arrives
         self._room_by = 0.0  # when a body that waits for room is refused; 0: it does not wait
-        self.in_place = False
-        """The response may be sent from the engine thread."""
         self.gone = False
         """The client has left."""
         self.deadline = NEVER
@@ -104,7 +97,7 @@ class Connection(asyncio.BufferedProtocol):
             self._lingered += nbytes
             if self._lingered > LINGER_BYTES:
                 self._transport.abort()
-        elif (self._busy and not self._answered()) or self._choked or self._parser.starved:
+        elif self._busy or self._choked or self._parser.starved:
             self._unparsed += self._front_end.room[:nbytes]
             self._pause()
         elif self._unparsed:
@@ -113,26 +106,17 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._advance(self._front_end.scratch, nbytes)
 
-    def _answered(self) -> bool:
-        """Whether the engine thread has finished the response; a fast client can overtake it."""
-        with self._sending:
-            return not self._busy
-
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The client or the server has closed."""
         self.gone = True
-        self._front_end.connections.discard(self)
-        with self._sending:
-            if self._socket is not None:
-                self._socket.close()
-            self._socket = None
+        self._front_end.remove(self)
         if self._busy and self._pending is not None:
             self._pending.abandon()
         elif not self._busy and self._parser.in_body:
             self._front_end.count_disconnect(self._parser.head)
         self._parser.give_up()
         if self._request is not None:
-            self._request.release(read=False)
+            self._request.release()
         self._pending = None  # breaks the cycle of the two
 
     def pause_writing(self) -> None:
@@ -158,8 +142,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def give_up(self) -> None:
         """The server ends: refuse the request that waits for its response, and close."""
-        with self._sending:
-            self._given_up = self._busy
+        self._given_up = self._busy
         if self._given_up:
             if self._pending is not None:
                 self._pending.give_up()
@@ -191,8 +174,6 @@ class Connection(asyncio.BufferedProtocol):
         """Send a response; in the event loop."""
         request = self._request
         assert request is not None
-        if answer.status >= 500:  # an engine that failed may still be reading
-            request.release(read=False)
         self.send(answer.encode(self.common_headers, with_body=request.head.method != b"HEAD"))
 
     def send(self, data: bytes) -> None:
@@ -208,25 +189,6 @@ class Connection(asyncio.BufferedProtocol):
         self._request.release()
         self._busy = False
         self._go_on()
-
-    def send_in_place(self, data: bytes) -> None:
-        """Send a response from the engine thread; the event loop sends what the socket does not take at once."""
-        with self._sending:
-            own = None if self._given_up else self._socket
-            try:
-                sent = 0 if own is None else own.send(data)
-            except OSError:
-                sent = 0
-            if sent < len(data):
-                self._front_end.call(self.send, data[sent:])
-                return
-            self._wait_at_most(self._settings.keep_alive_timeout_s)
-            assert self._request is not None
-            self._request.release()
-            self._busy = False
-        # The event loop sets these before it reads `_busy`, this thread reads them after setting it: one of them acts.
-        if self._paused or self._unparsed or self._stopping:
-            self._front_end.call(self._go_on)
 
     # From bytes to requests
 
@@ -328,7 +290,6 @@ class Connection(asyncio.BufferedProtocol):
             self._front_end.count_failure(head, request.refusal, request.start_ns)
             self.answer(refusal(request.refusal))
         elif head.infers:
-            self.in_place = self._may_answer_in_place()
             self._pending = PendingRequest(self._front_end, self, request)
             self._pending.begin(request.body)
         elif head.target is not None:
@@ -343,14 +304,6 @@ class Connection(asyncio.BufferedProtocol):
         client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
         self.answer(await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body)))
 
-    def _may_answer_in_place(self) -> bool:
-        """Whether only the response itself is left to do on this connection."""
-        if self._stopping or self._transport.get_write_buffer_size():
-            return False
-        if self._socket is None:
-            self._socket = _duplicate(self._transport.get_extra_info("socket"))
-        return self._socket is not None
-
     def _reject(self, error: HttpError) -> None:
         """Refuse a request that is not read any further; the connection ends when the client has read the refusal."""
         self._stopping = True
@@ -360,13 +313,3 @@ class Connection(asyncio.BufferedProtocol):
         self._unparsed, self._lingered = bytearray(), 0
         self._wait_at_most(LINGER_S)
         self._transport.write_eof()
-
-
-def _duplicate(own: socket.socket) -> socket.socket | None:
-    """A second socket of the same connection, for another thread; None when the process has no descriptor left."""
-    try:
-        other = socket.socket(fileno=os.dup(own.fileno()))
-    except OSError:
-        return None
-    other.setblocking(False)
-    return other

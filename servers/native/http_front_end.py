@@ -1,8 +1,8 @@
 """Inference over HTTP, from a request's head and body to its response, and what all HTTP connections share.
 
 There are two ways. A request whose JSON header came before (see `request_templates`) goes to the batcher from the
-connection's callback, without a task, and the engine thread writes its response when nothing else waits. Every other
-request (values in JSON, BYTES, shared memory, timeouts, compressed bodies) is a task, whose slow steps run in a thread.
+connection's callback, without a task. Every other request (values in JSON, BYTES, shared memory, timeouts, compressed
+bodies) is a task, whose slow steps run in a thread.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from uvicorn.server import ServerState
 from servers.contract.codec import HEADER_LENGTH, decode_request, encode_response, parse_header_length
 from servers.contract.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.contract.records import InferRequest
-from servers.native.batcher import QueuedRequest
+from servers.native.arena import RequestMemory
 from servers.native.errors import INTERNAL_ERROR, HttpError, failure_reason, http_status
-from servers.native.http_body import SPARE_SHARE, BodyPool
 from servers.native.http_parser import HeadReader, Request, RequestHead
 from servers.native.inference import InferenceService, in_thread
-from servers.native.limits import ByteBudget
+from servers.native.queued_request import QueuedRequest
 from servers.native.regions import RegionTable
 from servers.native.request_templates import KEPT_HEADER_BYTES, RequestTemplate, TemplateCache
 from servers.native.served_models import ServedModels
@@ -47,7 +46,10 @@ INLINE_JSON_BYTES = 16 * 1024
 INFLATED_STEP_BYTES = 64 * 1024
 """Compressed bodies are inflated in steps of this size, which fit into memory that the heap has anyway."""
 MAX_INFLATING = 8
-"""Most compressed bodies that are inflated and parsed, or wait for that. A connection has one request at a time."""
+"""Most compressed bodies that are inflated and parsed, or wait for that, in each front end over HTTP and over gRPC.
+
+A connection has one request at a time.
+"""
 TICK_S = 0.25
 """How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
 
@@ -134,14 +136,13 @@ class HttpFrontEnd:
         models: ServedModels,
         regions: RegionTable,
         settings: NativeSettings,
-        budget: ByteBudget,
+        memory: RequestMemory,
     ) -> None:
         self.application = application
         self.settings = settings
-        self.budget = budget
+        self.memory = memory
         self.regions = regions
         self.heads = HeadReader(settings)
-        self.bodies = BodyPool(settings.max_held_bytes // SPARE_SHARE)
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)
         self.templates = {service: TemplateCache(service.signature, service.padding) for service in models}
@@ -152,6 +153,8 @@ class HttpFrontEnd:
         # bodies have another one, because a few bytes of them are as much work as a megabyte of plain JSON.
         self.parsing = ThreadPoolExecutor(1, "parsing")
         self.inflating = ThreadPoolExecutor(1, "inflating")
+        self.on_close: Callable[[], None] = lambda: None
+        """Called for each connection that has been closed."""
         self._models = models
         self._state = ServerState()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -172,6 +175,11 @@ class HttpFrontEnd:
         self.connections.add(connection)
         if self._timer is None:
             self._tick()
+
+    def remove(self, connection: Any) -> None:
+        """A connection has been closed."""
+        self.connections.discard(connection)
+        self.on_close()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task that uvicorn waits for when the server stops."""
@@ -215,7 +223,7 @@ class HttpFrontEnd:
         """Why this inference request is refused whatever its body is."""
         assert head.target is not None
         try:
-            self._models.find(*head.target).check_ready()
+            self._models.find(*head.target).check_accepting()
             if head.encoding is not None and head.encoding not in _ENCODINGS:
                 raise InvalidRequestError("Content-Encoding must be identity, gzip or deflate")
             if head.length is not None and head.encoding is None:
@@ -237,7 +245,7 @@ class HttpFrontEnd:
 class PendingRequest:
     """One inference request between its last byte and its response; the `Waiter` of its `QueuedRequest`.
 
-    Belongs to the event loop, except `answer_in_place`. Exactly one of its ways to end is taken.
+    Belongs to the event loop. Exactly one of its ways to end is taken.
     """
 
     __slots__ = ("_connection", "_front_end", "_head", "_queued", "_service", "_task", "_template", "_times")
@@ -269,37 +277,32 @@ class PendingRequest:
 
     def abandon(self) -> None:
         """The client has left: take the request out of the queue if it still waits there."""
+        queued = self._queued
         if self._task is not None:
             self._task.cancel()
-        elif self._withdraw():
+        elif queued is not None and self._service.withdraw(queued):  # else it is counted when it comes back
+            self._queued = queued.waiter = None  # frees the connection before the queue comes to this request
             self._service.statistics.record_disconnect()
 
     def give_up(self) -> None:
         """The server's time to finish is over and the connection refuses the request: the engine need not see it."""
+        queued, self._queued = self._queued, None
         if self._task is not None:
             self._task.cancel()
-        else:
-            self._withdraw()
+        elif queued is not None:
+            self._service.withdraw(queued)
+            queued.waiter = None
         self._service.statistics.record_failure("shutting_down", self._times.start_ns)
 
-    def answer_in_place(self, queued: QueuedRequest) -> bool:
-        if queued.error is not None or not self._connection.in_place:
-            return False
-        answer = self._encode(queued)
-        if answer is None:
-            return False
-        self._queued = None  # breaks the cycle of the two, which with the arrays would wait for the garbage collector
-        self._count()
-        self._connection.send_in_place(answer)
-        return True
-
     def wake(self, queued: QueuedRequest) -> None:
-        self._queued = None
+        self._queued = None  # breaks the cycle of the two, which with the arrays would wait for the garbage collector
         answer = None if queued.error is not None else self._encode(queued)
-        if answer is None:
+        if self._connection.gone:
+            self._service.statistics.record_disconnect()
+        elif answer is None:
             self._refuse(queued.error or InternalError(INTERNAL_ERROR))
         else:
-            self._count()
+            self._service.statistics.record_success(self._times)
             self._connection.send(answer)
 
     def _plan(self, body: memoryview) -> RequestTemplate | Coroutine[Any, Any, Answer]:
@@ -336,7 +339,7 @@ class PendingRequest:
             body, request = await in_thread(front_end.inflating, self._inflate, compressed)
         finally:
             front_end.compressed -= 1
-        with front_end.budget.holding(body.nbytes):
+        with front_end.memory.budget.holding(body.nbytes):
             self._times.decode_ns = time.perf_counter_ns() - started_ns
             return await self._answer(body, None, request)
 
@@ -384,13 +387,6 @@ class PendingRequest:
     def _refuse(self, error: ContractError) -> None:
         self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
         self._connection.answer(refusal(error))
-
-    def _withdraw(self) -> bool:
-        queued, self._queued = self._queued, None
-        if queued is None or not self._service.withdraw(queued):
-            return False
-        queued.waiter = None  # frees the connection before the queue comes to this request
-        return True
 
     def _encode(self, queued: QueuedRequest) -> bytes | None:
         """The response's bytes; None if encoding fails, which becomes the request's error and stops no thread."""

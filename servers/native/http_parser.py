@@ -18,9 +18,10 @@ import httptools
 
 from servers.contract.codec import HEADER_LENGTH
 from servers.contract.errors import ContractError, UnavailableError
+from servers.native.arena import RequestMemory
 from servers.native.errors import HOLDS_ENOUGH, HttpError, unread
-from servers.native.http_body import BodyPool, ChunkedBody, DroppedBody, FixedBody
-from servers.native.limits import CONTROL_BODY_BYTES, ByteBudget
+from servers.native.http_body import ChunkedBody, DroppedBody, FixedBody
+from servers.native.limits import CONTROL_BODY_BYTES
 from servers.native.settings import NativeSettings
 
 HEAD_ENDS = b"\r\n\r\n"
@@ -202,38 +203,25 @@ def infer_target(path: str) -> tuple[str, str | None] | None:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A whole request, or one with a `refusal`, whose body was dropped. Its memory counts as held until `release`."""
+    """A whole request, or one with a `refusal`, whose body was dropped.
+
+    The body's memory counts as held until `release`, and until nothing else refers to it.
+    """
 
     head: RequestHead
     start_ns: int
     """The moment when its head was complete."""
     refusal: ContractError | None
-    _memory: FixedBody | ChunkedBody | None
-    _held: int
-    _bodies: BodyPool
-    _budget: ByteBudget
+    _body: FixedBody | ChunkedBody | None
 
     @property
     def body(self) -> memoryview:
         """All bytes of the body, until `release`."""
-        return _EMPTY if self._memory is None else self._memory.view
+        return _EMPTY if self._body is None else self._body.view
 
-    def release(self, *, read: bool = True) -> None:
-        """Give the memory back; any thread, idempotent. When not `read`, the engine may still read the body.
-
-        Its bytes then count as held until nothing refers to them.
-        """
-        memory, self._memory = self._memory, None
-        held, self._held = self._held, 0
-        if memory is None:
-            return
-        if not read:
-            self._budget.release_with(memory.memory, held)
-            return
-        if isinstance(memory, FixedBody):
-            self._bodies.give(memory)
-        if held:
-            self._budget.release(held)
+    def release(self) -> None:
+        """Give the memory back, unless the engine still reads it; idempotent."""
+        self._body = None
 
 
 class RequestParser:
@@ -246,18 +234,16 @@ class RequestParser:
     def __init__(
         self,
         heads: HeadReader,
-        bodies: BodyPool,
-        budget: ByteBudget,
+        memory: RequestMemory,
         check: Callable[[RequestHead], ContractError | None],
     ) -> None:
         self._heads = heads
         self._settings = heads.settings
-        self._bodies = bodies
-        self._budget = budget
+        self._memory = memory
+        self._budget = memory.budget
         self._check = check
         self._body: FixedBody | ChunkedBody | DroppedBody | None = None
         self._refusal: ContractError | None = None
-        self._held = 0
         self._skipped_line = False  # the one empty line that may come before a request
         self.head: RequestHead | None = None
         """The head that is arriving or arrived last; None when it could not be read."""
@@ -291,7 +277,7 @@ class RequestParser:
         body = self._body
         if not isinstance(body, FixedBody):
             return None
-        left = self._budget.limit - self._budget.held  # faster than `left`, and for every read
+        left = self._budget.left
         return body.view[body.filled : body.filled + left] if left > 0 else None
 
     def received(self, count: int) -> Request | None:
@@ -299,7 +285,7 @@ class RequestParser:
         body = self._body
         assert isinstance(body, FixedBody)
         body.received(count)
-        self._hold(count)
+        self._hold(body, count)
         return self._completed() if body.complete else None
 
     def drop_body(self, refusal: ContractError) -> None:
@@ -312,11 +298,7 @@ class RequestParser:
 
     def give_up(self) -> None:
         """Drop the request that is arriving."""
-        if isinstance(self._body, FixedBody):
-            self._bodies.settle(self._body)
         self._body = None
-        held, self._held = self._held, 0
-        self._budget.release(held)
 
     def _parse_head(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
         if data.startswith(b"\r\n", start, end):
@@ -358,11 +340,14 @@ class RequestParser:
         if head.chunked:
             if self._refusal is not None:
                 raise unread(self._refusal)
-            return ChunkedBody(limit, self._settings.max_chunks)
+            slot = self._memory.take(limit)
+            if slot is None:
+                raise unread(UnavailableError(HOLDS_ENOUGH))
+            return ChunkedBody(slot, limit, self._settings.max_chunks)
         if size == 0:
             return None
         if self._refusal is None:
-            body = self._bodies.take(size, head.json_bytes) if size <= self._budget.left else None
+            body = FixedBody.take(self._memory, size, head.json_bytes) if size <= self._budget.left else None
             if body is not None:
                 return body
             self._refusal = UnavailableError(HOLDS_ENOUGH)
@@ -373,10 +358,10 @@ class RequestParser:
     ) -> tuple[int, Request | None]:
         if isinstance(body, FixedBody):
             used = body.feed(data, start, min(end, start + self._budget.left))
-            self._hold(used - start)
+            self._hold(body, used - start)
         else:
             used = body.feed(data, start, end)
-            if isinstance(body, ChunkedBody) and not self._hold(len(body.content) - self._held):
+            if isinstance(body, ChunkedBody) and not self._hold(body, body.arrived - body.slot.charged):
                 raise unread(UnavailableError(HOLDS_ENOUGH))
         return used, self._completed() if body.complete else None
 
@@ -384,14 +369,9 @@ class RequestParser:
         head, body, refusal = self.head, self._body, self._refusal
         assert head is not None
         self._body = None
-        held, self._held = self._held, 0
-        if isinstance(body, DroppedBody):
-            body = None
-        elif isinstance(body, FixedBody):
-            self._bodies.settle(body)
-        return Request(head, self.start_ns, refusal, body, held, self._bodies, self._budget)
+        return Request(head, self.start_ns, refusal, None if isinstance(body, DroppedBody) else body)
 
-    def _hold(self, size: int) -> bool:
+    def _hold(self, body: FixedBody | ChunkedBody, size: int) -> bool:
         held = self._budget.hold(size)
-        self._held += size if held else 0
+        body.slot.charged += size if held else 0
         return held

@@ -1,36 +1,37 @@
-"""Inference behind HTTP and gRPC: one object checks a request, queues it, awaits it and makes its response."""
+"""Inference behind HTTP and gRPC: one object checks a request, passes it to the engine, and makes its response.
+
+The engine is in this process or in another one: see `EngineLink`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from enum import Enum
+from math import prod
 from typing import Protocol, TypeVar
 
-import structlog
-
 from servers.contract.codec import read_elements, write_output
-from servers.contract.errors import InternalError, InvalidRequestError, NotFoundError, UnavailableError
+from servers.contract.errors import InvalidRequestError, NotFoundError
 from servers.contract.records import (
     InferRequest,
     InferResponse,
     InputTensor,
     ModelSignature,
     OutputTensor,
+    RegionReference,
     RequestedOutput,
+    Window,
 )
 from servers.contract.tensors import Array
-from servers.engines.batches import warm_up_sizes
-from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
+from servers.engines.interface import EngineDescription
 from servers.engines.padding import batch_key, padding_of
 from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher, QueuedRequest
+from servers.native.arena import RequestMemory
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
@@ -39,22 +40,28 @@ from servers.native.errors import (
     RequestExpiredError,
     ShuttingDownError,
 )
+from servers.native.queued_request import QueuedRequest
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
 
-log = structlog.get_logger("abserve.loading")
-
-UNLOAD_SECONDS = 30
 DECODING_S = 30.0
+INLINE_READ_BYTES = 2**20
+"""More bytes of system shared memory than this are read in threads."""
+PIECE_BYTES = 4 * 2**20
+"""What one thread reads at a time: a core copies this much in half a millisecond."""
 _DELAY_THREADS = 256
 
 R = TypeVar("R")
 
 
 class State(Enum):
-    """Only READY answers inference requests; FAILED means that loading failed, or that the engine broke."""
+    """READY and ACCEPTING answer inference requests. FAILED means that loading failed, or that the engine broke.
+
+    A loaded model is ACCEPTING until all front ends know: no client sees that it is ready and is then refused.
+    """
 
     LOADING = "loading"
+    ACCEPTING = "accepting"
     READY = "ready"
     FAILED = "failed"
     UNLOADED = "unloaded"
@@ -64,15 +71,24 @@ class State(Enum):
 class Waiter(Protocol):
     """The part of a front end that waits for a queued request."""
 
-    def answer_in_place(self, queued: QueuedRequest) -> bool:
-        """Answer in the engine thread, if that needs no event loop; False leaves the request to `wake`.
-
-        Called when no other request waits: without a wake-up of the event loop the hand-off costs half, and the engine
-        would only sleep.
-        """
-
     def wake(self, queued: QueuedRequest) -> None:
         """The request is complete; called in the event loop."""
+
+
+class EngineLink(Protocol):
+    """The way from a front end to the engine; belongs to the event loop, where it calls `Waiter.wake`."""
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        """Queue a checked request for a model, by its number. Raises `UnavailableError`, or completes it with one."""
+
+    def withdraw(self, model: int, queued: QueuedRequest) -> bool:
+        """Take it back; True if the engine will not execute it and its waiter will not be called.
+
+        False: it will be complete soon, with `RequestExpiredError` if it came back.
+        """
+
+    async def ask(self, method: str, *arguments: object) -> None:
+        """Let the engine's side do something else. Raises `ContractError`."""
 
 
 class FutureWaiter:
@@ -82,9 +98,6 @@ class FutureWaiter:
 
     def __init__(self) -> None:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def answer_in_place(self, queued: QueuedRequest) -> bool:  # noqa: ARG002  a coroutine needs the event loop
-        return False
 
     def wake(self, queued: QueuedRequest) -> None:  # noqa: ARG002  the awaiting coroutine has it
         if not self.future.done():  # its task was cancelled while the engine worked
@@ -96,6 +109,13 @@ class FutureWaiter:
         await self.future
 
 
+def wake_all(requests: Sequence[QueuedRequest]) -> None:
+    """Tell the waiters that their requests are complete; in the event loop."""
+    for queued in requests:
+        if queued.waiter is not None:
+            queued.waiter.wake(queued)
+
+
 class RequestDecoder:
     """The decoder of one model that takes JPEG files. Belongs to one event loop.
 
@@ -103,8 +123,16 @@ class RequestDecoder:
     `DECODING_S`.
     """
 
-    def __init__(self, specification: ModelSpecification, settings: DecodingSettings, queue_size: int) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        specification: ModelSpecification,
+        settings: DecodingSettings,
+        queue_size: int,
+        memory: RequestMemory,
+        statistics: Statistics,
+    ) -> None:
+        self._memory = memory
+        self._statistics = statistics
         self.pending = 0
         self.idle = asyncio.Event()  # no request is being decoded
         self.idle.set()
@@ -119,14 +147,14 @@ class RequestDecoder:
         """
         if self.pending >= self._queue_size:
             raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
-        self.pending += 1
+        self._count(1)
         self.idle.clear()
         decoding: Decoding | None = None
         timeout_s = float("inf") if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
         try:
             async with asyncio.timeout(min(timeout_s, DECODING_S)):
                 images = files.data if files.window is None else await asyncio.to_thread(read_elements, files)
-                decoding = self._decoder.start(images)
+                decoding = self._decoder.start(images, self._memory.allocate)
                 for image in decoding.images:
                     await asyncio.wrap_future(image)
         except TimeoutError:
@@ -134,12 +162,16 @@ class RequestDecoder:
                 raise RequestExpiredError(EXPIRED) from None
             raise RequestExpiredError(f"the images were not decoded within {DECODING_S:g} s, send fewer") from None
         finally:
-            self.pending -= 1
+            self._count(-1)
             if not self.pending:
                 self.idle.set()
             if decoding is not None:
                 decoding.cancel()  # only a failure leaves images to cancel
         return {self._pixels: decoding.pixels}
+
+    def _count(self, change: int) -> None:
+        self.pending += change
+        self._statistics.set_decoding(self.pending)
 
     def close(self) -> None:
         """End the threads."""
@@ -147,118 +179,70 @@ class RequestDecoder:
 
 
 class InferenceService:
-    """One served model. `build_engine` is called in the engine thread, where its imports block nothing else.
+    """One served model as a front end has it. Belongs to one event loop; any thread may read.
 
-    `start`, `load`, `unload` and `infer` belong to one event loop; `stop` comes last. Any thread may read the rest.
+    The engine's side says what its `state` and its engine's `description` are, which is None unless one is loaded.
     """
 
     def __init__(
         self,
+        number: int,
         specification: ModelSpecification,
-        build_engine: Callable[[], Engine],
         settings: NativeSettings,
+        link: EngineLink,
+        memory: RequestMemory,
+        statistics: Statistics,
     ) -> None:
-        self.signature = ModelSignature(
-            specification.name,
-            specification.version,
-            specification.inputs,
-            specification.outputs,
-            settings.max_batch_size,
-            specification.axes,
-            specification.id_counts,
-        )
+        self.signature = signature_of(specification, settings)
         self.specification = specification
         self.padding = padding_of(specification, settings.pad_sizes)
         self.settings = settings
-        self.statistics = Statistics(settings.max_batch_size)
-        self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
+        self.statistics = statistics
+        self.description: EngineDescription | None = None
+        self.state = State.LOADING
         self.decoding: DecodingSettings | None = None  # None for a model that takes tensors
         self._decoder: RequestDecoder | None = None
         if specification.payload == "jpeg":
             self.decoding = DecodingSettings(settings.decode_threads, settings.max_image_pixels)
-            self._decoder = RequestDecoder(specification, self.decoding, settings.queue_size)
-        self._build_engine = build_engine
-        self.state = State.LOADING
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_failure: Callable[[], None] = lambda: None
-        self._front_ends_open: threading.Event | None = None
-        self._control = asyncio.Lock()
-        self._settled = asyncio.Event()  # the load has ended, with or without success
+            self._decoder = RequestDecoder(specification, self.decoding, settings.queue_size, memory, statistics)
+        self._number = number
+        self._link = link
+        self._memory = memory
         self._delays = ThreadPoolExecutor(_DELAY_THREADS, "added-delay") if settings.added_delay_ms else None
-        self._batcher = self._new_batcher()
 
     @property
     def ready(self) -> bool:
         """Loaded, warmed up and not shutting down."""
         return self.state is State.READY
 
-    @property
-    def pending(self) -> int:
-        """Requests that wait in the queue or whose images are being decoded."""
-        return self._batcher.waiting + (self._decoder.pending if self._decoder is not None else 0)
+    async def apply(self, state: State, description: EngineDescription | None) -> None:
+        """What the engine's side says; returns when the engine has got every request that was accepted before."""
+        if self.state is not State.STOPPING:
+            self.state = state
+            self.description = description
+        if state not in (State.READY, State.ACCEPTING) and self._decoder is not None:
+            await self._decoder.idle.wait()
 
-    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event | None = None) -> None:
-        """Begin to load; returns at once. `on_failure` is called in the event loop if the model cannot be served.
-
-        The model is not READY before `front_ends_open` is set.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._on_failure = on_failure
-        self._front_ends_open = front_ends_open
-        self._batcher.start(self._prepare)
-
-    async def load(self) -> None:
-        """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
-        async with self._control:
-            if self.state not in (State.UNLOADED, State.FAILED):
-                self.check_ready()
-                return
-            await self._finish()
-            self._batcher = self._new_batcher()
-            self._on_failure = lambda: None  # the client gets the error, and the server goes on
-            self.state = State.LOADING
-            self._settled.clear()
-            self._batcher.start(self._prepare)
-            await self._settled.wait()
-            if self.state is State.FAILED:
-                raise InternalError(f"model '{self.signature.name}' failed to load, the server's log has the reason")
-
-    async def unload(self) -> None:
-        """Refuse new requests, finish the accepted ones and free the engine. Raises `ContractError`."""
-        async with self._control:
-            if self.state not in (State.UNLOADED, State.FAILED):
-                self.check_ready()
-            self.state = State.UNLOADED
-            await self._finish()
-
-    async def _finish(self) -> None:
-        ends = time.perf_counter() + UNLOAD_SECONDS
-        if self._decoder is not None:  # its requests go to the queue
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._decoder.idle.wait(), UNLOAD_SECONDS)
-        decoded = self._decoder is None or self._decoder.idle.is_set()
-        if not decoded or not await asyncio.to_thread(self._batcher.stop, max(0.0, ends - time.perf_counter())):
-            raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again later")
-        self.description = None  # nothing is in effect any more
-
-    def stop(self, timeout: float) -> bool:
-        """Execute the queue, then free the engine; blocks. False if that took longer than `timeout` seconds."""
-        loading = self.state is State.LOADING
+    def stop(self) -> None:
+        """Accept nothing any more."""
         self.state = State.STOPPING
         if self._delays is not None:
             self._delays.shutdown(wait=False)
         if self._decoder is not None:
             self._decoder.close()
-        # A load cannot be interrupted, so do not wait for it.
-        return self._batcher.stop(0 if loading else timeout)
 
     def check_loaded(self) -> None:
         """Raises `NotFoundError` for an unloaded model, which is as unknown as any other until it is loaded again."""
         if self.state is State.UNLOADED:
             raise NotFoundError(f"Request for unknown model: '{self.signature.name}' is unloaded")
 
-    def check_ready(self) -> None:
+    def check_accepting(self) -> None:
         """Raises `UnavailableError` unless the model can answer now."""
+        if self.state is not State.ACCEPTING:
+            self.check_ready()
+
+    def check_ready(self) -> None:
+        """Raises `UnavailableError` unless the model can answer now, and every front end knows."""
         if self.state is State.READY:
             return
         if self.state is State.STOPPING:
@@ -272,12 +256,12 @@ class InferenceService:
 
     def enqueue(self, queued: QueuedRequest) -> None:
         """Queue a checked request. Raises `UnavailableError`."""
-        self.check_ready()
-        self._batcher.submit(queued)
+        self.check_accepting()
+        self._link.submit(self._number, queued)
 
     def withdraw(self, queued: QueuedRequest) -> bool:
-        """Take it back; True if the engine will not execute it and its waiter will not be called."""
-        return self._batcher.withdraw(queued)
+        """See `EngineLink`."""
+        return self._link.withdraw(self._number, queued)
 
     async def infer(
         self, request: InferRequest, times: RequestTimes, caller_deadline_ns: int | None = None
@@ -288,7 +272,7 @@ class InferenceService:
         the caller's task takes the request out of the queue, or waits until the engine is done with it: the arrays of
         `request` are read until this returns. Raises `ContractError`.
         """
-        self.check_ready()
+        self.check_accepting()
         rows, arrays = self.signature.validate(request)
         timeout_us = self._timeout_us(request)
         loop = asyncio.get_running_loop()
@@ -299,21 +283,22 @@ class InferenceService:
         if self._decoder is not None:
             arrays = await self._decoder.decode(request.inputs[0], deadline_ns)
             times.decode_ns += time.perf_counter_ns() - start_ns
-        elif in_memory := [item for item in request.inputs if item.datatype == "BYTES" and item.window is not None]:
-            elements = {item.name: await asyncio.to_thread(read_elements, item) for item in in_memory}
-            arrays = {**arrays, **elements}
+        else:
+            arrays = {**arrays, **await self._fetch(request)}
         waiter = FutureWaiter()
-        windows = [item.window for item in request.inputs if item.window is not None and item.datatype != "BYTES"]
         key = batch_key(((name, array.shape) for name, array in arrays.items()), self.padding)
-        queued = QueuedRequest(arrays, rows, key, deadline_ns, waiter, windows)
-        self._batcher.submit(queued)
+        queued = QueuedRequest(arrays, rows, key, deadline_ns, waiter)
+        queued.device_inputs = _device_places(request.inputs)
+        queued.device_outputs = _device_places(request.outputs or ())
+        del arrays
+        self._link.submit(self._number, queued)  # also while the model is being unloaded: it was accepted before
         timer = None
         if deadline_ns is not None:
             timer = loop.call_later((deadline_ns - time.perf_counter_ns()) / 1e9, self._expire, queued)
         try:
             await waiter.future
         except asyncio.CancelledError:
-            if not self._batcher.withdraw(queued) and not queued.complete:
+            if not self.withdraw(queued) and not queued.complete:
                 await waiter.again()
             raise
         finally:
@@ -324,13 +309,23 @@ class InferenceService:
         if queued.error is not None:
             raise copy(queued.error)  # else its traceback would keep this frame and its arrays
         executed_ns = time.perf_counter_ns()
-        arguments = self.signature, request, queued.outputs or {}
-        on_device = any(
-            wanted.window is not None and wanted.window.region.on_device for wanted in request.outputs or ()
-        )
-        response = await asyncio.to_thread(_response, *arguments) if on_device else _response(*arguments)
+        response = _response(self.signature, request, queued.outputs or {})
         times.encode_ns += time.perf_counter_ns() - executed_ns
         return response
+
+    async def _fetch(self, request: InferRequest) -> Mapping[str, Array]:
+        """The inputs in system shared memory, copied into the server's own. Raises `ContractError`."""
+        fetched: dict[str, Array] = {}
+        for item in request.inputs:
+            if item.window is None or _on_device(item.window):
+                continue
+            if item.datatype == "BYTES":
+                fetched[item.name] = await asyncio.to_thread(read_elements, item)
+            elif item.window.reference.byte_size > INLINE_READ_BYTES:
+                await _fetch_in_pieces(item.window)
+            else:
+                item.window.fetch()
+        return fetched
 
     def _timeout_us(self, request: InferRequest) -> int:
         timeout = request.parameters.get("timeout", self.settings.queue_timeout_us)
@@ -339,56 +334,45 @@ class InferenceService:
         return timeout
 
     def _expire(self, queued: QueuedRequest) -> None:
-        if self._batcher.withdraw(queued):
+        if self.withdraw(queued):
             queued.error = RequestExpiredError(EXPIRED)
-            _wake_all([queued])
-
-    def _hand_over(self, requests: Sequence[QueuedRequest]) -> None:
-        """Answer in the engine thread if it would only sleep otherwise, else wake the event loop once."""
-        if len(requests) == 1 and not self._batcher.waiting and requests[0].waiter.answer_in_place(requests[0]):
-            return
-        self._call(_wake_all, requests)
-
-    def _prepare(self) -> Engine | None:
-        """Load and warm up, in the engine thread. None when that failed, after the log has the reason."""
-        engine: Engine | None = None
-        try:
-            engine, self.description = _load_engine(self._build_engine, self.signature)
-        except EngineError as error:
-            log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
-        except Exception:
-            log.exception("the model cannot be served")
-        if engine is None:
-            self.state = State.FAILED
-            self._call(self._on_failure)
-        else:
-            if self._front_ends_open is not None:
-                self._front_ends_open.wait()
-            if self.state is State.LOADING:
-                self.state = State.READY
-        self._call(self._settled.set)
-        return engine
-
-    def _broken(self) -> None:
-        """The engine broke: the server ends, or stays not ready, and its supervisor sees that. In the engine thread."""
-        if self.state is State.READY:
-            self.state = State.FAILED
-            self._call(self._on_failure)
-
-    def _call(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Call back in the event loop, unless it is closed; any thread."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, *arguments)
-
-    def _new_batcher(self) -> Batcher:
-        check_values = self.signature.check_values if self.signature.id_counts else None
-        return Batcher(self.settings, self.statistics, self._hand_over, self._broken, self.padding, check_values)
+            wake_all([queued])
 
 
-def _wake_all(requests: Sequence[QueuedRequest]) -> None:
-    for queued in requests:
-        queued.waiter.wake(queued)
+async def _fetch_in_pieces(window: Window) -> None:
+    """Read a large input with several threads. Raises the first `ContractError`, after all have ended."""
+    window.view()  # the memory, before the threads fill it
+    starts = range(0, window.reference.byte_size, PIECE_BYTES)
+    pieces = [asyncio.to_thread(window.fetch, start, start + PIECE_BYTES) for start in starts]
+    for result in await asyncio.gather(*pieces, return_exceptions=True):
+        if result is not None:
+            raise result
+
+
+def signature_of(specification: ModelSpecification, settings: NativeSettings) -> ModelSignature:
+    """What requests to a model are checked against."""
+    return ModelSignature(
+        specification.name,
+        specification.version,
+        specification.inputs,
+        specification.outputs,
+        settings.max_batch_size,
+        specification.axes,
+        specification.id_counts,
+    )
+
+
+def _device_places(tensors: Sequence[InputTensor | RequestedOutput]) -> Mapping[str, tuple[str, int, int]]:
+    """By name: region, offset and size of those on a GPU."""
+    return {
+        tensor.name: (window.reference.region, window.reference.offset, window.reference.byte_size)
+        for tensor in tensors
+        if (window := tensor.window) is not None and window.region.on_device
+    }
+
+
+def _on_device(window: Window | None) -> bool:
+    return window is not None and window.region.on_device
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., R], *arguments: object) -> R:
@@ -400,40 +384,21 @@ async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., R], *argume
         waiting.clear()
 
 
-def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) -> tuple[Engine, EngineDescription]:
-    """A loaded and warm engine; blocks, in the thread that will use it. Raises `EngineError` and whatever it raises."""
-    started_ns = time.perf_counter_ns()
-    engine = build_engine()
-    log.info("engine imported", model=signature.name)  # a step of a cold start, as is "weights loaded"
-    engine.load()
-    log.info("weights loaded", model=signature.name)
-    description = engine.describe()
-    if description.max_batch_size < signature.max_batch_size:
-        most = description.max_batch_size
-        raise EngineError(f"the engine executes at most {most} items at once: set --max-batch-size {most} or less")
-    loaded_ns = time.perf_counter_ns()
-    engine.warm_up(warm_up_sizes(signature.max_batch_size))
-    description = profiled(engine) or description
-    log.info(
-        "ready",
-        model=signature.name,
-        engine=f"{description.kind} {description.version}",
-        precision=description.precision,
-        device=description.device,
-        weights=description.weights,
-        load_s=round((loaded_ns - started_ns) / 1e9, 2),
-        warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
-    )
-    return engine, description
-
-
 def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping[str, Array]) -> InferResponse:
-    """The response, with outputs in shared memory written; blocks if one is on a GPU. Raises `ContractError`."""
+    """The response, with outputs in system shared memory written; the engine has written those on a GPU.
+
+    Raises `ContractError`.
+    """
     datatypes = {spec.name: spec.datatype for spec in signature.outputs}
     wanted = request.outputs or [RequestedOutput(name, request.binary_output) for name in datatypes]
     tensors = []
     for output in wanted:
-        data = outputs[output.name]
-        reference = None if output.window is None else write_output(output.window, data)
+        data, window = outputs[output.name], output.window
+        reference: RegionReference | None = None
+        if window is not None and window.region.on_device:
+            size = prod(data.shape) * data.itemsize
+            reference = RegionReference(window.reference.region, size, window.reference.offset)
+        elif window is not None:
+            reference = write_output(window, data)
         tensors.append(OutputTensor(output.name, datatypes[output.name], data, output.binary, reference))
     return InferResponse(signature.name, signature.version, request.id, tuple(tensors))

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from servers.contract.errors import UnavailableError
-from servers.contract.tensors import Array
 from servers.native.errors import HOLDS_ENOUGH
 
 CONTROL_BODY_BYTES = 64 * 1024
@@ -20,24 +16,31 @@ CONTROL_BODY_BYTES = 64 * 1024
 class ByteBudget:
     """Bytes of requests that have arrived, wait in the queue or are executed.
 
-    Only one thread holds, so what is `left` there can only grow; any thread releases.
+    Each front end counts its own in one of `counters`, which all share: 64-bit integers, one per front end. Only one
+    thread of a front end holds, any thread releases. Front ends that hold at the same moment may together exceed the
+    limit by one read each.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, counters: memoryview | None = None, own: int = 0) -> None:
         self.limit = limit
-        self.held = 0
+        self._counters = memoryview(bytearray(8)).cast("q") if counters is None else counters
+        self._own = own
         self._lock = threading.RLock()  # reentrant: the garbage collector may call `release` anywhere
 
     @property
+    def held(self) -> int:
+        return sum(self._counters)
+
+    @property
     def left(self) -> int:
-        return self.limit - self.held
+        return self.limit - sum(self._counters)
 
     def hold(self, count: int) -> bool:
         """Add `count` bytes; False, and nothing is added, when they would be too many."""
         with self._lock:
-            if self.held + count > self.limit:
+            if sum(self._counters) + count > self.limit:
                 return False
-            self.held += count
+            self._counters[self._own] += count
             return True
 
     @contextmanager
@@ -50,18 +53,6 @@ class ByteBudget:
         finally:
             self.release(count)
 
-    def allocate(self, count: int) -> Array:
-        """Bytes that count as held while the array exists. Raises `UnavailableError` when they would be too many."""
-        if not self.hold(count):
-            raise UnavailableError(HOLDS_ENOUGH)
-        memory = np.empty(count, np.uint8)
-        self.release_with(memory, count)
-        return memory
-
-    def release_with(self, memory: object, count: int) -> None:
-        """Give back `count` bytes when nothing refers to `memory` any more."""
-        weakref.finalize(memory, self.release, count).atexit = False
-
     def release(self, count: int) -> None:
         with self._lock:
-            self.held -= count
+            self._counters[self._own] -= count

@@ -49,13 +49,20 @@ def _add_service(families: dict[str, list[str]], service: InferenceService) -> N
     add("counter", "requests_success_total", "Requests answered.", counters.request_duration.count)
     add("counter", "client_disconnects_total", "Requests whose client left before the answer.", counters.disconnects)
     add("counter", "items_total", "Items executed; a request of batch n counts n times.", counters.inference_count)
+    help_text = "Items executed, with those that only fill a batch."
+    add("counter", "executed_items_total", help_text, counters.executed_rows)
     add("counter", "executions_total", "Batches executed.", counters.compute_duration.count)
     for reason, count in counters.failures.items():
         add("counter", "requests_failure_total", "Requests not answered.", count, reason=reason)
     for stage, times in counters.stages.items():
         help_text = "Time that answered requests spent in each stage."
         add("counter", "stage_seconds_total", help_text, times["ns"] / 1e9, stage=stage)
-    add("gauge", "pending_requests", "Requests waiting for the engine or for their images.", service.pending)
+    add(
+        "gauge",
+        "pending_requests",
+        "Requests waiting for the engine or for their images.",
+        counters.decoding + counters.queued,
+    )
     add("gauge", "ready", "1 when inference requests are answered.", int(service.ready))
     parameters = parameters_in_effect(service)
     info = {"reference" if key == "model" else key: value for key, value in parameters.items()}

@@ -1,31 +1,31 @@
-"""The shared-memory regions that clients have registered, of the system and of GPUs, under one set of names.
+"""The shared-memory regions that clients have registered, of the system and of GPUs, as a front end has them.
+
+The engine's side (`RegionRegister`) decides what is registered, under one set of names; every front end then opens it.
 
 A region of system memory is a POSIX shared-memory object, a file in /dev/shm, given by its key, an offset and a size.
 Its owner may truncate it at any moment, or leave holes in it that the system has no memory for: touching a mapping of
-it would then end this process with SIGBUS. So it is never mapped. Inputs are read with preadv, in the engine thread
-right before they are used, and outputs written with pwrite: a failure concerns only its own request.
+it would then end this process with SIGBUS. So it is never mapped. Inputs are read with preadv into a slot of the arena,
+when the request is passed to the engine, and outputs written with pwrite: a failure concerns only its own request.
 
 A key is its owner's secret: messages and statuses never show one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from servers.contract.errors import ContractError, InternalError, InvalidRequestError, NotFoundError, TooLargeError
-from servers.contract.records import MAX_REGION_NAME_CHARACTERS, RegionReference, Window, shown
+from servers.contract.records import RegionReference, Window, shown
 from servers.contract.tensors import Array
-from servers.native.cuda_regions import CudaAccess, CudaRegion
-from servers.native.limits import ByteBudget
+from servers.native.arena import RequestMemory
+from servers.native.inference import EngineLink
 from servers.native.settings import NativeSettings
 
-MAX_REGIONS = 1024
-"""Each region of system memory holds a file descriptor."""
 MAX_ADDRESS = 2**64
 
 FOLDER = Path("/dev/shm")
@@ -39,20 +39,26 @@ class SystemRegion:
 
     on_device = False
 
-    def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Raises `ContractError` when there is no such memory."""
+    def __init__(self, name: str, key: str, offset: int, byte_size: int, path: str | None = None) -> None:
+        """`path` is that of the file where another process has it open: the key's may be gone by now.
+
+        Raises `ContractError` when there is no such memory.
+        """
         self.name = name
         self.offset = offset
         self.byte_size = byte_size
         try:
             # O_NOFOLLOW: a link would lead out of the folder. O_NONBLOCK: a FIFO would block.
             descriptor = os.open(
-                FOLDER / _file_name(key, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+                FOLDER / _file_name(key, name) if path is None else path,
+                os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if path is None else 0),
             )
         except OSError as exc:
             message = f"the memory of region {shown(name)} cannot be opened: create it first, readable and writable"
             raise InvalidRequestError(message) from exc
         self._descriptor = descriptor
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        """Where another process of this user can open the same file."""
         self._registered = True
         # Not closed when it is unregistered: requests that wait in the queue may still read it.
         weakref.finalize(self, os.close, descriptor).atexit = False
@@ -105,7 +111,34 @@ class SystemRegion:
         return InvalidRequestError(f"the shared memory of region {shown(self.name)} has been truncated")
 
 
-R = TypeVar("R", SystemRegion, CudaRegion)
+class DeviceRegion:
+    """A `Region` of device memory, which only the engine's side reads and writes."""
+
+    on_device = True
+
+    def __init__(self, name: str, device: int, byte_size: int) -> None:
+        self.name = name
+        self.device = device
+        self.byte_size = byte_size
+
+    def row(self) -> dict[str, object]:
+        """The region as a status shows it, without its handle."""
+        return {"name": self.name, "device_id": self.device, "byte_size": self.byte_size}
+
+    def check(self) -> None:
+        """Lost device memory shows only when it is read."""
+
+    def read(self, offset: int, destination: Array) -> NoReturn:
+        raise AssertionError(f"only the engine's side reads {destination.nbytes} bytes at {offset}")
+
+    def write(self, offset: int, data: bytes | memoryview) -> NoReturn:
+        raise AssertionError(f"only the engine's side writes {len(data)} bytes at {offset}")
+
+    def close(self) -> None:
+        """Nothing is open here."""
+
+
+R = TypeVar("R", SystemRegion, DeviceRegion)
 
 
 class RegionTable:
@@ -114,13 +147,12 @@ class RegionTable:
     Where a method takes a kind of region and a name, an empty name means all regions of that kind.
     """
 
-    def __init__(self, settings: NativeSettings, budget: ByteBudget) -> None:
+    def __init__(self, settings: NativeSettings, memory: RequestMemory, link: EngineLink) -> None:
         self.allowed = settings.allow_shared_memory
         self._max_input_bytes = settings.max_body_bytes
-        self._budget = budget
-        self._regions: dict[str, SystemRegion | CudaRegion] = {}
-        self._opening: set[str] = set()
-        self._cuda = CudaAccess()
+        self._memory = memory
+        self._link = link
+        self._regions: dict[str, SystemRegion | DeviceRegion] = {}
 
     def find(self, reference: RegionReference) -> Window:
         """The piece of a region that a request names. Raises `ContractError`."""
@@ -128,7 +160,7 @@ class RegionTable:
         region = self._regions.get(reference.region)
         if region is None:
             raise NotFoundError(f"shared-memory region {shown(reference.region)} is not registered")
-        _check_range(f"the piece of region {shown(region.name)}", reference.offset, reference.byte_size)
+        check_range(f"the piece of region {shown(region.name)}", reference.offset, reference.byte_size)
         if reference.offset + reference.byte_size > region.byte_size:
             raise InvalidRequestError(
                 f"the request uses {reference.byte_size} bytes from byte {reference.offset} of region "
@@ -140,42 +172,52 @@ class RegionTable:
         """Memory for an input, which counts as held while it exists; any thread. Raises `ContractError`."""
         if byte_size > self._max_input_bytes:
             raise TooLargeError(f"an input has {byte_size} bytes, the server takes at most {self._max_input_bytes}")
-        return self._budget.allocate(byte_size)
+        return self._memory.allocate(byte_size)
 
-    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Open a client's system memory. Raises `ContractError`."""
-        self._check_new(name, offset, byte_size)
-        self._regions[name] = SystemRegion(name, key, offset, byte_size)
+    async def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Open a client's system memory in every front end. Raises `ContractError`."""
+        self.check_allowed()
+        await self._link.ask("register_system", name, key, offset, byte_size)
 
     async def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Map a client's device memory. Raises `ContractError`."""
-        await self.check_cuda()
-        self._check_new(name, 0, byte_size)
-        self._opening.add(name)
-        opening = asyncio.ensure_future(asyncio.to_thread(self._cuda.open, name, handle, device, byte_size))
-        try:
-            region = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close_unwanted)
-            raise
-        finally:
-            self._opening.discard(name)
-        self._regions[name] = region
+        self.check_allowed()
+        await self._link.ask("register_cuda", name, handle, device, byte_size)
 
     async def unregister(self, kind: type[R], name: str) -> None:
-        """Forget regions at once; returns when no copy uses device memory any more. An unknown name is not an error."""
-        regions = self._named(kind, name)
-        for region in regions:  # all before the first await, so that no request finds one while another is closed
-            del self._regions[region.name]
-        for region in regions:
-            await asyncio.to_thread(region.close)
+        """Forget regions; returns when no front end finds them and no copy uses device memory any more.
+
+        An unknown name is not an error.
+        """
+        self.check_allowed()
+        await self._link.ask("unregister", kind is DeviceRegion, name)
+
+    async def open(self, name: str, path: str | None, offset_or_device: int, byte_size: int) -> None:
+        """The engine's side has registered a region: of the system, which it has open at this path, or of a GPU.
+
+        Raises `ContractError` when its memory cannot be opened.
+        """
+        self._regions[name] = (
+            DeviceRegion(name, offset_or_device, byte_size)
+            if path is None
+            else SystemRegion(name, "", offset_or_device, byte_size, path)
+        )
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """The engine's side has unregistered these."""
+        for name in names:
+            region = self._regions.pop(name, None)
+            if region is not None:
+                region.close()
 
     def rows(self, kind: type[R], name: str) -> list[dict[str, object]]:
         """Regions as a status shows them. Raises `ContractError`."""
-        found = self._named(kind, name)
-        if name and not found:
+        self.check_allowed()
+        found = [self._regions.get(name)] if name else list(self._regions.values())
+        rows = [region.row() for region in found if isinstance(region, kind)]
+        if name and not rows:
             raise NotFoundError(f"shared-memory region {shown(name)} is not registered")
-        return [region.row() for region in found]
+        return rows
 
     async def offers_cuda(self) -> bool:
         """Whether CUDA shared memory is allowed and a device answers."""
@@ -188,36 +230,16 @@ class RegionTable:
     async def check_cuda(self) -> None:
         """Raises `ContractError` unless CUDA shared memory is allowed and a device answers."""
         self.check_allowed()
-        await asyncio.to_thread(self._cuda.driver)
+        await self._link.ask("check_cuda")
 
     def check_allowed(self) -> None:
         """Raises `InvalidRequestError` unless the server was started with shared memory."""
         if not self.allowed:
             raise InvalidRequestError("shared memory is switched off; start the server with --allow-shared-memory")
 
-    def _check_new(self, name: str, offset: int, byte_size: int) -> None:
-        self.check_allowed()
-        if not 0 < len(name) <= MAX_REGION_NAME_CHARACTERS:
-            raise InvalidRequestError(f"a region's name must have 1 to {MAX_REGION_NAME_CHARACTERS} characters")
-        if name in self._regions or name in self._opening:
-            raise InvalidRequestError(f"region {shown(name)} is registered already: unregister it first")
-        if len(self._regions) + len(self._opening) >= MAX_REGIONS:
-            raise TooLargeError(f"{MAX_REGIONS} regions are registered, the server's limit: unregister one first")
-        _check_range(f"region {shown(name)}", offset, byte_size)
 
-    def _named(self, kind: type[R], name: str) -> list[R]:
-        self.check_allowed()
-        found = [self._regions.get(name)] if name else self._regions.values()
-        return [region for region in found if isinstance(region, kind)]
-
-
-def _close_unwanted(opening: asyncio.Future[CudaRegion]) -> None:
-    """Close the region of a client that left before its registration was done."""
-    if not opening.cancelled() and opening.exception() is None:
-        asyncio.get_running_loop().run_in_executor(None, opening.result().close)
-
-
-def _check_range(what: str, offset: int, byte_size: int) -> None:
+def check_range(what: str, offset: int, byte_size: int) -> None:
+    """Raises `InvalidRequestError` for a range that no memory has."""
     if offset < 0 or byte_size < 1:
         raise InvalidRequestError(f"{what} needs an offset ≥ 0 and a size ≥ 1")
     if offset + byte_size >= MAX_ADDRESS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -146,6 +147,14 @@ class NativeSettings(BaseSettings):
     shutdown_timeout_s: float = Field(
         30, gt=0, le=3600, title="Access and process", description="Time to finish accepted work after SIGTERM (s)."
     )
+    fronts: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        title="Access and process",
+        description="Processes that receive and answer beside the engine's; 0: one process for all. "
+        "Default: 0 on a CPU, on a GPU two fewer than the cores, at most eight.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", title="Access and process", description="Lowest level that is logged."
     )
@@ -173,7 +182,16 @@ class NativeSettings(BaseSettings):
                 "max_batch_size": self.max_batch_size if chosen else specification.max_batch_size,
             }
         )
-        return known.model_copy(update={"precision": known.engine_settings().precision})
+        return known.model_copy(
+            update={
+                "precision": known.engine_settings().precision,
+                "fronts": known._fronts_here() if known.fronts is None else known.fronts,
+            }
+        )
+
+    def _fronts_here(self) -> int:
+        cores = len(os.sched_getaffinity(0))
+        return max(0, min(8, cores - 2)) if self.engine_settings().device_here() != "cpu" else 0
 
     def engine_settings(self) -> EngineSettings:
         """The options as an engine takes them; of resolved settings only."""

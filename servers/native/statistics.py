@@ -1,5 +1,8 @@
 """What the server has done so far, in monotone counters: Triton's statistics, stages of a request, and histograms.
 
+The counters are 64-bit integers in shared memory: one row for each process of the server that counts, of which a
+snapshot is the sum. A process that dies leaves its row to its successor, so no counter ever falls.
+
 Times are ns. As in Triton, each request of a merged batch is charged the whole batch's compute time, and the batch
 appears once in `batch_stats`. Warm-up is not counted.
 """
@@ -9,8 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from copy import copy
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from servers.native.errors import FAILURE_REASONS
 
@@ -24,42 +27,23 @@ Times = dict[str, dict[str, int]]
 class Histogram:
     """Counts per bucket, not cumulated; the last bucket has no upper bound. `total` is the sum of all values."""
 
-    bounds: tuple[int, ...] = DURATION_BOUNDS_NS
-    total: int = 0
-    counts: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def add(self, value: int, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
+    bounds: tuple[int, ...]
+    total: int
+    counts: Sequence[int]
 
     @property
     def count(self) -> int:
         return sum(self.counts)
-
-    def copy(self) -> Histogram:
-        other = copy(self)
-        other.counts = list(self.counts)
-        return other
 
 
 @dataclass(slots=True)
 class BatchTimes:
     """The three parts of executing, of one batch size or of all requests."""
 
-    count: int = 0
-    input_ns: int = 0
-    infer_ns: int = 0
-    output_ns: int = 0
-
-    def add(self, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """Charge one batch's times to each of `count` requests or batches."""
-        self.count += count
-        self.input_ns += input_ns * count
-        self.infer_ns += infer_ns * count
-        self.output_ns += output_ns * count
+    count: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
 
     def as_json(self) -> Times:
         return {
@@ -71,10 +55,10 @@ class BatchTimes:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """The stages of one request outside the batcher; `receive_ns` is None over gRPC, which gets only whole requests."""
+    """The stages of one request outside the batcher."""
 
     start_ns: int
-    receive_ns: int | None = 0
+    receive_ns: int = 0
     decode_ns: int = 0
     encode_ns: int = 0
 
@@ -84,34 +68,34 @@ class Counters:
     """All counters of one model at one moment; durations of requests are of answered ones."""
 
     max_batch_size: int
-    last_inference_ms: int = 0
-    inference_count: int = 0
-    received: int = 0
-    receive_ns: int = 0
-    decode_ns: int = 0
-    encode_ns: int = 0
-    failed_ns: int = 0
-    disconnects: int = 0
-    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURE_REASONS, 0))
-    compute: BatchTimes = field(default_factory=BatchTimes)
-    batches: dict[int, BatchTimes] = field(default_factory=dict)
-    request_duration: Histogram = field(default_factory=Histogram)
-    queue_duration: Histogram = field(default_factory=Histogram)
-    compute_duration: Histogram = field(default_factory=Histogram)
+    last_inference_ms: int
+    inference_count: int
+    executed_rows: int
+    receive_ns: int
+    decode_ns: int
+    encode_ns: int
+    failed_ns: int
+    disconnects: int
+    decoding: int
+    queued: int
+    failures: dict[str, int]
+    compute: BatchTimes
+    batches: dict[int, BatchTimes]
+    request_duration: Histogram
+    queue_duration: Histogram
+    compute_duration: Histogram
 
     @property
     def batch_size(self) -> Histogram:
-        sizes = Histogram(tuple(range(1, self.max_batch_size + 1)))
-        for rows, times in self.batches.items():
-            sizes.add(rows, times.count)
-        return sizes
+        counts = [self.batches[rows].count if rows in self.batches else 0 for rows in range(1, self.max_batch_size + 1)]
+        return Histogram(tuple(range(1, self.max_batch_size + 1)), self.inference_count, [*counts, 0])
 
     @property
     def stages(self) -> Times:
         """The latency breakdown of answered requests."""
         answered, compute = self.request_duration.count, self.compute
         return {
-            "receive": _duration(self.received, self.receive_ns),
+            "receive": _duration(answered, self.receive_ns),
             "decode": _duration(answered, self.decode_ns),
             "queue": _duration(self.queue_duration.count, self.queue_duration.total),
             "compute": _duration(compute.count, compute.input_ns + compute.infer_ns + compute.output_ns),
@@ -142,62 +126,119 @@ class Counters:
         }
 
 
-class Statistics:
-    """The counters of one model, written by the front ends and the engine thread; each call locks briefly."""
+_SCALARS = (
+    *("last_inference_ms", "inference_count", "executed_rows", "receive_ns"),
+    *("decode_ns", "encode_ns", "failed_ns", "disconnects", "decoding", "queued"),
+)
+_LAST_MS, _INFERENCES, _EXECUTED, _RECEIVE_NS = range(4)
+_DECODE_NS, _ENCODE_NS, _FAILED_NS, _DISCONNECTS, _DECODING, _QUEUED = range(4, 10)
+_FAILURES = len(_SCALARS)
+_HISTOGRAMS = _FAILURES + len(FAILURE_REASONS)
+_HISTOGRAM_WIDTH = len(DURATION_BOUNDS_NS) + 2  # its buckets, then the sum of its values
+_REQUEST_NS, _QUEUE_NS, _COMPUTE_NS = (_HISTOGRAMS + _HISTOGRAM_WIDTH * number for number in range(3))
+_COMPUTE = _HISTOGRAMS + 3 * _HISTOGRAM_WIDTH
+_BATCHES = _COMPUTE + 4  # from here on, four counters for each batch size, as in `BatchTimes`
+_FAILURE_PLACES = {reason: _FAILURES + place for place, reason in enumerate(FAILURE_REASONS)}
 
-    def __init__(self, max_batch_size: int) -> None:
+
+def row_width(max_batch_size: int) -> int:
+    """How many counters one process needs for one model."""
+    return _BATCHES + 4 * max_batch_size
+
+
+class Statistics:
+    """The counters of one model: written to the process's own row, and read as the sum of all; any thread."""
+
+    def __init__(self, max_batch_size: int, rows: Sequence[memoryview] = (), own: int = 0) -> None:
+        """`rows` are 64-bit integers, `row_width` in each; without any, this process has them alone."""
+        self._max_batch_size = max_batch_size
+        width = row_width(max_batch_size)
+        self._rows = rows or [memoryview(bytearray(8 * width)).cast("q")]
+        self._own = self._rows[own]
         self._lock = threading.Lock()
-        self._counters = Counters(max_batch_size)
 
     def record_execution(
-        self, rows: int, queue_ns: list[int], compute_input_ns: int, compute_infer_ns: int, compute_output_ns: int
+        self,
+        rows: int,
+        executed_rows: int,
+        queue_ns: Sequence[int],
+        compute_input_ns: int,
+        compute_infer_ns: int,
+        compute_output_ns: int,
     ) -> None:
         """One executed batch; `queue_ns` holds each of its requests' time in the queue."""
-        counters = self._counters
+        own, parts = self._own, (compute_input_ns, compute_infer_ns, compute_output_ns)
         with self._lock:
-            counters.last_inference_ms = time.time_ns() // 1_000_000
-            counters.inference_count += rows
-            batch = counters.batches.get(rows)
-            if batch is None:
-                batch = counters.batches[rows] = BatchTimes()
-            batch.add(1, compute_input_ns, compute_infer_ns, compute_output_ns)
-            counters.compute.add(len(queue_ns), compute_input_ns, compute_infer_ns, compute_output_ns)
+            own[_LAST_MS] = time.time_ns() // 1_000_000
+            own[_INFERENCES] += rows
+            own[_EXECUTED] += executed_rows
+            for place, times in ((_BATCHES + 4 * (rows - 1), 1), (_COMPUTE, len(queue_ns))):
+                own[place] += times
+                for part, part_ns in enumerate(parts, start=1):
+                    own[place + part] += part_ns * times
             for waited_ns in queue_ns:
-                counters.queue_duration.add(waited_ns)
-            counters.compute_duration.add(compute_input_ns + compute_infer_ns + compute_output_ns)
+                self._add(_QUEUE_NS, waited_ns)
+            self._add(_COMPUTE_NS, sum(parts))
 
     def record_success(self, times: RequestTimes) -> None:
         """One answered request; called just before its answer is sent, so that its sender finds it counted."""
         total_ns = time.perf_counter_ns() - times.start_ns
-        counters = self._counters
+        own = self._own
         with self._lock:
-            if times.receive_ns is not None:
-                counters.received += 1
-                counters.receive_ns += times.receive_ns
-            counters.decode_ns += times.decode_ns
-            counters.encode_ns += times.encode_ns
-            counters.request_duration.add(total_ns)
+            own[_RECEIVE_NS] += times.receive_ns
+            own[_DECODE_NS] += times.decode_ns
+            own[_ENCODE_NS] += times.encode_ns
+            self._add(_REQUEST_NS, total_ns)
 
     def record_failure(self, reason: str, start_ns: int) -> None:
         """One request that was refused or failed; `reason` is one of `FAILURE_REASONS`."""
         with self._lock:
-            self._counters.failed_ns += time.perf_counter_ns() - start_ns
-            self._counters.failures[reason] += 1
+            self._own[_FAILED_NS] += time.perf_counter_ns() - start_ns
+            self._own[_FAILURE_PLACES[reason]] += 1
 
     def record_disconnect(self) -> None:
         """One client that left before its answer; neither a success nor a failure."""
         with self._lock:
-            self._counters.disconnects += 1
+            self._own[_DISCONNECTS] += 1
+
+    def set_queued(self, count: int) -> None:
+        """So many requests wait for the engine."""
+        self._own[_QUEUED] = count
+
+    def set_decoding(self, count: int) -> None:
+        """The images of so many requests are being decoded."""
+        self._own[_DECODING] = count
 
     def snapshot(self) -> Counters:
-        with self._lock:  # not deepcopy, which takes 0.2 ms
-            now = copy(self._counters)
-            now.failures = dict(now.failures)
-            now.compute = copy(now.compute)
-            now.batches = {rows: copy(times) for rows, times in now.batches.items()}
-            for histogram in ("request_duration", "queue_duration", "compute_duration"):
-                setattr(now, histogram, getattr(now, histogram).copy())
-        return now
+        width = row_width(self._max_batch_size)
+        rows = [row[:width].tolist() for row in self._rows]
+        sums = rows[0] if len(rows) == 1 else [sum(values) for values in zip(*rows, strict=True)]
+        sums[_LAST_MS] = max(row[_LAST_MS] for row in rows)
+        batches = {}
+        for number in range(1, self._max_batch_size + 1):
+            place = _BATCHES + 4 * (number - 1)
+            if sums[place]:
+                batches[number] = BatchTimes(*sums[place : place + 4])
+        return Counters(
+            self._max_batch_size,
+            **dict(zip(_SCALARS, sums[:_FAILURES], strict=True)),
+            failures=dict(zip(FAILURE_REASONS, sums[_FAILURES:_HISTOGRAMS], strict=True)),
+            compute=BatchTimes(*sums[_COMPUTE:_BATCHES]),
+            batches=batches,
+            request_duration=_histogram(sums, _REQUEST_NS),
+            queue_duration=_histogram(sums, _QUEUE_NS),
+            compute_duration=_histogram(sums, _COMPUTE_NS),
+        )
+
+    def _add(self, histogram: int, value_ns: int) -> None:
+        own = self._own
+        own[histogram + bisect_left(DURATION_BOUNDS_NS, value_ns)] += 1
+        own[histogram + _HISTOGRAM_WIDTH - 1] += value_ns
+
+
+def _histogram(counters: Sequence[int], place: int) -> Histogram:
+    *counts, total = counters[place : place + _HISTOGRAM_WIDTH]
+    return Histogram(DURATION_BOUNDS_NS, total, counts)
 
 
 def _duration(count: int, ns: int) -> dict[str, int]:

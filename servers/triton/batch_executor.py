@@ -4,8 +4,9 @@ The decoder's threads first decode all images of the batch. A request with a bad
 does not take gets its error and leaves the batch; the others are executed without it. If the engine fails, each request
 is executed alone, so that only the cause of the failure fails.
 
-Input bytes are copied once, into a staging array that lives as long as the model, or not at all for a batch of one
-request. Responses are parts of the engine's output arrays, which belong to the caller: no copy.
+The engine merges the requests (`Engine.start`): torch on CUDA copies them to the device from where they lie, others
+copy them once on the host, or not at all for a batch of one request. Responses are parts of the engine's output arrays,
+which belong to the caller: no copy.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from servers.contract.errors import InvalidRequestError
 from servers.contract.records import ModelSignature
 from servers.contract.tensors import Array
 from servers.engines.interface import Engine
-from servers.engines.padding import BatchKey, Staging, batch_key, divide, padding_of
+from servers.engines.padding import BatchKey, batch_key, padding_of
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.specification import ModelSpecification
 
 
 class BatchExecutor:
-    """One engine and its staging arrays; like an engine not thread-safe.
+    """One engine; like it not thread-safe.
 
     A specification with JPEG requests needs a `decoder`; the engine executes `specification.executed`. `pad_to` are the
     sizes to which requests of different sizes are padded (see `servers.engines.padding`).
@@ -47,8 +48,6 @@ class BatchExecutor:
         )
         self._names = [tensor.name for tensor in executed.inputs]
         self._padding = padding_of(executed, pad_to)
-        self._staging = Staging(max_batch_size, padding=self._padding)
-        self._staging.reserve(executed)
 
     def execute(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | Exception]:
         """One response per request, in order. A request has one array per input; together they have at most
@@ -99,10 +98,7 @@ class BatchExecutor:
     def _infer(self, requests: Sequence[Mapping[str, Array]]) -> Sequence[dict[str, Array] | Exception]:
         """Requests with the same key."""
         try:
-            outputs = self._engine.infer(self._staging.gather(requests))
-            rows = [len(request[self._names[0]]) for request in requests]
-            sizes = [] if self._padding is None else [self._padding.axis.size_of(request) for request in requests]
-            return divide(outputs, rows, sizes, self._padding)
+            return self._engine.start(requests, self._padding)()
         except Exception as error:  # noqa: BLE001  the caller answers and logs it
             if len(requests) == 1:
                 return [error]

@@ -74,22 +74,19 @@ import sys
 from servers.contract.tensors import TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification
-from servers.native.inference import InferenceService
+from servers.models.specification import Axis, ModelSpecification
 from servers.listener import bind
-from servers.native.served_models import ServedModels
 from servers.native.server import serve
 from servers.native.settings import NativeSettings
 specification = ModelSpecification(
     name="null", title="null", version="1", inputs=(TensorSpec("x", "UINT8", (-1, -1)),),
     outputs=(TensorSpec("y", "FP32", (-1, 512)),), max_batch_size=32,
-    load_module=lambda weights: None)
-service = InferenceService(
-    specification, lambda: NullEngine(specification, EngineSettings(kind="null")),
-    NativeSettings(max_queue_delay_us=0))
+    load_module=lambda weights: None, axes=(Axis("width", 1, 1_000_000, {"x": 1}, padding={"x": 0}),))
 import structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
-serve(NativeSettings(grpc_port=0), ServedModels([service]), bind("127.0.0.1", int(sys.argv[1])))
+settings = NativeSettings(grpc_port=0, max_queue_delay_us=0, fronts=0)
+build = lambda: NullEngine(specification, EngineSettings(kind="null"))
+serve(settings, [(specification, build)], bind("127.0.0.1", int(sys.argv[1])))
 """
 
 

@@ -86,7 +86,8 @@ def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str
 @check(
     "the load generator ran well below its own maximum",
     "warns",
-    "Spread the load generator over --processes; `abserve calibrate` measures its maximum.",
+    "Spread the load generator over more --processes, or use a machine with more cores; `abserve calibrate` measures "
+    "its maximum.",
     threshold=CEILING_SHARE_LIMIT,
 )
 def generator_ceiling(facts: Facts) -> Iterator[Outcome]:
@@ -108,9 +109,8 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
     measured = []
     for label, speed in speeds:
         payload = experiment.payload_of(experiment.arm(label))
-        ceiling = ceiling_images_per_s(
-            calibration, experiment.transport, payload, workload.batch_size, experiment.processes
-        )
+        processes = max(1, min(experiment.processes, workload.concurrency))  # a user is not shared among several
+        ceiling = ceiling_images_per_s(calibration, experiment.transport, payload, workload.batch_size, processes)
         if speed and ceiling:
             measured.append((speed / ceiling, label, speed, ceiling))
     if not measured:

@@ -18,7 +18,7 @@ from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, closed_loop, common_fields
 from loadgen.comparison.loops import measured_answers, throughput_per_s
 from loadgen.experiment.arrivals import arrival_count, schedule_seed
-from loadgen.experiment.schedule import ScheduledBlock, load_workloads, search_schedule
+from loadgen.experiment.schedule import ScheduledBlock, search_schedule
 from loadgen.generator.messages import Open, Outcome
 from loadgen.machine.environment import utc_now
 from loadgen.quantities import number
@@ -45,8 +45,6 @@ def measure(bench: Bench) -> None:
     experiment = bench.experiment
     whole = search_schedule(experiment)
     own = [entry for entry in whole if entry.restart == bench.restart]
-    if own and not load_workloads(experiment.workloads):
-        bench.prepare_bodies([1])
     bench.forecast.load_begins()
     searches = _Searches(bench)
     to_come = [entry.workload for entry in whole if entry.restart >= bench.restart and entry.position == 0]

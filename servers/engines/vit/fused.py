@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from servers.engines.graph_runner import capture, event_pair
+from servers.engines.device_copies import capture
+from servers.engines.graph_runner import event_pair
 from servers.engines.vit import kernels
 from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans, product_sizes
 from servers.engines.vit.tower import LeanVisionTower, TowerShape, UnsupportedTowerError

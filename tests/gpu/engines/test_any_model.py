@@ -12,7 +12,7 @@ import torch
 
 from servers.engines.agreement import disagreement
 from servers.engines.batches import random_inputs
-from servers.engines.interface import EngineError, staging_of
+from servers.engines.interface import EngineError
 from servers.engines.measurement import Reference, measure_engine
 from servers.engines.proof import proof_batch
 from servers.engines.settings import EngineSettings
@@ -92,7 +92,6 @@ def test_the_description_proves_the_gpu(loaded: tuple[TorchEngine, ModelSpecific
     assert set(details["parameters_by_device"]) == {"cuda:0"}
     assert details["relative_error_to_fp32"] <= 0.05
     assert "own module" in details["kernels"]
-    assert staging_of(engine).keys() == ({"pixel_values"} if specification.image is not None else set())
     assert engine.probe_kernels()
     probe: Any = engine.kernel_probe
     assert probe["kernel_count"] >= 20

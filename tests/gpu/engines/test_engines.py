@@ -1,4 +1,4 @@
-"""The engines on a real GPU: parity with FP32, ownership, staging, placement, and the kernel probe."""
+"""The engines on a real GPU: parity with FP32, ownership, placement, and the kernel probe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from servers.engines.factory import build_engine
-from servers.engines.interface import Engine, EngineError, staging_of
+from servers.engines.interface import Engine, EngineError
 from servers.engines.measurement import matrix_tflops
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
@@ -128,24 +128,6 @@ def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification
         assert seen.details["nodes_by_provider"]["CUDAExecutionProvider"] > 0  # type: ignore[index]
         assert seen.details["cpu_non_shape_ops"] == []
         assert seen.details["cpu_time_ratio"] <= 0.01  # type: ignore[operator]
-
-
-def test_what_lies_in_the_staging_is_executed_from_there(
-    loaded: tuple[Engine, ModelSpecification, str], pixels: np.ndarray
-) -> None:
-    """As the native server assembles a batch."""
-    engine, specification, _ = loaded
-    staging = staging_of(engine)
-    if not staging:
-        assert engine.describe().kind == "onnxruntime"
-        return
-    batch = given_to(specification, pixels[:5])["pixel_values"]
-    elsewhere: Any = engine.infer({"pixel_values": batch})["embedding"]
-    own = staging["pixel_values"]
-    own[:] = 0
-    own[: len(batch)] = batch
-    staged: Any = engine.infer({"pixel_values": own[: len(batch)]})["embedding"]
-    np.testing.assert_allclose(staged, elsewhere, rtol=1e-5)
 
 
 def test_the_engine_tells_how_long_it_executes(loaded: tuple[Engine, ModelSpecification, str]) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from loadgen.targets.interface import RemoteDeployment
+from loadgen.targets.process import ChildProcess
 from tests.integration.loadgen.conftest import await_true
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -30,7 +31,32 @@ for _ in range(int(sys.argv[3])):
 print(listener.getsockname()[1], flush=True)
 time.sleep(600)
 """
+TREE = """
+import os, signal, socket, sys, time
+listener = socket.create_server(("127.0.0.1", 0))
+
+def engine():
+    while time.process_time() < 0.3:
+        pass
+    time.sleep(600)
+
+def start():
+    child = os.fork()
+    if child == 0:
+        listener.close()
+        os.setsid()
+        engine()
+    return child
+
+child = start()
+print(listener.getsockname()[1], flush=True)
+while True:
+    ended, _ = os.waitpid(child, 0)
+    child = start()
+"""
+"""A server that listens and computes in a child, which has a session of its own and is restarted when it ends."""
 Start = Callable[..., tuple[int, int]]
+CpuTime = Callable[[], int | None]
 
 
 @pytest.fixture
@@ -52,6 +78,39 @@ def start() -> Iterator[Start]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+@pytest.fixture(params=["started here", "by URL"])
+def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, Callable[[], set[int]], CpuTime]]:
+    """A `TREE`: its PID, and its processes and CPU time as a deployment sees them."""
+    log_path = tmp_path / "server.log"
+    server = ChildProcess([sys.executable, "-c", TREE], log_path=log_path)
+    await_true(lambda: log_path.read_bytes().endswith(b"\n"), "its port")
+    if request.param == "by URL":
+        found = remote(int(log_path.read_text()))
+        yield server.pid, lambda: set(found.pids()), found.cpu_ns
+    else:
+        yield server.pid, lambda: {process.pid for process in server.tree()}, server.cpu_ns
+    server.stop()
+
+
+def test_a_child_that_works_and_is_restarted_belongs_to_the_server(
+    supervised: tuple[int, Callable[[], set[int]], CpuTime],
+) -> None:
+    """The driver lists the child's PID, and the CPU time of a child that has ended is not lost."""
+    server, pids, cpu_ns = supervised
+    await_true(lambda: (cpu_ns() or 0) >= 300_000_000, "the child's work")
+    (first,) = pids() - {server}
+    before_ns = cpu_ns()
+    assert before_ns is not None
+    os.kill(first, signal.SIGKILL)
+    await_true(lambda: pids() - {server, first}, "another child")
+    (second,) = pids() - {server}
+    assert second != first
+    after_ns = cpu_ns()
+    assert after_ns is not None
+    assert after_ns >= before_ns
+    await_true(lambda: (cpu_ns() or 0) >= before_ns + 250_000_000, "the work of the other child")
 
 
 def remote(port: int, host: str = "127.0.0.1") -> RemoteDeployment:

@@ -333,3 +333,17 @@ def test_a_failed_export_is_told_by_its_own_sentence(tmp_path: Path) -> None:
     with pytest.raises(PreparationError, match=r"^the export failed: --weights nope: unknown$"):
         export_artefacts(make_experiment(), store, said.append, abserve=(sys.executable, "-c", program))
     assert said == ["looking"]
+
+
+def test_a_run_chooses_its_processes_and_stores_how_many_took_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake server is slow, so a share that no server stays below stands for a fast one; eight cores are claimed."""
+    monkeypatch.setattr("loadgen.bench.generator_size.USED_SHARE", 1e-6)
+    monkeypatch.setattr("loadgen.bench.generator_size.os.sched_getaffinity", lambda _: set(range(8)))
+    out = tmp_path / "run"
+    state = run(make_experiment(workloads=make_experiment().workloads[1:], processes=0), out)
+    assert (state.state, state.error) == ("finished", None)
+    assert stored(out / "experiment.json", Experiment).processes == 4
+    assert {len(block.workers) for block in blocks(out)} == {4}
+    assert analyse(out).experiment.processes == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -13,11 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from servers.native.settings import NativeSettings
+
 CONTROLLED = Path(__file__).with_name("controlled_server.py")
+FRONTS = NativeSettings().fronts or 0
+"""Front-end processes of the servers, from the environment; 0: each server is one process."""
 ECHO = Path(__file__).with_name("echo_server.py")
+RUNNER = Path(__file__).with_name("runner_server.py")
 
 
 def free_port() -> int:
@@ -54,6 +61,17 @@ class Server:
     port: int
     folder: Path
     grpc_port: int = 0
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The process that was started, and those that it has started."""
+        first = psutil.Process(self.process.pid)
+        return [first, *first.children(recursive=True)]
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of all its processes; what several share counts once."""
+        return sum(one.memory_full_info().pss for one in self.processes)
 
     @property
     def address(self) -> str:
@@ -110,8 +128,22 @@ class Server:
         assert self.process.poll() is None, "the server has exited"
 
     def wait_ready(self) -> None:
+        """Wait until every front end knows that the models are ready: connections at once are spread over all."""
         self.wait_live()
-        wait_until(lambda: self.status("/v2/health/ready") == 200, "ready")
+
+        def ready() -> bool:
+            with contextlib.ExitStack() as stack:
+                for _ in range(2 * FRONTS or 1):
+                    connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+                    stack.callback(connection.close)
+                    connection.request("GET", "/v2/health/ready")
+                    response = connection.getresponse()
+                    response.read()
+                    if response.status != 200:
+                        return False
+            return True
+
+        wait_until(ready, "ready")
 
 
 Start = Callable[..., Server]
@@ -143,6 +175,27 @@ def controlled(tmp_path: Path) -> Iterator[Start]:
     """Starts servers whose engine waits for the gates `load` and `infer` (see controlled_server.py)."""
     servers: list[Server] = []
     yield _starter(tmp_path, lambda port: [str(CONTROLLED), str(port), str(tmp_path)], servers)
+    _stop(servers)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[Start]:
+    """Starts servers whose engine is driven as one on a GPU is (see runner_server.py); its gate is `infer`."""
+    servers: list[Server] = []
+    yield _starter(tmp_path, lambda port: [str(RUNNER), str(port), str(tmp_path)], servers)
+    _stop(servers)
+
+
+@pytest.fixture(scope="module")
+def open_controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One ready controlled server with HTTP and gRPC for all tests of a module; its gates are open."""
+    servers: list[Server] = []
+    folder = tmp_path_factory.mktemp("controlled")
+    start = _starter(folder, lambda port: [str(CONTROLLED), str(port), str(folder)], servers)
+    server = start("--max-queue-delay-us", "0", grpc=True)
+    server.open("load", "infer")
+    server.wait_ready()
+    yield server
     _stop(servers)
 
 

@@ -3,7 +3,8 @@
 Loading lasts until the file FOLDER/load exists, each batch until FOLDER/infer exists. A first value of 666 makes the
 engine raise, 13 makes it answer NaN for that row alone; otherwise a row is answered with itself. If FOLDER/wide exists
 rows have any number of values, of which the first four are answered. From the moment that FOLDER/dead exists it raises
-for everything, as after the loss of its device.
+for everything, as after the loss of its device. If FOLDER/two exists the engine has room for two batches in flight;
+from the moment that FOLDER/unready exists it raises where it must not, when it is asked whether a batch is executed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.listener import bind
 from servers.models.specification import ModelSpecification
-from servers.native.inference import InferenceService
-from servers.native.served_models import ServedModels
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv
 
@@ -44,8 +43,10 @@ class ControlledEngine(Engine):
     """The null engine behind two gates."""
 
     def __init__(self, folder: Path, settings: EngineSettings) -> None:
+        super().__init__(SPECIFICATION, settings)
         self._folder = folder
         self._null = NullEngine(SPECIFICATION, settings)
+        self.flights = 2 if (folder / "two").exists() else 1
 
     def load(self) -> None:
         self._wait("load")
@@ -64,6 +65,11 @@ class ControlledEngine(Engine):
             raise RuntimeError("planted failure with /a/secret/path")
         outputs["y"][(outputs["y"][:, 0] == 13)] = np.nan
         return outputs
+
+    def ready(self) -> bool:
+        if (self._folder / "unready").exists():
+            raise RuntimeError("planted: not even whether it is ready is known")
+        return True
 
     def describe(self) -> EngineDescription:
         return self._null.describe()
@@ -86,12 +92,13 @@ def main() -> int:
     settings = from_argv(["--http-port", sys.argv[1], *sys.argv[3:]])
     configure_logs(settings.log_level)
     wide = (folder / "wide").exists()
-    service = InferenceService(
-        replace(SPECIFICATION, inputs=(TensorSpec("x", "FP32", (-1, -1)),)) if wide else SPECIFICATION,
-        lambda: ControlledEngine(folder, EngineSettings(kind="null", max_batch_size=settings.max_batch_size)),
-        settings,
-    )
-    return serve(settings, ServedModels([service], settings.allow_model_control), bind("127.0.0.1", settings.http_port))
+    specification = replace(SPECIFICATION, inputs=(TensorSpec("x", "FP32", (-1, -1)),)) if wide else SPECIFICATION
+
+    def build() -> ControlledEngine:
+        return ControlledEngine(folder, EngineSettings(kind="null", max_batch_size=settings.max_batch_size))
+
+    grpc = bind("127.0.0.1", settings.grpc_port) if settings.grpc_port else None
+    return serve(settings, [(specification, build)], bind("127.0.0.1", settings.http_port), grpc)
 
 
 if __name__ == "__main__":

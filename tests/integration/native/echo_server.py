@@ -14,8 +14,6 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.listener import bind
 from servers.models.specification import Axis, ModelSpecification
-from servers.native.inference import InferenceService
-from servers.native.served_models import ServedModels
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv
 
@@ -48,12 +46,12 @@ class Echo(NullEngine):
 def main() -> int:
     settings = from_argv(["--http-port", sys.argv[1], *sys.argv[2:]])
     configure_logs(settings.log_level)
-    service = InferenceService(
-        SPECIFICATION,
-        lambda: Echo(SPECIFICATION, EngineSettings("null", max_batch_size=settings.max_batch_size)),
-        settings,
-    )
-    return serve(settings, ServedModels([service]), bind("127.0.0.1", settings.http_port))
+
+    def build() -> Echo:
+        return Echo(SPECIFICATION, EngineSettings("null", max_batch_size=settings.max_batch_size))
+
+    grpc = bind("127.0.0.1", settings.grpc_port) if settings.grpc_port else None
+    return serve(settings, [(SPECIFICATION, build)], bind("127.0.0.1", settings.http_port), grpc)
 
 
 if __name__ == "__main__":

@@ -4,91 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import uvloop
-from uvicorn.server import ServerState
 
-from servers.contract.tensors import Array, TensorSpec
-from servers.engines.interface import Engine, EngineDescription
+from servers.contract.tensors import Array
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification
-from servers.native.app import create_app
-from servers.native.http_body import ALIGNMENT, FixedBody
-from servers.native.http_connection import connection_factory
-from servers.native.http_front_end import READ_BYTES, HttpFrontEnd
-from servers.native.inference import InferenceService
-from servers.native.limits import ByteBudget
-from servers.native.regions import RegionTable
-from servers.native.served_models import ServedModels
+from servers.native.arena import ALIGNMENT
+from servers.native.http_body import FixedBody
+from servers.native.http_front_end import READ_BYTES
 from servers.native.settings import NativeSettings
+from tests.unit.native.conftest import served, specification_of
 
 VALUES = 3 * 224 * 224
-SPECIFICATION = ModelSpecification(
-    name="m",
-    title="m",
-    version="1",
-    inputs=(TensorSpec("x", "FP32", (-1, VALUES)),),
-    outputs=(TensorSpec("y", "FP32", (-1, 4)),),
-    max_batch_size=8,
-    load_module=lambda _weights: None,  # type: ignore[arg-type,return-value]
-)
+SPECIFICATION = specification_of("FP32", VALUES, 4)
 
 
-class WatchedEngine(Engine):
-    """The null engine, noting what it was given."""
+class WatchedEngine(NullEngine):
+    """The null engine, which begins when `gate` is set, noting what it was given."""
 
     def __init__(self) -> None:
-        self._null = NullEngine(SPECIFICATION, EngineSettings(kind="null", max_batch_size=8))
+        super().__init__(SPECIFICATION, EngineSettings(kind="null", max_batch_size=8))
+        self.reached, self.gate = threading.Event(), threading.Event()
         self.inputs: list[Array] = []
 
-    def load(self) -> None:
-        self._null.load()
-
-    def warm_up(self, batch_sizes: Sequence[int]) -> None:
-        self._null.warm_up(batch_sizes)
-
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        self.reached.set()
+        assert self.gate.wait(20)
         self.inputs.append(inputs["x"])
-        return self._null.infer(inputs)
-
-    def describe(self) -> EngineDescription:
-        return self._null.describe()
-
-    def close(self) -> None:
-        self._null.close()
+        return super().infer(inputs)
 
 
 class WatchedBodies:
-    """In place of the pool: notes every body, and how many of its bytes came through the shared buffer."""
+    """Notes every body, so that none of their memory is used again, and how much came through the shared buffer."""
 
-    def __init__(self) -> None:
-        self.bodies: list[WatchedBody] = []
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.bodies: list[FixedBody] = []
+        self.copied: list[int] = []
+        create, feed = FixedBody.__init__, FixedBody.feed
 
-    def take(self, size: int, json_bytes: int) -> FixedBody:
-        self.bodies.append(WatchedBody(size, json_bytes))
-        return self.bodies[-1]
+        def created(body: FixedBody, *arguments: Any) -> None:
+            create(body, *arguments)
+            self.bodies.append(body)
+            self.copied.append(0)
 
-    def settle(self, body: FixedBody) -> None:
-        """Not lent."""
+        def fed(body: FixedBody, data: bytearray, start: int, end: int) -> int:
+            taken = feed(body, data, start, end)
+            self.copied[self.bodies.index(body)] += taken - start
+            return taken
 
-    def give(self, body: FixedBody) -> None:
-        """Never used again, so that a late look at it sees what the engine saw."""
-
-
-class WatchedBody(FixedBody):
-    def __init__(self, size: int, json_bytes: int) -> None:
-        super().__init__(size, json_bytes)
-        self.copied = 0
-
-    def feed(self, data: bytearray, start: int, end: int) -> int:
-        taken = super().feed(data, start, end)
-        self.copied += taken - start
-        return taken
+        patch.setattr(FixedBody, "__init__", created)
+        patch.setattr(FixedBody, "feed", fed)
 
 
 def request(rows: int) -> bytes:
@@ -104,25 +75,21 @@ def request(rows: int) -> bytes:
 
 
 async def exchange(requests: Sequence[bytes]) -> tuple[WatchedEngine, WatchedBodies]:
-    """Send the requests at the same moment, each on a connection of its own, to a server that merges what it can."""
-    engine, bodies = WatchedEngine(), WatchedBodies()
-    settings = NativeSettings(max_batch_size=8, max_queue_delay_us=2_000_000 if len(requests) > 1 else 0)
-    service = InferenceService(SPECIFICATION, lambda: engine, settings)
-    budget = ByteBudget(settings.max_held_bytes)
-    models, regions = ServedModels([service]), RegionTable(settings, budget)
-    application = create_app(models, regions)
-    front_end = HttpFrontEnd(application, models, regions, settings, budget)
-    front_end.bodies = bodies  # type: ignore[assignment]
-    loop, connect = asyncio.get_running_loop(), connection_factory(front_end)
-    server = await loop.create_server(lambda: connect(ServerState(), loop), "127.0.0.1", 0)
-    service.start(lambda: None)
-    await service._settled.wait()
-    try:
-        port = server.sockets[0].getsockname()[1]
-        await asyncio.gather(*(one_request(port, data) for data in requests))
-    finally:
-        server.close()
-        await asyncio.to_thread(service.stop, 10)
+    """Send the requests, each on a connection of its own: the engine gets the first, and begins when all are there."""
+    engine = WatchedEngine()
+    with pytest.MonkeyPatch.context() as patch:
+        bodies = WatchedBodies(patch)
+        async with served(SPECIFICATION, NativeSettings(max_batch_size=8), lambda: engine) as one:
+            sent = []
+            async with asyncio.timeout(20):
+                for data in requests:
+                    sent.append(asyncio.create_task(one_request(one.port, data)))
+                    while not engine.reached.is_set():
+                        await asyncio.sleep(0.001)
+                while not (len(bodies.bodies) == len(requests) and all(body.complete for body in bodies.bodies)):
+                    await asyncio.sleep(0.001)
+            engine.gate.set()
+            await asyncio.gather(*sent)
     return engine, bodies
 
 
@@ -140,21 +107,29 @@ def address(array: Array) -> int:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_request_alone_reaches_the_engine_in_the_memory_it_was_received_in(rows: int) -> None:
+def test_a_request_alone_reaches_the_engine_in_the_slot_it_was_received_in(rows: int) -> None:
     engine, bodies = uvloop.run(exchange([request(rows)]))
     (body,), (seen,) = bodies.bodies, engine.inputs
-    assert np.shares_memory(seen, np.frombuffer(body.view, np.uint8))
+    assert np.shares_memory(seen, np.asarray(body.slot))
     assert address(seen) % ALIGNMENT == 0
-    assert body.copied <= READ_BYTES  # what came in one read with the head; the rest was received in place
+    assert bodies.copied[0] <= READ_BYTES  # what came in one read with the head; the rest was received in place
     assert body.filled == body.size
     np.testing.assert_array_equal(seen.reshape(-1), np.arange(rows * VALUES, dtype="<f4"))
 
 
-def test_merged_requests_are_copied_once_more_into_the_batch() -> None:
-    engine, bodies = uvloop.run(exchange([request(4), request(4)]))
-    (seen,) = engine.inputs
-    assert len(seen) == 8
-    assert seen.flags.c_contiguous
-    for body in bodies.bodies:
-        assert not np.shares_memory(seen, np.frombuffer(body.view, np.uint8))
-        assert body.copied <= READ_BYTES
+def test_merged_requests_are_gathered_once() -> None:
+    """The first occupies the engine, so that the two others wait and share a batch."""
+    engine, bodies = uvloop.run(exchange([request(1), request(4), request(4)]))
+    merged = next(seen for seen in engine.inputs if len(seen) == 8)
+    assert sorted(map(len, engine.inputs)) == [1, 8]
+    assert merged.flags.c_contiguous
+    for body, copied in zip(bodies.bodies, bodies.copied, strict=True):
+        assert not np.shares_memory(merged, np.asarray(body.slot))
+        assert copied <= READ_BYTES
+
+
+def test_requests_of_one_size_lie_side_by_side_in_the_order_in_which_they_came() -> None:
+    """So that an engine can copy them to its device in one piece."""
+    _, bodies = uvloop.run(exchange([request(1)] * 4))
+    offsets = sorted(body.slot.offset for body in bodies.bodies)
+    assert [offset - offsets[0] for offset in offsets] == [2**20 * number for number in range(4)]

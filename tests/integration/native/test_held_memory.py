@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import psutil
 import pytest
 import tritonclient.grpc as triton
 
@@ -52,7 +51,7 @@ def grpc_request(server) -> Iterator[None]:
 
 
 def resident(server) -> int:
-    return psutil.Process(server.process.pid).memory_info().rss
+    return server.memory_bytes
 
 
 @pytest.fixture

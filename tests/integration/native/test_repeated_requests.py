@@ -1,4 +1,4 @@
-"""Requests that repeat a known header, whose answers the engine thread may write itself: nothing else may differ."""
+"""Requests that repeat a known header, which need no task: nothing else may differ."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ready(controlled, *options: str, gates: tuple[str, ...] = ("load", "infer"))
 
 
 def test_many_clients_get_their_own_rows(controlled) -> None:
-    """Alone and merged, in place and not, in memory that is used again and again."""
+    """Alone and merged, in memory that is used again and again."""
     server = ready(controlled, "--max-queue-delay-us", "0")
 
     def client(number: int) -> None:

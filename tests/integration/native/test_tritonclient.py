@@ -81,6 +81,7 @@ def test_describes_itself(client):
         "weights": "none",
         "model": "open_clip:ViT-B-32",
         "payload": "fp32",
+        "lone_requests_wait": "false",
     }
 
 

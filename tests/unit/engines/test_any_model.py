@@ -16,7 +16,7 @@ from servers.engines import settings
 from servers.engines import torch as torch_engine
 from servers.engines.batches import Bucket, axis_buckets, has_buckets, random_inputs
 from servers.engines.graph_runner import Enqueue, GraphRunner
-from servers.engines.interface import Engine, EngineError, staging_of
+from servers.engines.interface import Engine, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.proof import proof_batch
 from servers.engines.settings import EngineSettings
@@ -202,7 +202,6 @@ def test_every_length_is_answered_from_a_padded_bucket(
 ) -> None:
     specification = encoder()
     engine = graph_engine(specification)
-    assert staging_of(engine) == {}
     for rows, size in ((1, 1), (3, 17), (4, 48), (3, 32), (2, 5)):
         inputs = token_items(size, [size, *[max(1, size // 2)] * (rows - 1)])
         answers: Any = engine.infer(inputs)
@@ -277,7 +276,7 @@ def test_an_axis_that_cannot_be_padded_has_no_graphs(monkeypatch: pytest.MonkeyP
     assert "dynamic axis" in str(automatic.describe().details["mode_reason"])
 
 
-def test_a_fixed_batch_is_filled_from_the_staging() -> None:
+def test_a_runner_executes_with_and_without_graphs() -> None:
     specification = specification_of(
         lambda: torch.nn.Linear(3, 2),
         inputs=(TensorSpec("x", "FP32", (-1, 3)),),
@@ -292,8 +291,6 @@ def test_a_fixed_batch_is_filled_from_the_staging() -> None:
         given: Any = random_inputs(specification, 3, 0)
         expected = alone(specification, given)["y"]
         np.testing.assert_allclose(infer(given)["y"], expected)
-        runner.staging["x"][:3] = given["x"][::-1]
-        np.testing.assert_allclose(infer({"x": runner.staging["x"][:3]})["y"], expected[::-1])
         assert runner.has_executed(3)
         assert not runner.has_executed(2)
 
@@ -343,3 +340,11 @@ def test_the_null_engine_answers_any_signature() -> None:
     assert first["score"][0, 0] != second["score"][0, 0]
     assert first["score"][1, 0] == second["score"][1, 0]
     assert isinstance(first["echo"][0, 0], bytes)
+
+
+def test_a_dimension_that_is_no_axis_counts_as_one_in_a_row_s_bytes() -> None:
+    inputs = (TensorSpec("x", "FP32", (-1, -1, 3)), TensorSpec("ids", "INT64", (-1, -1)))
+    fields: dict[str, Any] = {"inputs": inputs, "outputs": (TensorSpec("y", "FP32", (-1, 3)),)}
+    axis = Axis("n", default=7, largest=9, places={"ids": 1})
+    one = specification_of(torch.nn.Identity, axes=(axis,), **fields)
+    assert NullEngine(one, EngineSettings("null")).row_bytes == 3 * 4 + 7 * 8

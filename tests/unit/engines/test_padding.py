@@ -64,7 +64,7 @@ def test_sizes_share_a_key_up_to_the_largest_listed_one() -> None:
 
 
 def test_a_batch_is_padded_to_the_listed_size_with_the_models_values() -> None:
-    merged = Staging(8, padding=PADDING).gather([request(2, 3), request(1, 5, value=2)])
+    merged = Staging().gather([request(2, 3), request(1, 5, value=2)], PADDING)
     assert merged["ids"].tolist() == [[1] * 3 + [9] * 5] * 2 + [[2] * 5 + [9] * 3]
     assert merged["mask"].tolist() == [[[1] * 3 + [0] * 5] * 2] * 2 + [[[2] * 5 + [0] * 3] * 2]
     assert merged["scale"].tolist() == [[1] * 3] * 2 + [[2] * 3]
@@ -72,15 +72,15 @@ def test_a_batch_is_padded_to_the_listed_size_with_the_models_values() -> None:
 
 
 def test_one_request_is_copied_only_to_be_padded() -> None:
-    staging = Staging(8, padding=PADDING)
+    staging = Staging()
     for length in (8, 17):  # a listed size, and one beyond them
         whole = request(2, length)
-        assert staging.gather([whole]) is whole
-    assert staging.gather([request(2, 7)])["ids"].tolist() == [[1] * 7 + [9]] * 2
+        assert staging.gather([whole], PADDING) is whole
+    assert staging.gather([request(2, 7)], PADDING)["ids"].tolist() == [[1] * 7 + [9]] * 2
 
 
 def test_equal_requests_beyond_the_listed_sizes_are_not_padded() -> None:
-    merged = Staging(8, padding=PADDING).gather([request(1, 33), request(1, 33)])
+    merged = Staging().gather([request(1, 33), request(1, 33)], PADDING)
     assert (merged["ids"] == 1).all()
     assert merged["ids"].shape == (2, 33)
 
@@ -88,14 +88,14 @@ def test_equal_requests_beyond_the_listed_sizes_are_not_padded() -> None:
 def test_elements_of_any_length_are_padded_with_empty_ones() -> None:
     words = np.array([[b"a", b"b"]], object)
     padding = Padding(Axis("words", 2, 8, {"text": 1}, {"text": 0}), (4,))
-    assert Staging(2, padding=padding).gather([{"text": words}])["text"].tolist() == [[b"a", b"b", b"", b""]]
+    assert Staging().gather([{"text": words}], padding)["text"].tolist() == [[b"a", b"b", b"", b""]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 20)), min_size=1, max_size=6))
 def test_what_goes_in_comes_out_for_each_request(wanted: list[tuple[int, int]]) -> None:
     requests = [request(rows, length, value=index) for index, (rows, length) in enumerate(wanted)]
     same = [one for one in requests if key(one) == key(requests[0])]
-    merged = Staging(18, padding=PADDING).gather(same)
+    merged = Staging().gather(same, PADDING)
     outputs = {"hidden": np.repeat(merged["ids"][:, :, None], 2, axis=2), "pooled": merged["scale"]}
     answers = divide(outputs, [len(one["ids"]) for one in same], [one["ids"].shape[1] for one in same], PADDING)
     for one, answer in zip(same, answers, strict=True):

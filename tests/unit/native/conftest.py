@@ -1,29 +1,100 @@
-"""A batcher with real threads, before an engine that stops where a test wants it to."""
+"""A batcher before an engine that stops where a test wants it to, and a front end with its engine in one process."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from servers.contract.tensors import Array
-from servers.native.batcher import Batcher, QueuedRequest
+from servers.contract.tensors import Array, TensorSpec
+from servers.engines.interface import Engine, EngineDescription
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
+from servers.models.specification import ModelSpecification
+from servers.native.arena import RequestMemory
+from servers.native.batcher import Batcher
+from servers.native.engine_side import EngineSide
+from servers.native.front_server import NativeServer
+from servers.native.http_connection import connection_factory
+from servers.native.model_host import BuildEngine
+from servers.native.one_process import LocalLink
+from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
 WIDTH = 2
 
 
-class Engine:
+def specification_of(datatype: str, width: int, output_width: int) -> ModelSpecification:
+    """Rows of `width` values in, rows of `output_width` values out."""
+    return ModelSpecification(
+        name="m",
+        title="m",
+        version="1",
+        inputs=(TensorSpec("x", datatype, (-1, width)),),
+        outputs=(TensorSpec("y", datatype, (-1, output_width)),),
+        max_batch_size=8,
+        load_module=lambda _weights: None,  # type: ignore[arg-type,return-value]
+    )
+
+
+ROWS = specification_of("FP32", WIDTH, WIDTH)
+
+
+@dataclass
+class Served:
+    """A front end and its engine in one process; HTTP is answered on `port`."""
+
+    server: NativeServer
+    memory: RequestMemory
+    port: int
+
+
+@asynccontextmanager
+async def served(
+    specification: ModelSpecification,
+    settings: NativeSettings,
+    build: BuildEngine | None = None,
+    memory: RequestMemory | None = None,
+) -> AsyncIterator[Served]:
+    """As `serve_in_one_process` joins them, in the event loop of a test; without `build` with the null engine."""
+    build = build or (lambda: NullEngine(specification.executed, EngineSettings("null")))
+    memory = memory or RequestMemory.alone(settings)
+    statistics = [Statistics(settings.max_batch_size)]
+    side = EngineSide(settings, [(specification, build)], statistics, memory.arena)
+    link = LocalLink(side)
+    server = NativeServer(settings, [specification], statistics, link, memory, lambda: None, lambda: None)
+    opened = threading.Event()
+    opened.set()
+    link.open(server.told)
+    side.start(lambda: None, opened)
+    loop, connect = asyncio.get_running_loop(), connection_factory(server.http)
+    listener = await loop.create_server(lambda: connect(server.server_state, loop), "127.0.0.1", 0)
+    async with asyncio.timeout(20):
+        while not server.models.ready:
+            await asyncio.sleep(0.001)
+    try:
+        yield Served(server, memory, listener.sockets[0].getsockname()[1])
+    finally:
+        listener.close()
+        server.models.stop()
+        assert await asyncio.to_thread(side.stop, 10)
+
+
+class GatedEngine(Engine):
     """Echoes; waits for `gate` before each batch, and notes the batches and the very arrays that it was given.
 
     666 raises, 667 returns too few rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_batch_size: int) -> None:
+        super().__init__(ROWS, EngineSettings("null", max_batch_size=max_batch_size))
         self.gate = threading.Event()
         self.reached = threading.Semaphore(0)
         self.batches: list[Array] = []
@@ -31,6 +102,12 @@ class Engine:
         self.closed = False
         self.checks = 0
         self.dead = False
+
+    def load(self) -> None:
+        """Nothing to load."""
+
+    def describe(self) -> EngineDescription:
+        return self._description(version="1", precision="fp32", mode="eager", device="cpu", threads=1, details={})
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         self.checks += 1
@@ -51,11 +128,11 @@ class Engine:
         self.closed = True
 
 
-class EngineWithMemory(Engine):
+class EngineWithMemory(GatedEngine):
     """One that has memory of its own for merged batches, as a GPU engine has."""
 
     def __init__(self, max_batch_size: int) -> None:
-        super().__init__()
+        super().__init__(max_batch_size)
         self.memory = np.full((max_batch_size, WIDTH), -1, np.float32)
         self.staging = {"x": self.memory}
 
@@ -68,14 +145,16 @@ class Harness:
         delay_us: int = 0,
         queue_size: int = 1000,
         own_memory: bool = False,
+        flights: int = 1,
     ) -> None:
-        self.engine = EngineWithMemory(max_batch_size) if own_memory else Engine()
+        self.engine = EngineWithMemory(max_batch_size) if own_memory else GatedEngine(max_batch_size)
+        self.engine.flights = flights
         self.statistics = Statistics(max_batch_size)
         self.calls: list[int] = []
         self.broken = threading.Semaphore(0)
         settings = NativeSettings(max_batch_size=max_batch_size, max_queue_delay_us=delay_us, queue_size=queue_size)
         self.batcher = Batcher(settings, self.statistics, self._complete, self.broken.release)
-        self.batcher.start(lambda: self.engine)  # type: ignore[arg-type,return-value]
+        self.batcher.start(lambda: self.engine)
 
     def _complete(self, entries: Sequence[QueuedRequest]) -> None:
         self.calls.append(len(entries))
@@ -88,10 +167,11 @@ class Harness:
         values: Sequence[float],
         deadline_ns: int | None = None,
         width: int = WIDTH,
-        windows: Sequence[Any] = (),
+        window: Any = None,
     ) -> QueuedRequest:
         array = np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
-        entry = QueuedRequest({"x": array}, len(values), [("x", (width,))], deadline_ns, threading.Event(), windows)
+        entry = QueuedRequest({"x": array}, len(values), [("x", (width,))], deadline_ns, threading.Event())
+        entry.device_inputs = {} if window is None else {"x": window}
         self.batcher.submit(entry)
         return entry
 

@@ -12,31 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import uvloop
-from uvicorn.server import ServerState
 
-from servers.contract.tensors import TensorSpec
-from servers.engines.null import NullEngine
-from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification
-from servers.native.app import create_app
-from servers.native.http_connection import connection_factory
+from servers.native.arena import ALIGNMENT, Arena, Layout, RequestMemory
 from servers.native.http_front_end import HttpFrontEnd
-from servers.native.inference import InferenceService
 from servers.native.limits import ByteBudget
-from servers.native.regions import RegionTable
-from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
+from tests.unit.native.conftest import served, specification_of
 
 VALUES = 1_000_000
-SPECIFICATION = ModelSpecification(
-    name="m",
-    title="m",
-    version="1",
-    inputs=(TensorSpec("x", "UINT8", (-1, VALUES)),),
-    outputs=(TensorSpec("y", "UINT8", (-1, VALUES)),),
-    max_batch_size=8,
-    load_module=lambda _weights: None,  # type: ignore[arg-type,return-value]
-)
+SPECIFICATION = specification_of("UINT8", VALUES, VALUES)
 CONTENT = np.random.default_rng(0).integers(0, 256, VALUES, np.uint8).tobytes()
 HEADER = json.dumps(
     {
@@ -113,26 +97,10 @@ async def until(condition: Callable[[], bool]) -> None:
 def with_server(test: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
         settings = NativeSettings(max_batch_size=8, max_queue_delay_us=0)
-        service = InferenceService(
-            SPECIFICATION,
-            lambda: NullEngine(SPECIFICATION, EngineSettings(kind="null")),
-            settings,
-        )
-        models, regions, budget = (
-            ServedModels([service]),
-            RegionTable(settings, ByteBudget(1)),
-            WatchedBudget(LIMIT),
-        )
-        front_end = HttpFrontEnd(create_app(models, regions), models, regions, settings, budget)
-        loop, connect, state = asyncio.get_running_loop(), connection_factory(front_end), ServerState()
-        server = await loop.create_server(lambda: connect(state, loop), "127.0.0.1", 0)
-        service.start(lambda: None)
-        await service._settled.wait()
-        try:
-            await test(Served(budget, front_end, server.sockets[0].getsockname()[1]))
-        finally:
-            server.close()
-            await asyncio.to_thread(service.stop, 10)
+        budget = WatchedBudget(LIMIT)
+        memory = RequestMemory(Arena(Layout.of(1, LIMIT, settings.max_body_bytes + ALIGNMENT)), budget)
+        async with served(SPECIFICATION, settings, memory=memory) as one:
+            await test(Served(budget, one.server.http, one.port))
         await until(lambda: budget.held == 0)
         assert budget.most <= LIMIT
 

@@ -21,9 +21,13 @@ from servers.contract.errors import (
 from servers.contract.records import RegionReference, Window
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
+from servers.native.arena import Arena, Layout, RequestMemory
 from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion
+from servers.native.engine_side import EngineSide
 from servers.native.limits import ByteBudget
-from servers.native.regions import RegionTable
+from servers.native.one_process import LocalLink
+from servers.native.region_register import DeviceWindow
+from servers.native.regions import DeviceRegion, RegionTable
 from servers.native.settings import NativeSettings
 
 
@@ -64,8 +68,17 @@ class Driver:
 
 
 def table(max_input_bytes=1000, held_bytes=1000):
+    """A front end's regions, registered on an engine's side in the same process; in an event loop."""
     settings = NativeSettings(allow_shared_memory=True, max_body_bytes=max_input_bytes)
-    return RegionTable(settings, ByteBudget(held_bytes))
+    memory = RequestMemory(Arena(Layout.of(1, held_bytes, max_input_bytes)), ByteBudget(held_bytes))
+    link = LocalLink(EngineSide(settings, [], [], memory.arena))
+    regions = RegionTable(settings, memory, link)
+
+    async def states(_states):
+        """No model is served."""
+
+    link.open({"states": states, "open": regions.open, "forget": regions.forget})
+    return regions
 
 
 @pytest.fixture
@@ -79,19 +92,19 @@ def region(driver):
 
 
 def window(region, size=8):
-    return Window(region, RegionReference("r", size, 0), table().allocate)
+    return DeviceWindow(region, 0, size, np.empty(size, np.uint8))
 
 
 def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
     with ThreadPoolExecutor(4) as pool:
-        reading = pool.submit(window(region).fetch)
+        reading = pool.submit(window(region).read)
         assert driver.copying.wait(10)
         closing = [pool.submit(region.close) for _ in range(2)]
         deadline = time.monotonic() + 10
         while not region.is_closing:
             assert time.monotonic() < deadline
         with pytest.raises(InvalidRequestError, match="unregistered before its input was read"):
-            window(region).fetch()
+            window(region).read()
         assert not driver.closed
         driver.proceed.set()
         reading.result(10)
@@ -103,41 +116,50 @@ def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
 
 def test_outputs_that_cannot_be_written_are_errors(driver, region):
     with pytest.raises(InternalError, match="OUT_OF_MEMORY"):
-        window(region).write(b"12345678")
+        window(region).write(np.zeros(2, np.float32))
     with pytest.raises(InvalidRequestError, match="has 9 bytes"):
-        window(region).write(b"123456789")
-    window(region).write(b"")
+        window(region).write(np.zeros(9, np.uint8))
+    window(region).write(np.zeros(0, np.float32))
     region.close()
     with pytest.raises(InvalidRequestError, match="unregistered before its output was written"):
-        window(region).write(b"12345678")
+        window(region).write(np.zeros(2, np.float32))
 
 
-def test_an_input_is_a_view_over_host_memory_of_its_size(region):
-    array = window_array(window(region), "FP32", (1, 2), "x")
+def no_host_memory(_size):
+    raise AssertionError("the engine's side reads it")
+
+
+def test_an_input_on_a_device_takes_no_memory_of_the_front_end(region):
+    piece = Window(DeviceRegion("r", 0, 64), RegionReference("r", 8, 0), no_host_memory)
+    array = window_array(piece, "FP32", (1, 2), "x")
     assert (array.shape, array.dtype) == ((1, 2), np.dtype(np.float32))
     with pytest.raises(InvalidRequestError, match="needs 12 bytes"):
-        window_array(window(region), "FP32", (1, 3), "x")
+        window_array(piece, "FP32", (1, 3), "x")
     with pytest.raises(UnsupportedError, match="BYTES, which this server does not read from CUDA"):
-        window_array(window(region), "BYTES", (1,), "x")
+        window_array(piece, "BYTES", (1,), "x")
 
 
-def test_the_host_memory_of_inputs_is_bounded_and_counted(region):
-    budget = ByteBudget(60)
-    allocate = RegionTable(NativeSettings(max_body_bytes=40), budget).allocate
-    with pytest.raises(TooLargeError, match="41 bytes, the server takes at most 40"):
-        Window(region, RegionReference("r", 41, 0), allocate).view()
-    first = Window(region, RegionReference("r", 40, 0), allocate)
-    array = window_array(first, "FP32", (1, 10), "x")
-    del first
-    assert budget.held == 40
-    with pytest.raises(UnavailableError, match="memory for requests"):
-        Window(region, RegionReference("r", 40, 0), allocate).view()
-    del array
-    assert budget.held == 0
+def test_the_host_memory_of_inputs_is_bounded_and_counted():
+    async def run() -> None:
+        regions = table(40, 60)
+        budget = regions._memory.budget
+        memory = DeviceRegion("r", 0, 64)  # any memory that is there
+        with pytest.raises(TooLargeError, match="41 bytes, the server takes at most 40"):
+            Window(memory, RegionReference("r", 41, 0), regions.allocate).view()
+        first = Window(memory, RegionReference("r", 40, 0), regions.allocate)
+        view = first.view()
+        del first
+        assert budget.held == 40
+        with pytest.raises(UnavailableError, match="memory for requests"):
+            Window(memory, RegionReference("r", 40, 0), regions.allocate).view()
+        del view
+        assert budget.held == 0
+
+    asyncio.run(run())
 
 
-def test_a_client_that_leaves_while_its_region_is_opened_leaves_nothing_open(driver, region, monkeypatch):
-    """Until then the name is taken, so that two registrations at once cannot both succeed."""
+def test_a_name_is_taken_while_its_region_is_opened_and_a_client_that_leaves_loses_nothing(region, driver, monkeypatch):
+    """Two registrations at once cannot both succeed, and what a client began can be undone by name."""
     opening, proceed = threading.Event(), threading.Event()
 
     def open_slowly(_access, _name, _handle, _device, _byte_size):
@@ -146,27 +168,46 @@ def test_a_client_that_leaves_while_its_region_is_opened_leaves_nothing_open(dri
         return region
 
     monkeypatch.setattr(CudaAccess, "open", open_slowly)
-    monkeypatch.setattr(CudaAccess, "driver", lambda _access: driver)
 
-    async def register_and_leave() -> RegionTable:
+    async def run() -> None:
         regions = table()
-        task = asyncio.ensure_future(regions.register_cuda("r", b"", 0, 64))
+        leaving = asyncio.ensure_future(regions.register_cuda("r", b"", 0, 64))
         await asyncio.to_thread(opening.wait, 10)
-        with pytest.raises(InvalidRequestError, match="registered already"):
-            await regions.register_cuda("r", b"", 0, 64)
-        with pytest.raises(InvalidRequestError, match="registered already"):
-            regions.register("r", "/r", 0, 64)
-        task.cancel()
+        others = [
+            asyncio.ensure_future(regions.register_cuda("r", b"", 0, 64)),
+            asyncio.ensure_future(regions.register("r", "/r", 0, 64)),
+        ]
+        leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
+            await leaving
         proceed.set()
-        deadline = time.monotonic() + 10
-        while not driver.closed:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0)
-        return regions
+        for other in others:
+            with pytest.raises(InvalidRequestError, match="registered already"):
+                await other
+        assert regions.rows(DeviceRegion, "") == [{"name": "r", "device_id": 0, "byte_size": 64}]
+        assert not driver.closed
+        await regions.unregister(DeviceRegion, "r")
+        assert regions.rows(DeviceRegion, "") == []
+        assert driver.closed == 1
 
-    regions = asyncio.run(register_and_leave())
-    assert regions.rows(CudaRegion, "") == []
-    with pytest.raises(InvalidRequestError, match="size ≥ 1"):
-        regions.register("r", "/r", 0, 0)  # the name is free again
+    asyncio.run(run())
+
+
+def test_a_region_that_a_front_end_cannot_open_is_closed_again(region, driver, monkeypatch):
+    monkeypatch.setattr(CudaAccess, "open", lambda *_arguments: region)
+
+    async def run() -> None:
+        regions = table()
+        monkeypatch.setattr("servers.native.regions.DeviceRegion", refuse)
+        with pytest.raises(InvalidRequestError, match="planted"):
+            await regions.register_cuda("r", b"", 0, 64)
+        assert driver.closed == 1
+        monkeypatch.undo()
+        with pytest.raises(InvalidRequestError, match="cannot be opened"):
+            await regions.register("r", "/abserve_no_such_memory", 0, 64)  # the name is free again
+
+    asyncio.run(run())
+
+
+def refuse(*_arguments):
+    raise InvalidRequestError("planted")

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -14,16 +14,16 @@ import pytest
 
 from servers.contract.records import InferRequest, InputTensor
 from servers.contract.tensors import Array
-from servers.engines.null import NullEngine
-from servers.engines.settings import EngineSettings
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import Decoding, DecodingSettings
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
+from servers.native.arena import RequestMemory
 from servers.native.errors import QueueFullError, RequestExpiredError
-from servers.native.inference import InferenceService, RequestDecoder, State
+from servers.native.inference import RequestDecoder, State
 from servers.native.settings import NativeSettings
-from servers.native.statistics import RequestTimes
+from servers.native.statistics import RequestTimes, Statistics
+from tests.unit.native.conftest import served
 
 JPEG = get_variant("openclip_vit_b32", "jpeg")
 
@@ -39,7 +39,8 @@ GOOD = request(jpeg_paths()[8].read_bytes())
 
 @pytest.fixture
 def decoder() -> Iterator[RequestDecoder]:
-    decoder = RequestDecoder(JPEG, DecodingSettings(threads=1), queue_size=2)
+    settings = NativeSettings()
+    decoder = RequestDecoder(JPEG, DecodingSettings(threads=1), 2, RequestMemory.alone(settings), Statistics(1))
     yield decoder
     decoder.close()
 
@@ -77,27 +78,25 @@ def test_no_more_wait_than_the_queue_holds(decoder: RequestDecoder, gate: thread
 
 def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
     async def run() -> None:
-        service = InferenceService(
-            JPEG, lambda: NullEngine(JPEG.executed, EngineSettings("null")), NativeSettings(max_queue_delay_us=0)
-        )
-        service.start(lambda: None)
-        while not service.ready:
-            await asyncio.sleep(0.001)
-        assert service._decoder is not None
-        gate = threading.Event()
-        for _ in range(service._decoder.settings.thread_count):
-            service._decoder._decoder._threads.submit(gate.wait)
-        accepted = asyncio.create_task(service.infer(InferRequest("", (GOOD,)), RequestTimes(0)))
-        while not service.pending:
-            await asyncio.sleep(0)
-        unloading = asyncio.create_task(service.unload())
-        while service.state is not State.UNLOADED:
-            await asyncio.sleep(0)
-        gate.set()
-        answer = await accepted
-        assert answer.outputs[0].data.shape == (1, 512)
-        await unloading
-        service.stop(10)
+        settings = NativeSettings(allow_model_control=True)
+        async with served(JPEG, settings) as one:
+            models = one.server.models
+            service = models.default
+            assert service.decoding is not None
+            assert service._decoder is not None
+            gate = threading.Event()
+            for _ in range(service.decoding.thread_count):
+                service._decoder._decoder._threads.submit(gate.wait)
+            accepted = asyncio.create_task(service.infer(InferRequest("", (GOOD,)), RequestTimes(0)))
+            while not service.statistics.snapshot().decoding:
+                await asyncio.sleep(0)
+            unloading = asyncio.create_task(models.unload(JPEG.name))
+            while service.state is not State.UNLOADED:
+                await asyncio.sleep(0)
+            gate.set()
+            answer = await accepted
+            assert answer.outputs[0].data.shape == (1, 512)
+            await unloading
 
     asyncio.run(run())
 
@@ -109,8 +108,8 @@ def test_a_deadline_ends_the_wait(
     begun: list[Decoding] = []
     start = decoder._decoder.start
 
-    def noted(images: Array) -> Decoding:
-        begun.append(start(images))
+    def noted(images: Array, allocate: Callable[[int], Array]) -> Decoding:
+        begun.append(start(images, allocate))
         return begun[-1]
 
     monkeypatch.setattr(decoder._decoder, "start", noted)

@@ -7,7 +7,17 @@ from pathlib import Path
 
 from servers.contract.codec import MAX_ID_CHARACTERS
 from servers.contract.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
+from servers.native.grpc_calls import MANY_WAITING, MAX_METADATA_BYTES, MOST_WAITING, STREAM_WINDOW
+from servers.native.grpc_connection import (
+    CREDIT_BYTES,
+    CREDIT_PER_ANSWER,
+    CREDIT_PER_S,
+    FRAMES_PER_TURN,
+    MAX_CALLS,
+    MAX_CREDIT,
+)
 from servers.native.grpc_messages import MAX_FIELDS
+from servers.native.http2_frames import MAX_BLOCK_BYTES, MAX_DECODED_BYTES
 from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.http_connection import PIECES_PER_TURN
 from servers.native.http_front_end import MAX_INFLATING
@@ -42,6 +52,18 @@ def test_the_fixed_limits_are_as_written() -> None:
     assert f"Beyond {FREE_CHUNKS} chunks they must have {MIN_MEAN_CHUNK_BYTES} bytes on average" in TEXT
     assert f"At most {MAX_INFLATING} compressed bodies" in TEXT
     assert f"{DECODING_S:g} s for all of them" in TEXT
+
+
+def test_the_limits_of_grpc_are_as_written() -> None:
+    text = " ".join(TEXT.split())
+    assert f"A call may send {STREAM_WINDOW // 2**20} MiB before" in text
+    assert f"{MANY_WAITING} wait before the connection is not read, {MOST_WAITING:,} if" in text
+    assert f"at most {MAX_CALLS} calls" in text
+    assert f"Metadata have at most {MAX_METADATA_BYTES // 1024} KiB" in text
+    assert f"a header block {MAX_BLOCK_BYTES // 1024} KiB, and {MAX_DECODED_BYTES // 1024} KiB after" in text
+    assert f"has {MAX_CREDIT:,}; it gets {CREDIT_PER_ANSWER} back per answer" in text
+    assert f"one per {CREDIT_BYTES} bytes of a message, and {CREDIT_PER_S:,} per second" in text
+    assert f"After {FRAMES_PER_TURN} frames" in text
 
 
 def test_modules_that_are_named_exist() -> None:

@@ -9,19 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servers.contract.errors import ContractError, NotFoundError, UnavailableError
+from servers.native.arena import ALIGNMENT, Arena, Layout, RequestMemory
 from servers.native.errors import HttpError, NotReadyError, failure_reason
-from servers.native.http_body import BodyPool, FixedBody
 from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
 from servers.native.limits import ByteBudget
 from servers.native.settings import NativeSettings
 
 INFER = "/v2/models/m/infer"
 SETTINGS = NativeSettings(max_body_bytes=5000)
+ARENA = Arena(Layout.of(1, 10_000, SETTINGS.max_body_bytes + ALIGNMENT))
 
 
 def parser(budget: ByteBudget | None = None, refusal: ContractError | None = None) -> tuple[RequestParser, ByteBudget]:
     budget = budget or ByteBudget(10_000)
-    return RequestParser(HeadReader(SETTINGS), BodyPool(0), budget, lambda _head: refusal), budget
+    return RequestParser(HeadReader(SETTINGS), RequestMemory(ARENA, budget), lambda _head: refusal), budget
 
 
 def post(body: bytes, *lines: str, path: str = INFER) -> bytes:
@@ -101,7 +102,7 @@ def test_bytes_that_the_engine_may_still_read_are_held_as_long_as_it_can() -> No
     _, request = one.parse(data, 0, len(data))
     assert isinstance(request, Request)
     view = request.body
-    request.release(read=False)
+    request.release()
     assert budget.held == 100
     del view
     assert budget.held == 0
@@ -161,20 +162,10 @@ def test_a_body_without_room_takes_no_more_bytes_and_can_be_dropped() -> None:
     space = one.space()
     assert space is not None
     assert len(space) == 1
+    del space
     one.drop_body(UnavailableError("full"))
     assert budget.held == 189
     used, request = one.parse(rest, 0, len(rest))
     assert used == len(rest)
     assert isinstance(request, Request)
     assert str(request.refusal) == "full"
-
-
-def test_a_body_that_is_given_up_no_longer_counts_as_lent_by_the_pool() -> None:
-    pool = BodyPool(10_000)
-    pool.give(FixedBody(100, 0))
-    one = RequestParser(HeadReader(SETTINGS), pool, ByteBudget(10_000), lambda _head: None)
-    data = bytearray(post(b"x" * 100)[:-70])
-    one.parse(data, 0, len(data))
-    assert pool._lent_bytes == 100
-    one.give_up()
-    assert pool._lent_bytes == 0

@@ -11,15 +11,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers.native.errors import FAILURE_REASONS, QueueFullError, failure_reason
 from servers.native.inference import InferenceService
 from servers.native.metrics import render
-from servers.native.statistics import DURATION_BOUNDS_NS, Histogram, RequestTimes, Statistics
+from servers.native.statistics import DURATION_BOUNDS_NS, RequestTimes, Statistics, row_width
 
 
 def test_each_request_is_charged_its_batch_and_the_batch_appears_once():
     statistics = Statistics(8)
-    statistics.record_execution(5, [100, 300], 10, 1000, 20)
-    statistics.record_execution(5, [50], 10, 2000, 20)
+    statistics.record_execution(5, 8, [100, 300], 10, 1000, 20)
+    statistics.record_execution(5, 8, [50], 10, 2000, 20)
     model: Any = statistics.snapshot().as_model_stats("m", "1")
     assert (model["inference_count"], model["execution_count"]) == (10, 2)
+    assert statistics.snapshot().executed_rows == 16  # with those that only fill a batch
     assert model["inference_stats"]["queue"] == {"count": 3, "ns": 450}
     assert model["inference_stats"]["compute_infer"] == {"count": 3, "ns": 4000}
     assert model["abserve_stages"]["compute"] == {"count": 3, "ns": 2 * 1030 + 2030}
@@ -52,20 +53,64 @@ def test_success_failure_and_disconnect_are_kept_apart():
 def test_a_snapshot_does_not_move():
     statistics = Statistics(8)
     before = statistics.snapshot()
-    statistics.record_execution(1, [1], 1, 1, 1)
+    statistics.record_execution(1, 1, [1], 1, 1, 1)
     assert before.inference_count == 0
     assert sum(before.batch_size.counts) == 0
 
 
 def test_bounds_are_inclusive_and_neighbours_close():
-    histogram = Histogram((10, 20))
-    for value in (0, 10, 11, 20, 21):
-        histogram.add(value)
-    assert histogram.counts == [2, 2, 1]
-    assert histogram.total == 62
+    statistics = Statistics(1)
+    first, second = DURATION_BOUNDS_NS[:2]
+    values = (0, first, first + 1, second, second + 1, DURATION_BOUNDS_NS[-1] + 1)
+    statistics.record_execution(1, 1, values, 1, 1, 1)
+    histogram = statistics.snapshot().queue_duration
+    assert [*histogram.counts[:3], histogram.counts[-1]] == [2, 2, 1, 1]
+    assert (histogram.count, histogram.total) == (6, sum(values))
     assert all(1 < b / a < 1.22 for a, b in pairwise(DURATION_BOUNDS_NS))
     assert DURATION_BOUNDS_NS[0] < 50_000
     assert DURATION_BOUNDS_NS[-1] > 30e9
+
+
+def shared_rows(count: int) -> list[memoryview]:
+    return [memoryview(bytearray(8 * row_width(8))).cast("q") for _ in range(count)]
+
+
+def test_every_process_reads_the_sum_of_what_all_have_counted():
+    rows = shared_rows(3)
+    engine, *front_ends = [Statistics(8, rows, own) for own in range(3)]
+    engine.record_execution(3, 4, [10, 20], 1, 2, 3)
+    for count, front_end in enumerate(front_ends, start=1):
+        for _ in range(count):
+            front_end.record_success(RequestTimes(time.perf_counter_ns(), 5, 6, 7))
+        front_end.record_failure("queue_full", time.perf_counter_ns())
+        front_end.set_decoding(count)
+    for one in (engine, *front_ends):
+        counters = one.snapshot()
+        assert (counters.inference_count, counters.executed_rows, counters.decoding) == (3, 4, 3)
+        assert (counters.request_duration.count, counters.receive_ns) == (3, 15)
+        assert counters.failures["queue_full"] == 2
+        assert counters.batches[3].count == 1
+    assert [row[row_width(8) :].tolist() for row in rows] == [[], [], []]
+
+
+def test_the_last_inference_is_the_latest_of_all_rows_and_not_their_sum(monkeypatch):
+    rows = shared_rows(2)
+    for own, seconds in enumerate((200, 100)):
+        monkeypatch.setattr(time, "time_ns", lambda seconds=seconds: seconds * 10**9)
+        Statistics(8, rows, own).record_execution(1, 1, [1], 1, 1, 1)
+    assert Statistics(8, rows).snapshot().last_inference_ms == 200_000
+
+
+def test_a_successor_goes_on_in_the_row_of_its_predecessor_and_nothing_of_it_waits():
+    rows = shared_rows(2)
+    other, dead = Statistics(8, rows, 0), Statistics(8, rows, 1)
+    other.set_decoding(1)
+    dead.record_disconnect()
+    dead.set_decoding(7)
+    successor = Statistics(8, rows, 1)
+    successor.set_decoding(0)
+    successor.record_disconnect()
+    assert (successor.snapshot().disconnects, successor.snapshot().decoding) == (2, 1)
 
 
 class Service:
@@ -74,7 +119,6 @@ class Service:
     def __init__(self) -> None:
         self.statistics = Statistics(8)
         self.description = None
-        self.pending = 3
         self.ready = False
 
         class Signature:
@@ -85,7 +129,9 @@ class Service:
 
 def test_metrics_are_in_seconds_and_cumulative():
     service = Service()
-    service.statistics.record_execution(2, [2_000_000_000], 0, 500_000_000, 0)
+    service.statistics.set_queued(1)
+    service.statistics.set_decoding(2)
+    service.statistics.record_execution(2, 4, [2_000_000_000], 0, 500_000_000, 0)
     text, samples = render([cast(InferenceService, service)]).decode(), {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -95,6 +141,7 @@ def test_metrics_are_in_seconds_and_cumulative():
     assert samples[("abserve_native_executed_batch_size_bucket", "1.0")] == 0
     assert samples[("abserve_native_executed_batch_size_bucket", "2.0")] == 1
     assert samples[("abserve_native_executed_batch_size_bucket", "+Inf")] == 1
+    assert samples[("abserve_native_executed_items_total", None)] == 4
     assert samples[("abserve_native_pending_requests", None)] == 3
     assert samples[("abserve_native_ready", None)] == 0
 

@@ -155,6 +155,14 @@ def test_a_setting_that_misleads_is_named(record: ArmRecord, name: str, words: s
     assert check.remedy
 
 
+def test_a_queue_delay_that_a_lone_request_does_not_wait_is_no_fault() -> None:
+    parameters = {**NATIVE["parameters"], "lone_requests_wait": {"string_value": "false"}}
+    config = batching({**NATIVE, "parameters": parameters}, max_queue_delay_microseconds=2000)
+    check = found(native(config), "serial_queue_delay")
+    assert check.ok is True
+    assert "2,000 µs" in check.detail
+
+
 def test_a_setting_left_to_the_server_is_not_requested() -> None:
     (check,) = [one for one in made(arm(ONNX, settings={"device": "auto"})) if one.name == "settings_in_effect"]
     assert (check.ok, check.detail) == (True, "B has no requested settings")

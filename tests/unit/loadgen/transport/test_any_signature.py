@@ -24,7 +24,7 @@ from loadgen.transport.http import HttpConnection
 from loadgen.transport.inputs import NUMPY_TYPES, InputError, SampleInputs
 from loadgen.transport.outputs import read_message
 from loadgen.transport.requests import Address
-from loadgen.transport.shared_memory import SharedMemoryConnection, SharedMemoryRequest
+from loadgen.transport.shared_memory import SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.transport.transports import prepare, read_answer
 from tests.hostile_server import hostile_server
 
@@ -86,7 +86,7 @@ def test_texts_and_variable_sizes_come_back_through_shared_memory() -> None:
     request = prepare("shm", inputs, signature, (0, 1))
     assert isinstance(request, SharedMemoryRequest)
     assert request.output_bytes == {"y": 2 * 2 * 1024, "z": 2 * 7 * 3 * 4}
-    connection = SharedMemoryConnection(Address("127.0.0.1", 1), "m", (request,))
+    connection = SharedMemoryConnection(SlotPool(Address("127.0.0.1", 1), "m", (request,)))
     start_y, start_z, end = request.output_starts()
     memory = bytearray(end)
     data = serialize_byte_tensor(TEXTS).item()

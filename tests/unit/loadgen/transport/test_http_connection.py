@@ -289,3 +289,35 @@ def test_a_closed_port_is_refused_before_anything_is_sent() -> None:
         address = Address("127.0.0.1", listener.getsockname()[1])
     with pytest.raises(ConnectionRefused, match="Connection refused"):
         HttpConnection(address).send(get(address))
+
+
+OTHER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nInference-Header-Content-Length: 2\r\n\r\nworld"
+SHORT = b"HTTP/1.1 204 No Content\r\n\r\n"
+BUSY = b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nlate"
+
+
+def test_a_response_like_the_one_before_is_still_read_as_what_it_is() -> None:
+    """The client remembers a response's head, and its buffer still holds the bytes of the response before."""
+    answers = [GOOD, GOOD, OTHER, SHORT, GOOD, BUSY, BUSY, GOOD.replace(b"hello", b"again")]
+
+    def answer(connection: socket.socket) -> None:
+        for number, content in enumerate(answers):
+            read_request(connection)
+            place = (7, 60, len(content))[number % 3]  # in the middle of the status line, of the head, or whole
+            connection.sendall(content[:place])
+            threading.Event().wait(0.01)
+            connection.sendall(content[place:])
+
+    with serving(answer) as address:
+        connection = HttpConnection(address)
+        found = []
+        for _ in answers:
+            exchange = connection.send(Request(request_head("GET", "/", address)))
+            length = exchange.header("inference-header-content-length")
+            found.append((exchange.status, bytes(exchange.body), length, exchange.response_bytes, exchange.failure))
+        connection.close()
+    hello, late = (200, b"hello", "3", len(GOOD), None), (503, b"late", None, len(BUSY), None)
+    assert found == [
+        hello, hello, (200, b"world", "2", len(OTHER), None), (204, b"", None, len(SHORT), None), hello, late, late,
+        (200, b"again", "3", len(GOOD), None),
+    ]  # fmt: skip

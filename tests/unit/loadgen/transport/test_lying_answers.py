@@ -20,7 +20,7 @@ from loadgen.transport.grpc import GrpcConnection
 from loadgen.transport.http import HttpConnection
 from loadgen.transport.inputs import NUMPY_TYPES
 from loadgen.transport.requests import Address
-from loadgen.transport.shared_memory import Region, SharedMemoryConnection, SharedMemoryRequest
+from loadgen.transport.shared_memory import Region, SharedMemoryConnection, SharedMemoryRequest, Slot, SlotPool
 from loadgen.transport.transports import read_answer
 
 DATATYPES = (*NUMPY_TYPES, "BYTES", "BF16")
@@ -117,9 +117,10 @@ def grpc(body: bytes) -> None:
 
 def test_any_json_over_shared_memory() -> None:
     request = SharedMemoryRequest((RawTensor("in", "FP32", (1,), bytes(4)),), {"out": 16})
-    connection = SharedMemoryConnection(Address("127.0.0.1", 1), "model", (request,))
-    connection._regions = (Region("in", 4), Region("out", 16))
-    connection._sent = request
+    pool, region = SlotPool(Address("127.0.0.1", 1), "model", (request,)), Region("slots", 128)
+    pool.give_back(Slot(region, 0))
+    connection = SharedMemoryConnection(pool)
+    connection._slot = pool.take(request)
 
     @settings(deadline=None, max_examples=100)
     @given(documents)
@@ -131,9 +132,7 @@ def test_any_json_over_shared_memory() -> None:
         good = {"outputs": [{"name": "out", "datatype": "FP32", "shape": [2]}]}
         assert set(outcome(http(json.dumps(good).encode()), connection)) == {"out"}
     finally:
-        for region in connection._regions:
-            region.close()
-        connection._regions = None
+        region.close()
 
 
 def answer(*outputs: dict[str, Any], binary: bytes = b"") -> Mapping[str, Any] | str:

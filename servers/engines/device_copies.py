@@ -1,0 +1,268 @@
+"""Copies, events and graph launches of a `GraphRunner`: enqueued on a GPU by the driver, or done at once on the CPU.
+
+On a GPU there are three streams: `incoming` copies inputs to the device, `compute` executes, `outgoing` copies outputs
+to the host. So a batch's inputs arrive while the one before it is executed. Calls that only enqueue keep the
+interpreter lock, since a thread that releases it under load waits up to 5 ms to get it again; calls that wait, and
+copies of memory that is not page-locked, which the driver reads before it returns, release it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import partial
+from typing import Any
+
+import torch
+
+from servers.engines.copies import Copy, Ranges
+from servers.gpu.cuda_library import CudaError, CudaLibrary
+
+_EVENT_WITHOUT_TIME = 2  # CU_EVENT_DISABLE_TIMING
+_NOT_READY = 600
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_HOST, _DEVICE = 1, 2  # CUmemorytype
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        *(("source_x", c_size_t), ("source_y", c_size_t), ("source_type", c_int), ("source_host", c_void_p)),
+        *(("source_device", c_uint64), ("source_array", c_void_p), ("source_pitch", c_size_t)),
+        *(("target_x", c_size_t), ("target_y", c_size_t), ("target_type", c_int), ("target_host", c_void_p)),
+        *(("target_device", c_uint64), ("target_array", c_void_p), ("target_pitch", c_size_t)),
+        *(("width", c_size_t), ("height", c_size_t)),
+    )
+
+
+_COPIES: dict[str, tuple[Any, ...]] = {
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
+    "cuMemcpy2DAsync_v2": (POINTER(_Copy2D), c_void_p),
+}
+_BRIEF: dict[str, tuple[Any, ...]] = {
+    **_COPIES,
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuEventQuery": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuGraphLaunch": (c_void_p, c_void_p),
+}
+_BLOCKING: dict[str, tuple[Any, ...]] = {
+    **_COPIES,
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuEventSynchronize": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+}
+
+
+class HostCopies:
+    """Stands in for `CudaCopies` on the CPU, for tests: every call is done when it returns, in any stream."""
+
+    incoming = compute = outgoing = 0
+
+    def __init__(self) -> None:
+        self.pinned: Ranges = ()
+        self._lock = threading.Lock()
+
+    def current(self) -> Any:
+        """A context in which the other calls are made."""
+        return nullcontext()
+
+    def to_device(self, target: int, copies: Iterable[Copy]) -> None:
+        """Copy host memory to `target` and their offsets from there."""
+        for copy in copies:
+            self.within_device(target, copy, self.incoming)
+
+    def within_device(self, target: int, copy: Copy, stream: int) -> None:  # noqa: ARG002  there are no streams
+        """Copy device memory in `stream`."""
+        for row in range(copy.rows):
+            start = target + copy.offset + row * copy.width
+            ctypes.memmove(start, copy.source + row * copy.pitch, copy.width)
+
+    def to_host(self, target: int, source: int, size: int, stream: int) -> None:  # noqa: ARG002  as above
+        """Copy device memory to page-locked host memory in `stream`."""
+        ctypes.memmove(target, source, size)
+
+    def event(self) -> int:
+        """A new event."""
+        return 0
+
+    def record(self, event: int, stream: int) -> None:
+        """Let the event happen after everything that is in the stream now."""
+
+    def order(self, event: int, before: int, after: int) -> None:
+        """Let what follows in the stream `after` wait, by an event, for what is in the stream `before`."""
+
+    def happened(self, event: int) -> bool:  # noqa: ARG002  as above
+        """Whether `wait` returns at once, or raises."""
+        return True
+
+    def wait(self, event: int) -> None:
+        """Wait until the event has happened. Raises `CudaError` for work that failed."""
+
+    def synchronise(self) -> None:
+        """Wait for all streams."""
+
+    def captured(self, run: Callable[[], object], pool: Any) -> Callable[[], object]:  # noqa: ARG002  for graphs
+        """A function that repeats `run()` in the stream `compute`, from a graph in the memory `pool`."""
+        return run
+
+    def pin(self, address: int, byte_size: int) -> bool:
+        """Page-lock host memory; False if it cannot be."""
+        with self._lock:
+            if not self._register(address, byte_size):
+                return False
+            self.pinned = tuple(sorted((*self.pinned, (address, address + byte_size))))  # replaced, never changed
+        return True
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, once no copy uses the memory; without effect on other memory."""
+        with self._lock:
+            if any(start == address for start, _ in self.pinned):
+                self.pinned = tuple(one for one in self.pinned if one[0] != address)
+                self._unregister(address)
+
+    def close(self) -> None:
+        """Undo every `pin`."""
+        for start, _ in self.pinned:
+            self.unpin(start)
+
+    def _register(self, _address: int, _byte_size: int) -> bool:
+        return True
+
+    def _unregister(self, _address: int) -> None:
+        return
+
+
+class CudaCopies(HostCopies):
+    """The driver's calls in a device's primary context, which torch uses too. Streams are given as their handles."""
+
+    def __init__(self, device: int, incoming: int, compute: int, outgoing: int) -> None:
+        """Raises `CudaError`."""
+        super().__init__()
+        self.incoming, self.compute, self.outgoing = incoming, compute, outgoing
+        library = CudaLibrary(_BLOCKING)
+        brief = CudaLibrary(_BRIEF, brief=True)
+        self._blocking, self._brief, self._brief_code = library.call, brief.call, brief.code
+        self._device, self._context = torch.device("cuda", device), c_void_p()
+        self._blocking("cuDevicePrimaryCtxRetain", byref(self._context), library.device(device))
+        self._events: list[int] = []
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self._brief("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._brief("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def to_device(self, target: int, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            call = self._brief if copy.pinned else self._blocking
+            start = target + copy.offset
+            if copy.rows == 1:
+                call("cuMemcpyHtoDAsync_v2", start, copy.source, copy.width, self.incoming)
+            else:
+                rows = _Copy2D(source_type=_HOST, source_host=copy.source)
+                self._copy_rows(call, rows, start, copy, self.incoming)
+
+    def within_device(self, target: int, copy: Copy, stream: int) -> None:
+        start = target + copy.offset
+        if copy.rows == 1:
+            self._brief("cuMemcpyDtoDAsync_v2", start, copy.source, copy.width, stream)
+        else:
+            rows = _Copy2D(source_type=_DEVICE, source_device=copy.source)
+            self._copy_rows(self._brief, rows, start, copy, stream)
+
+    def _copy_rows(self, call: Callable[..., None], rows: _Copy2D, start: int, copy: Copy, stream: int) -> None:
+        rows.source_pitch, rows.width, rows.height = copy.pitch, copy.width, copy.rows
+        rows.target_type, rows.target_device, rows.target_pitch = _DEVICE, start, copy.width
+        call("cuMemcpy2DAsync_v2", byref(rows), stream)
+
+    def to_host(self, target: int, source: int, size: int, stream: int) -> None:
+        self._brief("cuMemcpyDtoHAsync_v2", target, source, size, stream)
+
+    def event(self) -> int:
+        event = c_void_p()
+        with self.current():
+            self._brief("cuEventCreate", byref(event), _EVENT_WITHOUT_TIME)
+        assert event.value is not None
+        self._events.append(event.value)
+        return event.value
+
+    def record(self, event: int, stream: int) -> None:
+        self._brief("cuEventRecord", event, stream)
+
+    def order(self, event: int, before: int, after: int) -> None:
+        self._brief("cuEventRecord", event, before)
+        self._brief("cuStreamWaitEvent", after, event, 0)
+
+    def happened(self, event: int) -> bool:
+        with self.current():
+            return self._brief_code("cuEventQuery", event) != _NOT_READY
+
+    def wait(self, event: int) -> None:
+        with self.current():
+            self._blocking("cuEventSynchronize", event)
+
+    def synchronise(self) -> None:
+        with self.current():
+            for stream in (self.incoming, self.compute, self.outgoing):
+                self._blocking("cuStreamSynchronize", stream)
+
+    def captured(self, run: Callable[[], object], pool: Any) -> Callable[[], object]:
+        graph = capture(run, self._device, pool)
+        if not hasattr(graph, "raw_cuda_graph_exec"):  # torch before 2.12
+            return partial(self._replay, graph)
+        return partial(self._launch, graph, graph.raw_cuda_graph_exec())
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(self.compute, self._device)):  # type: ignore[no-untyped-call]
+            graph.replay()
+
+    def _launch(self, _kept: object, handle: int) -> None:
+        self._brief("cuGraphLaunch", handle, self.compute)
+
+    def close(self) -> None:
+        super().close()
+        with self.current():
+            while self._events:
+                self._brief("cuEventDestroy_v2", self._events.pop())
+
+    def _register(self, address: int, byte_size: int) -> bool:
+        try:
+            with self.current():
+                self._blocking("cuMemHostRegister_v2", address, byte_size, _PORTABLE)
+        except CudaError:
+            return False
+        return True
+
+    def _unregister(self, address: int) -> None:
+        with self.current():
+            self._blocking("cuMemHostUnregister", address)
+
+
+def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of one `run()`, in the memory `pool` where one is given."""
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(2):  # compiles kernels and creates library handles, neither of which may happen in a capture
+            run()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of a server may free pinned memory during the capture, which must not break it.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph

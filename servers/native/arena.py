@@ -1,0 +1,220 @@
+"""The memory of requests: slots of one shared-memory file, which all processes of a server map at the same address.
+
+The file is divided into one partition per front end, and each partition into classes of equal slots, in powers of two.
+Its size is only a promise: a page exists from its first byte on. The lowest free slot is taken first, so requests of
+the same size lie side by side. The first slots of a class are its warm ones: they keep their pages when they are free,
+and an engine on a GPU has them page-locked (see `warm_range`), after which no page of them may be given back.
+
+A process maps the file before it forks, so nothing has a name and nothing is left behind when all have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from servers.contract.errors import UnavailableError
+from servers.contract.tensors import Array
+from servers.native.errors import HOLDS_ENOUGH
+from servers.native.limits import ByteBudget
+from servers.native.settings import NativeSettings
+
+SMALLEST_SLOT_BYTES = 4096
+MIN_SLOTS = 1024
+"""So many bodies of one class may arrive at once in one partition, however few of their bytes have come."""
+MAX_WARM_SLOTS = 256
+WARM_SHARE = 32
+"""The warm slots of one class have at most 1/WARM_SHARE of the bytes that may be held, or are a single one."""
+KEPT_SHARE = 16
+"""Warm slots that are not page-locked keep at most 1/KEPT_SHARE of the bytes that may be held."""
+ALIGNMENT = 64
+SLACK_BYTES = 128 * 1024
+"""Room in the largest slots beside the largest body: for what surrounds the tensors of a gRPC message."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotClass:
+    """Slots of `size` bytes, one after the other from `start` in each partition; the first `warm` are kept."""
+
+    size: int
+    start: int
+    count: int
+    warm: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the slots are."""
+
+    classes: tuple[SlotClass, ...]
+    partition_bytes: int
+    partitions: int
+
+    @classmethod
+    def of(cls, partitions: int, held_bytes: int, largest_bytes: int) -> Layout:
+        """Slots for requests of up to `largest_bytes`, in each partition at least for `held_bytes` of them."""
+        classes: list[SlotClass] = []
+        size, start = SMALLEST_SLOT_BYTES, 0
+        while not classes or classes[-1].size < largest_bytes:
+            count = max(MIN_SLOTS, -(-held_bytes // size))
+            warm = max(1, min(MAX_WARM_SLOTS, held_bytes // WARM_SHARE // size))
+            classes.append(SlotClass(size, start, count, warm))
+            start += size * count
+            size *= 2
+        return cls(tuple(classes), start, partitions)
+
+    def class_of(self, size: int) -> int | None:
+        """The index of the smallest class whose slots hold `size` bytes."""
+        index = max(0, (size - 1).bit_length() - SMALLEST_SLOT_BYTES.bit_length() + 1)
+        return index if index < len(self.classes) else None
+
+
+class Arena:
+    """The mapped file, and 64-bit counters that all processes share."""
+
+    def __init__(self, layout: Layout, counters: int = 0) -> None:
+        """Raises `MemoryError` if the system does not have the addresses."""
+        self.layout = layout
+        own = memoryview(mmap.mmap(-1, 8 * (1 + max(1, counters)))).cast("q")
+        self._flags, self.counters = own[:1], own[1:]
+        descriptor = os.memfd_create("abserve-requests", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, layout.partitions * layout.partition_bytes)
+            self._mapping = mmap.mmap(descriptor, 0)
+        except (OSError, ValueError) as exc:
+            raise MemoryError("the memory for requests cannot be mapped") from exc
+        finally:
+            os.close(descriptor)
+        self._bytes = np.frombuffer(self._mapping, np.uint8)
+        self.address: int = self._bytes.__array_interface__["data"][0]
+        self.end = self.address + self._bytes.nbytes
+
+    @property
+    def page_locks(self) -> bool:
+        """Whether an engine page-locks warm slots, so that their pages must stay; set before the first request."""
+        return self._flags[0] != 0
+
+    @page_locks.setter
+    def page_locks(self, value: bool) -> None:
+        self._flags[0] = int(value)
+
+    def offset_of(self, array: Array) -> int | None:
+        """Where a contiguous array begins in the file; None for one in other memory."""
+        address: int = array.__array_interface__["data"][0]
+        return address - self.address if self.address <= address < self.end else None
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """An array over bytes of the file. Raises `ValueError` for bytes outside of it."""
+        return np.ndarray(shape, dtype, self._mapping, offset)
+
+    def warm_range(self, offset: int) -> tuple[int, int] | None:
+        """Offset and size of the warm slots of the class in which `offset` lies; None if its slot is not warm."""
+        partition, inside = divmod(offset, self.layout.partition_bytes)
+        one = next(one for one in reversed(self.layout.classes) if one.start <= inside)
+        if inside >= one.start + one.warm * one.size:
+            return None
+        return partition * self.layout.partition_bytes + one.start, one.warm * one.size
+
+    def remove(self, offset: int, size: int) -> None:
+        """Give the pages back to the system; the next bytes find zeros."""
+        with contextlib.suppress(OSError):  # a kernel without it keeps the pages
+            self._mapping.madvise(mmap.MADV_REMOVE, offset, size)
+
+
+class Slot:
+    """One slot in use. It is free again when no array over it is left: `np.asarray(slot)` keeps it.
+
+    `charged` bytes of it count as held, and are given back with it.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "_memory", "charged", "index", "kind", "offset")
+
+    def __init__(self, memory: RequestMemory, kind: int, index: int, offset: int, address: int, size: int) -> None:
+        self._memory = memory
+        self.kind = kind
+        self.index = index
+        self.offset = offset
+        self.charged = 0
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, False)}
+
+    def __del__(self) -> None:
+        self._memory.free(self)
+
+
+class RequestMemory:
+    """One front end's partition of the arena, and the bytes that all front ends may hold; any thread."""
+
+    def __init__(self, arena: Arena, budget: ByteBudget, number: int = 0) -> None:
+        self.arena = arena
+        self.budget = budget
+        self._start = number * arena.layout.partition_bytes
+        self._keep_at_most = budget.limit // KEPT_SHARE
+        # Reentrant: the garbage collector may free a slot anywhere. Each step below leaves everything consistent.
+        self._lock = threading.RLock()
+        self._free: list[list[int]] = [[] for _ in arena.layout.classes]
+        self._used = [0] * len(arena.layout.classes)  # slots that have been used at least once: these are the first
+        self._kept: set[tuple[int, int]] = set()
+        self._kept_bytes = 0
+
+    @classmethod
+    def alone(cls, settings: NativeSettings) -> RequestMemory:
+        """The memory of a server that is one process."""
+        layout = Layout.of(1, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES)
+        return cls(Arena(layout), ByteBudget(settings.max_held_bytes))
+
+    def take(self, size: int) -> Slot | None:
+        """A slot of at least `size` bytes with any content, not charged yet; None if there is none."""
+        kind = self.arena.layout.class_of(size)
+        if kind is None:
+            return None
+        one = self.arena.layout.classes[kind]
+        with self._lock:
+            if self._free[kind]:
+                index = heappop(self._free[kind])
+            elif self._used[kind] < one.count:
+                index = self._used[kind]
+                self._used[kind] += 1
+            else:
+                return None
+            if (kind, index) in self._kept:
+                self._kept.discard((kind, index))
+                self._kept_bytes -= one.size
+        offset = self._start + one.start + index * one.size
+        return Slot(self, kind, index, offset, self.arena.address + offset, size)
+
+    def allocate(self, size: int) -> Array:
+        """Bytes that count as held while the array exists. Raises `UnavailableError` when they would be too many."""
+        slot = self.take(size) if self.budget.hold(size) else None
+        if slot is None:
+            raise UnavailableError(HOLDS_ENOUGH)
+        slot.charged = size
+        return np.asarray(slot)
+
+    def placed(self, array: Array) -> Array:
+        """The same values in the arena, contiguous; copied only if they are not. Raises `UnavailableError`."""
+        if array.flags.c_contiguous and self.arena.offset_of(array) is not None:
+            return array
+        copy = self.allocate(max(1, array.nbytes))[: array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
+
+    def free(self, slot: Slot) -> None:
+        """Called when nothing refers to the slot any more."""
+        one = self.arena.layout.classes[slot.kind]
+        self.budget.release(slot.charged)
+        with self._lock:
+            warm = slot.index < one.warm
+            if warm and not self.arena.page_locks:
+                warm = self._kept_bytes + one.size <= self._keep_at_most
+                if warm:
+                    self._kept.add((slot.kind, slot.index))
+                    self._kept_bytes += one.size
+            if not warm:
+                self.arena.remove(slot.offset, one.size)
+            heappush(self._free[slot.kind], slot.index)

@@ -1,0 +1,202 @@
+"""A front end's way to the engine in another process; belongs to the front end's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from math import prod
+from typing import Any
+
+import structlog
+
+from servers.contract.errors import InternalError, UnavailableError
+from servers.contract.records import ModelSignature
+from servers.contract.tensors import Array
+from servers.native.arena import RequestMemory
+from servers.native.messages import (
+    MAX_GROUP_ROWS,
+    Answer,
+    Ask,
+    Cancel,
+    Done,
+    DoneMany,
+    FrameReader,
+    Message,
+    SentForms,
+    Submit,
+    SubmitMany,
+    divided,
+    encode,
+    error_of,
+    failure_of,
+    outputs_of,
+    submit_message,
+)
+from servers.native.queued_request import QueuedRequest
+
+log = structlog.get_logger("abserve.front")
+
+ENGINE_ENDED = "the engine has ended, send the request again later"
+
+Told = Mapping[str, Callable[..., Coroutine[Any, Any, None]]]
+
+
+class EngineClient(asyncio.Protocol):
+    """An `EngineLink` over a socket. Messages that are sent in one turn of the event loop leave together."""
+
+    def __init__(self, memory: RequestMemory, signatures: list[ModelSignature], on_end: Callable[[], None]) -> None:
+        """`on_end` is called when the engine's process has ended."""
+        self._memory = memory
+        self._answer_bytes = [_answer_bytes(signature) for signature in signatures]
+        self._on_end = on_end
+        self._numbers = itertools.count()
+        self._forms = SentForms()
+        # With the memory that is kept, and whether the last of it is a room for the answer.
+        self._waiting: dict[int, tuple[QueuedRequest, list[Array], bool]] = {}
+        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._told: Told = {}
+        self._outgoing: list[Message] = []
+        self._groups: dict[int, SubmitMany] = {}  # by form: those that are outgoing
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._carrying_out: set[asyncio.Task[None]] = set()
+        self._ended = False
+
+    async def open(self, connected: socket.socket, told: Told) -> None:
+        """Begin to use a connected socket; `told` is what the engine's side may tell the front end."""
+        self._told = told
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=connected)
+
+    # EngineLink
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        """See `EngineLink`."""
+        if self._ended:
+            raise UnavailableError(ENGINE_ENDED)
+        number = next(self._numbers)
+        answer_bytes = self._answer_bytes[model] * queued.rows
+        number_of_form, form = self._forms.number(model, queued.inputs)
+        if form is not None:
+            self._groups.pop(number_of_form, None)  # those before it had another form of this number
+            self._send(form)
+        message, kept = submit_message(number, number_of_form, queued, self._memory, answer_bytes)
+        queued.number = number
+        self._waiting[number] = queued, kept, message.room is not None
+        plain = message.deadline_ns is None and message.room is None and not message.device_outputs
+        if plain and all([isinstance(one, int) for one in message.data]):  # noqa: C419  faster
+            self._send_together(message)
+        else:
+            self._send(message)
+
+    def withdraw(self, model: int, queued: QueuedRequest) -> bool:  # noqa: ARG002  see EngineLink
+        """See `EngineLink`."""
+        if queued.number in self._waiting:
+            self._send(Cancel(queued.number))
+        return False
+
+    async def ask(self, method: str, *arguments: object) -> None:
+        """See `EngineLink`."""
+        if self._ended:
+            raise UnavailableError(ENGINE_ENDED)
+        number = next(self._numbers)
+        self._asked[number] = answer = asyncio.get_running_loop().create_future()
+        self._send(Ask(number, method, list(arguments)))
+        await answer
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+
+    def data_received(self, data: bytes) -> None:
+        """Messages of the engine's side."""
+        for message in self._reader.feed(data):
+            if isinstance(message, DoneMany):
+                for number, outputs in divided(message):
+                    self._succeed(number, outputs)
+            elif isinstance(message, Done):
+                self._complete(message)
+            elif isinstance(message, Ask):
+                task = asyncio.get_running_loop().create_task(self._carry_out(message))
+                self._carrying_out.add(task)
+                task.add_done_callback(self._carrying_out.discard)
+            elif isinstance(message, Answer) and (answer := self._asked.pop(message.number, None)) is not None:
+                if answer.done():
+                    continue
+                if message.failure is None:
+                    answer.set_result(None)
+                else:
+                    answer.set_exception(error_of(message.failure))
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
+        """The engine's process has ended: nothing that waits will be answered by it."""
+        self._ended = True
+        self._on_end()
+        waiting, self._waiting = self._waiting, {}
+        for queued, _, _ in waiting.values():
+            queued.error = InternalError(ENGINE_ENDED)
+            _wake(queued)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(ENGINE_ENDED))
+
+    def _succeed(self, number: int, outputs: dict[str, Array]) -> None:
+        queued, _, _ = self._waiting.pop(number)
+        queued.drop_inputs()
+        queued.outputs = outputs
+        _wake(queued)
+
+    def _complete(self, message: Done) -> None:
+        queued, kept, has_room = self._waiting.pop(message.number)
+        queued.drop_inputs()
+        if message.failure is None:
+            queued.outputs = outputs_of(message, self._memory.arena, kept[-1] if has_room else None)
+        else:
+            queued.error = error_of(message.failure)
+        _wake(queued)
+
+    def _send_together(self, message: Submit) -> None:
+        """Send a request with the others of its form that come in the same turn."""
+        group = self._groups.get(message.form)
+        if group is None or (len(group.numbers) + 1) * message.rows > MAX_GROUP_ROWS:
+            group = self._groups[message.form] = SubmitMany([], message.form, message.rows, [])
+            self._send(group)
+        group.numbers.append(message.number)
+        group.data.append(message.data)  # type: ignore[arg-type]  # all are offsets
+
+    def _send(self, message: Message) -> None:
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        self._groups = {}
+        if self._transport is not None and not self._ended:
+            self._transport.write(encode(outgoing))
+
+    async def _carry_out(self, message: Ask) -> None:
+        """Do what the engine's side tells; what takes long does not delay what it tells next."""
+        failure = None
+        try:
+            await self._told[message.method](*message.arguments)
+        except Exception as error:  # noqa: BLE001  the engine's side raises it
+            failure = failure_of(error)
+        self._send(Answer(message.number, failure))
+
+
+def _wake(queued: QueuedRequest) -> None:
+    if queued.waiter is not None:
+        try:
+            queued.waiter.wake(queued)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+
+
+def _answer_bytes(signature: ModelSignature) -> int:
+    """The bytes of one row's outputs; 0 if they are not known before."""
+    if any(-1 in spec.item_shape or spec.dtype.hasobject for spec in signature.outputs):
+        return 0
+    return sum(prod(spec.item_shape) * spec.dtype.itemsize for spec in signature.outputs)

@@ -1,0 +1,98 @@
+"""A front-end process: it gets accepted connections from the supervisor and passes requests to the engine's process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from servers.models.specification import ModelSpecification
+from servers.native.arena import RequestMemory
+from servers.native.engine_client import EngineClient
+from servers.native.front_server import NativeServer
+from servers.native.inference import signature_of
+from servers.native.messages import CLOSED, GRPC
+from servers.native.settings import NativeSettings
+from servers.native.statistics import Statistics
+
+DESCRIPTORS_AT_ONCE = 64
+
+
+class FrontProcessServer(NativeServer):
+    """It ends when the supervisor says so, or has gone; signals are for the supervisor."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        specifications: Sequence[ModelSpecification],
+        statistics: Sequence[Statistics],
+        memory: RequestMemory,
+        supervisor: socket.socket,
+        engine: socket.socket,
+    ) -> None:
+        signatures = [signature_of(specification, settings) for specification in specifications]
+        self._client = EngineClient(memory, signatures, self._engine_ended)
+        self._supervisor = supervisor
+        self._engine = engine
+        self._opening: set[asyncio.Task[None]] = set()
+        super().__init__(settings, specifications, statistics, self._client, memory, lambda: None, self._opened)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connect to the engine's process first: then health checks can be answered."""
+        await self._client.open(self._engine, self.told)
+        await super().startup(sockets)
+        self._supervisor.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._supervisor, self._take)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `NativeServer`."""
+        asyncio.get_running_loop().remove_reader(self._supervisor)
+        await super().shutdown(sockets)
+        self.models.stop()
+
+    def _opened(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._client.ask("opened"))
+        self._opening.add(task)
+
+    def _engine_ended(self) -> None:
+        self.models.fail()
+
+    def on_close(self) -> None:
+        """See `NativeServer`: the supervisor knows who has the fewest."""
+        with suppress(OSError):
+            self._supervisor.send(CLOSED)
+
+    def _take(self) -> None:
+        """Connections from the supervisor, or its end."""
+        with suppress(BlockingIOError):
+            while True:
+                try:
+                    data, descriptors, *_ = socket.recv_fds(self._supervisor, DESCRIPTORS_AT_ONCE, DESCRIPTORS_AT_ONCE)
+                except ConnectionResetError:  # it has ended without reading who has closed connections
+                    data, descriptors = b"", []
+                for kind, descriptor in zip(data, descriptors, strict=False):
+                    self._open(socket.socket(fileno=descriptor), grpc=kind == GRPC)
+                if not data:
+                    self.should_exit = True
+                    asyncio.get_running_loop().remove_reader(self._supervisor)
+                    return
+
+    def _open(self, connection: socket.socket, *, grpc: bool) -> None:
+        connection.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self.accept(connection, grpc=grpc))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+
+def run_front_end(server: FrontProcessServer) -> int:
+    """Serve until the supervisor ends it; returns the process's exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    server.run(sockets=[])
+    return 0

@@ -1,0 +1,499 @@
+"""Connections of gRPC clients: HTTP/2 (RFC 9113) from bytes to calls and back, within limits.
+
+The transport receives the bytes of a message straight into the memory that the engine reads. Such a read runs nine
+bytes past the frame: they are the head of the next one, and the next bytes of the message replace them there. All other
+bytes come through one buffer that the connections share.
+
+A connection stops reading while there is no room for a message's bytes, while its client does not read its answers, and
+when it has had its turn. Frames that bring neither a message nor a call cost credit, which answers, bytes and time give
+back: a client without credit (rapid resets, floods of empty frames, pings or settings) is sent away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from servers.contract.errors import UnavailableError
+from servers.native import http2_frames as http2
+from servers.native.errors import HOLDS_ENOUGH
+from servers.native.grpc_answers import Answers, ending_frame
+from servers.native.grpc_calls import MAX_METADATA_BYTES, STREAM_WINDOW, Call, CallHead
+from servers.native.http2_frames import Http2Error
+
+MAX_CALLS = 512
+"""Calls per connection; clients queue those beyond it."""
+ROOM_WAIT_S = 5.0
+"""How long an incomplete message waits for room in the budget before it is refused."""
+FRAMES_PER_TURN = 64
+"""Frames of one connection before the others have their turn; a call takes two or more."""
+MAX_CREDIT = 4000
+CREDIT_PER_ANSWER = 16
+CREDIT_PER_S = 1000
+CREDIT_BYTES = 64
+"""Bytes of a message that give as much credit as a frame costs."""
+
+_GREETING = http2.settings_frame(
+    (
+        (http2.HEADER_TABLE_SIZE, 0),  # equal header blocks then mean the same, so that each is decoded once
+        (http2.MAX_CONCURRENT_STREAMS, MAX_CALLS),
+        (http2.INITIAL_WINDOW_SIZE, STREAM_WINDOW),
+        (http2.MAX_FRAME_SIZE, http2.LARGEST_FRAME),
+        (http2.MAX_HEADER_LIST_SIZE, MAX_METADATA_BYTES),
+    )
+) + http2.window_update(0, http2.LARGEST_WINDOW - http2.DEFAULT_WINDOW)
+_SETTINGS_ACK = http2.frame(http2.SETTINGS, http2.ACK, 0)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client. Belongs to the event loop."""
+
+    def __init__(self, front_end: Any) -> None:
+        """`front_end` is a `GrpcFrontEnd`, whose module imports this one."""
+        self._front_end = front_end
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
+        self._blocks: http2.HeaderBlocks[CallHead] = http2.HeaderBlocks(front_end.read_head)
+        self._unparsed = bytearray()  # read but not used yet
+        self._greeted = False  # the client's preface has come
+        self._settled = False  # and its settings
+        self._calls: dict[int, Call] = {}
+        self._last_stream = 0
+        self._idle_since = time.monotonic()  # when the last call ended
+        # The DATA frame whose content is arriving
+        self._left = 0  # of its content
+        self._padding = 0
+        self._call: Call | None = None  # that it belongs to; None: dropped
+        self._ends: Call | None = None  # that it ends
+        self._direct = 0  # bytes of the present read that go straight into the message
+        # The header block that is arriving
+        self._block = b""
+        self._block_stream = 0
+        self._block_ends = False
+        self._credit = MAX_CREDIT
+        self._unacknowledged = 0  # bytes received since the connection's window was updated
+        self._answers = Answers(self._write, self._end)
+        self._choked_since = 0.0  # when the client stopped reading; 0: it reads
+        self._paused = False  # nothing is read from the transport
+        self._room_by = 0.0  # when a message that waits for room is refused; 0: none waits
+        self.stopping = False
+
+    # Called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+        if self._front_end.add(self):
+            self._transport.write(_GREETING)
+        else:
+            self._transport.abort()
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """The memory for the next bytes: a message's and nine bytes more, or the shared buffer."""
+        call = self._call
+        if call is not None and not self._unparsed and (message := call.message) is not None:
+            count = min(self._left, message.space)
+            if count > 0:
+                self._direct = count
+                return message.room[message.filled : message.filled + count + http2.HEAD_BYTES]
+        self._direct = 0
+        return self._front_end.room  # type: ignore[no-any-return]  # of a front end, see `__init__`
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """`nbytes` have arrived in that memory."""
+        count = self._direct
+        if count:
+            self._received(min(count, nbytes), nbytes)
+        elif self._unparsed or self._held_up:
+            self._unparsed += self._front_end.room[:nbytes]
+            if not self._paused:
+                self._advance(self._unparsed, len(self._unparsed))
+        else:
+            self._advance(self._front_end.scratch, nbytes)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
+        """The client or the server has closed."""
+        self._front_end.discard(self)
+        calls, self._calls = self._calls, {}
+        self._call = self._ends = None
+        for call in calls.values():
+            call.cancel()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is answered."""
+        self._choked_since = time.monotonic()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        if not self._transport.is_closing():
+            self._choked_since = 0.0
+            self._go_on()
+
+    # Called by the front end
+
+    def shut_down(self) -> None:
+        """Take no more calls; close when those under way are answered."""
+        self.stopping = True
+        self._goaway(http2.NO_ERROR)
+        for call in list(self._calls.values()):
+            call.shut_down()
+        self._close_if_done()
+
+    def give_up(self) -> None:
+        """The server ends: refuse the calls that are not answered, and close."""
+        for call in list(self._calls.values()):
+            call.give_up()
+        self._close()
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it has stopped reading because the budget has no room."""
+        return self._room_by > 0
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes held by messages that are not complete."""
+        return sum(call.message.held for call in self._calls.values() if call.message is not None)
+
+    @property
+    def starved(self) -> bool:
+        """Whether the budget has no room for the next byte of a message."""
+        return self._call is not None and self._call.message is not None and self._call.message.space <= 0
+
+    def expire(self, now: float, seconds: float, *, pressed: bool) -> None:
+        """End what has taken too long; `seconds` have passed since the last time."""
+        settings = self._front_end.settings
+        self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
+        if self._choked_since and now > self._choked_since + settings.read_timeout_s:
+            self._transport.abort()
+            return
+        for call in list(self._calls.values()):
+            call.expire(now, seconds if self._paused and not pressed else 0.0, pressed=pressed)
+        if self._room_by and self.starved and now > self._room_by and self._call is not None:
+            self._call.refuse(UnavailableError(HOLDS_ENOUGH))
+        if not self._calls and now > self._idle_since + settings.keep_alive_timeout_s:
+            self._close(http2.NO_ERROR)
+        elif self._paused:
+            self._go_on()
+
+    # From bytes to frames
+
+    @property
+    def _held_up(self) -> bool:
+        """Whether something forbids to use more bytes; asked for every frame, so it is spelt out."""
+        call = self._call
+        if call is None or self._choked_since:
+            return bool(self._choked_since)
+        message = call.message
+        return call.overfull or (message is not None and message.space <= 0)
+
+    def _received(self, count: int, nbytes: int) -> None:
+        """`count` bytes of a message and perhaps the next frame's head have arrived in the message's memory."""
+        call = self._call
+        assert call is not None
+        message = call.message
+        assert message is not None
+        # Copied before the message is complete: nobody may look into its memory afterwards.
+        head = bytes(message.room[message.filled + count : message.filled + nbytes]) if nbytes > count else b""
+        self._left -= count
+        call.received(count)
+        if not self._left and not self._padding:
+            self._end_data()
+        if head:
+            self._advance(head, len(head))
+        elif self._held_up:
+            self._pause()
+
+    def _go_on(self) -> None:
+        """Use the bytes that have been read, and read more, unless something still forbids it."""
+        if (self._unparsed or self._paused) and not self._held_up and not self._transport.is_closing():
+            data, self._unparsed = self._unparsed, bytearray()
+            self._advance(data, len(data))
+
+    def _advance(self, data: bytes | bytearray, end: int) -> None:
+        """Use `data[:end]` as far as possible, or until it is the other connections' turn, and keep the rest."""
+        place, frames, used = 0, FRAMES_PER_TURN, -1
+        try:
+            if not self._greeted:
+                place = self._greet(data, end)
+            while self._greeted and place < end and place != used and frames and not self._transport.is_closing():
+                if self._held_up:
+                    break
+                used = place
+                if self._left or self._padding:
+                    place = self._feed(data, place, end)
+                else:
+                    place = self._take_frame(data, place, end)
+                    frames -= 1
+        except Http2Error as error:
+            self._close(error.code)
+            return
+        self._unparsed = bytearray(data[place:end]) if place < end else bytearray()
+        if self._held_up or (place < end and not frames):
+            self._pause()
+        elif self._paused and not self._transport.is_closing():
+            self._paused = False
+            self._room_by = 0.0
+            self._transport.resume_reading()
+
+    def _pause(self) -> None:
+        """Stop reading, until there is room or the client reads, or while other connections have their turn."""
+        if not self._paused and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+        if self.starved:
+            self._room_by = self._room_by or time.monotonic() + ROOM_WAIT_S
+        elif not self._held_up:
+            self._front_end.soon(self._go_on)
+
+    def _greet(self, data: bytes | bytearray, end: int) -> int:
+        if not http2.PREFACE.startswith(data[: min(end, len(http2.PREFACE))]):
+            raise Http2Error(http2.PROTOCOL_ERROR, "the client does not speak HTTP/2")
+        self._greeted = end >= len(http2.PREFACE)
+        return len(http2.PREFACE) if self._greeted else 0
+
+    def _take_frame(self, data: bytes | bytearray, place: int, end: int) -> int:
+        """Use the frame at `place`, of a DATA frame only the head, and return where it ends; `place`: more is needed.
+
+        Raises `Http2Error`.
+        """
+        start = place + http2.HEAD_BYTES
+        if end < start:
+            return place
+        kind, flags, stream, length = http2.read_head(data, place)
+        if not self._settled and (kind != http2.SETTINGS or flags & http2.ACK):
+            raise Http2Error(http2.PROTOCOL_ERROR, "the client does not begin with its settings")
+        if self._block_stream and (kind != http2.CONTINUATION or stream != self._block_stream):
+            raise Http2Error(http2.PROTOCOL_ERROR, "a header block is not continued")
+        if kind == http2.DATA:
+            padding = 0
+            if flags & http2.PADDED:
+                if end == start:
+                    return place
+                padding, start = 1 + data[start], start + 1
+            self._spend()
+            self._begin_data(flags, stream, length, padding)
+            return start
+        if length > http2.MAX_BLOCK_BYTES:
+            raise Http2Error(http2.FRAME_SIZE_ERROR, "the frame is too large for its type")
+        if end < start + length:
+            return place
+        self._spend()
+        self._take(kind, flags, stream, bytes(data[start : start + length]))
+        return start + length
+
+    def _spend(self) -> None:
+        self._credit -= 1
+        if self._credit < 0:
+            raise Http2Error(http2.ENHANCE_YOUR_CALM, "the client sends too many frames that bring nothing")
+
+    # Frames with a message's bytes
+
+    def _begin_data(self, flags: int, stream: int, length: int, padding: int) -> None:
+        if padding > length:
+            raise Http2Error(http2.PROTOCOL_ERROR, "the padding is longer than the frame")
+        if stream == 0 or stream > self._last_stream:
+            raise Http2Error(http2.PROTOCOL_ERROR, "DATA comes without a call")
+        self._credit = min(MAX_CREDIT, self._credit + length // CREDIT_BYTES)
+        self._unacknowledged += length
+        if self._unacknowledged > http2.LARGEST_WINDOW // 2:
+            self._write(http2.window_update(0, self._unacknowledged))
+            self._unacknowledged = 0
+        self._left = length - padding
+        self._padding = max(0, padding - 1)
+        call = self._calls.get(stream)
+        if call is not None:
+            call.receive_window -= length
+            if call.ending or call.receive_window < 0:
+                raise Http2Error(http2.FLOW_CONTROL_ERROR, "DATA comes after the call's end, or beyond its window")
+            call.ending = bool(flags & http2.END_STREAM)
+            self._ends = call if call.ending else None
+            if call.trailers is not None:  # its answer waits for the client
+                call = None
+        self._call = call
+        if not self._left and not self._padding:
+            self._end_data()
+
+    def _feed(self, data: bytes | bytearray, place: int, end: int) -> int:
+        """Use content of the present DATA frame; returns where it ends."""
+        if not self._left:  # only padding is left
+            skipped = min(self._padding, end - place)
+            self._padding -= skipped
+            used = place + skipped
+        else:
+            used = min(place + self._left, end)
+            if self._call is not None:
+                used = self._call.feed(data, place, used)
+            self._left -= used - place
+        if not self._left and not self._padding:
+            self._end_data()
+        return used
+
+    def _end_data(self) -> None:
+        ends, self._ends, self._call = self._ends, None, None
+        if ends is not None:
+            ends.remote_end()
+
+    # Other frames
+
+    def _take(self, kind: int, flags: int, stream: int, content: bytes) -> None:
+        if kind == http2.HEADERS:
+            self._block, self._block_stream, self._block_ends = b"", stream, bool(flags & http2.END_STREAM)
+            self._take_block(flags, http2.unpadded(flags, content))
+        elif kind == http2.CONTINUATION:
+            if not self._block_stream or not content:
+                raise Http2Error(http2.PROTOCOL_ERROR, "a header block is continued that has not begun, or by nothing")
+            self._take_block(flags, content)
+        elif kind == http2.SETTINGS:
+            self._take_settings(flags, stream, content)
+        elif kind == http2.WINDOW_UPDATE:
+            self._take_window(stream, _number(content) & http2.LARGEST_WINDOW)
+        elif kind == http2.PING:
+            if len(content) != 8 or stream:
+                raise Http2Error(http2.FRAME_SIZE_ERROR, "a ping has eight bytes and no call")
+            if not flags & http2.ACK:
+                self._write(http2.frame(http2.PING, http2.ACK, 0, content))
+        elif kind == http2.RST_STREAM:
+            _number(content)
+            self._check_opened(stream)
+            call = self._calls.pop(stream, None)
+            if call is not None:
+                call.cancel()
+                self._forget(call)
+        elif kind == http2.PUSH_PROMISE or (kind == http2.PRIORITY and not stream):
+            raise Http2Error(http2.PROTOCOL_ERROR, "a client cannot send this")
+
+    def _take_block(self, flags: int, content: bytes) -> None:
+        self._block += content
+        if len(self._block) > http2.MAX_BLOCK_BYTES:
+            raise Http2Error(http2.ENHANCE_YOUR_CALM, "the headers are too many")
+        if not flags & http2.END_HEADERS:
+            return
+        stream, self._block_stream = self._block_stream, 0
+        block, self._block = self._block, b""
+        head = self._blocks.read(block)  # in any case: it may change the table for the next one
+        call = self._calls.get(stream)
+        if call is not None:
+            if not self._block_ends:
+                raise Http2Error(http2.PROTOCOL_ERROR, "a call has two headers")
+            call.remote_end()
+        elif stream > self._last_stream:
+            self._open(stream, head)
+        elif stream == 0:
+            raise Http2Error(http2.PROTOCOL_ERROR, "headers come without a call")
+
+    def _open(self, stream: int, head: CallHead) -> None:
+        if not stream & 1:
+            raise Http2Error(http2.PROTOCOL_ERROR, "clients open calls with odd numbers")
+        self._last_stream = stream
+        if self.stopping or len(self._calls) >= MAX_CALLS:
+            self._write(http2.reset_frame(stream, http2.REFUSED_STREAM))
+        elif head.refusal is not None:
+            self._write(ending_frame(stream, head.refusal.block(alone=True)))
+            if not self._block_ends:
+                self._write(http2.reset_frame(stream, http2.NO_ERROR))
+        else:
+            self._calls[stream] = call = Call(self, self._front_end, stream, head, self._answers.initial_window)
+            if self._block_ends:
+                call.remote_end()
+
+    def _take_settings(self, flags: int, stream: int, content: bytes) -> None:
+        if stream or (flags & http2.ACK and content):
+            raise Http2Error(http2.FRAME_SIZE_ERROR, "settings belong to no call, and their acknowledgement is empty")
+        if flags & http2.ACK:
+            return
+        self._settled = True
+        self._answers.set_up(http2.read_settings(content), self._calls.values())
+        self._write(_SETTINGS_ACK)
+
+    def _take_window(self, stream: int, increment: int) -> None:
+        if not increment:
+            raise Http2Error(http2.PROTOCOL_ERROR, "a window grows by nothing")
+        if stream == 0:
+            self._answers.widen(increment)
+            return
+        self._check_opened(stream)
+        call = self._calls.get(stream)
+        if call is not None:
+            self._answers.widen_call(call, increment)
+
+    def _check_opened(self, stream: int) -> None:
+        if stream == 0 or stream > self._last_stream:
+            raise Http2Error(http2.PROTOCOL_ERROR, "the call has not been opened")
+
+    # Called by calls
+
+    def grant(self, call: Call, increment: int) -> None:
+        """Let the client send `increment` bytes more on this call."""
+        if not call.ending:
+            call.receive_window += increment
+            self._write(http2.window_update(call.stream, increment))
+
+    def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
+        """Send a message with its prefix, as soon as the client's windows allow it; the `last` one ends the call."""
+        self._credit += CREDIT_PER_ANSWER
+        self._answers.send(call, pieces, last=last)
+        if self._paused:
+            self._front_end.soon(self._go_on)
+
+    def finish(self, call: Call, trailers: bytes) -> None:
+        """End the call with these trailers, behind what still waits to be sent."""
+        self._credit += CREDIT_PER_ANSWER
+        self._answers.finish(call, trailers)
+        if not call.closed:  # its answers wait for the client
+            call.drop_messages()
+            self._drop_content(call)
+
+    def reset(self, call: Call) -> None:
+        """End the call at once: its client does not take its answer."""
+        self._write(http2.reset_frame(call.stream, http2.CANCEL))
+        call.ending = True
+        call.cancel()
+        self._end(call)
+
+    def _end(self, call: Call) -> None:
+        if not call.ending:
+            self._write(http2.reset_frame(call.stream, http2.NO_ERROR))
+        self._calls.pop(call.stream, None)
+        call.close()
+        self._forget(call)
+
+    def _forget(self, call: Call) -> None:
+        self._answers.forget(call)
+        self._drop_content(call)
+        if not self._calls:
+            self._idle_since = time.monotonic()
+        self._close_if_done()
+        if self._paused:
+            self._front_end.soon(self._go_on)
+
+    def _drop_content(self, call: Call) -> None:
+        """Drop what still comes of the present frame, if that is the call's."""
+        if self._call is call:
+            self._call = None
+        if self._ends is call:
+            self._ends = None
+
+    def _close_if_done(self) -> None:
+        if self.stopping and not self._calls:
+            self._close()
+
+    def _close(self, code: int | None = None) -> None:
+        """Close when the client has taken everything; one that does not is cut off as if it were choked."""
+        if code is not None:
+            self._goaway(code)
+        self._choked_since = self._choked_since or time.monotonic()
+        self._transport.close()
+
+    def _goaway(self, code: int) -> None:
+        self._write(http2.frame(http2.GOAWAY, 0, 0, http2.NUMBER.pack(self._last_stream) + http2.NUMBER.pack(code)))
+
+    def _write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
+def _number(content: bytes) -> int:
+    if len(content) != http2.NUMBER.size:
+        raise Http2Error(http2.FRAME_SIZE_ERROR, "the frame has four bytes")
+    return int(http2.NUMBER.unpack(content)[0])

@@ -1,0 +1,283 @@
+"""The gRPC front end: `inference.GRPCInferenceService` over the same objects as HTTP, on the same event loop.
+
+Messages are tritonclient's own. ModelInfer and ModelStreamInfer parse their requests themselves (see `grpc_messages`).
+The other methods answer with the documents that HTTP sends, so that HTTP and gRPC cannot contradict each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from inspect import isawaitable
+from typing import Any, NoReturn
+
+import structlog
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from tritonclient.grpc import service_pb2
+
+from servers.contract.errors import ContractError, InternalError, InvalidRequestError, UnsupportedError
+from servers.native import documents
+from servers.native.arena import ALIGNMENT, RequestMemory
+from servers.native.errors import INTERNAL_ERROR, failure_reason
+from servers.native.grpc_calls import Call, CallHead, Method, read_call_head, refusal_of
+from servers.native.grpc_connection import Connection
+from servers.native.grpc_inference import PendingMessage, with_prefix
+from servers.native.grpc_templates import MessageTemplates
+from servers.native.http2_frames import HEAD_BYTES
+from servers.native.http_front_end import decompress
+from servers.native.inference import InferenceService
+from servers.native.limits import CONTROL_BODY_BYTES
+from servers.native.message_memory import Message
+from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
+from servers.native.served_models import ServedModels
+from servers.native.settings import NativeSettings
+
+log = structlog.get_logger("abserve.grpc")
+
+SERVICE = "inference.GRPCInferenceService"
+MESSAGE_SLACK_BYTES = 64 * 1024
+"""Room for names and parameters beside the tensors, as HTTP's limit leaves room for its headers."""
+READ_BYTES = 64 * 1024
+"""Room for one read of everything but the messages' own bytes. Of a large message, this much is copied."""
+TICK_S = 0.25
+"""How often the deadlines of connections and calls are checked: one timer for all, so that a call sets none."""
+
+Answer = Callable[[Any], documents.Document | Awaitable[documents.Document | None] | None]
+
+
+class GrpcFrontEnd:
+    """All methods of the service, and what the connections share. Belongs to one event loop."""
+
+    def __init__(
+        self, models: ServedModels, regions: RegionTable, settings: NativeSettings, memory: RequestMemory
+    ) -> None:
+        self.models = models
+        self.regions = regions
+        self.settings = settings
+        self.budget = memory.budget
+        self.on_close: Callable[[], None] = lambda: None
+        """Called for each connection that has been closed."""
+        self.templates = MessageTemplates()
+        self.memory = memory
+        self.scratch = bytearray(READ_BYTES)
+        self.room = memoryview(self.scratch)
+        self.compressed = 0
+        # One thread each: reading values holds the interpreter, so that more threads would only take longer each.
+        self.reading = ThreadPoolExecutor(1, "reading")
+        self.inflating = ThreadPoolExecutor(1, "inflating")
+        most = min(settings.max_body_bytes + MESSAGE_SLACK_BYTES, 2**31 - 1)
+        self._methods = _described_methods(_answers(models, regions), most)
+        self._max_connections = max_connections()
+        self._connections: set[Connection] = set()
+        self._stopping = False
+        self._all_closed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticked = 0.0
+
+    def connect(self) -> Connection:
+        """A protocol for a new client, as `loop.create_server` and `loop.connect_accepted_socket` take it."""
+        return Connection(self)
+
+    @property
+    def open_connections(self) -> int:
+        """How many clients are connected."""
+        return len(self._connections)
+
+    async def stop(self, seconds: float) -> None:
+        """Take no more calls; those under way have `seconds` before they are refused. Returns when all are closed."""
+        self._stopping = True
+        for connection in list(self._connections):
+            connection.shut_down()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wait_closed()
+        except TimeoutError:
+            for connection in list(self._connections):
+                connection.give_up()
+
+    async def _wait_closed(self) -> None:
+        while self._connections:
+            self._all_closed.clear()
+            await self._all_closed.wait()
+
+    # Called by connections and calls
+
+    def add(self, connection: Connection) -> bool:
+        """A client has connected; False if there are too many, or the server stops."""
+        if self._stopping or len(self._connections) >= self._max_connections:
+            return False
+        self._connections.add(connection)
+        if self._timer is None:
+            self._ticked = time.monotonic()
+            self._tick()
+        return True
+
+    def discard(self, connection: Connection) -> None:
+        """A client has left."""
+        self._connections.discard(connection)
+        self.on_close()
+        if not self._connections:
+            self._all_closed.set()
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Call back when the other connections have had their turn."""
+        asyncio.get_running_loop().call_soon(callback)
+
+    def read_head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
+        """What the headers of a call say."""
+        return read_call_head(fields, self._methods)
+
+    def take(self, size: int, *, compressed: bool) -> Message | None:
+        """Memory for a message; None if there is none, and none becomes free by ending messages that are arriving."""
+        if size > self.budget.left + self._arriving_bytes(size):
+            return None
+        offset = 0 if compressed else self.templates.tensor_offset(size)
+        try:
+            return Message(self.memory, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=HEAD_BYTES)
+        except MemoryError:
+            return None
+
+    def _arriving_bytes(self, size: int) -> int:
+        if size <= self.budget.left:  # nearly always
+            return 0
+        return sum(connection.arriving_bytes for connection in self._connections)
+
+    def answering(self, call: Call, message: Message) -> Any:
+        """What answers a message, with methods `begin` and `stop`."""
+        return PendingMessage(self, call, message) if call.method.infers else ControlMessage(call, message)
+
+    def count_failure(self, error: ContractError, start_ns: int) -> None:
+        """Count an inference without a message: for the default model, since its own is unknown."""
+        self.models.default.statistics.record_failure(failure_reason(error), start_ns)
+
+    def count_disconnect(self) -> None:
+        """Count a client that left before its message was complete."""
+        self.models.default.statistics.record_disconnect()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        seconds, self._ticked = now - self._ticked, now
+        pressed = any(connection.waits_for_room for connection in self._connections)
+        for connection in list(self._connections):
+            connection.expire(now, seconds, pressed=pressed)
+        # Without connections nothing ticks; the next one starts the timer again.
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._connections else None
+
+
+class ControlMessage:
+    """A message of a method that does not infer, until its answer."""
+
+    __slots__ = ("_call", "_message", "_task")
+
+    def __init__(self, call: Call, message: Message) -> None:
+        self._call = call
+        self._message = message
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Answer it, at once if that does not take time."""
+        content: bytes | memoryview = bytes(self._message.content)
+        self._message.release()
+        try:
+            if self._message.compressed:
+                content = decompress(memoryview(content), CONTROL_BODY_BYTES)
+            described, answer = self._call.method.answer
+            document = answer(_parse(described.input_type, content))
+            if isawaitable(document):
+                # It goes on when the client leaves, since the work may be half done.
+                self._task = asyncio.get_running_loop().create_task(self._finish(described, document))
+            else:
+                self._answer(described, document)
+        except ContractError as error:
+            self._call.failed(refusal_of(error))
+        except Exception:
+            log.exception("a call failed unexpectedly")
+            self._call.failed(refusal_of(InternalError(INTERNAL_ERROR)))
+
+    def stop(self, reason: str) -> None:
+        """Nobody waits for the answer any more."""
+
+    async def _finish(self, described: Any, document: Awaitable[documents.Document | None]) -> None:
+        try:
+            self._answer(described, await document)
+        except ContractError as error:
+            self._call.failed(refusal_of(error))
+        except Exception:
+            log.exception("a call failed unexpectedly")
+            self._call.failed(refusal_of(InternalError(INTERNAL_ERROR)))
+
+    def _answer(self, described: Any, document: documents.Document | None) -> None:
+        reply = GetMessageClass(described.output_type)()
+        self._call.answered(with_prefix(json_format.ParseDict(document or {}, reply, ignore_unknown_fields=True)))
+
+
+def max_connections() -> int:
+    """Half of the process's file descriptors: the other half is left to HTTP, and so to health checks."""
+    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
+def _parse(kind: Any, serialised: bytes | memoryview) -> Any:
+    """A control message. Raises `InvalidRequestError`."""
+    try:
+        return GetMessageClass(kind).FromString(bytes(serialised))
+    except DecodeError as exc:
+        raise InvalidRequestError(f"the message is not a {kind.name}") from exc
+
+
+def _described_methods(answers: dict[str, Answer], max_message_bytes: int) -> dict[bytes, Method]:
+    """The methods by path, from the protocol's own description, so that none can be forgotten."""
+    methods = {}
+    for described in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+        name = described.name
+        if name in ("ModelInfer", "ModelStreamInfer"):
+            method = Method(name, described.client_streaming, max_message_bytes)
+        else:
+            method = Method(name, False, CONTROL_BODY_BYTES, (described, answers[name]))
+        methods[f"/{SERVICE}/{name}".encode()] = method
+    return methods
+
+
+def _answers(models: ServedModels, regions: RegionTable) -> dict[str, Answer]:
+    """The answers of all methods except inference: the documents that HTTP sends, of which a reply takes its fields."""
+
+    def find(asked: Any) -> InferenceService:
+        return models.find(asked.name, asked.version or None)
+
+    def by_name(rows: Iterable[documents.Document]) -> documents.Document:
+        return {"regions": {row["name"]: row for row in rows}}
+
+    def no_traces(_asked: Any) -> NoReturn:
+        raise UnsupportedError("this server does not trace requests; its statistics have a latency breakdown")
+
+    def no_log_settings(_asked: Any) -> NoReturn:
+        raise UnsupportedError("log settings cannot be changed while the server runs; start it with --log-level")
+
+    return {
+        "ServerLive": lambda _: {"live": True},
+        "ServerReady": lambda _: {"ready": models.ready},
+        "ModelReady": lambda asked: {"ready": models.named(asked.name, asked.version or None).ready},
+        "ServerMetadata": lambda _: documents.server_metadata(regions),
+        "ModelMetadata": lambda asked: documents.model_metadata(find(asked)),
+        "ModelConfig": lambda asked: {"config": documents.model_config(find(asked))},
+        "ModelStatistics": lambda asked: documents.statistics([find(asked)] if asked.name else models),
+        "RepositoryIndex": lambda asked: {"models": documents.repository_index(models, asked.ready)},
+        "RepositoryModelLoad": lambda asked: models.load(asked.model_name, asked.parameters),
+        "RepositoryModelUnload": lambda asked: models.unload(asked.model_name),
+        "SystemSharedMemoryStatus": lambda asked: by_name(regions.rows(SystemRegion, asked.name)),
+        "SystemSharedMemoryRegister": lambda asked: regions.register(
+            asked.name, asked.key, asked.offset, asked.byte_size
+        ),
+        "SystemSharedMemoryUnregister": lambda asked: regions.unregister(SystemRegion, asked.name),
+        "CudaSharedMemoryStatus": lambda asked: by_name(regions.rows(DeviceRegion, asked.name)),
+        "CudaSharedMemoryRegister": lambda asked: regions.register_cuda(
+            asked.name, asked.raw_handle, asked.device_id, asked.byte_size
+        ),
+        "CudaSharedMemoryUnregister": lambda asked: regions.unregister(DeviceRegion, asked.name),
+        "TraceSetting": no_traces,
+        "LogSettings": no_log_settings,
+    }

@@ -1,0 +1,309 @@
+"""A server of several processes: front ends, the engine's process, and this one, which starts and watches them.
+
+This process accepts connections and passes each to the front end that has the fewest. It imports nothing slow and has
+one thread, so that it can fork at any time: a front end that dies is started again, and only its own clients notice.
+Without the engine's process nothing can be answered, so its end is the server's. Children end when the socket to this
+process does, so none outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from servers.models.specification import ModelSpecification
+from servers.native.arena import SLACK_BYTES, Arena, Layout, RequestMemory
+from servers.native.engine_side import Offer
+from servers.native.limits import ByteBudget
+from servers.native.messages import GRPC, HTTP, STOP_BY
+from servers.native.settings import NativeSettings
+from servers.native.statistics import Statistics, row_width
+
+log = structlog.get_logger("abserve.server")
+
+BACKLOG = 2048
+ACCEPTS_PER_TURN = 64
+SHORT_LIFE_S = 10.0
+MOST_SHORT_LIVES = 5
+"""A front end that has died so often soon after its start is not started again: the server ends."""
+RESERVE_S = 0.2
+"""A child that has not finished its work is left so long to end by itself."""
+
+
+@dataclass(eq=False, slots=True)
+class _FrontEnd:
+    """A front end's process. Its successor gets the other partition: the engine may still read this one."""
+
+    number: int
+    process: int
+    control: socket.socket
+    partition: int
+    since: float
+    open_connections: int = 0
+    short_lives: int = 0
+
+
+class Supervisor:
+    """Owns the children and the memory that they share."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        offers: Sequence[Offer],
+        listener: socket.socket,
+        grpc_listener: socket.socket | None,
+        on_listening: Callable[[], None],
+    ) -> None:
+        self._on_listening = on_listening
+        self._settings = settings
+        self._offers = offers
+        self._listeners = {listener: HTTP}
+        if grpc_listener is not None:
+            self._listeners[grpc_listener] = GRPC
+        self._arena = make_arena(settings, len(offers))
+        self._selector = selectors.DefaultSelector()
+        self._front_ends: dict[int, _FrontEnd] = {}
+        self._engine: int = 0
+        self._engine_control: socket.socket | None = None
+        self._signals: list[int] = []
+        self._failed = False
+
+    def run(self) -> int:
+        """Serve until SIGTERM or SIGINT, or until the engine's process ends; returns the exit status."""
+        wakes, wakeup = socket.socketpair()
+        for one in (wakes, wakeup, *self._listeners):
+            one.setblocking(False)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        for one_signal in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one_signal, self._note)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        self._inherited = [wakes, wakeup]
+        self._start_engine()
+        for number in range(self._settings.fronts or 0):
+            self._start_front_end(number, number, 0)
+        for listener in self._listeners:
+            listener.listen(BACKLOG)
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._on_listening()
+        self._selector.register(wakes, selectors.EVENT_READ)
+        while not self._signals and not self._failed:
+            for key, _ in self._selector.select():
+                if key.fileobj in self._listeners:
+                    self._accept(key.fileobj)
+                elif key.fileobj is wakes:
+                    wakes.recv(4096)
+                else:
+                    self._count_closed(key.data)
+            self._bury()
+        return self._end()
+
+    def _note(self, number: int, _frame: object) -> None:
+        if self._signals:
+            timeout_s = self._settings.shutdown_timeout_s
+            log.warning("already shutting down: accepted work is finished first", at_most_s=timeout_s)
+        self._signals.append(number)
+
+    # Children
+
+    def _fork(self, run: Callable[[], int], keeps: Sequence[socket.socket]) -> int:
+        """A child that runs this and ends, with none of this process's sockets but those it `keeps`."""
+        process = os.fork()
+        if process:
+            return process
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            own = [*self._listeners, *self._inherited, *(one.control for one in self._front_ends.values())]
+            for one in [*own, self._engine_control]:
+                if one is not None and one not in keeps:
+                    one.close()
+            self._selector.close()
+            status = run()
+        except Exception:
+            log.exception("a process of the server failed")
+        finally:
+            os._exit(status)
+
+    def _start_engine(self) -> None:
+        own, childs = socket.socketpair()
+
+        def run() -> int:
+            own.close()
+            from servers.native.engine_process import EngineServer
+
+            statistics = self._statistics(0)
+            return EngineServer(self._settings, self._offers, statistics, self._arena, childs).run()
+
+        self._engine = self._fork(run, [childs])
+        childs.close()
+        self._engine_control = own
+
+    def _start_front_end(self, number: int, partition: int, short_lives: int) -> None:
+        own, childs = socket.socketpair()
+        to_engine, to_front_end = socket.socketpair()
+
+        def run() -> int:
+            own.close()
+            to_front_end.close()
+            from servers.native.front_process import FrontProcessServer, run_front_end
+
+            budget = ByteBudget(self._settings.max_held_bytes, self._budget_counters(), partition)
+            memory = RequestMemory(self._arena, budget, partition)
+            statistics = self._statistics(1 + number)
+            for one in statistics:
+                one.set_decoding(0)  # its predecessor may have died with some
+            specifications: list[ModelSpecification] = [specification for specification, _ in self._offers]
+            return run_front_end(
+                FrontProcessServer(self._settings, specifications, statistics, memory, childs, to_engine)
+            )
+
+        process = self._fork(run, [childs, to_engine])
+        childs.close()
+        to_engine.close()
+        own.setblocking(False)
+        front_end = _FrontEnd(number, process, own, partition, time.monotonic(), short_lives=short_lives)
+        self._front_ends[process] = front_end
+        self._selector.register(own, selectors.EVENT_READ, front_end)
+        assert self._engine_control is not None
+        with suppress(OSError):  # it has ended, as this process will know soon
+            socket.send_fds(self._engine_control, [b"f"], [to_front_end.fileno()])
+        to_front_end.close()
+
+    def _budget_counters(self) -> memoryview:
+        return self._arena.counters[: self._arena.layout.partitions]
+
+    def _statistics(self, own: int) -> list[Statistics]:
+        """Of each model; row 0 is the engine's, then one for each front end."""
+        size, rows = self._settings.max_batch_size, 1 + (self._settings.fronts or 0)
+        width, place = row_width(size), self._arena.layout.partitions
+        statistics = []
+        for _ in self._offers:
+            views = [self._arena.counters[place + row * width : place + (row + 1) * width] for row in range(rows)]
+            statistics.append(Statistics(size, views, own))
+            place += rows * width
+        return statistics
+
+    def _bury(self) -> None:
+        """Learn which children have ended."""
+        while not self._failed:
+            try:
+                process, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if process == 0:
+                return
+            if process == self._engine:
+                self._engine = 0
+                self._failed = True
+                if os.waitstatus_to_exitcode(status) < 0:
+                    log.error("the engine's process has died", status=os.waitstatus_to_exitcode(status))
+            elif process in self._front_ends:
+                self._replace(self._forget(process), os.waitstatus_to_exitcode(status))
+
+    def _forget(self, process: int) -> _FrontEnd:
+        front_end = self._front_ends.pop(process)
+        with suppress(KeyError):
+            self._selector.unregister(front_end.control)
+        front_end.control.close()
+        self._arena.counters[front_end.partition] = 0  # nothing holds its bytes any more
+        return front_end
+
+    def _replace(self, dead: _FrontEnd, status: int) -> None:
+        log.error("a front end has died and is started again", status=status)
+        short = dead.short_lives + 1 if time.monotonic() - dead.since < SHORT_LIFE_S else 0
+        if short > MOST_SHORT_LIVES:
+            log.error("front ends die again and again")
+            self._failed = True
+            return
+        count = self._settings.fronts or 0
+        self._start_front_end(dead.number, (dead.partition + count) % (2 * count), short)
+
+    # Connections
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # such as no descriptor left: the client will try again
+                log.warning("a connection could not be accepted", reason=str(error))
+                time.sleep(0.01)
+                return
+            with connection:
+                self._pass_on(connection, self._listeners[listener])
+
+    def _pass_on(self, connection: socket.socket, kind: int) -> None:
+        """Give it to the front end with the fewest; a client that nobody can take is disconnected."""
+        for front_end in sorted(self._front_ends.values(), key=lambda one: one.open_connections):
+            with suppress(OSError):  # it has died, or is too busy to take one
+                socket.send_fds(front_end.control, [bytes([kind])], [connection.fileno()])
+                front_end.open_connections += 1
+                return
+
+    def _count_closed(self, front_end: _FrontEnd) -> None:
+        try:
+            closed = len(front_end.control.recv(4096))
+        except BlockingIOError:
+            return
+        except OSError:
+            closed = 0
+        front_end.open_connections -= closed
+        if closed == 0:  # it ends, as this process will know soon
+            self._selector.unregister(front_end.control)
+
+    # The end
+
+    def _end(self) -> int:
+        """Finish accepted work: the front ends first, then the engine."""
+        ends = time.monotonic() + self._settings.shutdown_timeout_s
+        for listener in self._listeners:
+            listener.close()
+        for front_end in self._front_ends.values():
+            front_end.control.close()
+        for process in list(self._front_ends):
+            _wait_for(process, ends)
+        status = 0
+        if self._engine_control is not None:
+            with suppress(OSError):  # it has ended
+                self._engine_control.send(STOP_BY.pack(ends - RESERVE_S))
+            self._engine_control.close()
+        if self._engine:
+            status = _wait_for(self._engine, ends)
+        if self._failed or status:
+            return 1
+        return 130 if signal.SIGINT in self._signals else 0
+
+
+def make_arena(settings: NativeSettings, models: int) -> Arena:
+    """The memory for two partitions of each front end, and the counters of all processes."""
+    count = settings.fronts or 0
+    layout = Layout.of(2 * count, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES)
+    return Arena(layout, 2 * count + models * (1 + count) * row_width(settings.max_batch_size))
+
+
+def _wait_for(process: int, ends: float) -> int:
+    """Wait for a child, until `ends` of `time.monotonic`, and then end it by force; returns its exit status."""
+    while True:
+        try:
+            ended, status = os.waitpid(process, os.WNOHANG)
+        except ChildProcessError:
+            return 0
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > ends:
+            log.error("ended by force: a process of the server could not stop in time")
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.005)

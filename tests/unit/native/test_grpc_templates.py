@@ -1,0 +1,126 @@
+"""A message that came before with other values is known by its other bytes, and answered as one that is decoded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from servers.contract.tensors import TensorSpec
+from servers.models.specification import ModelSpecification
+from servers.native.arena import RequestMemory
+from servers.native.engine_side import EngineSide
+from servers.native.grpc_messages import decode_message, parse_message
+from servers.native.grpc_templates import MessageTemplates
+from servers.native.inference import InferenceService
+from servers.native.one_process import LocalLink
+from servers.native.regions import RegionTable
+from servers.native.settings import NativeSettings
+from servers.native.statistics import Statistics
+
+SETTINGS = NativeSettings()
+MEMORY = RequestMemory.alone(SETTINGS)
+LINK = LocalLink(EngineSide(SETTINGS, [], [], MEMORY.arena))
+FIND = RegionTable(SETTINGS, MEMORY, LINK).find
+SPECIFICATION = ModelSpecification(
+    name="two",
+    title="two",
+    version="1",
+    inputs=(TensorSpec("a", "FP32", (-1, -1)), TensorSpec("b", "UINT8", (-1, 3))),
+    outputs=(TensorSpec("y", "FP32", (-1, -1)), TensorSpec("z", "INT64", (-1, 1))),
+    max_batch_size=8,
+    load_module=lambda _weights: None,  # type: ignore[arg-type,return-value]
+)
+SERVICE = InferenceService(0, SPECIFICATION, SETTINGS, LINK, MEMORY, Statistics(SETTINGS.max_batch_size))
+
+
+def message(rows: int, value: float, **changes) -> service_pb2.ModelInferRequest:
+    request = service_pb2.ModelInferRequest(model_name="two", **changes)
+    request.inputs.add(name="a", datatype="FP32", shape=[rows, 4])
+    request.inputs.add(name="b", datatype="UINT8", shape=[rows, 3])
+    request.raw_input_contents.append(np.full((rows, 4), value, "<f4").tobytes())
+    request.raw_input_contents.append(np.full((rows, 3), value, np.uint8).tobytes())
+    return request
+
+
+def keep(templates: MessageTemplates, request: service_pb2.ModelInferRequest) -> memoryview:
+    content = memoryview(request.SerializeToString())
+    parsed, raw = parse_message(content)
+    templates.keep(content, raw, decode_message(parsed, raw, FIND), SERVICE)
+    return content
+
+
+def test_a_message_with_other_values_is_found_and_its_tensors_are_its_own() -> None:
+    templates = MessageTemplates()
+    keep(templates, message(2, 1))
+    content = memoryview(message(2, 7).SerializeToString())
+    template = templates.find(content)
+    assert template is not None
+    assert (template.rows, template.service) == (2, SERVICE)
+    arrays = template.arrays(content)
+    assert arrays["a"].tolist() == [[7.0] * 4] * 2
+    assert arrays["b"].tolist() == [[7] * 3] * 2
+    assert np.shares_memory(arrays["b"], np.frombuffer(content, np.uint8))
+
+
+@pytest.mark.parametrize("other", [message(3, 1), message(2, 1, id="x"), message(2, 1, model_version="1")])
+def test_a_message_with_other_bytes_around_its_tensors_is_not_found(other) -> None:
+    templates = MessageTemplates()
+    keep(templates, message(2, 1))
+    assert templates.find(memoryview(other.SerializeToString())) is None
+
+
+def test_messages_of_one_size_are_kept_apart() -> None:
+    templates = MessageTemplates()
+    for name in "abc":
+        keep(templates, message(2, 1, id=name))
+    other = message(2, 3, id="b")
+    found = templates.find(memoryview(other.SerializeToString()))
+    assert found is not None
+    answer = found.answer({"y": np.ones((2, 1), "<f4"), "z": np.ones((2, 1), "<i8")}, streamed=False)
+    assert service_pb2.ModelInferResponse.FromString(b"".join(answer)[5:]).id == "b"
+
+
+def never_kept() -> list[service_pb2.ModelInferRequest]:
+    timeout = message(1, 1)
+    timeout.parameters["timeout"].int64_param = 10
+    typed = message(1, 1)
+    del typed.raw_input_contents[:]
+    typed.inputs[0].contents.fp32_contents[:] = [1] * 4
+    typed.inputs[1].contents.uint_contents[:] = [1] * 3
+    long = message(1, 1)
+    long.parameters["padding"].string_param = "x" * 5000
+    return [timeout, typed, long]
+
+
+@pytest.mark.parametrize("request_", never_kept(), ids=["timeout", "typed", "long"])
+def test_what_its_other_bytes_do_not_say_is_never_kept(request_) -> None:
+    templates = MessageTemplates()
+    assert templates.find(keep(templates, request_)) is None
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_answer_is_a_whole_message_with_its_prefix(streamed) -> None:
+    templates = MessageTemplates()
+    template = templates.find(keep(templates, message(2, 1, id="seven")))
+    assert template is not None
+    for width in (3, 3, 50_000, 0):
+        y, z = np.arange(2 * width, dtype="<f4").reshape(2, width), np.array([[5], [6]], "<i8")
+        answer = b"".join(template.answer({"y": y, "z": z}, streamed=streamed))
+        assert answer[0] == 0
+        assert int.from_bytes(answer[1:5], "big") == len(answer) - 5
+        if streamed:
+            response = service_pb2.ModelStreamInferResponse.FromString(answer[5:]).infer_response
+            assert response.parameters["triton_final_response"].bool_param
+        else:
+            response = service_pb2.ModelInferResponse.FromString(answer[5:])
+        assert (response.model_name, response.id) == ("two", "seven")
+        assert [(output.name, output.shape) for output in response.outputs] == [("y", [2, width]), ("z", [2, 1])]
+        assert list(response.raw_output_contents) == [y.tobytes(), z.tobytes()]
+
+
+def test_messages_that_differ_each_time_do_not_accumulate() -> None:
+    templates = MessageTemplates()
+    contents = [keep(templates, message(1, 1, id=str(number))) for number in range(1000, 2000)]
+    assert sum(templates.find(content) is not None for content in contents) <= 256
+    assert templates.find(contents[-1]) is not None

@@ -1,0 +1,89 @@
+"""A model is said to be ready when every front end answers, so that no client is sent from one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
+from servers.native.arena import RequestMemory
+from servers.native.engine_side import EngineSide
+from servers.native.errors import NotReadyError
+from servers.native.inference import InferenceService, State
+from servers.native.one_process import LocalLink
+from servers.native.settings import NativeSettings
+from servers.native.statistics import Statistics
+from tests.unit.native.conftest import ROWS
+
+SETTINGS = NativeSettings(max_batch_size=8)
+
+
+class SlowFrontEnd:
+    """Is told everything, and has done it when a test says so."""
+
+    def __init__(self) -> None:
+        self.states: list[str] = []
+        self.answers: list[Future[Any]] = []
+
+    def complete(self, _requests: object) -> None:
+        """Sends none."""
+
+    def tell(self, method: str, *arguments: Any) -> Future[Any]:
+        assert method == "states"
+        self.states.append(arguments[0][0][0])
+        self.answers.append(Future())
+        return self.answers[-1]
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_model_is_ready_when_all_front_ends_accept_its_requests(dies: bool) -> None:
+    memory = RequestMemory.alone(SETTINGS)
+    engine = NullEngine(ROWS, EngineSettings("null", max_batch_size=8))
+    side = EngineSide(SETTINGS, [(ROWS, lambda: engine)], [Statistics(8)], memory.arena)
+    quick, slow = SlowFrontEnd(), SlowFrontEnd()
+    side.add(quick)
+    side.add(slow)
+    opened = threading.Event()
+    opened.set()
+    side.start(lambda: None, opened)
+    until(lambda: slow.states[-1] == "accepting")
+    quick.answers[-1].set_result(None)
+    assert side.hosts[0].state.value == "accepting"
+    assert "ready" not in quick.states + slow.states
+    if dies:
+        side.remove(slow)
+    slow.answers[-1].set_result(None)  # as the channel of one that has died does
+    until(lambda: quick.states[-1] == "ready")
+    assert side.hosts[0].state.value == "ready"
+    assert (slow.states[-1] == "ready") is not dies
+    assert side.stop(10)
+
+
+def test_a_front_end_that_accepts_requests_is_not_yet_said_to_be_ready() -> None:
+    memory = RequestMemory.alone(SETTINGS)
+    link = LocalLink(EngineSide(SETTINGS, [], [], memory.arena))
+    service = InferenceService(0, ROWS, SETTINGS, link, memory, Statistics(8))
+    with pytest.raises(NotReadyError):
+        service.check_accepting()
+    asyncio.run(service.apply(State.ACCEPTING, None))
+    service.check_accepting()
+    assert not service.ready
+    with pytest.raises(NotReadyError):
+        service.check_ready()
+    asyncio.run(service.apply(State.READY, None))
+    service.check_accepting()
+    service.check_ready()
+    assert service.ready
