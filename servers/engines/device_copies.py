@@ -1,30 +1,33 @@
 """Copies, events and graph launches of a `GraphRunner`: enqueued on a GPU by the driver, or done at once on the CPU.
 
-On a GPU there are three streams: `incoming` copies inputs to the device, `compute` executes, `outgoing` copies outputs
-to the host. So a batch's inputs arrive while the one before it is executed. Calls that only enqueue keep the
+On a GPU there are three streams: `incoming` copies inputs to the device, `compute` executes, `outgoing` copies large
+outputs to the host. So a batch's inputs arrive while the one before it is executed. Calls that only enqueue keep the
 interpreter lock, since a thread that releases it under load waits up to 5 ms to get it again; calls that wait, and
 copies of memory that is not page-locked, which the driver reads before it returns, release it.
+
+The driver's functions are called without a wrapper: a call takes about 1 µs, and a wrapper would double that.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import partial
 from typing import Any
 
 import torch
 
-from servers.engines.copies import Copy, Ranges
+from servers.engines.copies import Copy, Ranges, all_page_locked, page_locked
 from servers.gpu.cuda_library import CudaError, CudaLibrary
 
 _EVENT_WITHOUT_TIME = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
-_HOST, _DEVICE = 1, 2  # CUmemorytype
+_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
 
 class _Copy2D(ctypes.Structure):
@@ -39,12 +42,20 @@ class _Copy2D(ctypes.Structure):
     )
 
 
-_COPIES: dict[str, tuple[Any, ...]] = {
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuMemcpy2DAsync_v2": (POINTER(_Copy2D), c_void_p),
-}
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: of the sources' order, two places, and flags, of which only the first counts here."""
+
+    _fields_ = (("order", c_int), ("places", c_int * 4), ("flags", c_uint))
+
+
+_IN_STREAM_ORDER = _Attributes(1)  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_FIRST = c_size_t(0)
+
+_TO_DEVICE = (c_uint64, c_void_p, c_size_t, c_void_p)
 _BRIEF: dict[str, tuple[Any, ...]] = {
-    **_COPIES,
+    "cuMemcpyHtoDAsync_v2": _TO_DEVICE,
+    "cuMemcpy2DAsync_v2": (POINTER(_Copy2D), c_void_p),
+    "cuCtxSetCurrent": (c_void_p,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
@@ -56,14 +67,23 @@ _BRIEF: dict[str, tuple[Any, ...]] = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuGraphLaunch": (c_void_p, c_void_p),
 }
+_BATCH: dict[str, tuple[Any, ...]] = {  # since CUDA 12.8
+    "cuMemcpyBatchAsync": (
+        *(c_void_p, c_void_p, c_void_p, c_size_t),
+        *(POINTER(_Attributes), POINTER(c_size_t), c_size_t, POINTER(c_size_t), c_void_p),
+    )
+}
 _BLOCKING: dict[str, tuple[Any, ...]] = {
-    **_COPIES,
+    "cuMemcpyHtoDAsync_v2": _TO_DEVICE,
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuEventSynchronize": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
 }
+
+_thread = threading.local()
+"""Its `context` is the one that `enter` has made current."""
 
 
 class HostCopies:
@@ -75,20 +95,33 @@ class HostCopies:
         self.pinned: Ranges = ()
         self._lock = threading.Lock()
 
+    def enter(self) -> None:
+        """Must be called first in a thread, before the others; it lasts until somebody else uses a device there."""
+
     def current(self) -> Any:
-        """A context in which the other calls are made."""
+        """The same for a block, and then undone."""
         return nullcontext()
 
-    def to_device(self, target: int, copies: Iterable[Copy]) -> None:
-        """Copy host memory to `target` and their offsets from there."""
-        for copy in copies:
-            self.within_device(target, copy, self.incoming)
+    def to_device(
+        self,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        stream: int,
+        *,
+        locked: bool = False,  # noqa: ARG002  as below
+    ) -> None:
+        """Copy host memory in `stream`: so many bytes from each source, of which there is one at least, to its target.
+
+        `locked`: all of it is known to be page-locked, also without `pin`.
+        """
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            self.to_host(target, source, size, stream)
 
     def within_device(self, target: int, copy: Copy, stream: int) -> None:  # noqa: ARG002  there are no streams
         """Copy device memory in `stream`."""
         for row in range(copy.rows):
-            start = target + copy.offset + row * copy.width
-            ctypes.memmove(start, copy.source + row * copy.pitch, copy.width)
+            ctypes.memmove(target + row * copy.width, copy.source + row * copy.pitch, copy.width)
 
     def to_host(self, target: int, source: int, size: int, stream: int) -> None:  # noqa: ARG002  as above
         """Copy device memory to page-locked host memory in `stream`."""
@@ -153,11 +186,26 @@ class CudaCopies(HostCopies):
         super().__init__()
         self.incoming, self.compute, self.outgoing = incoming, compute, outgoing
         library = CudaLibrary(_BLOCKING)
+        self._blocking, self._error = library.call, library.error
         brief = CudaLibrary(_BRIEF, brief=True)
-        self._blocking, self._brief, self._brief_code = library.call, brief.call, brief.code
-        self._device, self._context = torch.device("cuda", device), c_void_p()
-        self._blocking("cuDevicePrimaryCtxRetain", byref(self._context), library.device(device))
+        self._brief = brief.call
+        self._copy_to_device = brief.function("cuMemcpyHtoDAsync_v2")
+        self._copy_within_device = brief.function("cuMemcpyDtoDAsync_v2")
+        self._copy_to_host = brief.function("cuMemcpyDtoHAsync_v2")
+        self._record_event, self._query_event = brief.function("cuEventRecord"), brief.function("cuEventQuery")
+        self._wait_in_stream, self._launch_graph = brief.function("cuStreamWaitEvent"), brief.function("cuGraphLaunch")
+        self._copy_batch: Callable[..., int] | None = None
+        with suppress(CudaError):  # an older driver
+            self._copy_batch = CudaLibrary(_BATCH, brief=True).function("cuMemcpyBatchAsync")
+        self._device, context = torch.device("cuda", device), c_void_p()
+        self._blocking("cuDevicePrimaryCtxRetain", byref(context), library.device(device))
+        self._context = context.value
         self._events: list[int] = []
+
+    def enter(self) -> None:
+        if getattr(_thread, "context", None) != self._context:
+            self._brief("cuCtxSetCurrent", self._context)
+            _thread.context = self._context
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -167,31 +215,35 @@ class CudaCopies(HostCopies):
         finally:
             self._brief("cuCtxPopCurrent_v2", byref(c_void_p()))
 
-    def to_device(self, target: int, copies: Iterable[Copy]) -> None:
-        for copy in copies:
-            call = self._brief if copy.pinned else self._blocking
-            start = target + copy.offset
-            if copy.rows == 1:
-                call("cuMemcpyHtoDAsync_v2", start, copy.source, copy.width, self.incoming)
-            else:
-                rows = _Copy2D(source_type=_HOST, source_host=copy.source)
-                self._copy_rows(call, rows, start, copy, self.incoming)
+    def to_device(
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int, *, locked: bool = False
+    ) -> None:
+        count = len(sources)
+        if count > 1 and self._copy_batch is not None and (locked or all_page_locked(self.pinned, sources, sizes)):
+            lists = [array("Q", values) for values in (targets, sources, sizes)]
+            places = [values.buffer_info()[0] for values in lists]
+            failed = c_size_t()
+            if code := self._copy_batch(*places, count, _IN_STREAM_ORDER, _FIRST, 1, failed, stream):
+                raise self._error("cuMemcpyBatchAsync", code)
+            return
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            if not locked and not page_locked(self.pinned, source, size):
+                self._blocking("cuMemcpyHtoDAsync_v2", target, source, size, stream)
+            elif code := self._copy_to_device(target, source, size, stream):
+                raise self._error("cuMemcpyHtoDAsync_v2", code)
 
     def within_device(self, target: int, copy: Copy, stream: int) -> None:
-        start = target + copy.offset
-        if copy.rows == 1:
-            self._brief("cuMemcpyDtoDAsync_v2", start, copy.source, copy.width, stream)
-        else:
+        if copy.rows > 1:
             rows = _Copy2D(source_type=_DEVICE, source_device=copy.source)
-            self._copy_rows(self._brief, rows, start, copy, stream)
-
-    def _copy_rows(self, call: Callable[..., None], rows: _Copy2D, start: int, copy: Copy, stream: int) -> None:
-        rows.source_pitch, rows.width, rows.height = copy.pitch, copy.width, copy.rows
-        rows.target_type, rows.target_device, rows.target_pitch = _DEVICE, start, copy.width
-        call("cuMemcpy2DAsync_v2", byref(rows), stream)
+            rows.source_pitch, rows.width, rows.height = copy.pitch, copy.width, copy.rows
+            rows.target_type, rows.target_device, rows.target_pitch = _DEVICE, target, copy.width
+            self._brief("cuMemcpy2DAsync_v2", byref(rows), stream)
+        elif code := self._copy_within_device(target, copy.source, copy.width, stream):
+            raise self._error("cuMemcpyDtoDAsync_v2", code)
 
     def to_host(self, target: int, source: int, size: int, stream: int) -> None:
-        self._brief("cuMemcpyDtoHAsync_v2", target, source, size, stream)
+        if code := self._copy_to_host(target, source, size, stream):
+            raise self._error("cuMemcpyDtoHAsync_v2", code)
 
     def event(self) -> int:
         event = c_void_p()
@@ -202,15 +254,17 @@ class CudaCopies(HostCopies):
         return event.value
 
     def record(self, event: int, stream: int) -> None:
-        self._brief("cuEventRecord", event, stream)
+        if code := self._record_event(event, stream):
+            raise self._error("cuEventRecord", code)
 
     def order(self, event: int, before: int, after: int) -> None:
-        self._brief("cuEventRecord", event, before)
-        self._brief("cuStreamWaitEvent", after, event, 0)
+        self.record(event, before)
+        if code := self._wait_in_stream(after, event, 0):
+            raise self._error("cuStreamWaitEvent", code)
 
     def happened(self, event: int) -> bool:
-        with self.current():
-            return self._brief_code("cuEventQuery", event) != _NOT_READY
+        self.enter()
+        return self._query_event(event) != _NOT_READY
 
     def wait(self, event: int) -> None:
         with self.current():
@@ -232,7 +286,8 @@ class CudaCopies(HostCopies):
             graph.replay()
 
     def _launch(self, _kept: object, handle: int) -> None:
-        self._brief("cuGraphLaunch", handle, self.compute)
+        if code := self._launch_graph(handle, self.compute):
+            raise self._error("cuGraphLaunch", code)
 
     def close(self) -> None:
         super().close()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.copies import Copy
 from servers.engines.device_copies import HostCopies
 from servers.engines.padding import fill_rows
 from servers.models.specification import Axis, ModelSpecification
@@ -78,12 +77,13 @@ class Flight:
         self.kept: list[object] = []
         """What must live until the batch is finished."""
 
-    def merged(self, index: int, arrays: Sequence[Array], shape: Sequence[int], axis: Axis) -> Copy:
-        """The copy of an input that is padded to `shape` in memory of the host; missing rows repeat the last one."""
+    def merged(self, index: int, arrays: Sequence[Array], shape: Sequence[int], axis: Axis) -> tuple[int, int]:
+        """Merge an input, padded to `shape`, in page-locked memory: its address and bytes. Missing rows repeat the last
+        one."""
         memory = self.padded[index]
         if not memory.holds(shape):
             memory.reserve(shape)
         filled = memory.view(shape).numpy()
         rows = fill_rows(filled, arrays, memory.tensor.name, axis)
         filled[rows:] = filled[rows - 1]
-        return Copy(memory.address, 0, filled.nbytes, 1, filled.nbytes)
+        return memory.address, filled.nbytes

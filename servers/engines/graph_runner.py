@@ -15,7 +15,7 @@ from torch import Tensor
 
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
-from servers.engines.copies import Copy, Part, cut_copy, plan_copies
+from servers.engines.copies import Copy, cut_copy
 from servers.engines.device_copies import CudaCopies, HostCopies
 from servers.engines.flight import COPIED_BYTES, TORCH_TYPES, Flight, Memory, new_host_bytes
 from servers.engines.interface import DeviceMemory, Finish, HostMemory, Request
@@ -75,8 +75,9 @@ class GraphRunner:
     executed in its own shape, without graphs. On the CPU, for tests, `build`'s function takes the place of a graph.
 
     A batch goes from the requests' own memory to its flight's memory on the device, while the batch before it is
-    executed; from there to the memory that the graph reads, and its outputs to the flight's memory, before the next
-    batch is executed; and from there to the host. Only requests that are padded are merged on the host first.
+    executed, and from there to the memory that the graph reads; or directly, if no batch is executed. Its large outputs
+    go to the flight's memory before the next batch is executed, and from there to the host; small ones directly. Only
+    requests that are padded are merged on the host first.
 
     Rows that pad a batch repeat its last row; those of a model without a padded axis hold earlier rows. Rows do not
     influence each other, and the answers of padding rows are cut off. Answers are the caller's.
@@ -161,9 +162,10 @@ class GraphRunner:
             raise RuntimeError(f"{FLIGHTS} batches are unfinished, and there is no memory for another one")
         flight = self._free.popleft()
         try:
-            with self.copies.current():
-                shapes = [self._bring(flight, index, batch) for index in range(len(flight.inputs))]
-                fetched = self._fetch(flight, self._execute(flight, batch.bucket, shapes), batch)
+            self.copies.enter()
+            direct = self._build is not None and not self._unfinished
+            shapes = [self._bring(flight, index, batch, direct=direct) for index in range(len(flight.inputs))]
+            fetched = self._fetch(flight, self._execute(flight, batch.bucket, shapes, direct=direct), batch)
         except BaseException:
             with suppress(CudaError):  # a lost device reads nothing any more, and the next batch will fail too
                 self.copies.synchronise()
@@ -277,10 +279,10 @@ class GraphRunner:
             bucket = Bucket(sum(rows), None if padding is None else padding.padded_size(max(sizes)))
         return _Batch(requests, rows, sizes, padding, bucket, outputs)
 
-    def _bring(self, flight: Flight, index: int, batch: _Batch) -> tuple[int, ...]:
-        """Enqueue the copies of an input to the flight's memory; returns the shape there."""
-        memory, axis = flight.inputs[index], batch.axis
-        tensor = memory.tensor
+    def _bring(self, flight: Flight, index: int, batch: _Batch, *, direct: bool) -> tuple[int, ...]:
+        """Enqueue the copies of an input to the flight's memory, or to the graph's; returns the shape there."""
+        memory, axis = (self._inputs if direct else flight.inputs)[index], batch.axis
+        tensor, stream = memory.tensor, self.copies.compute if direct else self.copies.incoming
         values = [request[tensor.name] for request in batch.requests]
         place = None if axis is None else axis.places.get(tensor.name)
         if self._build is not None:
@@ -295,34 +297,39 @@ class GraphRunner:
             with torch.cuda.stream(self._incoming):
                 memory.reserve(shape)
         if axis is None:
-            self._copy(flight, memory.address, values)
+            self._copy(flight, memory.address, values, stream)
         else:
             arrays: list[Array] = []
             for value in values:
                 assert not isinstance(value, HostMemory)  # see takes_addresses
                 arrays.append(self._read(flight, value) if isinstance(value, DeviceMemory) else value)
-            self.copies.to_device(memory.address, [flight.merged(index, arrays, shape, axis)])
+            source, size = flight.merged(index, arrays, shape, axis)
+            self.copies.to_device([memory.address], [source], [size], stream, locked=True)
         return shape
 
-    def _copy(self, flight: Flight, target: int, values: Sequence[Array | HostMemory | DeviceMemory]) -> None:
+    def _copy(
+        self, flight: Flight, target: int, values: Sequence[Array | HostMemory | DeviceMemory], stream: int
+    ) -> None:
         """Enqueue the copies of the values, one after the other."""
-        copies, parts, offset = self.copies, list[Part](), 0
+        targets, sources, sizes = list[int](), list[int](), list[int]()
         for value in values:
-            if isinstance(value, HostMemory):
-                for address in value.addresses:
-                    parts.append((address, offset, value.piece_bytes))
-                    offset += value.piece_bytes
-                continue
             size = value.nbytes
-            if isinstance(value, DeviceMemory):
-                copies.within_device(target, Copy(value.address, offset, size, 1, size), copies.incoming)
+            if isinstance(value, HostMemory):
+                sources += value.addresses
+                targets += range(target, target + size, value.piece_bytes)
+                sizes += [value.piece_bytes] * len(value.addresses)
+            elif isinstance(value, DeviceMemory):
+                self.copies.within_device(target, Copy(value.address, size, 1, size), stream)
             else:
                 if not value.flags.c_contiguous:
                     value = np.ascontiguousarray(value)
                     flight.kept.append(value)
-                parts.append((value.ctypes.data, offset, size))
-            offset += size
-        copies.to_device(target, plan_copies(parts, copies.pinned))
+                sources.append(value.ctypes.data)
+                targets.append(target)
+                sizes.append(size)
+            target += size
+        if sources:
+            self.copies.to_device(targets, sources, sizes, stream)
 
     def _check(
         self,
@@ -356,11 +363,12 @@ class GraphRunner:
         return array
 
     def _execute(
-        self, flight: Flight, bucket: Bucket, shapes: Sequence[tuple[int, ...]]
+        self, flight: Flight, bucket: Bucket, shapes: Sequence[tuple[int, ...]], *, direct: bool
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """Enqueue the execution of what arrives in the flight's memory; returns address and shape of each output."""
+        """Enqueue the execution of what arrives; returns address and shape of each output."""
         copies = self.copies
-        copies.order(flight.arrived, copies.incoming, copies.compute)
+        if not direct:
+            copies.order(flight.arrived, copies.incoming, copies.compute)
         if self._call is not None:
             with self._active():
                 found = self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
@@ -370,38 +378,43 @@ class GraphRunner:
                 ]
             flight.kept += own
             return [(output.data_ptr(), tuple(output.shape)) for output in own]
-        for read, arrived, shape in zip(self._inputs, flight.inputs, shapes, strict=True):
+        for read, arrived, shape in [] if direct else zip(self._inputs, flight.inputs, shapes, strict=True):
             size = prod(shape) * read.tensor.dtype.itemsize
-            copies.within_device(read.address, Copy(arrived.address, 0, size, 1, size), copies.compute)
+            copies.within_device(read.address, Copy(arrived.address, size, 1, size), copies.compute)
         self._replays[bucket]()
         return [(memory.address, bucket.shape_of(self._specification, memory.tensor)) for memory in self._outputs]
 
     def _fetch(self, flight: Flight, found: Sequence[tuple[int, tuple[int, ...]]], batch: _Batch) -> list[_Fetched]:
         """Enqueue the copies of the outputs to where the requests want them, without padding."""
         copies, rows = self.copies, sum(batch.rows)
-        wanted: list[tuple[int, int, tuple[int, ...]]] = []
+        fetched: list[_Fetched] = []
+        large: list[tuple[int, int, int]] = []
         for index, (address, shape) in enumerate(found):
-            tensor, itemsize = flight.outputs[index].tensor, flight.outputs[index].tensor.dtype.itemsize
+            tensor = flight.outputs[index].tensor
             if self._to_devices(tensor, address, shape, batch):
                 continue
+            place, wanted, itemsize = None, shape, tensor.dtype.itemsize
+            if self._build is not None:
+                wanted = (rows, *shape[1:])
+                if batch.axis is not None and (place := batch.axis.places.get(tensor.name)) is not None:
+                    wanted = (*wanted[:place], max(batch.sizes), *wanted[place + 1 :])
+            size = prod(wanted) * itemsize
+            small = size <= COPIED_BYTES
+            host = flight.small[index][:size] if small else new_host_bytes(size, pinned=self._on_cuda)
+            fetched.append(_Fetched(tensor.name, host.view(tensor.dtype).reshape(wanted), small))
+            if small and place is None:
+                copies.to_host(host.ctypes.data, address, size, copies.compute)
+                continue
             if self._build is not None:  # the next batch writes to the same memory
-                place = None if batch.axis is None else batch.axis.places.get(tensor.name)
                 copy = cut_copy(address, shape, itemsize, slice(0, rows), place, max(batch.sizes, default=0))
                 address = flight.outputs[index].address
                 copies.within_device(address, copy, copies.compute)
-                shape = (rows, *shape[1:])
-                if place is not None:
-                    shape = (*shape[:place], max(batch.sizes), *shape[place + 1 :])
-            wanted.append((index, address, shape))
-        copies.order(flight.executed, copies.compute, copies.outgoing)
-        fetched = []
-        for index, address, shape in wanted:
-            tensor = flight.outputs[index].tensor
-            size = prod(shape) * tensor.dtype.itemsize
-            host = flight.small[index][:size] if size <= COPIED_BYTES else new_host_bytes(size, pinned=self._on_cuda)
-            copies.to_host(host.ctypes.data, address, size, copies.outgoing)
-            fetched.append(_Fetched(tensor.name, host.view(tensor.dtype).reshape(shape), size <= COPIED_BYTES))
-        copies.record(flight.done, copies.outgoing)
+            large.append((host.ctypes.data, address, size))
+        if large:
+            copies.order(flight.executed, copies.compute, copies.outgoing)
+            for target, source, size in large:
+                copies.to_host(target, source, size, copies.outgoing)
+        copies.record(flight.done, copies.outgoing if large else copies.compute)
         return fetched
 
     def _to_devices(self, tensor: TensorSpec, address: int, shape: tuple[int, ...], batch: _Batch) -> bool:

@@ -8,7 +8,7 @@ both.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char_p, c_int, c_ubyte, c_uint
 from typing import Any
 from uuid import UUID
@@ -50,12 +50,20 @@ class CudaLibrary:
         """Call one of the declared functions. Raises `CudaError`."""
         code = self.code(name, *arguments)
         if code != 0:
-            raise CudaError(f"{self._text('cuGetErrorName', code)} from {name}: {self._text('cuGetErrorString', code)}")
+            raise self.error(name, code)
 
     def code(self, name: str, *arguments: object) -> int:
         """What one of the declared functions returns; 0 is success."""
-        code: int = getattr(self._library, name)(*arguments)
-        return code
+        return self.function(name)(*arguments)
+
+    def function(self, name: str) -> Callable[..., int]:
+        """One of the declared functions itself, for calls that must be fast; it returns what `code` does."""
+        function: Callable[..., int] = getattr(self._library, name)
+        return function
+
+    def error(self, name: str, code: int) -> CudaError:
+        """The error for what a function has returned."""
+        return CudaError(f"{self._text('cuGetErrorName', code)} from {name}: {self._text('cuGetErrorString', code)}")
 
     def count(self) -> int:
         """Number of devices that this process may use. Raises `CudaError`."""

@@ -112,6 +112,7 @@ int cuGetErrorName(int code, const char **name) { *name = code == 1 ? "error 1" 
 int cuGetErrorString(int code, const char **text) { *text = "planted"; return code < 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)7; return device ? INVALID_VALUE : OK; }
 int cuCtxPushCurrent_v2(void *context) { depth++; return context == (void *)7 ? OK : INVALID_VALUE; }
+int cuCtxSetCurrent(void *context) { depth = depth < 1 ? 1 : depth; return context == (void *)7 ? OK : INVALID_VALUE; }
 int cuCtxPopCurrent_v2(void **context) { CURRENT; depth--; *context = (void *)7; return OK; }
 
 int cuEventCreate(void **event, unsigned flags) {
@@ -202,6 +203,19 @@ int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t size, void 
     return plain(stream, target, (uint64_t)staged, size, staged);
 }
 
+/* The last copy first: a batch promises no order. */
+int cuMemcpyBatchAsync(const uint64_t *targets, const uint64_t *sources, const size_t *sizes, size_t count,
+                       const int *attributes, const size_t *firsts, size_t kinds, size_t *failed, void *stream) {
+    IN_STREAM(stream);
+    (void)failed;
+    if (!count || kinds != 1 || firsts[0] != 0 || attributes[0] != 1 || attributes[5] != 0) return INVALID_VALUE;
+    for (size_t at = count; at--;) {
+        if (!sizes[at] || crosses(sources[at], sizes[at]) || !pinned(sources[at])) return INVALID_VALUE;
+        plain(stream, targets[at], sources[at], sizes[at], NULL);
+    }
+    return OK;
+}
+
 int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t size, void *stream) {
     IN_STREAM(stream);
     return plain(stream, target, source, size, NULL);
@@ -215,12 +229,10 @@ int cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t size, void *strea
 int cuMemcpy2DAsync_v2(const Copy2D *copy, void *stream) {
     IN_STREAM(stream);
     if (copy->src_x || copy->src_y || copy->dst_x || copy->dst_y || copy->dst_type != 2) return INVALID_VALUE;
-    if (copy->src_type != 1 && copy->src_type != 2) return INVALID_VALUE;
+    if (copy->src_type != 2) return INVALID_VALUE;
     if (copy->src_pitch < copy->width || copy->dst_pitch < copy->width || !copy->height) return INVALID_VALUE;
-    uintptr_t source = copy->src_type == 1 ? (uintptr_t)copy->src_host : (uintptr_t)copy->src_device;
-    size_t size = (copy->height - 1) * copy->src_pitch + copy->width;
-    if (copy->src_type == 1 && (crosses(source, size) || !pinned(source))) return INVALID_VALUE;
-    Operation one = {.kind = COPY, .target = (char *)copy->dst_device, .source = (char *)source, .width = copy->width};
+    Operation one = {.kind = COPY, .target = (char *)copy->dst_device, .source = (char *)copy->src_device};
+    one.width = copy->width;
     one.height = copy->height;
     one.source_pitch = copy->src_pitch;
     one.target_pitch = copy->dst_pitch;

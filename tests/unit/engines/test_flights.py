@@ -7,7 +7,9 @@ import shutil
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from servers.contract.tensors import TensorSpec
 from servers.engines import interface
 from servers.engines.batches import Bucket
-from servers.engines.copies import Copy
+from servers.engines.copies import all_page_locked
 from servers.engines.device_copies import CudaCopies
 from servers.engines.flight import COPIED_BYTES
 from servers.engines.flight_rate import SLOT_BYTES, flight_rate
@@ -167,9 +169,12 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 class DriverCopies(CudaCopies):
     """Copies through the stand-in. If it is late, it launches Python functions for graphs."""
 
-    def __init__(self, late: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(0, 1, 2, 3)
-        self._late = late
+        assert self._copy_batch is not None
+        self._late = kind == "late"
+        if kind == "old":
+            self._copy_batch = None
 
     def captured(self, run: Callable[[], object], pool: Any) -> Callable[[], object]:
         if not self._late:
@@ -178,14 +183,14 @@ class DriverCopies(CudaCopies):
         return partial(self._launch, function, ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
-@pytest.fixture(params=["host", "driver", "late"])
+@pytest.fixture(params=["host", "driver", "late", "old"])
 def start_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Engines whose runners copy by themselves, or through a driver, which may do everything late."""
+    """Engines whose runners copy by themselves, or through a driver, which may do everything late, or be an old one."""
     if request.param != "host":
-        library, late = request.getfixturevalue("driver"), request.param == "late"
-        ctypes.c_int.in_dll(ctypes.CDLL(library), "defer").value = 4 if late else 0
+        library = request.getfixturevalue("driver")
+        ctypes.c_int.in_dll(ctypes.CDLL(library), "defer").value = 4 if request.param == "late" else 0
         monkeypatch.setattr(cuda_library, "LIBRARY", library)
-        monkeypatch.setattr("servers.engines.graph_runner.HostCopies", partial(DriverCopies, late))
+        monkeypatch.setattr("servers.engines.graph_runner.HostCopies", partial(DriverCopies, request.param))
     engines = []
 
     def start(specification: ModelSpecification, **options: Any) -> SmallEngine:
@@ -378,10 +383,15 @@ def test_the_driver_refuses_to_pin_what_is_pinned(driver: str, monkeypatch: pyte
     copies, memory = CudaCopies(0, 1, 2, 3), np.zeros(100, np.uint8)
     assert copies.pin(memory.ctypes.data, 100)
     assert not copies.pin(memory.ctypes.data, 50)
+    start, stream = memory.ctypes.data, copies.incoming
     with copies.current(), pytest.raises(CudaError, match="error 1 from cuMemcpyHtoDAsync_v2"):
-        copies.to_device(memory.ctypes.data, [Copy(memory.ctypes.data + 90, 0, 20, 1, 20)])
-    with pytest.raises(CudaError, match="error 201"):
-        copies.record(1, copies.compute)
+        copies.to_device([start], [start + 90], [20], stream)
+    with copies.current(), pytest.raises(CudaError, match="error 1 from cuMemcpyBatchAsync"):
+        copies.to_device([start, start], [start, start + 90], [20, 20], stream, locked=True)
+    with ThreadPoolExecutor(1) as other:  # a thread that nobody entered
+        assert "error 201" in str(other.submit(copies.record, 1, copies.compute).exception())
+        other.submit(copies.enter).result()
+        other.submit(copies.record, 1, copies.compute).result()
     copies.close()
     assert copies.pin(memory.ctypes.data, 50)
     copies.close()
@@ -448,16 +458,18 @@ def test_the_rate_is_that_of_all_flights(start_engine: Callable[..., SmallEngine
     runner: Any = engine._runner
     to_device = runner.copies.to_device
 
-    def watched(target: int, plan: list[Copy]) -> None:
-        copies.extend(plan)
-        to_device(target, plan)
+    def watched(targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
+        copies.append((len(sources), {right - left for left, right in pairwise(sources)}))
+        assert all_page_locked(runner.copies.pinned, sources, sizes)
+        to_device(targets, sources, sizes, stream)
 
     runner.copies.to_device = watched
     found = flight_rate(engine, FIXED, 3, {}, 0.01)
     assert found is not None
     assert 0 < found.start_ns < found.alone_ns
     assert found.items_per_second > 0
-    assert {(copy.rows, copy.pitch, copy.pinned) for copy in copies} == {(3, SLOT_BYTES, True)}
+    assert all(copy == (3, {SLOT_BYTES}) for copy in copies)
+    assert copies
     assert runner.copies.pinned == ()
     engine.flights = 1
     assert flight_rate(engine, FIXED, 3, {}, 0.01) is None
