@@ -269,7 +269,7 @@ class GraphRunner:
             for request in requests:
                 check_sizes(self._specification, request)
         first = self._specification.inputs[0].name
-        rows = [len(request[first]) for request in requests]
+        rows = [request[first].shape[0] for request in requests]
         padding = self._padding or padding
         sizes = [] if padding is None else [padding.axis.size_of(request) for request in requests]
         of_bucket = bucket_of(self.rows, sum(rows))
@@ -297,7 +297,7 @@ class GraphRunner:
             with torch.cuda.stream(self._incoming):
                 memory.reserve(shape)
         if axis is None:
-            self._copy(flight, memory.address, values, stream)
+            self._copy(flight, memory.address, values, prod(item) * tensor.dtype.itemsize, stream)
         else:
             arrays: list[Array] = []
             for value in values:
@@ -308,16 +308,22 @@ class GraphRunner:
         return shape
 
     def _copy(
-        self, flight: Flight, target: int, values: Sequence[Array | HostMemory | DeviceMemory], stream: int
+        self,
+        flight: Flight,
+        target: int,
+        values: Sequence[Array | HostMemory | DeviceMemory],
+        row_bytes: int,
+        stream: int,
     ) -> None:
         """Enqueue the copies of the values, one after the other."""
         targets, sources, sizes = list[int](), list[int](), list[int]()
         for value in values:
-            size = value.nbytes
+            size = value.shape[0] * row_bytes
             if isinstance(value, HostMemory):
-                sources += value.addresses
-                targets += range(target, target + size, value.piece_bytes)
-                sizes += [value.piece_bytes] * len(value.addresses)
+                addresses, piece = value.addresses, value.piece_bytes
+                sources += addresses
+                targets += range(target, target + size, piece)
+                sizes += [piece] * len(addresses)
             elif isinstance(value, DeviceMemory):
                 self.copies.within_device(target, Copy(value.address, size, 1, size), stream)
             else:
@@ -342,11 +348,11 @@ class GraphRunner:
         """Raise `ValueError` for values whose bytes are not the model's."""
         dtype = tensor.dtype
         for value, count in zip(values, rows, strict=True):
-            shape, wanted = value.shape, (count, *item)
+            shape = value.shape
             if place is not None:
-                shape = (*shape[:place], wanted[place], *shape[place + 1 :])
-            if shape != wanted or value.dtype != dtype:
-                raise ValueError(f"{tensor.name} is {value.dtype} {list(shape)}, not {dtype} {list(wanted)}")
+                shape = (*shape[:place], item[place - 1], *shape[place + 1 :])
+            if shape[1:] != item or shape[0] != count or value.dtype != dtype:
+                raise ValueError(f"{tensor.name} is {value.dtype} {list(shape)}, not {dtype} {[count, *item]}")
             if isinstance(value, DeviceMemory):
                 self._check_device(tensor, value)
 

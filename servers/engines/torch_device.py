@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -111,21 +110,21 @@ class RunnerEngine(Engine):
         """See `Engine`; `ValueError` is for a batch beyond the largest bucket, too."""
         if self._runner is None:
             return super().start(requests, padding, outputs)
-        with self._as_engine_errors():
+        try:
             started = self._runner.start(requests, padding, outputs)
+        except (RuntimeError, CudaError) as exc:
+            raise self._failed(exc) from exc
 
         def finish() -> list[dict[str, Array]]:
-            with self._as_engine_errors():
+            try:
                 return started()
+            except (RuntimeError, CudaError) as exc:
+                raise self._failed(exc) from exc
 
         return finish
 
-    @contextmanager
-    def _as_engine_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, CudaError) as exc:
-            raise EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}") from exc
+    def _failed(self, exc: Exception) -> EngineError:
+        return EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}")
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch; raises `ValueError` for one beyond the largest bucket."""

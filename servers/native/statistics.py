@@ -161,23 +161,24 @@ class Statistics:
         self,
         rows: int,
         executed_rows: int,
-        queue_ns: Sequence[int],
+        queued: Sequence[tuple[int, int]],
         compute_input_ns: int,
         compute_infer_ns: int,
         compute_output_ns: int,
     ) -> None:
-        """One executed batch; `queue_ns` holds each of its requests' time in the queue."""
+        """One executed batch; `queued` holds times in the queue, in ns, each with its number of requests."""
         own, parts = self._own, (compute_input_ns, compute_infer_ns, compute_output_ns)
+        requests = sum([count for _, count in queued])
         with self._lock:
             own[_LAST_MS] = time.time_ns() // 1_000_000
             own[_INFERENCES] += rows
             own[_EXECUTED] += executed_rows
-            for place, times in ((_BATCHES + 4 * (rows - 1), 1), (_COMPUTE, len(queue_ns))):
+            for place, times in ((_BATCHES + 4 * (rows - 1), 1), (_COMPUTE, requests)):
                 own[place] += times
                 for part, part_ns in enumerate(parts, start=1):
                     own[place + part] += part_ns * times
-            for waited_ns in queue_ns:
-                self._add(_QUEUE_NS, waited_ns)
+            for waited_ns, count in queued:
+                self._add(_QUEUE_NS, waited_ns, count)
             self._add(_COMPUTE_NS, sum(parts))
 
     def record_success(self, times: RequestTimes) -> None:
@@ -230,10 +231,10 @@ class Statistics:
             compute_duration=_histogram(sums, _COMPUTE_NS),
         )
 
-    def _add(self, histogram: int, value_ns: int) -> None:
+    def _add(self, histogram: int, value_ns: int, count: int = 1) -> None:
         own = self._own
-        own[histogram + bisect_left(DURATION_BOUNDS_NS, value_ns)] += 1
-        own[histogram + _HISTOGRAM_WIDTH - 1] += value_ns
+        own[histogram + bisect_left(DURATION_BOUNDS_NS, value_ns)] += count
+        own[histogram + _HISTOGRAM_WIDTH - 1] += value_ns * count
 
 
 def _histogram(counters: Sequence[int], place: int) -> Histogram:

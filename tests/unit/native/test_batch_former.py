@@ -47,6 +47,8 @@ class Simulation:
     row_ns: int = MS // 10
     max_delay_ns: int = MAX_DELAY_NS
     bucket_of: Callable[[int], int] = power_of_two
+    turn_ns: int = 1
+    """Requests are received only so often."""
     batches: list[Batch] = field(default_factory=list)
     answered: int = 0
 
@@ -67,6 +69,8 @@ class Simulation:
         return MOST / self.execution_ns(MOST) * 1e9
 
     def add(self, at_ns: int, event: str, value: int = 0) -> None:
+        if event == "ask":
+            at_ns = -(-at_ns // self.turn_ns) * self.turn_ns
         heapq.heappush(self._events, (at_ns, next(self._order), event, value))
 
     def closed_loop(self, clients: int, until_ns: int, pause_ns: Callable[[], int], from_ns: int = 0) -> None:
@@ -198,6 +202,27 @@ def test_random_arrivals_are_not_kept_waiting(share: float) -> None:
     simulation.open_loop(poisson(share * simulation.best_rows_per_s), 2000 * MS)
     waited = sum(batch.idle_ns > 0 for batch in simulation.batches)
     assert waited < 0.1 * len(simulation.batches)
+
+
+@pytest.mark.parametrize("clients", [32, MOST])
+@pytest.mark.parametrize("flights", [1, 2])
+def test_nothing_waits_for_clients_that_take_longer_to_ask_again_than_waiting_saves(flights: int, clients: int) -> None:
+    simulation = Simulation(flights, fixed_ns=MS // 3, row_ns=MS // 70, turn_ns=MS // 5)
+    simulation.closed_loop(clients, 500 * MS, pauses(MS // 2))
+    waited = sum(batch.idle_ns > 0 for batch in simulation.settled())
+    assert waited < 0.05 * len(simulation.settled())
+
+
+def test_a_batch_that_takes_long_to_start_starts_earlier() -> None:
+    waits = []
+    for took_ns in (0, MS // 5):
+        former = BatchFormer(8, 0, power_of_two)
+        for start_ns in range(0, 100 * MS, MS):
+            former.started(start_ns, 4, took_ns)
+            former.finished(start_ns + MS)
+        former.started(100 * MS, 4, took_ns)
+        waits.append(former.wait_ns(100 * MS, 4, 100 * MS))
+    assert waits[0] - waits[1] == pytest.approx(MS // 5, rel=0.01)
 
 
 def test_without_a_delay_nothing_waits_for_an_idle_engine() -> None:

@@ -16,8 +16,8 @@ from servers.native.statistics import DURATION_BOUNDS_NS, RequestTimes, Statisti
 
 def test_each_request_is_charged_its_batch_and_the_batch_appears_once():
     statistics = Statistics(8)
-    statistics.record_execution(5, 8, [100, 300], 10, 1000, 20)
-    statistics.record_execution(5, 8, [50], 10, 2000, 20)
+    statistics.record_execution(5, 8, [(100, 1), (300, 1)], 10, 1000, 20)
+    statistics.record_execution(5, 8, [(50, 1)], 10, 2000, 20)
     model: Any = statistics.snapshot().as_model_stats("m", "1")
     assert (model["inference_count"], model["execution_count"]) == (10, 2)
     assert statistics.snapshot().executed_rows == 16  # with those that only fill a batch
@@ -53,7 +53,7 @@ def test_success_failure_and_disconnect_are_kept_apart():
 def test_a_snapshot_does_not_move():
     statistics = Statistics(8)
     before = statistics.snapshot()
-    statistics.record_execution(1, 1, [1], 1, 1, 1)
+    statistics.record_execution(1, 1, [(1, 1)], 1, 1, 1)
     assert before.inference_count == 0
     assert sum(before.batch_size.counts) == 0
 
@@ -62,7 +62,7 @@ def test_bounds_are_inclusive_and_neighbours_close():
     statistics = Statistics(1)
     first, second = DURATION_BOUNDS_NS[:2]
     values = (0, first, first + 1, second, second + 1, DURATION_BOUNDS_NS[-1] + 1)
-    statistics.record_execution(1, 1, values, 1, 1, 1)
+    statistics.record_execution(1, 1, [(value, 1) for value in values], 1, 1, 1)
     histogram = statistics.snapshot().queue_duration
     assert [*histogram.counts[:3], histogram.counts[-1]] == [2, 2, 1, 1]
     assert (histogram.count, histogram.total) == (6, sum(values))
@@ -78,7 +78,7 @@ def shared_rows(count: int) -> list[memoryview]:
 def test_every_process_reads_the_sum_of_what_all_have_counted():
     rows = shared_rows(3)
     engine, *front_ends = [Statistics(8, rows, own) for own in range(3)]
-    engine.record_execution(3, 4, [10, 20], 1, 2, 3)
+    engine.record_execution(3, 4, [(10, 1), (20, 1)], 1, 2, 3)
     for count, front_end in enumerate(front_ends, start=1):
         for _ in range(count):
             front_end.record_success(RequestTimes(time.perf_counter_ns(), 5, 6, 7))
@@ -97,7 +97,7 @@ def test_the_last_inference_is_the_latest_of_all_rows_and_not_their_sum(monkeypa
     rows = shared_rows(2)
     for own, seconds in enumerate((200, 100)):
         monkeypatch.setattr(time, "time_ns", lambda seconds=seconds: seconds * 10**9)
-        Statistics(8, rows, own).record_execution(1, 1, [1], 1, 1, 1)
+        Statistics(8, rows, own).record_execution(1, 1, [(1, 1)], 1, 1, 1)
     assert Statistics(8, rows).snapshot().last_inference_ms == 200_000
 
 
@@ -131,7 +131,7 @@ def test_metrics_are_in_seconds_and_cumulative():
     service = Service()
     service.statistics.set_queued(1)
     service.statistics.set_decoding(2)
-    service.statistics.record_execution(2, 4, [2_000_000_000], 0, 500_000_000, 0)
+    service.statistics.record_execution(2, 4, [(2_000_000_000, 1)], 0, 500_000_000, 0)
     text, samples = render([cast(InferenceService, service)]).decode(), {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
