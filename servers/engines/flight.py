@@ -52,12 +52,13 @@ class Memory:
     def reserve(self, shape: Sequence[int]) -> None:
         """Replace it by zeros for this shape."""
         dtype = TORCH_TYPES[self.tensor.datatype]
-        self._elements = torch.zeros(prod(shape), dtype=dtype, device=self._device, pin_memory=self._pinned)
+        self._size = prod(shape)
+        self._elements = torch.zeros(self._size, dtype=dtype, device=self._device, pin_memory=self._pinned)
         self.address = self._elements.data_ptr()
 
     def holds(self, shape: Sequence[int]) -> bool:
         """Whether it is large enough."""
-        return prod(shape) <= len(self._elements)
+        return prod(shape) <= self._size
 
     def view(self, shape: Sequence[int]) -> Tensor:
         """Its start in this shape."""
