@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class Memory:
 
     def __init__(self, tensor: TensorSpec, device: torch.device, *, pinned: bool = False) -> None:
         self.tensor, self._device, self._pinned = tensor, device, pinned
+        self.dtype = tensor.dtype
         self.reserve((0,))
 
     def reserve(self, shape: Sequence[int]) -> None:
@@ -73,10 +75,15 @@ class Flight:
         self.inputs = [Memory(tensor, device) for tensor in specification.inputs]
         self.padded = [Memory(tensor, host, pinned=pinned) for tensor in specification.inputs]
         self.outputs = [Memory(tensor, device) for tensor in specification.outputs]
-        self.small = [new_host_bytes(COPIED_BYTES, pinned=pinned) for _ in specification.outputs]
+        self._small = [new_host_bytes(COPIED_BYTES, pinned=pinned) for _ in specification.outputs]
+        self._small_addresses = [memory.ctypes.data for memory in self._small]
         self.arrived, self.executed, self.done = (copies.event() for _ in range(3))
         self.kept: list[object] = []
         """What must live until the batch is finished."""
+
+    def small_array(self, index: int, shape: Sequence[int]) -> tuple[int, Array]:
+        """Page-locked memory for a small output: its address, and an array of this shape over it."""
+        return self._small_addresses[index], np.ndarray(shape, self.outputs[index].dtype, self._small[index])
 
     def merged(self, index: int, arrays: Sequence[Array], shape: Sequence[int], axis: Axis) -> tuple[int, int]:
         """Merge an input, padded to `shape`, in page-locked memory: its address and bytes. Missing rows repeat the last
