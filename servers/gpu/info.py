@@ -176,8 +176,11 @@ def _placement(device: str, placement: Document, kernel_probe: object) -> str:
 
 
 def _used_uuid(device: str, told: object, machine: Mapping[str, Any]) -> str | None:
-    """The UUID that the runtime reports, else that of the only GPU: CUDA's device numbers are not the driver's."""
-    if not device.startswith("cuda"):
+    """The UUID that the runtime reports, else that of the only GPU: CUDA's device numbers are not the driver's.
+
+    None for a server on several GPUs: no one of them is the one that it uses.
+    """
+    if not device.startswith("cuda") or "," in device:
         return None
     if isinstance(told, str) and told:
         return told if told.startswith(("GPU-", "MIG-")) else f"GPU-{told}"  # torch leaves the prefix out

@@ -94,7 +94,7 @@ def main() -> int:
     wide = (folder / "wide").exists()
     specification = replace(SPECIFICATION, inputs=(TensorSpec("x", "FP32", (-1, -1)),)) if wide else SPECIFICATION
 
-    def build() -> ControlledEngine:
+    def build(_settings: EngineSettings) -> ControlledEngine:
         return ControlledEngine(folder, EngineSettings(kind="null", max_batch_size=settings.max_batch_size))
 
     grpc = bind("127.0.0.1", settings.grpc_port) if settings.grpc_port else None

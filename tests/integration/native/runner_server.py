@@ -82,7 +82,7 @@ def main() -> int:
     settings = from_argv(["--http-port", sys.argv[1], "--max-batch-size", "16", *sys.argv[3:]])
     configure_logs(settings.log_level)
 
-    def build() -> Doubling:
+    def build(_settings: EngineSettings) -> Doubling:
         return Doubling(folder, EngineSettings(kind="torch", max_batch_size=settings.max_batch_size))
 
     return serve(settings, [(SPECIFICATION, build)], bind("127.0.0.1", settings.http_port))
