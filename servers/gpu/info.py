@@ -158,7 +158,7 @@ def _runtime(runtime: Runtime, machine: Mapping[str, Any]) -> Document:
 def _placement(device: str, placement: Document, kernel_probe: object) -> str:
     """gpu, cpu, partial or unknown. The CUDA device of the settings proves nothing: it takes kernels in a profile of
     an inference, or the execution provider of each node."""
-    if device == "cpu":
+    if device.startswith("cpu"):
         return "cpu"
     nodes = placement["ep_nodes"]
     if isinstance(nodes, Mapping) and nodes:
