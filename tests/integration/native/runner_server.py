@@ -1,8 +1,8 @@
 """A native server whose engine is driven as one on a GPU is: `runner_server.py PORT FOLDER [--option value …]`.
 
 Two batches in flight, inputs by their addresses; a row is answered with twice itself. A first value of 666 makes the
-batch fail. Each batch makes a file FOLDER/started-TIME-PROCESS-ROWS and then waits until the file FOLDER/infer exists, in
-process PID also while FOLDER/hold-PID exists.
+batch fail. Each batch makes a file FOLDER/started-TIME-PROCESS-ROWS and then waits until the file FOLDER/infer exists,
+in process PID also while FOLDER/hold-PID exists.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_what_is_asked_reaches_the_engines_that_it_concerns(asked: tuple[Any, ..
                 (ask,) = await pool.engines[number].asked(1)
                 assert (ask.method, *ask.arguments) == asked
                 pool.engines[number].send(Answer(ask.number))
-            await asking
+            await asyncio.wait_for(asking, 5)
             assert sum(len(one.received) for one in pool.engines) == len(engines)
 
     asyncio.run(run())
