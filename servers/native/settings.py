@@ -163,7 +163,8 @@ class NativeSettings(BaseSettings):
         le=64,
         title="Access and process",
         description="Processes that receive and answer beside the engine's; 0: one process for all. "
-        "Default: 0 on a CPU, on a GPU two fewer than the cores, at most eight; with several devices at least 1.",
+        "Default: 0 on a CPU; on GPUs the number of cores less one per GPU and one more, at most eight. With several "
+        "devices at least 1.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", title="Access and process", description="Lowest level that is logged."
