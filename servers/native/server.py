@@ -12,7 +12,7 @@ from contextlib import suppress
 import structlog
 
 from servers.engines.interface import Engine
-from servers.engines.settings import KINDS
+from servers.engines.settings import KINDS, EngineSettings
 from servers.launch_plan import host_in_url
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
@@ -86,9 +86,8 @@ def configure_logs(level: str) -> None:
 
 def _offer(settings: NativeSettings, specification: ModelSpecification, weights: WeightsSource) -> Offer:
     executed = specification.executed
-    engine = settings.engine_settings()
 
-    def build() -> Engine:
+    def build(engine: EngineSettings) -> Engine:
         from servers.engines.factory import build_engine  # in the engine thread, after the port answers
 
         for library in imported_first(settings.engine, executed):

@@ -85,7 +85,7 @@ specification = ModelSpecification(
 import structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
 settings = NativeSettings(grpc_port=0, max_queue_delay_us=0, fronts=0)
-build = lambda: NullEngine(specification, EngineSettings(kind="null"))
+build = lambda _: NullEngine(specification, EngineSettings(kind="null"))
 serve(settings, [(specification, build)], bind("127.0.0.1", int(sys.argv[1])))
 """
 

@@ -1,7 +1,8 @@
 """A native server whose engine is driven as one on a GPU is: `runner_server.py PORT FOLDER [--option value …]`.
 
 Two batches in flight, inputs by their addresses; a row is answered with twice itself. A first value of 666 makes the
-batch fail. Each batch makes a file FOLDER/started-… and then waits until the file FOLDER/infer exists.
+batch fail. Each batch makes a file FOLDER/started-TIME-PROCESS-ROWS and then waits until the file FOLDER/infer exists,
+in process PID also while FOLDER/hold-PID exists.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Doubling(RunnerEngine):
 
     def start(self, requests: Sequence[Request], *others: object) -> Finish:
         finish = super().start(requests)
-        (self._folder / f"started-{time.monotonic_ns()}").touch()
+        rows = sum(len(request["x"]) for request in requests)
+        (self._folder / f"started-{time.monotonic_ns()}-{os.getpid()}-{rows}").touch()
         finishes = [finish]
 
         def check() -> list[dict[str, Array]]:
@@ -65,7 +67,7 @@ class Doubling(RunnerEngine):
         return check
 
     def ready(self) -> bool:
-        return (self._folder / "infer").exists()
+        return (self._folder / "infer").exists() and not (self._folder / f"hold-{os.getpid()}").exists()
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Nothing to prepare."""
@@ -82,7 +84,7 @@ def main() -> int:
     settings = from_argv(["--http-port", sys.argv[1], "--max-batch-size", "16", *sys.argv[3:]])
     configure_logs(settings.log_level)
 
-    def build() -> Doubling:
+    def build(_settings: EngineSettings) -> Doubling:
         return Doubling(folder, EngineSettings(kind="torch", max_batch_size=settings.max_batch_size))
 
     return serve(settings, [(SPECIFICATION, build)], bind("127.0.0.1", settings.http_port))
