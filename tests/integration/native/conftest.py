@@ -150,10 +150,12 @@ Start = Callable[..., Server]
 
 
 def _starter(folder: Path, argv: Callable[[int], list[str]], servers: list[Server]) -> Start:
-    def start(*options: str, port: int | None = None, grpc: bool = False) -> Server:
+    def start(*options: str, port: int | None = None, grpc: bool = False, ulimit: str = "") -> Server:
         port = port or free_port()
         grpc_port = free_port() if grpc else 0
         command = [sys.executable, *argv(port), "--grpc-port", str(grpc_port), *options]
+        if ulimit:
+            command = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh", *command]
         with (folder / f"log-{port}").open("wb") as log:
             process = subprocess.Popen(command, stderr=log)
         server = Server(process, port, folder, grpc_port)
