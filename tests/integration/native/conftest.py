@@ -24,7 +24,7 @@ CONTROLLED = Path(__file__).with_name("controlled_server.py")
 FRONTS = NativeSettings().fronts or 0
 """Front-end processes of the servers, from the environment; 0: each server is one process."""
 ECHO = Path(__file__).with_name("echo_server.py")
-RUNNER = Path(__file__).with_name("runner_server.py")
+RUNNER = "tests.integration.native.runner_server"
 
 
 def free_port() -> int:
@@ -184,7 +184,7 @@ def controlled(tmp_path: Path) -> Iterator[Start]:
 def runner(tmp_path: Path) -> Iterator[Start]:
     """Starts servers whose engine is driven as one on a GPU is (see runner_server.py); its gate is `infer`."""
     servers: list[Server] = []
-    yield _starter(tmp_path, lambda port: [str(RUNNER), str(port), str(tmp_path)], servers)
+    yield _starter(tmp_path, lambda port: ["-m", RUNNER, str(port), str(tmp_path)], servers)
     _stop(servers)
 
 
