@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -45,8 +46,11 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP.
 
-    Blocks; for the main thread.
+    Raises the process's soft limit of file descriptors to the hard one. Blocks; for the main thread.
     """
+    # Each client takes a descriptor, and the usual soft limit of 1,024 is for programs that call select().
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def on_listening() -> None:
         host, port = listener.getsockname()[:2]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import structlog
 
 from servers.models.specification import ModelSpecification
-from servers.native.arena import SLACK_BYTES, Arena, Layout, RequestMemory
+from servers.native.arena import Arena, Layout, RequestMemory
 from servers.native.engine_side import Offer
 from servers.native.limits import ByteBudget
 from servers.native.messages import GRPC, HTTP, STOP_BY
@@ -286,7 +286,7 @@ class Supervisor:
 def make_arena(settings: NativeSettings, models: int) -> Arena:
     """The memory for two partitions of each front end, and the counters of all processes."""
     count = settings.fronts or 0
-    layout = Layout.of(2 * count, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES)
+    layout = Layout.of_settings(2 * count, settings)
     return Arena(layout, 2 * count + models * _process_count(settings) * row_width(settings.max_batch_size))
 
 
