@@ -35,7 +35,7 @@ from servers.native.errors import (
     ShuttingDownError,
 )
 from servers.native.page_locks import PageLocks
-from servers.native.queued_request import QueuedRequest
+from servers.native.queued_request import QueuedRequest, singles
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
@@ -271,9 +271,16 @@ class Batcher:
         while self._lined_up:
             request = self._lined_up[0]
             if not request.taken:
-                rows += request.rows
-                if batch and (request.key != batch[0].key or rows > most):
+                if batch and request.key != batch[0].key:
                     break
+                if rows + request.rows > most and (batch or request.apart is not None):
+                    fitting = (most - rows) * request.count // request.rows
+                    if request.apart is None or (batch and not fitting):
+                        break
+                    self._lined_up.popleft()
+                    self._lined_up.extendleft(reversed(request.apart(max(1, fitting))))
+                    continue
+                rows += request.rows
                 batch.append(request)
             self._lined_up.popleft()
         return batch
@@ -387,7 +394,7 @@ class Batcher:
         """After a batch has failed: each request alone, so that only the cause of the failure fails."""
         failed, self._failed = self._failed, []
         works = self._check_engine()
-        alone = [one for request in failed for one in ([request] if request.apart is None else request.apart())]
+        alone = [one for request in failed for one in singles(request)]
         if len(alone) == 1 or not works:
             self._refuse(alone, InternalError(FAILED))
             return

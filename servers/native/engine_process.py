@@ -44,7 +44,7 @@ from servers.native.messages import (
     error_of,
     failure_of,
 )
-from servers.native.queued_request import QueuedRequest
+from servers.native.queued_request import QueuedRequest, singles
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
@@ -286,39 +286,46 @@ class EngineServer:
 
     def _submit_many(self, channel: FrontEndChannel, message: SubmitMany) -> None:
         """As one, where the engine takes addresses: then the batcher has as little to do as for a single request."""
-        numbers, form = message.numbers, channel.forms[message.form]
-
-        def apart() -> list[QueuedRequest]:
-            singles = []
-            for number, data in zip(numbers, message.data, strict=True):
-                one = QueuedRequest(form.addresses([data], self._arena), message.rows, form.key, None, None)
-                one.owner, one.number, one.enqueued_ns, one.taken = channel, number, queued.enqueued_ns, True
-                channel.requests[number] = one, form.model, None
-                singles.append(one)
-            channel.groups.pop(queued.number, None)
-            return singles
-
-        if len(numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
-            for number, data in zip(numbers, message.data, strict=True):
+        form = channel.forms[message.form]
+        if len(message.numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
+            for number, data in zip(message.numbers, message.data, strict=True):
                 self._submit(channel, Submit(number, message.form, message.rows, None, list(data)))
             return
-        inputs = form.addresses(message.data, self._arena)
-        queued = QueuedRequest(inputs, message.rows * len(numbers), form.key, None, None)
-        queued.count, queued.apart, queued.owner, queued.number = len(numbers), apart, channel, numbers[0]
-        channel.groups[numbers[0]] = numbers
-        channel.requests.update(dict.fromkeys(numbers, (queued, form.model, None)))
+        queued = self._group(channel, form, message.rows, message.numbers, message.data)
         try:
             self._side.submit(form.model, queued)
         except ContractError as error:
             queued.error = error
             channel.complete([queued])
 
+    def _group(
+        self, channel: FrontEndChannel, form: ReceivedForm, rows: int, numbers: list[int], data: list[list[int]]
+    ) -> QueuedRequest:
+        """One for all of these requests, each of so many rows."""
+        count = len(numbers)
+        queued = QueuedRequest(form.addresses(data, self._arena), rows * count, form.key, None, None)
+        queued.count, queued.owner, queued.number = count, channel, numbers[0]
+
+        def apart(first: int) -> tuple[QueuedRequest, QueuedRequest]:
+            parts = (
+                self._group(channel, form, rows, numbers[:first], data[:first]),
+                self._group(channel, form, rows, numbers[first:], data[first:]),
+            )
+            for part in parts:
+                part.enqueued_ns, part.taken = queued.enqueued_ns, queued.taken
+            return parts
+
+        channel.groups[numbers[0]] = numbers
+        channel.requests.update(dict.fromkeys(numbers, (queued, form.model, None)))
+        if count > 1:
+            queued.apart = apart
+        return queued
+
     def _cancel(self, channel: FrontEndChannel, number: int) -> None:
         queued, model, _ = channel.requests.get(number, (None, 0, None))
         if queued is None or not self._side.hosts[model].withdraw(queued):
             return
-        singles = [queued] if queued.apart is None else queued.apart()
-        for one in singles:
+        for one in singles(queued):
             if one.number == number:
                 one.error = RequestExpiredError(EXPIRED)
                 channel.complete([one])

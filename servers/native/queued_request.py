@@ -22,7 +22,8 @@ class QueuedRequest:
     `inputs` are arrays, or `HostMemory` for an engine that takes it.
     `waiter`, `owner` and `number` belong to whoever queued it; the batcher never uses them. `device_inputs` and
     `device_outputs` are tensors in CUDA shared memory: as region, offset and size, and as windows once they are queued.
-    One can stand for `count` requests that came together: `apart` makes them single ones if they fail.
+    One can stand for `count` requests of as many rows each that came together: `apart` makes two of it, of which the
+    first stands for as many as it is told.
     `taken` means claimed for a batch, expired or withdrawn.
     """
 
@@ -38,7 +39,7 @@ class QueuedRequest:
     outputs: Mapping[str, Array] | None = None
     error: ContractError | None = None
     count: int = 1
-    apart: Callable[[], list[QueuedRequest]] | None = None
+    apart: Callable[[int], tuple[QueuedRequest, QueuedRequest]] | None = None
     owner: Any = None
     number: int = 0
     borrowed: Sequence[Any] = ()  # the windows that the engine uses itself, as the two below, until it is done
@@ -56,3 +57,12 @@ class QueuedRequest:
         for window in self.borrowed:
             window.release()
         self.device_inputs, self.borrowed_inputs, self.borrowed = _NOTHING, _NOTHING, ()
+
+
+def singles(request: QueuedRequest) -> list[QueuedRequest]:
+    """One for each request that it stands for."""
+    found = []
+    while request.apart is not None:
+        one, request = request.apart(1)
+        found.append(one)
+    return [*found, request]

@@ -10,6 +10,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 
 
@@ -23,9 +24,17 @@ def driven(runner: Any, request: pytest.FixtureRequest) -> Any:
 
 def ask(connection: http.client.HTTPConnection, *rows: float) -> Any:
     """The first values of the answers; the status of a refusal."""
+    send(connection, *rows)
+    return read(connection)
+
+
+def send(connection: http.client.HTTPConnection, *rows: float) -> None:
     data = [value for row in rows for value in [row] * 4]
     tensor = {"name": "x", "datatype": "FP32", "shape": [len(rows), 4], "data": data}
     connection.request("POST", "/v2/models/rows/infer", json.dumps({"inputs": [tensor]}))
+
+
+def read(connection: http.client.HTTPConnection) -> Any:
     response = connection.getresponse()
     body = response.read()
     return json.loads(body)["outputs"][0]["data"][::4] if response.status == 200 else response.status
@@ -56,6 +65,30 @@ def test_every_request_gets_its_own_rows(driven: Any) -> None:
     counted = driven.model_stats()
     assert counted["inference_stats"]["success"]["count"] == counted["inference_stats"]["queue"]["count"] == 960
     assert driven.metric("abserve_native_pending_requests") == 0
+
+
+def test_requests_that_come_together_are_divided_where_a_batch_is_full(runner: Any) -> None:
+    """All come in one turn of the front end, since it is stopped while they are sent."""
+    server = runner("--fronts", "1", "--max-batch-size", "3")
+    server.open("infer")
+    server.wait_ready()
+    front_end = max(psutil.Process(server.process.pid).children(), key=lambda child: child.pid)
+    connections = [connected(server) for _ in range(22)]
+    for connection in connections:
+        connection.request("GET", "/v2/health/live")
+        connection.getresponse().read()
+    front_end.suspend()
+    for value, connection in enumerate(connections):
+        send(connection, float(value))
+    front_end.resume()
+    for value, connection in enumerate(connections):
+        assert read(connection) == [2 * float(value)]
+        connection.close()
+    counted = server.model_stats()["batch_stats"]
+    sizes = {batch["batch_size"]: batch["compute_infer"]["count"] for batch in counted}
+    assert max(sizes) == 3
+    assert sum(size * count for size, count in sizes.items()) == 22
+    assert sizes[3] >= 5
 
 
 def waiting(server: Any, count: int) -> None:

@@ -19,9 +19,7 @@ from tests.integration.native.test_driven_engine import ask, connected, in_fligh
 CLIENTS = (50, 80, 128)
 SETTLING, MEASURED = 48, 48
 """Batches: those from which the server learns how clients come, and those that count."""
-LEAST = 0.87
-"""It was 0.90 to 1.00: up to eight requests of a front end are queued as one, which the batcher does not split, so a
-full batch may lack up to seven rows."""
+LEAST = 0.95
 
 
 @pytest.mark.slow
