@@ -23,7 +23,7 @@ compare: setup ## compare both servers: start them, measure, print the verdict, 
 	@$(BIN)/abserve compare $(ARGS)
 
 # Tests in folders named `alone` watch time pass, so nothing runs beside them; the others run two at a time, with one
-# thread each for torch, whose threads otherwise wait for a core by keeping another one busy.
+# thread for torch, whose threads otherwise keep a core busy while they wait.
 ALONE        := tests/integration/loadgen/alone tests/truth/alone
 SIDE_BY_SIDE := tests/unit tests/golden tests/compose tests/conformance tests/integration tests/truth \
 	--ignore-glob='*/alone/*'
@@ -33,7 +33,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: setup ## run the tests (about 12 minutes on 2 cores)
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; \
 	$(BIN)/python -m pytest $(ALONE) || status=$$?; \
 	exit $$status
 else
