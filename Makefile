@@ -23,10 +23,11 @@ compare: setup ## compare both servers: start them, measure, print the verdict, 
 	@$(BIN)/abserve compare $(ARGS)
 
 # Tests in folders named `alone` watch time pass, so nothing runs beside them; the others run two at a time, with one
-# thread for torch, whose threads otherwise keep a core busy while they wait.
+# thread for torch, whose threads otherwise keep a core busy while they wait. Folders with long files come first, and
+# xdist keeps that order, so that no worker has a long file alone at the end.
 ALONE        := tests/integration/loadgen/alone tests/truth/alone
-SIDE_BY_SIDE := tests/unit tests/golden tests/compose tests/conformance tests/integration tests/truth \
-	--ignore-glob='*/alone/*'
+SIDE_BY_SIDE := --no-loadscope-reorder --ignore-glob='*/alone/*' \
+	tests/truth tests/integration tests/conformance tests/golden tests/compose tests/unit
 
 # The tests start hundreds of processes, which would compile the same modules again and again.
 test: export PYTHONDONTWRITEBYTECODE =
