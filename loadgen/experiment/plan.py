@@ -159,7 +159,7 @@ def _check_access(arm: ArmRequest) -> None:
 def expects_gpu(*arms: ArmRequest) -> bool:
     """Whether an arm may run on a GPU: there is a device file, and the arm is not told to use the CPU."""
     return any(Path(path).exists() for path in _GPU_DEVICES) and any(
-        arm.settings.get("device") != "cpu" for arm in arms
+        not arm.settings.get("device", "").startswith("cpu") for arm in arms
     )
 
 

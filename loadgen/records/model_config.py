@@ -26,7 +26,7 @@ class TritonModel:
     backend: str
     """onnxruntime, tensorrt, python, ensemble …; empty if unknown."""
     device: str | None
-    """cpu, cuda:0, cuda:0,1, or cuda where no GPU is named."""
+    """cpu, cuda:0, cuda:0,cuda:1, or cuda where no GPU is named."""
     precision: str | None
     settings: dict[str, object]
     """All settings in effect: parameters, instances, batching, optimization, device, precision."""
@@ -100,7 +100,7 @@ def _device(config: Mapping[str, Any], backend: str) -> str | None:
         return None
     if backend in GPU_ONLY_BACKENDS or kinds == {"KIND_GPU"}:
         gpus = {whole(gpu) for group in groups(config) for gpu in listed(group.get("gpus"))} - {None}
-        return f"cuda:{','.join(map(str, sorted(gpus, key=str)))}" if gpus else "cuda"
+        return ",".join(f"cuda:{gpu}" for gpu in sorted(gpus, key=str)) or "cuda"
     return "cpu" if kinds == {"KIND_CPU"} else None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import prod
-from operator import add
 from typing import NamedTuple
 
 
@@ -29,14 +28,6 @@ def page_locked(pinned: Ranges, source: int, size: int) -> bool:
     """Whether one range holds these bytes: the driver refuses a copy that leaves the range in which it begins."""
     index = bisect_right(pinned, source, key=lambda one: one[0]) - 1
     return index >= 0 and source + size <= pinned[index][1]
-
-
-def all_page_locked(pinned: Ranges, sources: Sequence[int], sizes: Sequence[int]) -> bool:
-    """The same for every copy from one of the sources; quick where one range holds them all."""
-    lowest = min(sources)
-    if page_locked(pinned, lowest, max(map(add, sources, sizes)) - lowest):
-        return True
-    return all(page_locked(pinned, source, size) for source, size in zip(sources, sizes, strict=True))
 
 
 def cut_copy(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from servers.engines.copies import Copy, Ranges, all_page_locked, page_locked
+from servers.engines.copies import Copy, Ranges, page_locked
 from servers.gpu.cuda_library import CudaError, CudaLibrary
 
 _EVENT_WITHOUT_TIME = 2  # CU_EVENT_DISABLE_TIMING
@@ -81,6 +81,9 @@ _BLOCKING: dict[str, tuple[Any, ...]] = {
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
 }
+
+MAX_KNOWN = 4096
+"""So many copies are remembered: a server's requests lie in the same slots again and again."""
 
 _thread = threading.local()
 """Its `context` is the one that `enter` has made current."""
@@ -201,6 +204,7 @@ class CudaCopies(HostCopies):
         self._blocking("cuDevicePrimaryCtxRetain", byref(context), library.device(device))
         self._context = context.value
         self._events: list[int] = []
+        self._known_locked: set[tuple[int, int]] = set()
 
     def enter(self) -> None:
         if getattr(_thread, "context", None) != self._context:
@@ -219,7 +223,8 @@ class CudaCopies(HostCopies):
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int, *, locked: bool = False
     ) -> None:
         count = len(sources)
-        if count > 1 and self._copy_batch is not None and (locked or all_page_locked(self.pinned, sources, sizes)):
+        locked = locked or self._page_locked(zip(sources, sizes, strict=True))
+        if count > 1 and self._copy_batch is not None and locked:
             lists = [array("Q", values) for values in (targets, sources, sizes)]
             places = [values.buffer_info()[0] for values in lists]
             failed = c_size_t()
@@ -231,6 +236,17 @@ class CudaCopies(HostCopies):
                 self._blocking("cuMemcpyHtoDAsync_v2", target, source, size, stream)
             elif code := self._copy_to_device(target, source, size, stream):
                 raise self._error("cuMemcpyHtoDAsync_v2", code)
+
+    def _page_locked(self, copies: Iterable[tuple[int, int]]) -> bool:
+        """Whether every copy, from an address of so many bytes, is of page-locked memory; remembers those that are."""
+        known = self._known_locked
+        missing = set(copies) - known
+        if all(page_locked(self.pinned, source, size) for source, size in missing):
+            if len(known) > MAX_KNOWN:
+                known.clear()
+            known |= missing
+            return True
+        return False
 
     def within_device(self, target: int, copy: Copy, stream: int) -> None:
         if copy.rows > 1:
@@ -267,7 +283,10 @@ class CudaCopies(HostCopies):
         return self._query_event(event) != _NOT_READY
 
     def wait(self, event: int) -> None:
-        with self.current():
+        if self.happened(event):
+            if code := self._query_event(event):
+                raise self._error("cuEventQuery", code)
+        else:
             self._blocking("cuEventSynchronize", event)
 
     def synchronise(self) -> None:
@@ -304,6 +323,7 @@ class CudaCopies(HostCopies):
         return True
 
     def _unregister(self, address: int) -> None:
+        self._known_locked = set()
         with self.current():
             self._blocking("cuMemHostUnregister", address)
 

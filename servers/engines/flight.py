@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,17 +48,19 @@ class Memory:
 
     def __init__(self, tensor: TensorSpec, device: torch.device, *, pinned: bool = False) -> None:
         self.tensor, self._device, self._pinned = tensor, device, pinned
+        self.dtype = tensor.dtype
         self.reserve((0,))
 
     def reserve(self, shape: Sequence[int]) -> None:
         """Replace it by zeros for this shape."""
         dtype = TORCH_TYPES[self.tensor.datatype]
-        self._elements = torch.zeros(prod(shape), dtype=dtype, device=self._device, pin_memory=self._pinned)
+        self._size = prod(shape)
+        self._elements = torch.zeros(self._size, dtype=dtype, device=self._device, pin_memory=self._pinned)
         self.address = self._elements.data_ptr()
 
     def holds(self, shape: Sequence[int]) -> bool:
         """Whether it is large enough."""
-        return prod(shape) <= len(self._elements)
+        return prod(shape) <= self._size
 
     def view(self, shape: Sequence[int]) -> Tensor:
         """Its start in this shape."""
@@ -72,10 +75,15 @@ class Flight:
         self.inputs = [Memory(tensor, device) for tensor in specification.inputs]
         self.padded = [Memory(tensor, host, pinned=pinned) for tensor in specification.inputs]
         self.outputs = [Memory(tensor, device) for tensor in specification.outputs]
-        self.small = [new_host_bytes(COPIED_BYTES, pinned=pinned) for _ in specification.outputs]
+        self._small = [new_host_bytes(COPIED_BYTES, pinned=pinned) for _ in specification.outputs]
+        self._small_addresses = [memory.ctypes.data for memory in self._small]
         self.arrived, self.executed, self.done = (copies.event() for _ in range(3))
         self.kept: list[object] = []
         """What must live until the batch is finished."""
+
+    def small_array(self, index: int, shape: Sequence[int]) -> tuple[int, Array]:
+        """Page-locked memory for a small output: its address, and an array of this shape over it."""
+        return self._small_addresses[index], np.ndarray(shape, self.outputs[index].dtype, self._small[index])
 
     def merged(self, index: int, arrays: Sequence[Array], shape: Sequence[int], axis: Axis) -> tuple[int, int]:
         """Merge an input, padded to `shape`, in page-locked memory: its address and bytes. Missing rows repeat the last

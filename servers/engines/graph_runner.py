@@ -58,6 +58,16 @@ class _Batch(NamedTuple):
         return None if self.padding is None else self.padding.axis
 
 
+class _Graph(NamedTuple):
+    """What executes one bucket."""
+
+    replay: Callable[[], object]
+    items: Sequence[tuple[int, ...]]
+    """The shape of each input, without its rows."""
+    outputs: Sequence[tuple[int, tuple[int, ...]]]
+    """Address and shape of each output."""
+
+
 class _Fetched(NamedTuple):
     """An output in page-locked memory; `small` if the flight keeps that memory."""
 
@@ -101,7 +111,7 @@ class GraphRunner:
         axis = specification.padded_axis if build is not None else None
         self._padding = None if axis is None else Padding(axis, self.sizes)
         self._on_cuda = device.type == "cuda"
-        self._replays: dict[Bucket, Callable[[], object]] = {}
+        self._graphs: dict[Bucket, _Graph] = {}
         self._executed: dict[int, tuple[Bucket, Flight, list[tuple[int, ...]]]] = {}
         self._incoming: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -136,7 +146,7 @@ class GraphRunner:
     @property
     def captured(self) -> int:
         """The number of graphs so far."""
-        return len(self._replays)
+        return len(self._graphs)
 
     def infer(self, inputs: Request) -> dict[str, Array]:
         """Execute one batch and wait for it; see `start`."""
@@ -155,7 +165,7 @@ class GraphRunner:
         not the model's, and for memory of another device or too little of it.
         """
         batch = self._batch(requests, padding, outputs)
-        if self._build is not None and batch.bucket not in self._replays:
+        if self._build is not None and batch.bucket not in self._graphs:
             with self._active():
                 self._capture(batch.bucket, self._build(batch.bucket))
         if not self._free:
@@ -211,7 +221,7 @@ class GraphRunner:
         with suppress(CudaError):  # of a lost device
             self.copies.synchronise()
             self.copies.close()
-        self._replays.clear()
+        self._graphs.clear()
         self._executed.clear()
         self._build = self._call = None
         self._free.clear()
@@ -256,7 +266,11 @@ class GraphRunner:
                 padded = np.empty(tuple(target.shape), memory.tensor.dtype)
                 fill_rows(padded, [items[memory.tensor.name]], memory.tensor.name, self._axis)
                 target.copy_(torch.from_numpy(padded))
-        self._replays[bucket] = self.copies.captured(partial(enqueue, given, out), self._pool)
+        self._graphs[bucket] = _Graph(
+            self.copies.captured(partial(enqueue, given, out), self._pool),
+            [tuple(tensor.shape[1:]) for tensor in given],
+            [(memory.address, tuple(tensor.shape)) for memory, tensor in zip(self._outputs, out, strict=True)],
+        )
 
     @property
     def _axis(self) -> Axis | None:
@@ -286,18 +300,18 @@ class GraphRunner:
         values = [request[tensor.name] for request in batch.requests]
         place = None if axis is None else axis.places.get(tensor.name)
         if self._build is not None:
-            item = batch.bucket.shape_of(self._specification, tensor)[1:]
+            item = self._graphs[batch.bucket].items[index]
         else:
             item = values[0].shape[1:]
             if place is not None and batch.bucket.size is not None:
                 item = (*item[: place - 1], batch.bucket.size, *item[place:])
-        self._check(tensor, values, batch.rows, item, place)
+        self._check(memory, values, batch.rows, item, place)
         shape = (sum(batch.rows) if axis is None else batch.bucket.rows, *item)
         if not memory.holds(shape):
             with torch.cuda.stream(self._incoming):
                 memory.reserve(shape)
         if axis is None:
-            self._copy(flight, memory.address, values, prod(item) * tensor.dtype.itemsize, stream)
+            self._copy(flight, memory.address, values, prod(item) * memory.dtype.itemsize, stream)
         else:
             arrays: list[Array] = []
             for value in values:
@@ -339,14 +353,14 @@ class GraphRunner:
 
     def _check(
         self,
-        tensor: TensorSpec,
+        memory: Memory,
         values: Sequence[Array | HostMemory | DeviceMemory],
         rows: Sequence[int],
         item: tuple[int, ...],
         place: int | None,
     ) -> None:
         """Raise `ValueError` for values whose bytes are not the model's."""
-        dtype = tensor.dtype
+        tensor, dtype = memory.tensor, memory.dtype
         for value, count in zip(values, rows, strict=True):
             shape = value.shape
             if place is not None:
@@ -370,7 +384,7 @@ class GraphRunner:
 
     def _execute(
         self, flight: Flight, bucket: Bucket, shapes: Sequence[tuple[int, ...]], *, direct: bool
-    ) -> list[tuple[int, tuple[int, ...]]]:
+    ) -> Sequence[tuple[int, tuple[int, ...]]]:
         """Enqueue the execution of what arrives; returns address and shape of each output."""
         copies = self.copies
         if not direct:
@@ -385,10 +399,11 @@ class GraphRunner:
             flight.kept += own
             return [(output.data_ptr(), tuple(output.shape)) for output in own]
         for read, arrived, shape in [] if direct else zip(self._inputs, flight.inputs, shapes, strict=True):
-            size = prod(shape) * read.tensor.dtype.itemsize
+            size = prod(shape) * read.dtype.itemsize
             copies.within_device(read.address, Copy(arrived.address, size, 1, size), copies.compute)
-        self._replays[bucket]()
-        return [(memory.address, bucket.shape_of(self._specification, memory.tensor)) for memory in self._outputs]
+        graph = self._graphs[bucket]
+        graph.replay()
+        return graph.outputs
 
     def _fetch(self, flight: Flight, found: Sequence[tuple[int, tuple[int, ...]]], batch: _Batch) -> list[_Fetched]:
         """Enqueue the copies of the outputs to where the requests want them, without padding."""
@@ -396,26 +411,31 @@ class GraphRunner:
         fetched: list[_Fetched] = []
         large: list[tuple[int, int, int]] = []
         for index, (address, shape) in enumerate(found):
-            tensor = flight.outputs[index].tensor
-            if self._to_devices(tensor, address, shape, batch):
+            output = flight.outputs[index]
+            tensor, itemsize = output.tensor, output.dtype.itemsize
+            if batch.outputs and self._to_devices(tensor, address, shape, batch):
                 continue
-            place, wanted, itemsize = None, shape, tensor.dtype.itemsize
+            place, wanted = None, shape
             if self._build is not None:
                 wanted = (rows, *shape[1:])
                 if batch.axis is not None and (place := batch.axis.places.get(tensor.name)) is not None:
                     wanted = (*wanted[:place], max(batch.sizes), *wanted[place + 1 :])
             size = prod(wanted) * itemsize
-            small = size <= COPIED_BYTES
-            host = flight.small[index][:size] if small else new_host_bytes(size, pinned=self._on_cuda)
-            fetched.append(_Fetched(tensor.name, host.view(tensor.dtype).reshape(wanted), small))
-            if small and place is None:
-                copies.to_host(host.ctypes.data, address, size, copies.compute)
-                continue
+            if size <= COPIED_BYTES:
+                target, host = flight.small_array(index, wanted)
+                fetched.append(_Fetched(tensor.name, host, True))
+                if place is None:
+                    copies.to_host(target, address, size, copies.compute)
+                    continue
+            else:
+                own = new_host_bytes(size, pinned=self._on_cuda)
+                fetched.append(_Fetched(tensor.name, own.view(output.dtype).reshape(wanted), False))
+                target = own.ctypes.data
             if self._build is not None:  # the next batch writes to the same memory
                 copy = cut_copy(address, shape, itemsize, slice(0, rows), place, max(batch.sizes, default=0))
                 address = flight.outputs[index].address
                 copies.within_device(address, copy, copies.compute)
-            large.append((host.ctypes.data, address, size))
+            large.append((target, address, size))
         if large:
             copies.order(flight.executed, copies.compute, copies.outgoing)
             for target, source, size in large:
@@ -464,4 +484,4 @@ class GraphRunner:
         if self._call is not None:
             self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
         else:
-            self._replays[bucket]()
+            self._graphs[bucket].replay()

@@ -71,6 +71,7 @@ class TorchEngine(RunnerEngine):
         if device.type == "cpu":
             torch.set_num_threads(thread_count(settings.threads))
         else:
+            torch.cuda.set_device(device)  # else what names no device makes a context on the first GPU
             set_fp32_products(tf32=settings.precision == "tf32")
         assert self._weights is not None
         try:

@@ -170,7 +170,9 @@ class RunnerEngine(Engine):
         if self._runner is not None:
             self._runner.close()
             self._runner = None
-            torch.cuda.empty_cache()
+            if self.device_index is not None:
+                with torch.cuda.device(self.device_index):  # for the same reason as in `TorchEngine.load`
+                    torch.cuda.empty_cache()
 
     def _not_loaded(self) -> EngineError:
         return EngineError(f"the {self._settings.kind} engine is not loaded")

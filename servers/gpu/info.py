@@ -158,7 +158,7 @@ def _runtime(runtime: Runtime, machine: Mapping[str, Any]) -> Document:
 def _placement(device: str, placement: Document, kernel_probe: object) -> str:
     """gpu, cpu, partial or unknown. The CUDA device of the settings proves nothing: it takes kernels in a profile of
     an inference, or the execution provider of each node."""
-    if device == "cpu":
+    if device.startswith("cpu"):
         return "cpu"
     nodes = placement["ep_nodes"]
     if isinstance(nodes, Mapping) and nodes:
@@ -176,8 +176,11 @@ def _placement(device: str, placement: Document, kernel_probe: object) -> str:
 
 
 def _used_uuid(device: str, told: object, machine: Mapping[str, Any]) -> str | None:
-    """The UUID that the runtime reports, else that of the only GPU: CUDA's device numbers are not the driver's."""
-    if not device.startswith("cuda"):
+    """The UUID that the runtime reports, else that of the only GPU: CUDA's device numbers are not the driver's.
+
+    None for a server on several GPUs: no one of them is the one that it uses.
+    """
+    if not device.startswith("cuda") or "," in device:
         return None
     if isinstance(told, str) and told:
         return told if told.startswith(("GPU-", "MIG-")) else f"GPU-{told}"  # torch leaves the prefix out

@@ -69,6 +69,11 @@ class Layout:
             size *= 2
         return cls(tuple(classes), start, partitions)
 
+    @classmethod
+    def of_settings(cls, partitions: int, settings: NativeSettings) -> Layout:
+        """Slots for the bodies and messages that a server takes."""
+        return cls.of(partitions, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES)
+
     def class_of(self, size: int) -> int | None:
         """The index of the smallest class whose slots hold `size` bytes."""
         index = max(0, (size - 1).bit_length() - SMALLEST_SLOT_BYTES.bit_length() + 1)
@@ -165,8 +170,7 @@ class RequestMemory:
     @classmethod
     def alone(cls, settings: NativeSettings) -> RequestMemory:
         """The memory of a server that is one process."""
-        layout = Layout.of(1, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES)
-        return cls(Arena(layout), ByteBudget(settings.max_held_bytes))
+        return cls(Arena(Layout.of_settings(1, settings)), ByteBudget(settings.max_held_bytes))
 
     def take(self, size: int) -> Slot | None:
         """A slot of at least `size` bytes with any content, not charged yet; None if there is none."""

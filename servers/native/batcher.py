@@ -328,7 +328,7 @@ class Batcher:
         engine = self._engine
         try:
             if self._page_locks is not None:
-                self._sort(requests, self._page_locks)
+                self._page_locks.notice([_address(request) for request in requests])
             given_ns = time.perf_counter_ns()
             if any([request.borrowed for request in requests]):  # noqa: C419  as above
                 inputs: list[Request] = [{**one.inputs, **one.borrowed_inputs} for one in requests]
@@ -342,14 +342,6 @@ class Batcher:
         rows = sum([request.rows for request in requests])
         started_ns = time.perf_counter_ns() if engine.flights > 1 else given_ns  # else it has been executed as well
         return _Flight(requests, rows, start_ns, started_ns, finish)
-
-    def _sort(self, requests: list[QueuedRequest], page_locks: PageLocks) -> None:
-        """Requests that lie side by side become one copy."""
-        places = [(_address(request), place) for place, request in enumerate(requests)]
-        places.sort()
-        requests[:] = [requests[place] for _, place in places]
-        for address, _ in places:
-            page_locks.notice(address)
 
     def _land(self, flight: _Flight) -> None:
         """Complete the requests of a batch that is executed, unless it failed."""

@@ -72,7 +72,8 @@ def check(options: Mapping[str, Any]) -> Launch:
     specifications = get_variants(given.model, given.payloads)
     first = specifications[0]
     settings = given.resolved(first)
-    settings.engine_settings().check_here()
+    for one in settings.of_engines():
+        one.engine_settings().check_here()
     check_engine(first.executed, settings.engine_settings())
     padding_of(first, settings.pad_sizes)
     weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)

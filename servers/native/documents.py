@@ -7,6 +7,7 @@ from importlib.metadata import version as package_version
 
 from servers.contract.tensors import TensorSpec
 from servers.engines.padding import pad_to_text
+from servers.engines.processors import cuda_index
 from servers.native.inference import InferenceService, State
 from servers.native.regions import RegionTable
 
@@ -54,7 +55,8 @@ def model_config(service: InferenceService) -> Document:
         service.check_ready()
         raise AssertionError("a ready service has a description")
     signature, settings = service.signature, service.settings
-    on_gpu = description.device.startswith("cuda")
+    devices = description.device.split(",")
+    gpus = [index for device in devices if (index := cuda_index(device)) is not None]
     queue_policy: Document = {"max_queue_size": settings.queue_size, "timeout_action": "REJECT"}
     if settings.queue_timeout_us:
         queue_policy["default_timeout_microseconds"] = settings.queue_timeout_us
@@ -75,9 +77,9 @@ def model_config(service: InferenceService) -> Document:
         "instance_group": [
             {
                 "name": f"{signature.name}_0",
-                "kind": "KIND_GPU" if on_gpu else "KIND_CPU",
-                "count": 1,
-                "gpus": [int(description.device.partition(":")[2] or 0)] if on_gpu else [],
+                "kind": "KIND_GPU" if gpus else "KIND_CPU",
+                "count": 1 if gpus else len(devices),  # on each GPU
+                "gpus": gpus,
             }
         ],
         "parameters": {key: {"string_value": value} for key, value in parameters_in_effect(service).items()},

@@ -137,7 +137,7 @@ class EngineClient(asyncio.Protocol):
         waiting, self._waiting = self._waiting, {}
         for queued, _, _ in waiting.values():
             queued.error = InternalError(ENGINE_ENDED)
-            _wake(queued)
+            self._wake(queued)
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(UnavailableError(ENGINE_ENDED))
@@ -146,7 +146,7 @@ class EngineClient(asyncio.Protocol):
         queued, _, _ = self._waiting.pop(number)
         queued.drop_inputs()
         queued.outputs = outputs
-        _wake(queued)
+        self._wake(queued)
 
     def _complete(self, message: Done) -> None:
         queued, kept, has_room = self._waiting.pop(message.number)
@@ -155,7 +155,7 @@ class EngineClient(asyncio.Protocol):
             queued.outputs = outputs_of(message, self._memory.arena, kept[-1] if has_room else None)
         else:
             queued.error = error_of(message.failure)
-        _wake(queued)
+        self._wake(queued)
 
     def _send_together(self, message: Submit) -> None:
         """Send a request with the others of its form that come in the same turn."""
@@ -177,6 +177,14 @@ class EngineClient(asyncio.Protocol):
         if self._transport is not None and not self._ended:
             self._transport.write(encode(outgoing))
 
+    def _wake(self, queued: QueuedRequest) -> None:
+        """A request is complete."""
+        if queued.waiter is not None:
+            try:
+                queued.waiter.wake(queued)
+            except Exception:
+                log.exception("a request failed unexpectedly")
+
     async def _carry_out(self, message: Ask) -> None:
         """Do what the engine's side tells; what takes long does not delay what it tells next."""
         failure = None
@@ -185,14 +193,6 @@ class EngineClient(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  the engine's side raises it
             failure = failure_of(error)
         self._send(Answer(message.number, failure))
-
-
-def _wake(queued: QueuedRequest) -> None:
-    if queued.waiter is not None:
-        try:
-            queued.waiter.wake(queued)
-        except Exception:
-            log.exception("a request failed unexpectedly")
 
 
 def _answer_bytes(signature: ModelSignature) -> int:

@@ -306,8 +306,7 @@ class EngineServer:
         queued = QueuedRequest(inputs, message.rows * len(numbers), form.key, None, None)
         queued.count, queued.apart, queued.owner, queued.number = len(numbers), apart, channel, numbers[0]
         channel.groups[numbers[0]] = numbers
-        for number in numbers:
-            channel.requests[number] = queued, form.model, None
+        channel.requests.update(dict.fromkeys(numbers, (queued, form.model, None)))
         try:
             self._side.submit(form.model, queued)
         except ContractError as error:

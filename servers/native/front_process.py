@@ -1,4 +1,4 @@
-"""A front-end process: it gets accepted connections from the supervisor and passes requests to the engine's process."""
+"""A front-end process: it gets connections from the supervisor and passes requests to the engines' processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 from servers.models.specification import ModelSpecification
 from servers.native.arena import RequestMemory
 from servers.native.engine_client import EngineClient
+from servers.native.engine_pool import EnginePool
 from servers.native.front_server import NativeServer
 from servers.native.inference import signature_of
 from servers.native.messages import CLOSED, GRPC
@@ -31,18 +33,23 @@ class FrontProcessServer(NativeServer):
         statistics: Sequence[Statistics],
         memory: RequestMemory,
         supervisor: socket.socket,
-        engine: socket.socket,
+        engines: Sequence[socket.socket],
     ) -> None:
         signatures = [signature_of(specification, settings) for specification in specifications]
-        self._client = EngineClient(memory, signatures, self._engine_ended)
+        self._link: EngineClient | EnginePool
+        if len(engines) == 1:
+            self._link = client = EngineClient(memory, signatures, self._engine_ended)
+            self._connect_engines = partial(client.open, engines[0])
+        else:
+            self._link = pool = EnginePool(settings.devices, memory, signatures, self._engine_ended)
+            self._connect_engines = partial(pool.open, engines)
         self._supervisor = supervisor
-        self._engine = engine
         self._opening: set[asyncio.Task[None]] = set()
-        super().__init__(settings, specifications, statistics, self._client, memory, lambda: None, self._opened)
+        super().__init__(settings, specifications, statistics, self._link, memory, lambda: None, self._opened)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connect to the engine's process first: then health checks can be answered."""
-        await self._client.open(self._engine, self.told)
+        """Connect to the engines' processes first: then health checks can be answered."""
+        await self._connect_engines(self.told)
         await super().startup(sockets)
         self._supervisor.setblocking(False)
         asyncio.get_running_loop().add_reader(self._supervisor, self._take)
@@ -57,7 +64,7 @@ class FrontProcessServer(NativeServer):
         self.models.stop()
 
     def _opened(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._client.ask("opened"))
+        task = asyncio.get_running_loop().create_task(self._link.ask("opened"))
         self._opening.add(task)
 
     def _engine_ended(self) -> None:

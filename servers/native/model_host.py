@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import structlog
 
@@ -14,6 +15,7 @@ from servers.contract.records import ModelSignature
 from servers.engines.batches import warm_up_sizes
 from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
 from servers.engines.padding import padding_of
+from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.native.arena import Arena
 from servers.native.batcher import Batcher
@@ -30,7 +32,7 @@ UNLOAD_SECONDS = 30
 _LOADING = threading.Lock()
 """Models of one process load one after the other: while one captures CUDA graphs, no other may wait for a device."""
 
-BuildEngine = Callable[[], Engine]
+BuildEngine = Callable[[EngineSettings], Engine]
 """Builds a model's engine; called in the engine thread, where its imports block nothing else."""
 
 
@@ -56,7 +58,7 @@ class ModelHost:
         self.signature = signature_of(specification, settings)
         self.state = State.LOADING
         self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
-        self._build_engine = build_engine
+        self._build_engine = partial(build_engine, settings.engine_settings())
         self._settings = settings
         self._statistics = statistics
         self._arena = arena

@@ -7,11 +7,15 @@ that are not warm, copies only take longer.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import structlog
 
 from servers.engines.interface import Engine
 from servers.native.arena import Arena
+
+MAX_SEEN = 4096
+"""So many addresses are remembered, since requests lie in the same slots again and again."""
 
 log = structlog.get_logger("abserve.engine")
 
@@ -23,12 +27,21 @@ class PageLocks:
         self._engine = engine
         self._arena = arena
         self._noticed: list[tuple[int, int]] = []
+        self._seen: set[int] = set()
 
-    def notice(self, address: int) -> None:
-        """A request lies there."""
-        for start, end in self._noticed:
-            if start <= address < end:
-                return
+    def notice(self, addresses: Sequence[int]) -> None:
+        """Requests lie there."""
+        if self._seen.issuperset(addresses):
+            return
+        for address in addresses:
+            self._notice(address)
+        if len(self._seen) > MAX_SEEN:
+            self._seen.clear()
+        self._seen.update(addresses)
+
+    def _notice(self, address: int) -> None:
+        if any(start <= address < end for start, end in self._noticed):
+            return
         arena = self._arena
         found = arena.warm_range(address - arena.address) if arena.address <= address < arena.end else None
         if found is None:

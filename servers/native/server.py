@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from contextlib import suppress
 import structlog
 
 from servers.engines.interface import Engine
-from servers.engines.settings import KINDS
+from servers.engines.settings import KINDS, EngineSettings
 from servers.launch_plan import host_in_url
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
@@ -45,8 +46,11 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP.
 
-    Blocks; for the main thread.
+    Raises the process's soft limit of file descriptors to the hard one. Blocks; for the main thread.
     """
+    # Each client takes a descriptor, and the usual soft limit of 1,024 is for programs that call select().
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def on_listening() -> None:
         host, port = listener.getsockname()[:2]
@@ -86,9 +90,8 @@ def configure_logs(level: str) -> None:
 
 def _offer(settings: NativeSettings, specification: ModelSpecification, weights: WeightsSource) -> Offer:
     executed = specification.executed
-    engine = settings.engine_settings()
 
-    def build() -> Engine:
+    def build(engine: EngineSettings) -> Engine:
         from servers.engines.factory import build_engine  # in the engine thread, after the port answers
 
         for library in imported_first(settings.engine, executed):

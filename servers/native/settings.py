@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings
 
 from servers import defaults
 from servers.engines.padding import parse_pad_to
+from servers.engines.processors import cuda_index, thread_count
 from servers.engines.settings import EngineSettings
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
@@ -54,9 +55,18 @@ class NativeSettings(BaseSettings):
         title="Engine",
         description="How the engine executes: auto, or a mode it offers (eager, traced, graph).",
     )
-    device: str = Field(defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N.")
+    device: str = Field(
+        defaults.DEVICE,
+        title="Engine",
+        description="auto, cpu or cuda:N. A list such as cuda:0,cuda:1 starts one engine process for each entry: "
+        "different GPUs, or cpu several times.",
+    )
     threads: int = Field(
-        0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0: all cores this process may use."
+        0,
+        ge=0,
+        title="Engine",
+        description="Intra-op threads on the CPU, for each engine process; 0: all cores that the server may use, "
+        "divided between them.",
     )
     artefact: Annotated[Path | None, Option(offered=False)] = Field(
         None, title="Engine", description="The file of the model's own inputs, for engines that execute one."
@@ -153,7 +163,8 @@ class NativeSettings(BaseSettings):
         le=64,
         title="Access and process",
         description="Processes that receive and answer beside the engine's; 0: one process for all. "
-        "Default: 0 on a CPU, on a GPU two fewer than the cores, at most eight.",
+        "Default: 0 on a CPU; on GPUs the number of cores less one per GPU and one more, at most eight. With several "
+        "devices at least 1.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", title="Access and process", description="Lowest level that is logged."
@@ -190,13 +201,45 @@ class NativeSettings(BaseSettings):
         )
 
     def _fronts_here(self) -> int:
-        cores = len(os.sched_getaffinity(0))
-        return max(0, min(8, cores - 2)) if self.engine_settings().device_here() != "cpu" else 0
+        engines = len(self.devices)
+        most = len(os.sched_getaffinity(0)) - 1 - engines if self.engine_settings().device_here() != "cpu" else 0
+        return max(min(engines - 1, 1), min(8, most))
+
+    @property
+    def devices(self) -> list[str]:
+        """The device of each engine process."""
+        return self.device.split(",")
+
+    def of_engines(self) -> list[NativeSettings]:
+        """The settings of each engine process: its device, and its share of the queue and of the cores."""
+        count = len(self.devices)
+        if count == 1:
+            return [self]
+        threads = self.threads or max(1, thread_count(0) // count)
+        shares = {"queue_size": -(-self.queue_size // count), "threads": threads}
+        return [self.model_copy(update={"device": device, **shares}) for device in self.devices]
 
     def engine_settings(self) -> EngineSettings:
-        """The options as an engine takes them; of resolved settings only."""
+        """The options as the engine on the first device takes them; of resolved settings only."""
         engine, batch = self.engine, self.max_batch_size
-        return EngineSettings(engine, self.precision, self.mode, self.device, self.threads, batch, self.pad_sizes)
+        return EngineSettings(engine, self.precision, self.mode, self.devices[0], self.threads, batch, self.pad_sizes)
+
+    @field_validator("device")
+    @classmethod
+    def _one_engine_on_each(cls, device: str) -> str:
+        """Refuse a list with the same GPU twice, or with a GPU and the CPU, which compute in different precisions."""
+        devices = device.split(",")
+        gpus = set(map(cuda_index, devices))
+        if len(devices) > 1 and set(devices) != {"cpu"} and (None in gpus or len(gpus) < len(devices)):
+            raise ValueError("list different GPUs, such as cuda:0,cuda:1, or cpu several times")
+        return device
+
+    @field_validator("fronts")
+    @classmethod
+    def _front_ends_of_several_engines(cls, fronts: int | None, info: ValidationInfo) -> int | None:
+        if fronts == 0 and "," in info.data.get("device", ""):
+            raise ValueError("one process has one engine; with several devices use --fronts 1 or more")
+        return fronts
 
     @field_validator("grpc_port")
     @classmethod

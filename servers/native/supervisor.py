@@ -1,9 +1,9 @@
-"""A server of several processes: front ends, the engine's process, and this one, which starts and watches them.
+"""A server of several processes: front ends, an engine process per device, and this one, which starts and watches all.
 
 This process accepts connections and passes each to the front end that has the fewest. It imports nothing slow and has
 one thread, so that it can fork at any time: a front end that dies is started again, and only its own clients notice.
-Without the engine's process nothing can be answered, so its end is the server's. Children end when the socket to this
-process does, so none outlives it.
+The end of an engine's process is that of the server: what was in it is lost, and your process manager starts all again.
+Children end when the socket to this process does, so none outlives it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import structlog
 
 from servers.models.specification import ModelSpecification
-from servers.native.arena import SLACK_BYTES, Arena, Layout, RequestMemory
+from servers.native.arena import Arena, Layout, RequestMemory
 from servers.native.engine_side import Offer
 from servers.native.limits import ByteBudget
 from servers.native.messages import GRPC, HTTP, STOP_BY
@@ -71,14 +71,14 @@ class Supervisor:
         self._arena = make_arena(settings, len(offers))
         self._selector = selectors.DefaultSelector()
         self._front_ends: dict[int, _FrontEnd] = {}
-        self._engine: int = 0
-        self._engine_control: socket.socket | None = None
+        self._engines: dict[int, socket.socket] = {}
+        """By process, in the order of the devices: the sockets to them."""
         self._signals: list[int] = []
         self._logged_signals = 1  # the first one ends the server and is not logged
         self._failed = False
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT, or until the engine's process ends; returns the exit status."""
+        """Serve until SIGTERM or SIGINT, or until an engine's process ends; returns the exit status."""
         wakes, wakeup = socket.socketpair()
         for one in (wakes, wakeup, *self._listeners):
             one.setblocking(False)
@@ -87,7 +87,8 @@ class Supervisor:
             signal.signal(one_signal, self._note)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         self._inherited = [wakes, wakeup]
-        self._start_engine()
+        for number, settings in enumerate(self._settings.of_engines()):
+            self._start_engine(number, settings)
         for number in range(self._settings.fronts or 0):
             self._start_front_end(number, number, 0)
         for listener in self._listeners:
@@ -123,9 +124,9 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            own = [*self._listeners, *self._inherited, *(one.control for one in self._front_ends.values())]
-            for one in [*own, self._engine_control]:
-                if one is not None and one not in keeps:
+            controls = [*self._engines.values(), *(one.control for one in self._front_ends.values())]
+            for one in [*self._listeners, *self._inherited, *controls]:
+                if one not in keeps:
                     one.close()
             self._selector.close()
             status = run()
@@ -134,57 +135,56 @@ class Supervisor:
         finally:
             os._exit(status)
 
-    def _start_engine(self) -> None:
+    def _start_engine(self, number: int, settings: NativeSettings) -> None:
         own, childs = socket.socketpair()
 
         def run() -> int:
             own.close()
             from servers.native.engine_process import EngineServer
 
-            statistics = self._statistics(0)
-            return EngineServer(self._settings, self._offers, statistics, self._arena, childs).run()
+            return EngineServer(settings, self._offers, self._statistics(number), self._arena, childs).run()
 
-        self._engine = self._fork(run, [childs])
+        self._engines[self._fork(run, [childs])] = own
         childs.close()
-        self._engine_control = own
 
     def _start_front_end(self, number: int, partition: int, short_lives: int) -> None:
         own, childs = socket.socketpair()
-        to_engine, to_front_end = socket.socketpair()
+        pairs = [socket.socketpair() for _ in self._engines]
+        to_engines = [to_engine for to_engine, _ in pairs]
 
         def run() -> int:
-            own.close()
-            to_front_end.close()
+            for one in (own, *(to_front_end for _, to_front_end in pairs)):
+                one.close()
             from servers.native.front_process import FrontProcessServer, run_front_end
 
             budget = ByteBudget(self._settings.max_held_bytes, self._budget_counters(), partition)
             memory = RequestMemory(self._arena, budget, partition)
-            statistics = self._statistics(1 + number)
-            for one in statistics:
-                one.set_decoding(0)  # its predecessor may have died with some
+            statistics = self._statistics(len(to_engines) + number)
+            for of_model in statistics:
+                of_model.set_decoding(0)  # its predecessor may have died with some
             specifications: list[ModelSpecification] = [specification for specification, _ in self._offers]
             return run_front_end(
-                FrontProcessServer(self._settings, specifications, statistics, memory, childs, to_engine)
+                FrontProcessServer(self._settings, specifications, statistics, memory, childs, to_engines)
             )
 
-        process = self._fork(run, [childs, to_engine])
+        process = self._fork(run, [childs])
         childs.close()
-        to_engine.close()
         own.setblocking(False)
         front_end = _FrontEnd(number, process, own, partition, time.monotonic(), short_lives=short_lives)
         self._front_ends[process] = front_end
         self._selector.register(own, selectors.EVENT_READ, front_end)
-        assert self._engine_control is not None
-        with suppress(OSError):  # it has ended, as this process will know soon
-            socket.send_fds(self._engine_control, [b"f"], [to_front_end.fileno()])
-        to_front_end.close()
+        for control, (to_engine, to_front_end) in zip(self._engines.values(), pairs, strict=True):
+            with suppress(OSError):  # it has ended, as this process will know soon
+                socket.send_fds(control, [b"f"], [to_front_end.fileno()])
+            to_engine.close()
+            to_front_end.close()
 
     def _budget_counters(self) -> memoryview:
         return self._arena.counters[: self._arena.layout.partitions]
 
     def _statistics(self, own: int) -> list[Statistics]:
-        """Of each model; row 0 is the engine's, then one for each front end."""
-        size, rows = self._settings.max_batch_size, 1 + (self._settings.fronts or 0)
+        """Of each model: one row for each engine, then one for each front end."""
+        size, rows = self._settings.max_batch_size, _process_count(self._settings)
         width, place = row_width(size), self._arena.layout.partitions
         statistics = []
         for _ in self._offers:
@@ -202,8 +202,8 @@ class Supervisor:
                 return
             if process == 0:
                 return
-            if process == self._engine:
-                self._engine = 0
+            if process in self._engines:
+                self._engines.pop(process).close()
                 self._failed = True
                 if os.waitstatus_to_exitcode(status) < 0:
                     log.error("the engine's process has died", status=os.waitstatus_to_exitcode(status))
@@ -265,7 +265,7 @@ class Supervisor:
     # The end
 
     def _end(self) -> int:
-        """Finish accepted work: the front ends first, then the engine."""
+        """Finish accepted work: the front ends first, then the engines."""
         ends = time.monotonic() + self._settings.shutdown_timeout_s
         for listener in self._listeners:
             listener.close()
@@ -273,14 +273,11 @@ class Supervisor:
             front_end.control.close()
         for process in list(self._front_ends):
             self._wait_for(process, ends)
-        status = 0
-        if self._engine_control is not None:
+        for control in self._engines.values():
             with suppress(OSError):  # it has ended
-                self._engine_control.send(STOP_BY.pack(ends - RESERVE_S))
-            self._engine_control.close()
-        if self._engine:
-            status = self._wait_for(self._engine, ends)
-        if self._failed or status:
+                control.send(STOP_BY.pack(ends - RESERVE_S))
+            control.close()
+        if any([self._wait_for(process, ends) for process in self._engines]) or self._failed:  # noqa: C419  wait for all
             return 1
         return 130 if signal.SIGINT in self._signals else 0
 
@@ -307,5 +304,10 @@ class Supervisor:
 def make_arena(settings: NativeSettings, models: int) -> Arena:
     """The memory for two partitions of each front end, and the counters of all processes."""
     count = settings.fronts or 0
-    layout = Layout.of(2 * count, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES)
-    return Arena(layout, 2 * count + models * (1 + count) * row_width(settings.max_batch_size))
+    layout = Layout.of_settings(2 * count, settings)
+    return Arena(layout, 2 * count + models * _process_count(settings) * row_width(settings.max_batch_size))
+
+
+def _process_count(settings: NativeSettings) -> int:
+    """How many processes count what they do."""
+    return len(settings.devices) + (settings.fronts or 0)

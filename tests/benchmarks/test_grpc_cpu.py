@@ -27,11 +27,12 @@ from tests.benchmarks.test_native_cpu import (
     NATIVE,
     REQUESTS,
     ROUNDS,
+    connect,
+    connections_to,
     cpu_us,
     receive_answer,
     request_bytes,
     running,
-    wait_ready,
 )
 
 PAYLOADS = (602_112, 150_528)
@@ -110,12 +111,6 @@ def http_round(pid: int, connections: list[socket.socket], request: bytes, count
     return measured(pid, count, turn, len(connections))
 
 
-def connected(port: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
-
-
 @contextmanager
 def arms() -> Iterator[tuple[list[tuple[int, list[Http2Connection]]], tuple[int, list[socket.socket]]]]:
     """Process and connections of the native server and the library over gRPC, and of the native server over HTTP."""
@@ -124,13 +119,12 @@ def arms() -> Iterator[tuple[list[tuple[int, list[Http2Connection]]], tuple[int,
         probe.bind(("127.0.0.1", 0))
         grpc_port = probe.getsockname()[1]
         probe.close()
-        native, first = stack.enter_context(running(NATIVE, str(grpc_port)))
-        library, library_first = stack.enter_context(running(LIBRARY))
-        wait_ready(first)
-        over_http = [first, *(stack.enter_context(connected(first.getpeername()[1])) for _ in range(most - 1))]
+        native, http_port = stack.enter_context(running(NATIVE, "0", str(grpc_port)))
+        library, library_port = stack.enter_context(running(LIBRARY))
+        over_http = stack.enter_context(connections_to(http_port, most))
         over_grpc = []
-        for pid, port in ((native, grpc_port), (library, library_first.getpeername()[1])):
-            sockets = [stack.enter_context(connected(port)) for _ in range(most)]
+        for pid, port in ((native, grpc_port), (library, library_port)):
+            sockets = [stack.enter_context(connect(port)) for _ in range(most)]
             over_grpc.append((pid, [Http2Connection(one, timeout_s=30, most_bytes=2**20) for one in sockets]))
         yield over_grpc, (native, over_http)
 

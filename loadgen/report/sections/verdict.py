@@ -99,7 +99,8 @@ def _per_arm(result: Result, describe: Callable[[ArmRecord], str]) -> str:
 def _hardware(result: Result, arm: ArmRecord) -> str:
     """The processor that an arm's server reports, or that of this machine where abserve started the server."""
     environment = result.environment
-    on_cpu = arm.in_effect.get("device") == "cpu"
+    device = str(arm.in_effect.get("device"))
+    on_cpu = device.startswith("cpu")
     for document in (arm.gpu_info, environment.gpu if environment and arm.launched else None):
         used = used_gpu(document)
         if used is not None and not on_cpu:
@@ -108,7 +109,7 @@ def _hardware(result: Result, arm: ArmRecord) -> str:
     if arm.launched and environment is not None and (on_cpu or without_gpu):
         name = str(environment.host.get("cpu_model") or "of unknown model")
         return name if "CPU" in name else f"CPU {name}"
-    return "CPU" if on_cpu else "device not reported"
+    return "CPU" if on_cpu else device if "," in device else "device not reported"
 
 
 def overview(result: Result) -> doc.Section | None:

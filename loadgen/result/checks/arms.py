@@ -224,7 +224,7 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
 def tf32(arm: ArmRecord, _: Facts) -> Outcome:
     precision = arm.in_effect.get("precision")
     device = str(arm.in_effect.get("device") or "")
-    if device == "cpu" or (not device and kind_of(arm) == "KIND_CPU"):
+    if device.startswith("cpu") or (not device and kind_of(arm) == "KIND_CPU"):
         return Outcome(True, "runs on a CPU, which has no TF32")
     if precision not in (None, "fp32"):
         return Outcome(True, f"runs {precision}", str(precision))

@@ -76,11 +76,13 @@ def sizes_to_measure(workloads: Sequence[Workload], max_batch_size: int) -> tupl
 def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord, lengths: tuple[int, ...]) -> EngineRun | str:
     """The run of one arm, or why it does not have one."""
     effect = record.in_effect
-    kind, largest = effect.get("engine"), effect.get("max_batch_size")
+    kind, largest, device = effect.get("engine"), effect.get("max_batch_size"), str(effect.get("device"))
     if not (request.embedded and record.launched):
         return "abserve did not start its server, so its engine is not available"
     if request.own_repository or effect.get("backend") in BACKEND_ENDINGS:
         return "Triton's own backend executes it, which cannot be measured outside a server"
+    if "," in device:
+        return f"its engines are on {device}, and abserve engine measures one device"
     if kind == "null":
         return "the null engine executes no model"
     if not isinstance(kind, str) or not isinstance(largest, int):

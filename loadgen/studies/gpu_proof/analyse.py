@@ -12,6 +12,7 @@ import numpy as np
 
 from loadgen.comparison.facts import Facts
 from loadgen.records.machine import used_gpu
+from loadgen.records.model_config import mapping
 from loadgen.records.run import ArmRecord, BlockRecord, Found, Label, Record
 from loadgen.records.samples import Samples
 from loadgen.storage.stored_run import StoredBlock
@@ -76,7 +77,8 @@ def assess(
     loaded = span_of(load.windows)
     before = [edge for edge in readings.edges if loaded and edge.at_ns <= loaded.start_ns]
     after = [edge for edge in readings.edges if loaded and edge.at_ns >= loaded.end_ns]
-    device = _choose_device(readings, placement, (*before, *after), server_pids, gpu_uuid)
+    several = "," in str(mapping((gpu_info or {}).get("runtime")).get("device"))
+    device = None if several else _choose_device(readings, placement, (*before, *after), server_pids, gpu_uuid)
     gpu: Gpu | None = None
     attribution = NO_ATTRIBUTION
     if device is not None:

@@ -196,7 +196,7 @@ def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | 
     if used is not None and health.uuid != used:
         return Code.WRONG_GPU, f"The server uses {used}, and there are no readings of it."
     if gpu is None:
-        return Code.WRONG_GPU, "There are several GPUs, and the server does not report which one it uses."
+        return Code.WRONG_GPU, "There are several GPUs, and the server uses more than one, or does not report which."
     if health.healthy_before is not True or health.healthy_after is not True:
         return Code.NVML_UNHEALTHY, "A reading at the edges of the load failed or is missing."
     if load.window_s < thresholds.min_window_s:

@@ -79,15 +79,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         started.stop()
 
 
-@pytest.fixture(scope="module")
-def cuda_memory() -> Any:
-    try:
-        import tritonclient.utils.cuda_shared_memory as module
-    except (ImportError, RuntimeError) as exc:
-        pytest.skip(f"tritonclient's CUDA shared memory needs cuda-python: {exc}")
-    return module
-
-
 def images(rows: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (rows, *ITEM), np.uint8)
 

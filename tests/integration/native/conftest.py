@@ -24,7 +24,7 @@ CONTROLLED = Path(__file__).with_name("controlled_server.py")
 FRONTS = NativeSettings().fronts or 0
 """Front-end processes of the servers, from the environment; 0: each server is one process."""
 ECHO = Path(__file__).with_name("echo_server.py")
-RUNNER = Path(__file__).with_name("runner_server.py")
+RUNNER = "tests.integration.native.runner_server"
 
 
 def free_port() -> int:
@@ -150,10 +150,12 @@ Start = Callable[..., Server]
 
 
 def _starter(folder: Path, argv: Callable[[int], list[str]], servers: list[Server]) -> Start:
-    def start(*options: str, port: int | None = None, grpc: bool = False) -> Server:
+    def start(*options: str, port: int | None = None, grpc: bool = False, ulimit: str = "") -> Server:
         port = port or free_port()
         grpc_port = free_port() if grpc else 0
         command = [sys.executable, *argv(port), "--grpc-port", str(grpc_port), *options]
+        if ulimit:
+            command = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh", *command]
         with (folder / f"log-{port}").open("wb") as log:
             process = subprocess.Popen(command, stderr=log)
         server = Server(process, port, folder, grpc_port)
@@ -182,7 +184,7 @@ def controlled(tmp_path: Path) -> Iterator[Start]:
 def runner(tmp_path: Path) -> Iterator[Start]:
     """Starts servers whose engine is driven as one on a GPU is (see runner_server.py); its gate is `infer`."""
     servers: list[Server] = []
-    yield _starter(tmp_path, lambda port: [str(RUNNER), str(port), str(tmp_path)], servers)
+    yield _starter(tmp_path, lambda port: ["-m", RUNNER, str(port), str(tmp_path)], servers)
     _stop(servers)
 
 

@@ -5,10 +5,12 @@ engine raise, 13 makes it answer NaN for that row alone; otherwise a row is answ
 rows have any number of values, of which the first four are answered. From the moment that FOLDER/dead exists it raises
 for everything, as after the loss of its device. If FOLDER/two exists the engine has room for two batches in flight;
 from the moment that FOLDER/unready exists it raises where it must not, when it is asked whether a batch is executed.
+In process PID the gates are closed while FOLDER/hold-PID exists. FOLDER/closed has a line for each engine's end.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -75,7 +77,8 @@ class ControlledEngine(Engine):
         return self._null.describe()
 
     def close(self) -> None:
-        (self._folder / "closed").touch()
+        with (self._folder / "closed").open("a") as closed:
+            closed.write(f"{os.getpid()}\n")
 
     def _assert_alive(self) -> None:
         if (self._folder / "dead").exists():
@@ -83,7 +86,7 @@ class ControlledEngine(Engine):
 
     def _wait(self, name: str) -> None:
         (self._folder / f"{name}-reached").touch()
-        while not (self._folder / name).exists():
+        while not (self._folder / name).exists() or (self._folder / f"hold-{os.getpid()}").exists():
             time.sleep(POLL_S)
 
 
@@ -94,7 +97,7 @@ def main() -> int:
     wide = (folder / "wide").exists()
     specification = replace(SPECIFICATION, inputs=(TensorSpec("x", "FP32", (-1, -1)),)) if wide else SPECIFICATION
 
-    def build() -> ControlledEngine:
+    def build(_settings: EngineSettings) -> ControlledEngine:
         return ControlledEngine(folder, EngineSettings(kind="null", max_batch_size=settings.max_batch_size))
 
     grpc = bind("127.0.0.1", settings.grpc_port) if settings.grpc_port else None
@@ -102,8 +105,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import os
-
     status = main()
     sys.stderr.flush()
     os._exit(status)

@@ -47,7 +47,7 @@ def main() -> int:
     settings = from_argv(["--http-port", sys.argv[1], *sys.argv[2:]])
     configure_logs(settings.log_level)
 
-    def build() -> Echo:
+    def build(_settings: EngineSettings) -> Echo:
         return Echo(SPECIFICATION, EngineSettings("null", max_batch_size=settings.max_batch_size))
 
     grpc = bind("127.0.0.1", settings.grpc_port) if settings.grpc_port else None

@@ -79,7 +79,7 @@ async def exchange(requests: Sequence[bytes]) -> tuple[WatchedEngine, WatchedBod
     engine = WatchedEngine()
     with pytest.MonkeyPatch.context() as patch:
         bodies = WatchedBodies(patch)
-        async with served(SPECIFICATION, NativeSettings(max_batch_size=8), lambda: engine) as one:
+        async with served(SPECIFICATION, NativeSettings(max_batch_size=8), lambda _: engine) as one:
             sent = []
             async with asyncio.timeout(20):
                 for data in requests:

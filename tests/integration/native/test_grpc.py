@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import queue
-import resource
 import socket
 from pathlib import Path
 
@@ -249,12 +248,7 @@ def test_other_methods_refuse_what_is_no_message_without_internals(open_server, 
 
 
 def test_idle_connections_leave_descriptors_to_health_checks(native):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # the server inherits it
-    try:
-        server = native(grpc=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    server = native(grpc=True, ulimit="-n 256")
     server.wait_ready()
     with contextlib.ExitStack() as stack:
         for _ in range(300):

@@ -57,7 +57,7 @@ async def exchange(messages: list[bytes], *, handed_over: bool) -> tuple[Watched
     engine.gate.set()
     settings = NativeSettings(max_batch_size=8, max_queue_delay_us=0)
     loop = asyncio.get_running_loop()
-    async with served(SPECIFICATION, settings, lambda: engine) as one:
+    async with served(SPECIFICATION, settings, lambda _: engine) as one:
         front_end = WatchedFrontEnd(one.server.models, one.server.regions, settings, one.memory)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setblocking(False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import http.client
 import json
 import socket
 
@@ -215,3 +217,14 @@ def test_gpu_info_is_complete_without_a_gpu(null_server):
     assert document["runtime"]["placement"]["result"] == "cpu"
     if document["status"] != "ok":
         assert document["devices"] == []
+
+
+def test_more_clients_can_connect_than_the_usual_limit_of_descriptors_allows(native):
+    server = native(ulimit="-S -n 128")
+    server.wait_ready()
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            stack.callback(connection.close)
+            connection.request("GET", "/v2/health/live")
+            assert connection.getresponse().read() == b""

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.engines.copies import all_page_locked, cut_copy
+from servers.engines.copies import cut_copy, page_locked
 
 spans = st.tuples(st.integers(0, 60), st.integers(1, 8))
 
@@ -16,7 +16,7 @@ def test_every_copy_lies_in_one_range(wanted: list[tuple[int, int]], boundaries:
     edges = sorted(boundaries)
     ranges = list(zip(edges[::2], edges[1::2], strict=False))
     expected = all(any(start <= at and at + size <= end for start, end in ranges) for at, size in wanted)
-    assert all_page_locked(ranges, [at for at, _ in wanted], [size for _, size in wanted]) == expected
+    assert all(page_locked(ranges, at, size) for at, size in wanted) == expected
 
 
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4), st.sampled_from([None, 1, 2, 3]))

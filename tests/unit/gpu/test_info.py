@@ -78,6 +78,15 @@ def test_the_device_is_named_by_the_runtime_or_by_being_the_only_one() -> None:
     assert used("MIG-7", "GPU-1") == "MIG-7"
 
 
+def test_of_several_devices_none_is_the_one_that_the_server_uses() -> None:
+    runtime = gpu_info(Runtime("torch", "1", "cuda:0,cuda:1", {"device_uuid": "GPU-1"}), OneGpu("GPU-1"))["runtime"]
+    assert isinstance(runtime, dict)
+    assert (runtime["device"], runtime["used_device_uuid"]) == ("cuda:0,cuda:1", None)
+    on_cpu = gpu_info(Runtime("torch", "1", "cpu,cpu"), OneGpu("GPU-1"))["runtime"]
+    assert isinstance(on_cpu, dict)
+    assert on_cpu["placement"]["result"] == "cpu"
+
+
 LOG = (
     "I1120 loading\n"
     '2026-11-20T09:18:19Z I 3951 python_model.py:68] "engine ready: {\\"in_effect\\": {\\"kind\\": \\"onnxruntime\\", '

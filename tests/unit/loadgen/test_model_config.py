@@ -66,7 +66,7 @@ def test_the_settings_in_effect() -> None:
     assert on_cpu["optimization"] == "openvino accelerator"
     two = {**ONNX, "instance_group": [{"kind": "KIND_GPU", "count": 2, "gpus": [0, 1]}]}
     assert read_triton(two, "2.51.0").settings["instances"] == 4, "a count is per GPU"
-    assert read_triton(two, "2.51.0").device == "cuda:0,1"
+    assert read_triton(two, "2.51.0").device == "cuda:0,cuda:1"
 
 
 def test_an_ensemble_is_what_its_steps_are() -> None:

@@ -64,7 +64,7 @@ async def served(
     memory: RequestMemory | None = None,
 ) -> AsyncIterator[Served]:
     """As `serve_in_one_process` joins them, in the event loop of a test; without `build` with the null engine."""
-    build = build or (lambda: NullEngine(specification.executed, EngineSettings("null")))
+    build = build or (lambda _: NullEngine(specification.executed, EngineSettings("null")))
     memory = memory or RequestMemory.alone(settings)
     statistics = [Statistics(settings.max_batch_size)]
     side = EngineSide(settings, [(specification, build)], statistics, memory.arena)

@@ -51,6 +51,7 @@ def test_a_server_imports_the_libraries_of_its_engine_and_its_model_only(
         ({"engine": "torch", "mode": "session"}, "has no mode 'session'"),
         ({"engine": "torch", "precision": "fp16", "device": "cpu"}, "does not offer precision fp16 on cpu"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"engine": "tensorrt", "device": "cpu,cpu"}, "does not run on cpu"),
     ],
 )
 def test_what_the_engine_does_not_have_is_refused_before_a_model_is_exported(

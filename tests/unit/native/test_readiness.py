@@ -52,7 +52,7 @@ def until(condition: Any) -> None:
 def test_a_model_is_ready_when_all_front_ends_accept_its_requests(dies: bool) -> None:
     memory = RequestMemory.alone(SETTINGS)
     engine = NullEngine(ROWS, EngineSettings("null", max_batch_size=8))
-    side = EngineSide(SETTINGS, [(ROWS, lambda: engine)], [Statistics(8)], memory.arena)
+    side = EngineSide(SETTINGS, [(ROWS, lambda _: engine)], [Statistics(8)], memory.arena)
     quick, slow = SlowFrontEnd(), SlowFrontEnd()
     side.add(quick)
     side.add(slow)

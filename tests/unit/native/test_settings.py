@@ -10,6 +10,7 @@ import pytest
 import typer
 from pydantic import ValidationError
 
+from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.native.command import serve_native
 from servers.native.settings import NativeSettings, from_argv, to_argv
 from servers.options import validation_sentence
@@ -63,3 +64,51 @@ def test_http_and_grpc_need_different_ports():
         NativeSettings(http_port=1234, grpc_port=1234)
     sentence = "--grpc-port 1234: HTTP and gRPC need different ports, and this is --http-port"
     assert validation_sentence(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "device", ["cuda:0,cuda:0", "cuda,cuda:0", "cuda:0,cpu", "auto,cpu", "cuda:0,", "cuda:0, cuda:1", "gpu,cuda:1"]
+)
+def test_a_list_of_devices_has_different_gpus_or_the_cpu_several_times(device):
+    with pytest.raises(ValidationError) as caught:
+        NativeSettings(device=device)
+    sentence = f"--device {device}: list different GPUs, such as cuda:0,cuda:1, or cpu several times"
+    assert validation_sentence(caught.value) == sentence
+
+
+def test_each_engine_process_has_its_device_and_its_share():
+    settings = NativeSettings(device="cuda:1,cuda:0,cuda:2", queue_size=512, threads=5)
+    assert [(one.device, one.queue_size, one.threads) for one in settings.of_engines()] == [
+        ("cuda:1", 171, 5),
+        ("cuda:0", 171, 5),
+        ("cuda:2", 171, 5),
+    ]
+    assert from_argv(to_argv(settings)) == settings
+    one = NativeSettings(device="cuda:1")
+    assert one.of_engines() == [one]
+
+
+@pytest.mark.parametrize(("cores", "each"), [(5, 2), (1, 1)])
+def test_engine_processes_on_the_cpu_divide_its_cores(monkeypatch, cores, each):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    assert [one.threads for one in NativeSettings(device="cpu,cpu").of_engines()] == [each, each]
+
+
+def test_several_engine_processes_need_a_front_end(monkeypatch):
+    with pytest.raises(ValidationError) as caught:
+        NativeSettings(device="cpu,cpu", fronts=0)
+    assert validation_sentence(caught.value) == (
+        "--fronts 0: one process has one engine; with several devices use --fronts 1 or more"
+    )
+    specification = get_specification(DEFAULT_MODEL)
+    for device, cores, fronts in (
+        ("cpu", 16, 0),
+        ("cpu,cpu", 16, 1),
+        ("cuda:0", 16, 8),
+        ("cuda:0", 2, 0),
+        ("cuda:0,cuda:1", 8, 5),
+        ("cuda:0,cuda:1", 2, 1),
+        ("cuda:0,cuda:1", 64, 8),
+    ):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: range(cores))
+        assert NativeSettings(device=device).resolved(specification).fronts == fronts, (device, cores)

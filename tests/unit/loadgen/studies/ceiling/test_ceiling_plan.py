@@ -150,6 +150,9 @@ def test_arms_with_the_same_settings_are_measured_once() -> None:
 
 def test_who_has_no_ceiling() -> None:
     assert without(arm(engine="null")) == "the null engine executes no model"
+    assert without(arm(device="cuda:0,cuda:1")) == (
+        "its engines are on cuda:0,cuda:1, and abserve engine measures one device"
+    )
     assert "does not report its engine" in without(arm(engine=None))
     assert "does not report" in without(arm(max_batch_size=None))
     remote = make_experiment(a=ArmRequest(label="a", target="http://127.0.0.1:8000"))

@@ -66,6 +66,14 @@ def test_nothing_tells_which_and_only_one_being_read_tells_nothing(
     assert "several GPUs" in record.sentence
 
 
+def test_a_server_on_several_gpus_is_not_verified_on_one(run: Run, plan: Any, gpu_info: Any) -> None:
+    """Although its process is seen on one alone."""
+    on_two = {"runtime": gpu_info["runtime"] | {"used_device_uuid": None, "device": "cuda:0,cuda:1"}}
+    record = run(plan(machine=four()), gpu_info=on_two)
+    assert (record.finding, record.code, record.uuid) == ("INCONCLUSIVE", "wrong_gpu", None)
+    assert "uses more than one" in record.sentence
+
+
 def test_another_gpu_was_read_than_the_server_uses(run: Run, plan: Any, gpu_info: Any) -> None:
     """Readings of the arm's GPU alone, and a server that says that it uses number 1."""
     record = run(plan(machine=four(read=[OWN])), gpu_info=telling(gpu_info, OTHERS[1]))
