@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -120,10 +121,14 @@ class NativeServer(uvicorn.Server):
             await loop.connect_accepted_socket(lambda: self._connect(self.server_state), connection)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Only the first signal counts: at a second SIGINT uvicorn would drop accepted requests."""
+        """Only the first signal counts: at a second SIGINT uvicorn would drop accepted requests.
+
+        The event loop logs the others: a handler that logs would wait for ever if it interrupts a line of the log.
+        """
         if self.should_exit:
             timeout_s = self._settings.shutdown_timeout_s
-            log.warning("already shutting down: accepted work is finished first", at_most_s=timeout_s)
+            message = "already shutting down: accepted work is finished first"
+            asyncio.get_running_loop().call_soon_threadsafe(partial(log.warning, message, at_most_s=timeout_s))
         else:
             super().handle_exit(sig, frame)
 

@@ -74,6 +74,7 @@ class Supervisor:
         self._engines: dict[int, socket.socket] = {}
         """By process, in the order of the devices: the sockets to them."""
         self._signals: list[int] = []
+        self._logged_signals = 1  # the first one ends the server and is not logged
         self._failed = False
 
     def run(self) -> int:
@@ -107,9 +108,7 @@ class Supervisor:
         return self._end()
 
     def _note(self, number: int, _frame: object) -> None:
-        if self._signals:
-            timeout_s = self._settings.shutdown_timeout_s
-            log.warning("already shutting down: accepted work is finished first", at_most_s=timeout_s)
+        """`_wait_for` logs a second signal: a handler that logs would wait for ever if it interrupts a line of it."""
         self._signals.append(number)
 
     # Children
@@ -273,14 +272,33 @@ class Supervisor:
         for front_end in self._front_ends.values():
             front_end.control.close()
         for process in list(self._front_ends):
-            _wait_for(process, ends)
+            self._wait_for(process, ends)
         for control in self._engines.values():
             with suppress(OSError):  # it has ended
                 control.send(STOP_BY.pack(ends - RESERVE_S))
             control.close()
-        if any([_wait_for(process, ends) for process in self._engines]) or self._failed:  # noqa: C419  wait for all
+        if any([self._wait_for(process, ends) for process in self._engines]) or self._failed:  # noqa: C419  wait for all
             return 1
         return 130 if signal.SIGINT in self._signals else 0
+
+    def _wait_for(self, process: int, ends: float) -> int:
+        """Wait for a child, until `ends` of `time.monotonic`, and then end it by force; returns its exit status."""
+        while True:
+            for _ in range(self._logged_signals, len(self._signals)):
+                timeout_s = self._settings.shutdown_timeout_s
+                log.warning("already shutting down: accepted work is finished first", at_most_s=timeout_s)
+                self._logged_signals += 1
+            try:
+                ended, status = os.waitpid(process, os.WNOHANG)
+            except ChildProcessError:
+                return 0
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > ends:
+                log.error("ended by force: a process of the server could not stop in time")
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.005)
 
 
 def make_arena(settings: NativeSettings, models: int) -> Arena:
@@ -293,19 +311,3 @@ def make_arena(settings: NativeSettings, models: int) -> Arena:
 def _process_count(settings: NativeSettings) -> int:
     """How many processes count what they do."""
     return len(settings.devices) + (settings.fronts or 0)
-
-
-def _wait_for(process: int, ends: float) -> int:
-    """Wait for a child, until `ends` of `time.monotonic`, and then end it by force; returns its exit status."""
-    while True:
-        try:
-            ended, status = os.waitpid(process, os.WNOHANG)
-        except ChildProcessError:
-            return 0
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > ends:
-            log.error("ended by force: a process of the server could not stop in time")
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.005)

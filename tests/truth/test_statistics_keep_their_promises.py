@@ -50,7 +50,7 @@ def test_identical_arms_name_a_winner_in_at_most_one_run_in_twenty(noise: Noise,
 
 
 @NOISES
-@trials(100, 1000)
+@trials(60, 1000)
 def test_nor_do_four_identical_arms(noise: Noise, trials: int) -> None:
     """Three of them beside the baseline, and for the ranking among themselves: 105 chances of a false name."""
     assert_at_most(promises.false_winners(trials, noise, 12, arms=4))

@@ -189,3 +189,9 @@ def unused_url() -> str:
     """Where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(tmp_path / "images")], check=True)
+    return tmp_path / "images"

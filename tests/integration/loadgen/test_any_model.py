@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,36 +87,30 @@ def test_a_text_model_on_both_real_servers(tmp_path: Path) -> None:
 
 
 def test_a_users_onnx_file_against_the_module_that_it_was_exported_from(tmp_path: Path) -> None:
+    """ONNX Runtime behind the native server against PyTorch behind FastAPI."""
     (tmp_path / "mine.py").write_text(MODULE)
     subprocess.run([sys.executable, "-c", EXPORT], cwd=tmp_path, check=True, capture_output=True)
-    arms = ("--a", "native", "--a-model", "mine.onnx", "--a-option", "engine=onnxruntime", "--b", "native")
+    arms = ("--a", "native", "--a-model", "mine.onnx", "--a-option", "engine=onnxruntime", "--b", "fastapi")
     result = compare(tmp_path / "run", *arms, "--model", "mine.py:scores", "--scenarios", "single,concurrent")
     effect = {arm["label"]: arm["in_effect"] for arm in result["arms"]}
     assert {label: (one["engine"], one["model"]) for label, one in effect.items()} == {
         "a": ("onnxruntime", "mine.onnx"), "b": ("torch", "mine.py:scores"),
     }  # fmt: skip
+    assert [arm["target"] for arm in result["arms"]] == ["native", "fastapi"]
     assert "logits" in result["parity"]["kinds"].values()
 
 
 def test_inputs_that_the_model_cannot_take_are_refused_before_a_server_starts(tmp_path: Path) -> None:
+    """A server describes the lengths that its model takes without being started."""
     write_tiny_bert(tmp_path)
-    sizes = {"long": (200, 200), "unequal": (20, 21)}
-    for name, (ids, mask) in sizes.items():
-        arrays = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids}
-        tensors: dict[str, Any] = {tensor: np.ones((4, size), "i8") for tensor, size in arrays.items()}
-        np.savez(tmp_path / f"{name}.npz", **tensors)
-    options = {
-        "long.npz": "item 1 has the length 200, and the model takes at most 128",
-        "unequal.npz": "item 1 has several lengths along the sequence axis: input_ids 20, attention_mask 21",
-    }
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    tensors: dict[str, Any] = {name: np.ones((4, 200), "i8") for name in names}
+    np.savez(tmp_path / "long.npz", **tensors)
     null = ("--a", "native", "--a-option", "engine=null", "--b", "native", "--b-option", "engine=null")
-    command = [*UNWATCHED_ABSERVE, "compare", "--model", "tiny", *null, "--out", str(tmp_path / "run"), "--inputs"]
-
-    def refused(file: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, file], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
-
-    with ThreadPoolExecutor(len(options)) as threads:
-        ends = list(threads.map(refused, options))
-    for words, done in zip(options.values(), ends, strict=True):
-        assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
+    command = [*UNWATCHED_ABSERVE, "compare", "--model", "tiny", *null, "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, "--inputs", "long.npz"], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
+    )
+    words = "item 1 has the length 200, and the model takes at most 128"
+    assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
     assert not (tmp_path / "run").exists()

@@ -107,9 +107,15 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             return False
 
     wait_until(ready, "ready", 90)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert any("spawn_main" in " ".join(one.cmdline()) for one in children) == (request.param == "litserve")
     yield found
     process.terminate()
-    process.wait(30)
+    _, alive = psutil.wait_procs([psutil.Process(process.pid), *children], timeout=30)
+    for one in alive:
+        one.kill()
+    process.wait()
+    assert not alive, "SIGTERM ends the workers, too"
 
 
 def body_of(tensor: dict[str, Any], data: bytes) -> tuple[bytes, str]:
@@ -213,6 +219,7 @@ def test_without_litserve_the_message_names_the_extra(tmp_path: Path) -> None:
     assert "pip install 'abserve[servers,litserve]'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_comparison_with_the_native_server(tmp_path: Path, kind: str) -> None:
     """Equal answers before and under load, of equal weights, and the arm is described as it runs."""
@@ -242,29 +249,6 @@ def test_grpc_is_refused_before_a_server_starts(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "--b fastapi serves HTTP only; use --transport http" in " ".join(done.stderr.split())
-
-
-@LIBRARY
-def test_no_process_of_litserve_outlives_it(tmp_path: Path) -> None:
-    """SIGTERM ends the worker and the API server, too; both are children, so their GPU work counts as the arm's."""
-    (tmp_path / "mine.py").write_text(MODULE)
-    plan = json.loads(launch("litserve", tmp_path, "--model", "mine.py:scores", "--device", "cpu").stdout)
-    process = psutil.Popen(plan["argv"], cwd=tmp_path)
-
-    def listens() -> bool:
-        try:
-            return bool(urllib.request.urlopen(f"{plan['http_url']}/v2/health/ready", timeout=5).status == 200)
-        except OSError:
-            return False
-
-    wait_until(listens, "ready", 90)
-    children = process.children(recursive=True)
-    assert any("spawn_main" in " ".join(child.cmdline()) for child in children), "no worker"
-    process.terminate()
-    _, alive = psutil.wait_procs([process, *children], timeout=30)
-    for one in alive:
-        one.kill()
-    assert not alive
 
 
 @pytest.mark.parametrize("name", ["fastapi_server.py", "litserve_server.py"])

@@ -71,7 +71,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
     return get_specification(str(folder))
 
 
-@pytest.fixture(scope="module", params=["32,64", ""])
+@pytest.fixture(scope="module", params=["32,64", pytest.param("", marks=pytest.mark.slow)])
 def address(request: pytest.FixtureRequest, bert: ModelSpecification, start: Callable[..., LaunchPlan]) -> str:
     plan = start(bert, engine="torch", threads=1, pad_to=request.param, max_queue_delay_us=20_000)
     return plan.http_url.removeprefix("http://")

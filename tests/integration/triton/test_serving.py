@@ -159,7 +159,7 @@ def test_a_request_that_brings_its_own_timeout_waits_no_longer(triton: Any, clie
     tensor = http_client.InferInput("pixel_values", [1, 3, 224, 224], "FP32")
     tensor.set_data_from_numpy(pixels(1))
     with ThreadPoolExecutor(1) as pool:
-        occupied = pool.submit(infer_at_once, triton.url, [pixels(32)] * 4)
+        occupied = pool.submit(infer_at_once, triton.url, [pixels(16)] * 4)
         deadline = time.monotonic() + 30
         while pending(triton) < 2:
             assert time.monotonic() < deadline

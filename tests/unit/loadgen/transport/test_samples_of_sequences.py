@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from loadgen.transport.bodies import choose_items, prepare_body, raw_tensors
 from loadgen.transport.endpoint import Signature, TensorSignature
-from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, served_model
+from loadgen.transport.inputs import InputError, SampleInputs, as_model_inputs, read_inputs, served_model
 from loadgen.transport.variation import find_variation
 
 LENGTHS = (3, 12, 7, 12)
@@ -66,6 +67,21 @@ def test_bodies_of_one_length_hold_only_its_items(sequences: SampleInputs) -> No
     assert {item for items in choose_items(sequences, 4, 0, length=12) for item in items} == {1, 3}
     with pytest.raises(InputError, match="no sequence has the length 5"):
         choose_items(sequences, 1, 0, length=5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "problem"),
+    [
+        (20, 21, "item 1 has several lengths along the sequence axis: input_ids 20, attention_mask 21"),
+        (513, 513, "item 1 has the length 513, and the model takes at most 512"),
+    ],
+)
+def test_the_users_own_inputs_have_lengths_that_the_model_takes(
+    sequences: SampleInputs, tmp_path: Path, ids: int, mask: int, problem: str
+) -> None:
+    arrays = {"input_ids": np.ones((4, ids), "<i8"), "attention_mask": np.ones((4, mask), "<i8")}
+    with pytest.raises(InputError, match=problem):
+        as_model_inputs(replace(sequences, arrays=arrays, lengths=(), shapes={}), sequences, tmp_path / "samples")
 
 
 def test_only_the_tokens_of_an_item_vary(sequences: SampleInputs) -> None:
