@@ -60,6 +60,7 @@ def check(result: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
+@pytest.mark.slow  # by default the user's ONNX file below is what two real servers are compared on
 @pytest.mark.triton
 def test_a_text_model_on_both_real_servers(tmp_path: Path) -> None:
     """PyTorch behind the native server against ONNX Runtime behind a real tritonserver, with texts of any length."""
