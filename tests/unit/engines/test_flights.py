@@ -440,6 +440,24 @@ def test_a_batch_is_ready_when_it_is_executed(start_engine: Callable[..., SmallE
     assert (asked > 0) == late
 
 
+def test_rows_without_elements_are_not_copied(start_engine: Callable[..., SmallEngine]) -> None:
+    """The driver refuses a batch of copies with an empty one."""
+    specification = specification_of(
+        inputs=(TensorSpec("x", "FP32", (-1, 3)), TensorSpec("extra", "FP32", (-1, -1))),
+        outputs=(TensorSpec("y", "FP32", (-1, 3)),),
+    )
+    COMPUTE[id(specification)] = lambda x, extra: (x + extra.sum(1)[:, None],)  # type: ignore[assignment,return-value]
+    engine = start_engine(specification, graphs=False)
+    x, extra = np.ones((2, 3), np.float32), np.empty((2, 0), np.float32)
+    slots = np.zeros(64, np.float32)
+    assert engine.pin(slots.ctypes.data, slots.nbytes)
+    address = HostMemory([slots.ctypes.data] * 2, (2, 0), extra.dtype, 0)
+    batches: list[list[Tensors]] = [[{"x": x, "extra": extra}] * 2, [{"x": x, "extra": address}] * 2]
+    for batch in batches:
+        for answer in engine.start(batch)():
+            np.testing.assert_array_equal(answer["y"], x)
+
+
 def test_an_address_stands_for_an_array(start_engine: Callable[..., SmallEngine]) -> None:
     engine, generator = start_engine(FIXED), np.random.default_rng(4)
     assert engine.takes_addresses
