@@ -283,11 +283,12 @@ class CudaCopies(HostCopies):
         return self._query_event(event) != _NOT_READY
 
     def wait(self, event: int) -> None:
-        if self.happened(event):
-            if code := self._query_event(event):
-                raise self._error("cuEventQuery", code)
-        else:
+        self.enter()
+        code = self._query_event(event)
+        if code == _NOT_READY:
             self._blocking("cuEventSynchronize", event)
+        elif code:
+            raise self._error("cuEventQuery", code)
 
     def synchronise(self) -> None:
         with self.current():

@@ -173,7 +173,7 @@ class RequestMemory:
         return cls(Arena(Layout.of_settings(1, settings)), ByteBudget(settings.max_held_bytes))
 
     def take(self, size: int) -> Slot | None:
-        """A slot of at least `size` bytes with any content, not charged yet; None if there is none."""
+        """A slot of at least `size` bytes with any content, not charged yet; None if no slot is free."""
         kind = self.arena.layout.class_of(size)
         if kind is None:
             return None

@@ -60,7 +60,6 @@ class BatchFormer:
         self._flights: deque[tuple[int, int]] = deque()  # start and bucket of each batch that is not finished
         self._flying_rows: deque[int] = deque()
         self._start_ns = 0.0
-        self._free_from_ns = 0  # when the engine finished its last batch
         self._peaks = [0, 0]  # of outstanding rows: before the last turn, and since
         self._return_ns = math.inf  # from the end of a batch until as many rows were queued
         self._return_rows = 1.0  # of such a batch
@@ -70,12 +69,13 @@ class BatchFormer:
 
     def arrived(self, now_ns: int, rows: int) -> None:
         """A request has been queued at `now_ns`."""
-        end = self._ends[now_ns >= self._free_from_ns]
+        before_last, last = self._ends
+        end = last if now_ns >= last.ns else before_last
         if end.missing > 0 and now_ns >= end.ns:
             end.missing -= rows
             if end.missing <= 0:
                 self._returned(end, now_ns)
-        if now_ns < self._free_from_ns:  # queued during the last execution, when nobody could say so
+        if now_ns < last.ns:  # queued during the last execution, when nobody could say so
             self._met_rows += rows
             self._peaks[1] = max(self._peaks[1], self._met_rows)
 
@@ -91,15 +91,19 @@ class BatchFormer:
     def finished(self, now_ns: int) -> None:
         """The oldest batch on its way has been executed."""
         start_ns, bucket = self._flights.popleft()
+        took_ns = now_ns - max(start_ns, self._free_from_ns)
         self._met_rows = self._flying_rows.popleft()
         before_last = self._ends.popleft()
         if before_last.missing > 0:  # they took longer than a batch, perhaps much longer
             self._returned(before_last, self._ends[0].ns)
         self._ends.append(_End(now_ns, self._met_rows, self._met_rows))
-        took_ns = now_ns - max(start_ns, self._free_from_ns)
-        self._free_from_ns = now_ns
         before = self._execution_ns.get(bucket, took_ns)
         self._execution_ns[bucket] = before + NEWEST_SHARE * (took_ns - before)
+
+    @property
+    def _free_from_ns(self) -> int:
+        """When the engine finished its last batch."""
+        return self._ends[-1].ns
 
     @property
     def in_flight(self) -> int:

@@ -2,7 +2,7 @@
 
 A request goes to the engine with the fewest rows of this front end that are not done. System shared memory is
 registered by the first engine, CUDA shared memory by the engine on its GPU, which alone executes requests that use it.
-Each engine has its own models: a model is as ready as it is on the engine where it is the least so.
+Each engine has its own models: the server shows the state of the engine on which a model is least ready.
 """
 
 from __future__ import annotations

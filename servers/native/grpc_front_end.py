@@ -133,7 +133,7 @@ class GrpcFrontEnd:
         return read_call_head(fields, self._methods)
 
     def take(self, size: int, *, compressed: bool) -> Message | None:
-        """Memory for a message; None if there is none, and none becomes free by ending messages that are arriving."""
+        """Memory for a message; None if none is free, even after messages that are arriving have been ended."""
         if size > self.budget.left + self._arriving_bytes(size):
             return None
         offset = 0 if compressed else self.templates.tensor_offset(size)
