@@ -89,6 +89,18 @@ def infer(port: int, data: np.ndarray) -> np.ndarray:
         return client.infer(MODEL, [tensor]).as_numpy("embedding")
 
 
+def check_merged_requests(server: Server) -> None:
+    """Requests of many clients at once get the answers that each gets alone."""
+    requests = [images(1 + seed % 32, seed) for seed in range(64)]
+    expected = [infer(server.grpc, data) for data in requests]
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(lambda data: infer(server.grpc, data), requests))
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2)  # another bucket may take another kernel
+        cosines = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
+        assert cosines.min() > 0.9999
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_tensors_travel_through_cuda_memory_both_ways(
@@ -126,14 +138,7 @@ def test_tensors_travel_through_cuda_memory_both_ways(
 
 
 def test_requests_of_a_merged_batch_get_their_own_rows(server: Server) -> None:
-    requests = [images(1 + seed % 32, seed) for seed in range(64)]
-    expected = [infer(server.grpc, data) for data in requests]
-    with ThreadPoolExecutor(16) as pool:
-        got = list(pool.map(lambda data: infer(server.grpc, data), requests))
-    for one, other in zip(expected, got, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2)  # another bucket may take another kernel
-        cosines = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
-        assert cosines.min() > 0.9999
+    check_merged_requests(server)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
