@@ -70,6 +70,11 @@ class Window:
     allocate: Callable[[int], Array]
     _input: Array | None = None
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Region, offset and size."""
+        return self.reference.region, self.reference.offset, self.reference.byte_size
+
     def view(self) -> memoryview:
         """The memory that `fetch` fills. Raises `ContractError`."""
         return self._host().data

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
 from tritonclient.grpc import service_pb2
 
 from servers.contract.errors import ContractError, InternalError, TooLargeError, UnavailableError
-from servers.contract.records import InferRequest
+from servers.contract.records import InferRequest, Window
 from servers.native.errors import INTERNAL_ERROR, CallDeadlineError, RequestExpiredError, failure_reason
 from servers.native.grpc_calls import Call, Refusal, refusal_of, shortened
 from servers.native.grpc_messages import INLINE_BYTES, decode_message, encode_message, encode_streamed, parse_message
@@ -45,7 +46,10 @@ class PendingMessage:
     Belongs to the event loop. It ends in one of `wake`, `stop` and its task; only the first of them is counted.
     """
 
-    __slots__ = ("_call", "_front_end", "_message", "_over", "_queued", "_service", "_task", "_template", "_times")
+    __slots__ = (
+        *("_call", "_front_end", "_message", "_over", "_queued"),
+        *("_service", "_targets", "_task", "_template", "_times"),
+    )
 
     def __init__(self, front_end: Any, call: Call, message: Message) -> None:
         """`front_end` is a `GrpcFrontEnd`, whose module imports this one."""
@@ -55,6 +59,7 @@ class PendingMessage:
         self._service = front_end.models.default  # counts a request for an unknown model
         self._times = RequestTimes(message.start_ns, message.receive_ns)
         self._template: MessageTemplate | None = None
+        self._targets: Mapping[str, Window] = {}
         self._queued: QueuedRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._over = False
@@ -72,7 +77,9 @@ class PendingMessage:
         self._service = service = template.service
         try:
             service.check_loaded()
-            queued = QueuedRequest(template.arrays(content), template.rows, template.key, self._call.deadline_ns, self)
+            find = self._front_end.regions.find
+            queued = template.queued(content, find, self._call.deadline_ns, self)
+            self._targets = template.targets(queued, find)
             self._times.decode_ns = time.perf_counter_ns() - begun_ns
             self._queued = queued
             service.enqueue(queued)
@@ -105,7 +112,11 @@ class PendingMessage:
         assert self._template is not None
         start_ns = time.perf_counter_ns()
         try:
-            pieces = self._template.answer(queued.outputs or {}, streamed=self._call.method.streams)
+            streamed = self._call.method.streams
+            pieces = self._template.answer(queued.outputs or {}, self._targets, streamed=streamed)
+        except ContractError as error:
+            self._fail(error)
+            return
         except Exception:
             log.exception("a response could not be encoded")
             self._fail(InternalError(INTERNAL_ERROR))

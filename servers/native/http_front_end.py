@@ -1,8 +1,8 @@
 """Inference over HTTP, from a request's head and body to its response, and what all HTTP connections share.
 
-There are two ways. A request whose JSON header came before (see `request_templates`) goes to the batcher from the
-connection's callback, without a task. Every other request (values in JSON, BYTES, shared memory, timeouts, compressed
-bodies) is a task, whose slow steps run in a thread.
+There are two ways. A request whose JSON header came before (see `templates`) goes to the batcher from the connection's
+callback, without a task. Every other request (values in JSON, BYTES, timeouts, compressed bodies) is a task, whose slow
+steps run in a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import mmap
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -25,17 +25,18 @@ from uvicorn.server import ServerState
 
 from servers.contract.codec import HEADER_LENGTH, decode_request, encode_response, parse_header_length
 from servers.contract.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
-from servers.contract.records import InferRequest
+from servers.contract.records import InferRequest, Window
 from servers.native.arena import RequestMemory
 from servers.native.errors import INTERNAL_ERROR, HttpError, failure_reason, http_status
 from servers.native.http_parser import HeadReader, Request, RequestHead
 from servers.native.inference import InferenceService, in_thread
 from servers.native.queued_request import QueuedRequest
 from servers.native.regions import RegionTable
-from servers.native.request_templates import KEPT_HEADER_BYTES, RequestTemplate, TemplateCache
+from servers.native.request_templates import RequestTemplate, TemplateCache
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes
+from servers.native.templates import KEPT_BYTES
 
 log = structlog.get_logger("abserve.http")
 
@@ -248,7 +249,10 @@ class PendingRequest:
     Belongs to the event loop. Exactly one of its ways to end is taken.
     """
 
-    __slots__ = ("_connection", "_front_end", "_head", "_queued", "_service", "_task", "_template", "_times")
+    __slots__ = (
+        *("_connection", "_front_end", "_head", "_queued", "_service"),
+        *("_targets", "_task", "_template", "_times"),
+    )
 
     def __init__(self, front_end: HttpFrontEnd, connection: Any, request: Request) -> None:
         self._front_end = front_end
@@ -257,6 +261,7 @@ class PendingRequest:
         self._service = front_end.service(request.head)
         self._times = RequestTimes(request.start_ns)
         self._template: RequestTemplate | None = None
+        self._targets: Mapping[str, Window] = {}
         self._queued: QueuedRequest | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -266,7 +271,10 @@ class PendingRequest:
             work = self._plan(body)
             if isinstance(work, RequestTemplate):
                 self._template = work
-                self._queued = queued = QueuedRequest(work.arrays(body), work.rows, work.key, None, self)
+                find = self._front_end.regions.find
+                queued = work.queued(body, find, None, self)
+                self._targets = work.targets(queued, find)
+                self._queued = queued
                 self._service.enqueue(queued)
                 return
         except ContractError as error:
@@ -315,8 +323,9 @@ class PendingRequest:
             return self._answer_compressed(body)
         json_bytes = front_end.json_bytes(self._head, body.nbytes)
         request: InferRequest | None = None
-        if json_bytes and json_bytes <= KEPT_HEADER_BYTES and service.direct:
-            templates, header = front_end.templates[service], bytes(body[:json_bytes])
+        header_bytes = body.nbytes if json_bytes is None else json_bytes
+        if 0 < header_bytes <= KEPT_BYTES and service.direct:
+            templates, header = front_end.templates[service], bytes(body[:header_bytes])
             template = templates.find(header, body.nbytes)
             if template is None:
                 request = self._decode(body, json_bytes)
@@ -394,7 +403,10 @@ class PendingRequest:
         start_ns = time.perf_counter_ns()
         try:
             common = self._connection.common_headers
-            answer = self._template.answer(queued.outputs or {}, self._service.signature, common)
+            answer = self._template.answer(queued.outputs or {}, self._targets, self._service.signature, common)
+        except ContractError as error:
+            queued.error = error
+            return None
         except Exception:
             log.exception("a response could not be encoded")
             queued.error = InternalError(INTERNAL_ERROR)

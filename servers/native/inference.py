@@ -365,7 +365,7 @@ def signature_of(specification: ModelSpecification, settings: NativeSettings) ->
 def _device_places(tensors: Sequence[InputTensor | RequestedOutput]) -> Mapping[str, tuple[str, int, int]]:
     """By name: region, offset and size of those on a GPU."""
     return {
-        tensor.name: (window.reference.region, window.reference.offset, window.reference.byte_size)
+        tensor.name: window.place
         for tensor in tensors
         if (window := tensor.window) is not None and window.region.on_device
     }

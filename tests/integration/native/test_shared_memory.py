@@ -117,6 +117,32 @@ def test_a_piece_inside_a_region_that_begins_off_a_page(both):
     np.testing.assert_array_equal(result.as_numpy("embedding"), first_values(data))
 
 
+def test_a_repeated_request_means_what_is_registered_now(both):
+    first, second = images(2, 1), images(2, 2)
+    size = first.nbytes // 2
+    with segment(0, first.tobytes() + second.tobytes() + b"\0" * ROW_BYTES):
+        for data, start in ((first, 0), (second, first.nbytes), (first, 0)):
+            both.register("given", size, offset=start)
+            both.register("taken", ROW_BYTES, offset=2 * first.nbytes)
+            for _ in range(3):
+                both.infer(1, "given", size, output=("taken", ROW_BYTES))
+                written = np.frombuffer(FILE.read_bytes()[-ROW_BYTES:], np.float32)
+                np.testing.assert_array_equal(written, first_values(data)[0])
+                with FILE.open("r+b") as memory:  # another answer would be seen
+                    memory.seek(-ROW_BYTES, os.SEEK_END)
+                    memory.write(b"\1" * ROW_BYTES)
+            both.client.unregister_system_shared_memory("taken")
+            with pytest.raises(InferenceServerException, match="'taken' is not registered"):
+                both.infer(1, "given", size, output=("taken", ROW_BYTES))
+            both.client.unregister_system_shared_memory("given")
+            with pytest.raises(InferenceServerException, match="'given' is not registered"):
+                both.infer(1, "given", size)
+        both.register("given", size - 1)
+        both.register("taken", ROW_BYTES - 1)
+        with pytest.raises(InferenceServerException, match="which has"):
+            both.infer(1, "given", size, output=("taken", ROW_BYTES))
+
+
 def test_status_tells_regions_without_their_keys(both):
     with segment(8192):
         both.register("a", 4096, offset=4096)

@@ -57,7 +57,7 @@ def test_a_message_with_other_values_is_found_and_its_tensors_are_its_own() -> N
     template = templates.find(content)
     assert template is not None
     assert (template.rows, template.service) == (2, SERVICE)
-    arrays = template.arrays(content)
+    arrays = template.queued(content, FIND, None, None).inputs
     assert arrays["a"].tolist() == [[7.0] * 4] * 2
     assert arrays["b"].tolist() == [[7] * 3] * 2
     assert np.shares_memory(arrays["b"], np.frombuffer(content, np.uint8))
@@ -77,7 +77,7 @@ def test_messages_of_one_size_are_kept_apart() -> None:
     other = message(2, 3, id="b")
     found = templates.find(memoryview(other.SerializeToString()))
     assert found is not None
-    answer = found.answer({"y": np.ones((2, 1), "<f4"), "z": np.ones((2, 1), "<i8")}, streamed=False)
+    answer = found.answer({"y": np.ones((2, 1), "<f4"), "z": np.ones((2, 1), "<i8")}, {}, streamed=False)
     assert service_pb2.ModelInferResponse.FromString(b"".join(answer)[5:]).id == "b"
 
 
@@ -106,7 +106,7 @@ def test_the_answer_is_a_whole_message_with_its_prefix(streamed) -> None:
     assert template is not None
     for width in (3, 3, 50_000, 0):
         y, z = np.arange(2 * width, dtype="<f4").reshape(2, width), np.array([[5], [6]], "<i8")
-        answer = b"".join(template.answer({"y": y, "z": z}, streamed=streamed))
+        answer = b"".join(template.answer({"y": y, "z": z}, {}, streamed=streamed))
         assert answer[0] == 0
         assert int.from_bytes(answer[1:5], "big") == len(answer) - 5
         if streamed:

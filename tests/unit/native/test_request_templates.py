@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servers.contract.codec import decode_request, encode_response
-from servers.contract.errors import InvalidRequestError
-from servers.contract.records import InferResponse, ModelSignature, OutputTensor
-from servers.contract.tensors import TensorSpec
+from servers.contract.errors import InvalidRequestError, NotFoundError
+from servers.contract.records import InferResponse, ModelSignature, OutputTensor, RegionReference, Window
+from servers.contract.tensors import Array, TensorSpec
 from servers.engines.padding import Padding
 from servers.models.specification import Axis
+from servers.native.inference import INLINE_READ_BYTES
 from servers.native.request_templates import TemplateCache
 
 SIGNATURE = ModelSignature(
@@ -25,6 +26,44 @@ SIGNATURE = ModelSignature(
     (TensorSpec("y", "FP32", (-1, 2)), TensorSpec("z", "INT64", (-1,))),
     max_batch_size=8,
 )
+
+
+class Memory:
+    """A region of the system, or of a GPU, as an array."""
+
+    def __init__(self, name: str, size: int, *, on_device: bool = False) -> None:
+        self.name, self.byte_size, self.on_device = name, size, on_device
+        self.content = np.zeros(size, np.uint8)
+
+    def check(self) -> None: ...
+
+    def read(self, offset: int, destination: Array) -> None:
+        assert not self.on_device
+        destination[...] = self.content[offset : offset + destination.nbytes]
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        assert not self.on_device
+        self.content[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+
+class Memories(dict[str, Memory]):
+    """What is registered."""
+
+    def add(self, *memories: Memory) -> None:
+        self.update({memory.name: memory for memory in memories})
+
+    def find(self, reference: RegionReference) -> Window:
+        if reference.region not in self:
+            raise NotFoundError(reference.region)
+        return Window(self[reference.region], reference, lambda size: np.empty(size, np.uint8))
+
+
+NOTHING = Memories().find
+
+
+def shared(region: str, size: int, offset: int = 0) -> dict[str, dict[str, object]]:
+    names = {"shared_memory_region": region, "shared_memory_byte_size": size, "shared_memory_offset": offset}
+    return {"parameters": names}
 
 
 def request(rows: int = 2, width: int = 3, **changes: object) -> tuple[bytes, bytes]:
@@ -53,7 +92,7 @@ def test_a_template_gives_what_decoding_gives(rows: int, width: int, request_id:
     assert templates.find(header, body.nbytes) is template
     assert templates.find(header, body.nbytes + 1) is None
     checked_rows, checked = SIGNATURE.validate(decoded)
-    arrays = template.arrays(body)
+    arrays = template.queued(body, NOTHING, None, None).inputs
     assert template.rows == checked_rows
     assert list(arrays) == list(checked)
     for name, array in arrays.items():
@@ -62,7 +101,7 @@ def test_a_template_gives_what_decoding_gives(rows: int, width: int, request_id:
         assert np.shares_memory(array, np.frombuffer(body, np.uint8))  # a view, not a copy
     for count in (rows, 1):  # the second is another shape of the same template
         outputs = {"y": np.full((count, 2), 2.5, "<f4"), "z": np.arange(count, dtype="<i8")}
-        answer = template.answer(outputs, SIGNATURE, b"date: today\r\n")
+        answer = template.answer(outputs, {}, SIGNATURE, b"date: today\r\n")
         tensors = tuple(OutputTensor(spec.name, spec.datatype, outputs[spec.name], True) for spec in SIGNATURE.outputs)
         content, json_bytes = encode_response(InferResponse("m", "1", request_id, tensors))
         head, _, body_sent = answer.partition(b"\r\n\r\n")
@@ -74,6 +113,88 @@ def test_a_template_gives_what_decoding_gives(rows: int, width: int, request_id:
             b"inference-header-content-length: %d" % (json_bytes or 0),
             b"content-length: %d" % len(content),
         ]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tensors_in_shared_memory_are_those_of_the_moment(on_device: bool) -> None:
+    memories = Memories()
+    memories.add(Memory("in", 100, on_device=on_device), Memory("out", 50, on_device=on_device))
+    document = {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [1, 4], **shared("in", 16, 8)},
+            {"name": "n", "datatype": "UINT8", "shape": [1, 2], "parameters": {"binary_data_size": 2}},
+        ],
+        "outputs": [{"name": "z", "parameters": {"binary_data": True}}, {"name": "y", **shared("out", 8, 16)}],
+    }
+    header = json.dumps(document).encode()
+    templates = TemplateCache(SIGNATURE)
+    body = memoryview(header + b"ab")
+    template = templates.keep(header, decode_request(body, len(header), SIGNATURE, memories.find), body.nbytes)
+    assert template is not None
+    for value in (3.0, 4.0):
+        memories["in"].content[8:24] = np.full(4, value, "<f4").view(np.uint8)
+        queued = template.queued(memoryview(header + b"cd"), memories.find, None, None)
+        targets = template.targets(queued, memories.find)
+        assert queued.inputs["n"].tolist() == [[99, 100]]
+        assert queued.inputs["x"].shape == (1, 4)
+        if on_device:
+            assert (queued.device_inputs, queued.device_outputs) == ({"x": ("in", 8, 16)}, {"y": ("out", 16, 8)})
+        else:
+            assert queued.inputs["x"].tolist() == [[value] * 4]
+            assert not queued.device_inputs
+            assert not queued.device_outputs
+        outputs = {"y": np.full((1, 2), value, "<f4"), "z": np.array([7])}
+        answer = template.answer(outputs, targets, SIGNATURE, b"")
+        tensors = (
+            OutputTensor("z", "INT64", outputs["z"], True),
+            OutputTensor("y", "FP32", outputs["y"], True, RegionReference("out", 8, 16)),
+        )
+        assert answer.partition(b"\r\n\r\n")[2] == encode_response(InferResponse("m", "1", "", tensors))[0]
+        if not on_device:
+            assert memories["out"].content[16:24].view("<f4").tolist() == [value] * 2
+    memories.add(Memory("in", 100, on_device=not on_device))  # of the other kind now
+    assert bool(template.queued(body, memories.find, None, None).device_inputs) is not on_device
+    del memories["in"]
+    with pytest.raises(NotFoundError):
+        template.queued(body, memories.find, None, None)
+
+
+def test_an_answer_without_data_is_json() -> None:
+    memories = Memories()
+    memories.add(Memory("in", 18), Memory("out", 16))
+    document = {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [1, 4], **shared("in", 16)},
+            {"name": "n", "datatype": "UINT8", "shape": [1, 2], **shared("in", 2, 16)},
+        ],
+        "outputs": [{"name": "y", **shared("out", 8)}, {"name": "z", **shared("out", 8, 8)}],
+    }
+    body = memoryview(json.dumps(document).encode())
+    request_ = decode_request(body, None, SIGNATURE, memories.find)
+    template = TemplateCache(SIGNATURE).keep(bytes(body), request_, body.nbytes)
+    assert template is not None
+    queued = template.queued(body, memories.find, None, None)
+    outputs = {"y": np.ones((1, 2), "<f4"), "z": np.array([7])}
+    head, _, content = template.answer(outputs, template.targets(queued, memories.find), SIGNATURE, b"").partition(
+        b"\r\n\r\n"
+    )
+    assert b"content-type: application/json\r\n" in head
+    assert b"inference-header" not in head
+    assert [output["name"] for output in json.loads(content)["outputs"]] == ["y", "z"]
+    assert memories["out"].content.tobytes() == outputs["y"].tobytes() + outputs["z"].tobytes()
+
+
+def test_what_several_threads_read_is_not_kept() -> None:
+    signature = ModelSignature("m", "1", (TensorSpec("n", "UINT8", (-1, -1)),), SIGNATURE.outputs, max_batch_size=8)
+    memories = Memories()
+    for size, on_device, kept in ((INLINE_READ_BYTES, False, True), (INLINE_READ_BYTES + 1, False, False),
+                                  (INLINE_READ_BYTES + 1, True, True)):  # fmt: skip
+        memories.add(Memory("in", size, on_device=on_device))
+        item = {"name": "n", "datatype": "UINT8", "shape": [1, size], **shared("in", size)}
+        document = {"inputs": [item], "parameters": {"binary_data_output": True}}
+        body = memoryview(json.dumps(document).encode())
+        request_ = decode_request(body, None, signature, memories.find)
+        assert (TemplateCache(signature).keep(bytes(body), request_, body.nbytes) is not None) is kept
 
 
 @pytest.mark.parametrize(

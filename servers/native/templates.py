@@ -1,0 +1,154 @@
+"""Templates of repeated requests: what all of them have in common, which is everything but the values of their tensors.
+
+Load clients send the same bytes around every tensor, and the meaning of a request whose tensors are binary data or in
+shared memory depends only on these bytes, on the model, and on what is registered at that moment. So a template keeps
+the result of the first decoding. Requests with other values, a timeout, BYTES, or so much in system shared memory that
+several threads read it, have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from servers.contract.codec import write_output
+from servers.contract.records import (
+    FindWindow,
+    InferRequest,
+    InferResponse,
+    ModelSignature,
+    OutputTensor,
+    RegionReference,
+    RequestedOutput,
+    Window,
+)
+from servers.contract.tensors import Array, like
+from servers.engines.padding import BatchKey, Padding, batch_key
+from servers.native.inference import INLINE_READ_BYTES
+from servers.native.queued_request import QueuedRequest
+
+KEPT_TEMPLATES = 256
+KEPT_BYTES = 4096
+"""Requests with more bytes around their tensors are decoded each time."""
+_KEPT_ANSWERS = 8
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class _Input(NamedTuple):
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    place: int | RegionReference
+    """Where its bytes begin in the request's content, or its piece of shared memory."""
+
+
+@dataclass(eq=False, slots=True)
+class Template:
+    """A request without its values."""
+
+    rows: int
+    key: BatchKey
+    _inputs: tuple[_Input, ...]
+    _outputs: tuple[tuple[str, RegionReference | None], ...]
+    _request_id: str
+    _answers: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, request: InferRequest, starts: Sequence[int], signature: ModelSignature, padding: Padding | None
+    ) -> Self | None:
+        """The template of a decoded request, None if it must be decoded each time.
+
+        `starts` are the places in its content where the inputs outside of shared memory begin. Raises `ContractError`.
+        """
+        known = signature.outputs
+        wanted = request.outputs or [RequestedOutput(spec.name, request.binary_output) for spec in known]
+        if (
+            "timeout" in request.parameters
+            or any(spec.datatype == "BYTES" for spec in known)
+            or not all(output.binary or output.window is not None for output in wanted)
+            or any(item.datatype == "BYTES" or not item.data.size or _is_long(item.window) for item in request.inputs)
+        ):
+            return None
+        rows, _ = signature.validate(request)
+        left = iter(starts)
+        inputs = tuple(
+            _Input(item.name, item.data.dtype, item.shape, next(left) if item.window is None else item.window.reference)
+            for item in request.inputs
+        )
+        outputs = tuple((output.name, None if output.window is None else output.window.reference) for output in wanted)
+        key = batch_key(((item.name, item.shape) for item in request.inputs), padding)
+        return cls(rows, key, inputs, outputs, request.id)
+
+    def queued(self, content: memoryview, find: FindWindow, deadline_ns: int | None, waiter: Any) -> QueuedRequest:
+        """The request with the values of `content`, of which its arrays are views.
+
+        Inputs in system shared memory are copied into the server's own. Raises `ContractError`.
+        """
+        arrays: dict[str, Array] = {}
+        on_device: dict[str, tuple[str, int, int]] = {}
+        for name, dtype, shape, place in self._inputs:
+            if isinstance(place, int):
+                arrays[name] = np.ndarray(shape, dtype, content, place)
+                continue
+            window = find(place)
+            if window.region.on_device:
+                on_device[name] = window.place
+                arrays[name] = like(dtype, shape)
+            else:
+                window.fetch()
+                arrays[name] = np.ndarray(shape, dtype, window.view())
+        queued = QueuedRequest(arrays, self.rows, self.key, deadline_ns, waiter)
+        if on_device:
+            queued.device_inputs = on_device
+        return queued
+
+    def targets(self, queued: QueuedRequest, find: FindWindow) -> Mapping[str, Window]:
+        """The shared memory for outputs, of which the engine writes that on a GPU. Raises `ContractError`."""
+        windows = {name: find(reference) for name, reference in self._outputs if reference is not None}
+        on_device = {name: window.place for name, window in windows.items() if window.region.on_device}
+        if on_device:
+            queued.device_outputs = on_device
+        return windows
+
+    def data(self, outputs: Mapping[str, Array], targets: Mapping[str, Window]) -> list[bytes]:
+        """Each output's bytes, none for those in shared memory, to which they are written.
+
+        Raises `ContractError`.
+        """
+        found = []
+        for name, reference in self._outputs:
+            if reference is None:
+                found.append(outputs[name].tobytes())
+                continue
+            if not targets[name].region.on_device:
+                write_output(targets[name], outputs[name])
+            found.append(b"")
+        return found
+
+    def shapes(self, outputs: Mapping[str, Array]) -> Shapes:
+        """Everything between the outputs' bytes is the same for the same shapes."""
+        return tuple([outputs[name].shape for name, _ in self._outputs])
+
+    def keep_answer(self, key: Any, answer: Any) -> None:
+        """Remember what is between the outputs' bytes, under a key with their shapes."""
+        if len(self._answers) < _KEPT_ANSWERS:
+            self._answers[key] = answer
+
+    def response(self, outputs: Mapping[str, Array], signature: ModelSignature) -> InferResponse:
+        """The whole response."""
+        datatypes = {spec.name: spec.datatype for spec in signature.outputs}
+        tensors = []
+        for name, place in self._outputs:
+            array = outputs[name]
+            reference = None if place is None else RegionReference(place.region, array.nbytes, place.offset)
+            tensors.append(OutputTensor(name, datatypes[name], array, True, reference))
+        return InferResponse(signature.name, signature.version, self._request_id, tuple(tensors))
+
+
+def _is_long(window: Window | None) -> bool:
+    return window is not None and not window.region.on_device and window.reference.byte_size > INLINE_READ_BYTES
