@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Protocol
 
@@ -21,8 +22,9 @@ class Shaped(Protocol):
         """The sizes of its dimensions; the first is the batch."""
 
 
+@lru_cache(1024)
 def like(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array:
-    """An array with this type and shape and without content: it stands for a tensor that is elsewhere."""
+    """An array with this type and shape and without content: it stands for a tensor that is elsewhere, read-only."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 

@@ -51,15 +51,12 @@ class _Attributes(ctypes.Structure):
 _IN_STREAM_ORDER = _Attributes(1)  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _FIRST = c_size_t(0)
 
-_TO_DEVICE = (c_uint64, c_void_p, c_size_t, c_void_p)
 _BRIEF: dict[str, tuple[Any, ...]] = {
-    "cuMemcpyHtoDAsync_v2": _TO_DEVICE,
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemcpy2DAsync_v2": (POINTER(_Copy2D), c_void_p),
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
-    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
@@ -74,7 +71,7 @@ _BATCH: dict[str, tuple[Any, ...]] = {  # since CUDA 12.8
     )
 }
 _BLOCKING: dict[str, tuple[Any, ...]] = {
-    "cuMemcpyHtoDAsync_v2": _TO_DEVICE,
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuEventSynchronize": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
@@ -118,10 +115,20 @@ class HostCopies:
 
         `locked`: all of it is known to be page-locked, also without `pin`.
         """
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            self.to_host(target, source, size, stream)
+        self.together(targets, sources, sizes, stream)
 
-    def within_device(self, target: int, copy: Copy, stream: int) -> None:  # noqa: ARG002  there are no streams
+    def together(
+        self,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        stream: int,  # noqa: ARG002  there are no streams
+    ) -> None:
+        """The same for memory that the device reaches by itself: its own, and page-locked memory of the host."""
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(target, source, size)
+
+    def within_device(self, target: int, copy: Copy, stream: int) -> None:  # noqa: ARG002  as above
         """Copy device memory in `stream`."""
         for row in range(copy.rows):
             ctypes.memmove(target + row * copy.width, copy.source + row * copy.pitch, copy.width)
@@ -191,10 +198,7 @@ class CudaCopies(HostCopies):
         library = CudaLibrary(_BLOCKING)
         self._blocking, self._error = library.call, library.error
         brief = CudaLibrary(_BRIEF, brief=True)
-        self._brief = brief.call
-        self._copy_to_device = brief.function("cuMemcpyHtoDAsync_v2")
-        self._copy_within_device = brief.function("cuMemcpyDtoDAsync_v2")
-        self._copy_to_host = brief.function("cuMemcpyDtoHAsync_v2")
+        self._brief, self._copy = brief.call, brief.function("cuMemcpyAsync")
         self._record_event, self._query_event = brief.function("cuEventRecord"), brief.function("cuEventQuery")
         self._wait_in_stream, self._launch_graph = brief.function("cuStreamWaitEvent"), brief.function("cuGraphLaunch")
         self._copy_batch: Callable[..., int] | None = None
@@ -222,20 +226,22 @@ class CudaCopies(HostCopies):
     def to_device(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int, *, locked: bool = False
     ) -> None:
-        count = len(sources)
-        locked = locked or self._page_locked(zip(sources, sizes, strict=True))
-        if count > 1 and self._copy_batch is not None and locked:
+        if locked or self._page_locked(zip(sources, sizes, strict=True)):
+            self.together(targets, sources, sizes, stream)
+            return
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            self._blocking("cuMemcpyHtoDAsync_v2", target, source, size, stream)
+
+    def together(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+        if len(sources) > 1 and self._copy_batch is not None:
             lists = [array("Q", values) for values in (targets, sources, sizes)]
             places = [values.buffer_info()[0] for values in lists]
             failed = c_size_t()
-            if code := self._copy_batch(*places, count, _IN_STREAM_ORDER, _FIRST, 1, failed, stream):
+            if code := self._copy_batch(*places, len(sources), _IN_STREAM_ORDER, _FIRST, 1, failed, stream):
                 raise self._error("cuMemcpyBatchAsync", code)
             return
         for target, source, size in zip(targets, sources, sizes, strict=True):
-            if not locked and not page_locked(self.pinned, source, size):
-                self._blocking("cuMemcpyHtoDAsync_v2", target, source, size, stream)
-            elif code := self._copy_to_device(target, source, size, stream):
-                raise self._error("cuMemcpyHtoDAsync_v2", code)
+            self._copy_one(target, source, size, stream)
 
     def _page_locked(self, copies: Iterable[tuple[int, int]]) -> bool:
         """Whether every copy, from an address of so many bytes, is of page-locked memory; remembers those that are."""
@@ -254,12 +260,15 @@ class CudaCopies(HostCopies):
             rows.source_pitch, rows.width, rows.height = copy.pitch, copy.width, copy.rows
             rows.target_type, rows.target_device, rows.target_pitch = _DEVICE, target, copy.width
             self._brief("cuMemcpy2DAsync_v2", byref(rows), stream)
-        elif code := self._copy_within_device(target, copy.source, copy.width, stream):
-            raise self._error("cuMemcpyDtoDAsync_v2", code)
+        else:
+            self._copy_one(target, copy.source, copy.width, stream)
 
     def to_host(self, target: int, source: int, size: int, stream: int) -> None:
-        if code := self._copy_to_host(target, source, size, stream):
-            raise self._error("cuMemcpyDtoHAsync_v2", code)
+        self._copy_one(target, source, size, stream)
+
+    def _copy_one(self, target: int, source: int, size: int, stream: int) -> None:
+        if code := self._copy(target, source, size, stream):  # the driver knows what is where
+            raise self._error("cuMemcpyAsync", code)
 
     def event(self) -> int:
         event = c_void_p()

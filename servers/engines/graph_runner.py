@@ -333,6 +333,7 @@ class GraphRunner:
         if not row_bytes:  # the driver takes no empty copies
             return
         targets, sources, sizes = list[int](), list[int](), list[int]()
+        on_device = list[int](), list[int](), list[int]()
         for value in values:
             size = value.shape[0] * row_bytes
             if isinstance(value, HostMemory):
@@ -341,7 +342,8 @@ class GraphRunner:
                 targets += range(target, target + size, piece)
                 sizes += [piece] * len(addresses)
             elif isinstance(value, DeviceMemory):
-                self.copies.within_device(target, Copy(value.address, size, 1, size), stream)
+                for one, number in zip(on_device, (target, value.address, size), strict=True):
+                    one.append(number)
             else:
                 if not value.flags.c_contiguous:
                     value = np.ascontiguousarray(value)
@@ -352,6 +354,8 @@ class GraphRunner:
             target += size
         if sources:
             self.copies.to_device(targets, sources, sizes, stream)
+        if on_device[0]:
+            self.copies.together(*on_device, stream)
 
     def _check(
         self,
@@ -449,6 +453,7 @@ class GraphRunner:
         """Enqueue the copies of an output to the requests' device memory; True if every request has such memory."""
         targets = [named.get(tensor.name) for named in batch.outputs]
         place = None if batch.axis is None else batch.axis.places.get(tensor.name)
+        copies, together = self.copies, (list[int](), list[int](), list[int]())
         row = 0
         for number, (target, rows) in enumerate(zip(targets, batch.rows, strict=bool(targets))):
             if target is not None:
@@ -457,8 +462,14 @@ class GraphRunner:
                 copy = cut_copy(address, shape, tensor.dtype.itemsize, slice(row, row + rows), place, size)
                 if row + rows > shape[0] or copy.width * copy.rows > target.nbytes:
                     raise ValueError(f"{tensor.name} does not fit into the {target.nbytes} bytes given for it")
-                self.copies.within_device(target.address, copy, self.copies.compute)
+                if copy.rows > 1:
+                    copies.within_device(target.address, copy, copies.compute)
+                elif copy.width:
+                    for one, place_or_size in zip(together, (target.address, copy.source, copy.width), strict=True):
+                        one.append(place_or_size)
             row += rows
+        if together[0]:
+            copies.together(*together, copies.compute)
         return bool(targets) and None not in targets
 
     def _finish(

@@ -210,20 +210,15 @@ int cuMemcpyBatchAsync(const uint64_t *targets, const uint64_t *sources, const s
     (void)failed;
     if (!count || kinds != 1 || firsts[0] != 0 || attributes[0] != 1 || attributes[5] != 0) return INVALID_VALUE;
     for (size_t at = count; at--;) {
-        if (!sizes[at] || crosses(sources[at], sizes[at]) || !pinned(sources[at])) return INVALID_VALUE;
+        if (!sizes[at] || crosses(sources[at], sizes[at])) return INVALID_VALUE;
         plain(stream, targets[at], sources[at], sizes[at], NULL);
     }
     return OK;
 }
 
-int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t size, void *stream) {
+int cuMemcpyAsync(uint64_t target, uint64_t source, size_t size, void *stream) {
     IN_STREAM(stream);
-    return plain(stream, target, source, size, NULL);
-}
-
-int cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t size, void *stream) {
-    IN_STREAM(stream);
-    return plain(stream, (uint64_t)target, source, size, NULL);
+    return crosses(source, size) ? INVALID_VALUE : plain(stream, target, source, size, NULL);
 }
 
 int cuMemcpy2DAsync_v2(const Copy2D *copy, void *stream) {
