@@ -32,6 +32,7 @@ from statistics import median
 from tests.perf_analyzer import PerfAnalyzer, find_perf_analyzer
 
 START_S = 180
+MEASURE_S = 30
 MODELS = {"uint8": "openclip_vit_b32_uint8", "fp32": "openclip_vit_b32"}
 Rate = tuple[float, float]
 """Images per second and the median latency in ms."""
@@ -91,13 +92,16 @@ def measure(analyzer: PerfAnalyzer, cores: str, interval_ms: int, arguments: lis
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.csv"
         window = ["--measurement-interval", str(interval_ms), "-s", "999", "-r", "3", "-f", str(report)]
-        done = subprocess.run(
-            ["taskset", "-c", cores, str(analyzer.binary), *arguments, *window],
-            env={**analyzer.environment, "TRITON_CLIENT_GRPC_CHANNEL_MAX_SHARE_COUNT": "1"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        try:
+            done = subprocess.run(
+                ["taskset", "-c", cores, str(analyzer.binary), *arguments, *window],
+                env={**analyzer.environment, "TRITON_CLIENT_GRPC_CHANNEL_MAX_SHARE_COUNT": "1"},
+                capture_output=True,
+                text=True,
+                timeout=MEASURE_S,
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise RuntimeError(f"not measured within {MEASURE_S} s") from exc
         if not report.exists():
             raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
         row = next(csv.DictReader(report.open()))
