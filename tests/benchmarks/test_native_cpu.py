@@ -11,9 +11,10 @@ the requests of the round; the ratio is the median over rounds. Run it alone: th
 still widens the spread.
 
 The bound is for the FP32 image: as one process the native server takes at most half of bare uvicorn's CPU time. Several
-processes on two cores pass more messages, each with fewer requests, and have a wider one. So have smaller bodies, since they are little work beside what the bare application does not do: it decodes nothing and hands nothing
-to an engine. The other bare application, `hand-off`, at least hands each body to a thread and awaits it back, as any
-server must that does not execute models on its event loop.
+processes on two cores pass more messages, each with fewer requests, and have a wider one. So have smaller bodies: they
+are little work beside what the bare application does not do, which decodes nothing and hands nothing to an engine.
+The other bare application, `hand-off`, at least hands each body to a thread and awaits it back, as any server must that
+does not execute models on its event loop.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ port = int(sys.argv[1])
 uvicorn.run(app, port=port, lifespan="off", access_log=False, log_level="warning", timeout_keep_alive=600)
 """
 # The native server on PORT, with FRONTS and perhaps GRPC_PORT. The input of its model is a vector of any length, so
-# that every body size is possible. The engine answers each request of a batch alone, without merging them: an engine on a
-# GPU merges none on the host either.
+# that every body size is possible. The engine answers each request of a batch alone, without merging them: an engine
+# on a GPU merges none on the host either.
 NATIVE = """
 import sys
 from servers.contract.tensors import TensorSpec
