@@ -158,8 +158,9 @@ def read_tensor(output: Output, data: memoryview) -> Array:
     if len(data) != expected:
         raise DocumentError(f"output {output} has {len(data):,} bytes, but its shape needs {expected:,}")
     dtype = "<u2" if output.datatype == "BF16" else NUMPY_TYPES[output.datatype]
-    values = np.frombuffer(data, dtype).reshape(output.shape)
-    return (values.astype(np.uint32) << 16).view(np.float32) if output.datatype == "BF16" else values.copy()
+    values = np.frombuffer(data, dtype)  # flat: a shift of an array without dimensions makes a number
+    values = (values.astype(np.uint32) << 16).view(np.float32) if output.datatype == "BF16" else values.copy()
+    return values.reshape(output.shape)
 
 
 def elements_end(data: memoryview, count: int) -> int | None:

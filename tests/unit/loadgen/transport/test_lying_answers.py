@@ -95,6 +95,7 @@ def test_any_bytes_over_http(body: bytes, header_length: str | None) -> None:
                        st.lists(st.integers(0, 3) | st.integers(-(2**63), 2**63 - 1), max_size=3)), max_size=3),
     st.lists(st.binary(max_size=20), max_size=3),
 )  # fmt: skip
+@example([("a", "BF16", [])], [b"ab"])
 def test_any_outputs_over_grpc(outputs: list[tuple[str, str, list[int]]], raw: list[bytes]) -> None:
     message = service_pb2.ModelInferResponse(raw_output_contents=raw)
     for name, datatype, shape in outputs:
