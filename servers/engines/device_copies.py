@@ -122,20 +122,20 @@ class HostCopies:
         targets: Sequence[int],
         sources: Sequence[int],
         sizes: Sequence[int],
-        stream: int,  # noqa: ARG002  there are no streams
+        stream: int,
     ) -> None:
         """The same for memory that the device reaches by itself: its own, and page-locked memory of the host."""
         for target, source, size in zip(targets, sources, sizes, strict=True):
-            ctypes.memmove(target, source, size)
+            self.copy(target, source, size, stream)
 
-    def within_device(self, target: int, copy: Copy, stream: int) -> None:  # noqa: ARG002  as above
-        """Copy device memory in `stream`."""
-        for row in range(copy.rows):
-            ctypes.memmove(target + row * copy.width, copy.source + row * copy.pitch, copy.width)
-
-    def to_host(self, target: int, source: int, size: int, stream: int) -> None:  # noqa: ARG002  as above
-        """Copy device memory to page-locked host memory in `stream`."""
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:  # noqa: ARG002  there are no streams
+        """One of these copies."""
         ctypes.memmove(target, source, size)
+
+    def within_device(self, target: int, copy: Copy, stream: int) -> None:
+        """Copy rows of device memory in `stream`."""
+        for row in range(copy.rows):
+            self.copy(target + row * copy.width, copy.source + row * copy.pitch, copy.width, stream)
 
     def event(self) -> int:
         """A new event."""
@@ -230,7 +230,10 @@ class CudaCopies(HostCopies):
             self.together(targets, sources, sizes, stream)
             return
         for target, source, size in zip(targets, sources, sizes, strict=True):
-            self._blocking("cuMemcpyHtoDAsync_v2", target, source, size, stream)
+            if page_locked(self.pinned, source, size):
+                self.copy(target, source, size, stream)
+            else:
+                self._blocking("cuMemcpyHtoDAsync_v2", target, source, size, stream)
 
     def together(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
         if len(sources) > 1 and self._copy_batch is not None:
@@ -241,7 +244,11 @@ class CudaCopies(HostCopies):
                 raise self._error("cuMemcpyBatchAsync", code)
             return
         for target, source, size in zip(targets, sources, sizes, strict=True):
-            self._copy_one(target, source, size, stream)
+            self.copy(target, source, size, stream)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        if code := self._copy(target, source, size, stream):  # the driver knows what is where
+            raise self._error("cuMemcpyAsync", code)
 
     def _page_locked(self, copies: Iterable[tuple[int, int]]) -> bool:
         """Whether every copy, from an address of so many bytes, is of page-locked memory; remembers those that are."""
@@ -261,14 +268,7 @@ class CudaCopies(HostCopies):
             rows.target_type, rows.target_device, rows.target_pitch = _DEVICE, target, copy.width
             self._brief("cuMemcpy2DAsync_v2", byref(rows), stream)
         else:
-            self._copy_one(target, copy.source, copy.width, stream)
-
-    def to_host(self, target: int, source: int, size: int, stream: int) -> None:
-        self._copy_one(target, source, size, stream)
-
-    def _copy_one(self, target: int, source: int, size: int, stream: int) -> None:
-        if code := self._copy(target, source, size, stream):  # the driver knows what is where
-            raise self._error("cuMemcpyAsync", code)
+            self.copy(target, copy.source, copy.width, stream)
 
     def event(self) -> int:
         event = c_void_p()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
-from servers.engines.copies import Copy, cut_copy
+from servers.engines.copies import cut_copy
 from servers.engines.device_copies import CudaCopies, HostCopies
 from servers.engines.flight import COPIED_BYTES, TORCH_TYPES, Flight, Memory, new_host_bytes
 from servers.engines.interface import DeviceMemory, Finish, HostMemory, Request
@@ -333,7 +333,7 @@ class GraphRunner:
         if not row_bytes:  # the driver takes no empty copies
             return
         targets, sources, sizes = list[int](), list[int](), list[int]()
-        on_device = list[int](), list[int](), list[int]()
+        on_device: list[tuple[int, int, int]] = []
         for value in values:
             size = value.shape[0] * row_bytes
             if isinstance(value, HostMemory):
@@ -342,8 +342,7 @@ class GraphRunner:
                 targets += range(target, target + size, piece)
                 sizes += [piece] * len(addresses)
             elif isinstance(value, DeviceMemory):
-                for one, number in zip(on_device, (target, value.address, size), strict=True):
-                    one.append(number)
+                on_device.append((target, value.address, size))
             else:
                 if not value.flags.c_contiguous:
                     value = np.ascontiguousarray(value)
@@ -354,8 +353,9 @@ class GraphRunner:
             target += size
         if sources:
             self.copies.to_device(targets, sources, sizes, stream)
-        if on_device[0]:
-            self.copies.together(*on_device, stream)
+        if on_device:
+            places, addresses, lengths = zip(*on_device, strict=True)
+            self.copies.together(places, addresses, lengths, stream)
 
     def _check(
         self,
@@ -383,7 +383,7 @@ class GraphRunner:
     def _read(self, flight: Flight, memory: DeviceMemory) -> Array:
         """Device memory as an array of the host; waits for it."""
         array = np.empty(memory.shape, memory.dtype)
-        self.copies.to_host(array.ctypes.data, memory.address, array.nbytes, self.copies.incoming)
+        self.copies.copy(array.ctypes.data, memory.address, array.nbytes, self.copies.incoming)
         self.copies.record(flight.arrived, self.copies.incoming)
         self.copies.wait(flight.arrived)
         return array
@@ -406,7 +406,7 @@ class GraphRunner:
             return [(output.data_ptr(), tuple(output.shape)) for output in own]
         for read, arrived, shape in [] if direct else zip(self._inputs, flight.inputs, shapes, strict=True):
             size = prod(shape) * read.dtype.itemsize
-            copies.within_device(read.address, Copy(arrived.address, size, 1, size), copies.compute)
+            copies.copy(read.address, arrived.address, size, copies.compute)
         graph = self._graphs[bucket]
         graph.replay()
         return graph.outputs
@@ -431,7 +431,7 @@ class GraphRunner:
                 target, host = flight.small_array(index, wanted)
                 fetched.append(_Fetched(tensor.name, host, True))
                 if place is None:
-                    copies.to_host(target, address, size, copies.compute)
+                    copies.copy(target, address, size, copies.compute)
                     continue
             else:
                 own = new_host_bytes(size, pinned=self._on_cuda)
@@ -445,7 +445,7 @@ class GraphRunner:
         if large:
             copies.order(flight.executed, copies.compute, copies.outgoing)
             for target, source, size in large:
-                copies.to_host(target, source, size, copies.outgoing)
+                copies.copy(target, source, size, copies.outgoing)
         copies.record(flight.done, copies.outgoing if large else copies.compute)
         return fetched
 
@@ -453,7 +453,7 @@ class GraphRunner:
         """Enqueue the copies of an output to the requests' device memory; True if every request has such memory."""
         targets = [named.get(tensor.name) for named in batch.outputs]
         place = None if batch.axis is None else batch.axis.places.get(tensor.name)
-        copies, together = self.copies, (list[int](), list[int](), list[int]())
+        copies, together = self.copies, list[tuple[int, int, int]]()
         row = 0
         for number, (target, rows) in enumerate(zip(targets, batch.rows, strict=bool(targets))):
             if target is not None:
@@ -465,11 +465,11 @@ class GraphRunner:
                 if copy.rows > 1:
                     copies.within_device(target.address, copy, copies.compute)
                 elif copy.width:
-                    for one, place_or_size in zip(together, (target.address, copy.source, copy.width), strict=True):
-                        one.append(place_or_size)
+                    together.append((target.address, copy.source, copy.width))
             row += rows
-        if together[0]:
-            copies.together(*together, copies.compute)
+        if together:
+            places, sources, lengths = zip(*together, strict=True)
+            copies.together(places, sources, lengths, copies.compute)
         return bool(targets) and None not in targets
 
     def _finish(

@@ -211,6 +211,7 @@ int cuMemcpyBatchAsync(const uint64_t *targets, const uint64_t *sources, const s
     if (!count || kinds != 1 || firsts[0] != 0 || attributes[0] != 1 || attributes[5] != 0) return INVALID_VALUE;
     for (size_t at = count; at--;) {
         if (!sizes[at] || crosses(sources[at], sizes[at])) return INVALID_VALUE;
+        if (pinned(sources[at]) != pinned(sources[0])) return INVALID_VALUE; /* the device's own memory, or the host's */
         plain(stream, targets[at], sources[at], sizes[at], NULL);
     }
     return OK;

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +28,7 @@ from servers.engines.torch_device import RunnerEngine
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
 from servers.models.specification import Axis, ModelSpecification
+from tests.unit.engines.fake_driver import DriverCopies, compiled_driver
 
 CPU = torch.device("cpu")
 MAX_ROWS = 8
@@ -152,35 +150,9 @@ class Slots:
         return view
 
 
-FAKE_DRIVER = Path(__file__).with_name("fake_driver.c")
-
-
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A library with the driver's functions, whose device memory is the host's."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    library = tmp_path_factory.mktemp("driver") / "libdriver.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, FAKE_DRIVER], check=True)
-    return str(library)
-
-
-class DriverCopies(CudaCopies):
-    """Copies through the stand-in. If it is late, it launches Python functions for graphs."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(0, 1, 2, 3)
-        assert self._copy_batch is not None
-        self._late = kind == "late"
-        if kind == "old":
-            self._copy_batch = None
-
-    def captured(self, run: Callable[[], object], pool: Any) -> Callable[[], object]:
-        if not self._late:
-            return run
-        function = ctypes.CFUNCTYPE(None)(lambda: run() and None)
-        return partial(self._launch, function, ctypes.cast(function, ctypes.c_void_p).value or 0)
+    return compiled_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture(params=["host", "driver", "late", "old"])
