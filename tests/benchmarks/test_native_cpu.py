@@ -10,11 +10,10 @@ answer is read. The figure is the user and system time of all processes of a ser
 the requests of the round; the ratio is the median over rounds. Run it alone: they are interleaved, but a busy machine
 still widens the spread.
 
-The bound is for the FP32 image: as one process the native server takes at most half of bare uvicorn's CPU time. Several
-processes on two cores pass more messages, each with fewer requests, and have a wider one. So have smaller bodies: they
-are little work beside what the bare application does not do, which decodes nothing and hands nothing to an engine.
-The other bare application, `hand-off`, at least hands each body to a thread and awaits it back, as any server must that
-does not execute models on its event loop.
+The bound is for the FP32 image: the native server takes at most half of bare uvicorn's CPU time. Smaller bodies have a
+wide one, since they are little work beside what the bare application does not do: it decodes nothing and hands nothing
+to an engine. The other bare application, `hand-off`, at least hands each body to a thread and awaits it back, as any
+server must that does not execute models on its event loop.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ import pytest
 
 ROUNDS = 31
 REQUESTS = 100
-IMAGE_LIMIT, IMAGE_LIMIT_OF_SEVERAL = 0.5, 0.7
-"""Of bare uvicorn's CPU time, for an FP32 image, for one process and for several: 0.24 to 0.46, and 0.28 to 0.61, in
-four runs on two quiet cores; up to 0.66 on busy ones."""
+IMAGE_LIMIT, LONE_IMAGE_LIMIT = 0.5, 0.7
+"""Of bare uvicorn's CPU time, for an FP32 image. The second is for one connection and several processes, where no other
+request shares the messages between them: 0.40 to 0.66 in runs on a busy machine. With 16 connections three front ends
+on two quiet cores exceed the first: 0.34 to 0.61 in four runs."""
 SMALL_LIMIT = 3.0
 """Of the time with a hand-off, for one process and smaller bodies: 0.5 to 2.3 in runs on a busy machine."""
 IMAGE_BYTES = 602_112
@@ -263,6 +263,6 @@ def test_cpu_per_request_stays_near_bare_uvicorn() -> None:
     for row in rows:
         if row.payload == IMAGE_BYTES:
             assert row.to_bare["fronts=0"] <= IMAGE_LIMIT
-            assert max(row.to_bare.values()) <= IMAGE_LIMIT_OF_SEVERAL
+            assert max(row.to_bare.values()) <= (LONE_IMAGE_LIMIT if row.connections == 1 else IMAGE_LIMIT)
         else:
             assert row.to_hand_off["fronts=0"] <= SMALL_LIMIT
