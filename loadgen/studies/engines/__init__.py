@@ -1,0 +1,1 @@
+"""The engine matrix: models × engines × precisions × modes × threads × batches × lengths, measured without a server."""

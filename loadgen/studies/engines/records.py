@@ -1,0 +1,244 @@
+"""What `abserve engines` stores, and what it finds.
+
+    DIR/plan.json           Plan        what was asked for and which combinations were refused; written first
+    DIR/environment.json    Environment host, versions, GPU; see `loadgen.records.run`
+    DIR/visits/NNNN.json    Visit       one engine process of one round; written when its last cell is measured
+    DIR/matrix.json         Matrix      made from the files above by `analyse`, at any time
+
+A *configuration* is what one engine process holds. A *cell* is a configuration at one batch size and one length. A
+*round* is every configuration once, in random order, each in a new process that measures its cells in random order. The
+round is the unit of replication: it includes what a restart changes, such as memory layout and chosen kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+
+from loadgen.records.run import Environment, Record, RunState
+
+
+class Configuration(Record, frozen=True, kw_only=True):
+    """What one engine process holds, as asked for; `auto` never occurs here."""
+
+    model: str
+    """As `--model` takes it: torchvision:resnet50."""
+    engine: str
+    precision: str
+    mode: str
+    device: str
+    """cpu or cuda:N."""
+    threads: int | None = None
+    """Intra-op threads; None on a GPU."""
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """What must be equal before two configurations are compared at all: the model and the device."""
+        return self.model, self.device
+
+
+class Refusal(Record, frozen=True, kw_only=True):
+    """A combination that was asked for and is not run; the reason ends with the remedy where there is one."""
+
+    configuration: Configuration
+    reason: str
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    """What was asked for. `settings` is the content of the matrix file in effect; `sha256` is that of it, and a run is
+    only resumed with the same."""
+
+    FILE: ClassVar[str] = "plan.json"
+
+    schema: Literal["abserve.engines-plan/1"] = "abserve.engines-plan/1"
+    settings: dict[str, Any]
+    sha256: str
+    seed: int
+    rounds: int
+    configurations: tuple[Configuration, ...]
+    refused: tuple[Refusal, ...]
+    batches: tuple[int, ...]
+    lengths: dict[str, tuple[int | None, ...]]
+    """By model; (None,) for a model without an axis of variable size."""
+    baseline: str
+    """The engine/mode that speed-ups divide by, as in torch/eager; of the same model, device, threads, batch and length,
+    in FP32."""
+    min_cosine: float
+    min_top1: float
+    """Cells below either limit are shown and not ranked."""
+
+
+class Conversion(Record, frozen=True, kw_only=True):
+    """One step from the model to what the engine executes, with its own cost. `made_now` is False for an artefact that
+    already lay there; its seconds are then those of its manifest."""
+
+    step: str
+    """export, quantise, build, extract, compile or package."""
+    seconds: float
+    made_now: bool = True
+    file: str | None = None
+    file_bytes: int | None = None
+    sha256: str | None = None
+
+
+class Measured(Record, frozen=True, kw_only=True):
+    """One cell of one visit. Latencies are of one whole batch."""
+
+    batch: int
+    length: int | None
+    first_call_ns: int
+    """The first call in this shape: compilation, allocation, autotuning."""
+    calls_ns: tuple[int, ...]
+    """`Engine.infer` by the host's clock, with every copy, in order."""
+    executions_ns: tuple[int, ...] | None = None
+    """Between device events, without copies; None where the engine or the device offers none."""
+    cosine_min: float | None = None
+    top1: float | None = None
+    relative_error: float | None = None
+    fault: str | None = None
+    """Why the answers are not the model's; None if they are, within the precision's tolerance."""
+    flops_per_item: int | None = None
+    allocated_bytes: int | None = None
+    """Peak of the framework's allocator on the device during this cell."""
+    reserved_bytes: int | None = None
+    process_device_bytes: int | None = None
+    """The process's device memory by NVML, after this cell."""
+    rss_bytes: int | None = None
+    """Peak resident host memory of the process so far."""
+    energy_joules: float | None = None
+    """Of the device (GPU: NVML's counter; CPU: RAPL, if this user may read it) during `energy_items`."""
+    energy_items: int = 0
+    kernels: tuple[dict[str, Any], ...] = ()
+    """With --profile: name, count, seconds, share; the longest first."""
+
+
+class Visit(Record, frozen=True, kw_only=True):
+    """One process: loaded, measured cell by cell, stopped. With `error` the process failed and has no cells."""
+
+    round: int
+    configuration: int
+    """Its place in `Plan.configurations`."""
+    started_at: str
+    error: str | None = None
+    import_seconds: float | None = None
+    load_seconds: float | None = None
+    """From the model's weights to an engine that is ready, without conversions that made an artefact."""
+    conversions: tuple[Conversion, ...] = ()
+    description: dict[str, Any] = {}
+    """The engine's description: version, precision, mode, device and threads in effect, details."""
+    item: str = "item"
+    cells: tuple[Measured, ...] = ()
+
+
+class Estimate(Record, frozen=True, kw_only=True):
+    """A value with its 95 % interval over rounds; no interval with fewer than two rounds or without spread."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class CellResult(Record, frozen=True, kw_only=True):
+    """One cell over all rounds. Times are in ns of one batch; rates come from `latency_ns`."""
+
+    configuration: int
+    batch: int
+    length: int | None
+    rounds: int
+    latency_ns: Estimate
+    """Geometric mean over rounds of each round's median call."""
+    p99_ns: int | None
+    """Of all calls together; None with too few for a 99th percentile."""
+    execution_ns: Estimate | None
+    items_per_second: Estimate
+    speedup: Estimate | None
+    """Throughput over the baseline's, paired by round; None for the baseline and where it was not measured."""
+    tflops: float | None = None
+    first_call_seconds: float
+    cosine_min: float | None = None
+    top1: float | None = None
+    relative_error: float | None = None
+    fault: str | None = None
+    excluded: str | None = None
+    """Why it is not ranked: wrong answers, or a loss of accuracy beyond the limits."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_device_bytes: int | None = None
+    rss_bytes: int | None = None
+    joules_per_item: Estimate | None = None
+    kernels: tuple[dict[str, Any], ...] = ()
+
+
+class ConfigurationResult(Record, frozen=True, kw_only=True):
+    """What one configuration cost before its first answer, over all rounds."""
+
+    configuration: Configuration
+    item: str
+    description: dict[str, Any]
+    load_seconds: Estimate | None
+    conversions: tuple[Conversion, ...]
+    """The first of each step; a later round finds the artefact."""
+    errors: tuple[str, ...] = ()
+    """One per failed visit."""
+
+
+class Winner(Record, frozen=True, kw_only=True):
+    """The fastest ranked configuration at one batch and length of a model on a device and number of threads."""
+
+    model: str
+    device: str
+    threads: int | None
+    batch: int
+    length: int | None
+    configuration: int
+    runner_up: int | None
+    ratio: Estimate | None
+    """Throughput over the runner-up's, paired by round."""
+    certain: bool
+    """Whether the interval of the ratio lies above 1."""
+
+
+class BreakEven(Record, frozen=True, kw_only=True):
+    """How many items a conversion has to serve before it pays, at one batch and length.
+
+    items = one-time seconds ÷ (seconds per item of the baseline − seconds per item after the conversion)
+    """
+
+    configuration: int
+    baseline: int
+    path: str
+    """PyTorch → ONNX → ONNX Runtime."""
+    batch: int
+    length: int | None
+    one_time_seconds: float
+    gain_seconds_per_item: Estimate
+    items: Estimate | None
+    """None where it never pays. A bound None: it may never pay."""
+    parity: str
+    """The proof that both compute the same."""
+
+
+class Answer(Record, frozen=True, kw_only=True):
+    """A question that the original studies asked, answered by this data. `outcome` is "undetermined" without the cells
+    that it needs."""
+
+    question: str
+    outcome: Literal["yes", "no", "undetermined"]
+    sentence: str
+
+
+class Matrix(Record, frozen=True, kw_only=True):
+    """Everything measured and found. Fields are only added, with a default."""
+
+    FILE: ClassVar[str] = "matrix.json"
+
+    schema: Literal["abserve.engines/1"] = "abserve.engines/1"
+    state: RunState | None
+    environment: Environment
+    plan: Plan
+    configurations: tuple[ConfigurationResult, ...]
+    """In the order of `Plan.configurations`; those that never loaded have no description."""
+    cells: tuple[CellResult, ...]
+    winners: tuple[Winner, ...] = ()
+    break_even: tuple[BreakEven, ...] = ()
+    answers: tuple[Answer, ...] = ()
