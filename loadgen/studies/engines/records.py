@@ -6,14 +6,17 @@
     DIR/matrix.json         Matrix      made from the files above by `analyse`, at any time
 
 A *configuration* is what one engine process holds. A *cell* is a configuration at one batch size and one length. A
-*round* is every configuration once, in random order, each in a new process that measures its cells in random order. The
-round is the unit of replication: it includes what a restart changes, such as memory layout and chosen kernels.
+*round* is every configuration once, in random order; a *visit* is one configuration in one round, its cells in random
+order. The round is the unit of replication. With processes "fresh" every visit is a new process, so that the intervals
+include what a restart changes, such as memory layout and chosen kernels. With processes "kept", which is for GPUs where
+starting takes most of the time, one process per configuration of a model lives through all rounds.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+import msgspec
 
 from loadgen.records.run import Environment, Record, RunState
 
@@ -55,14 +58,15 @@ class Plan(Record, frozen=True, kw_only=True):
     sha256: str
     seed: int
     rounds: int
+    processes: Literal["fresh", "kept"] = "fresh"
     configurations: tuple[Configuration, ...]
     refused: tuple[Refusal, ...]
     batches: tuple[int, ...]
     lengths: dict[str, tuple[int | None, ...]]
     """By model; (None,) for a model without an axis of variable size."""
     baseline: str
-    """The engine/mode that speed-ups divide by, as in torch/eager; of the same model, device, threads, batch and length,
-    in FP32."""
+    """The engine/mode that speed-ups divide by, as in torch/eager, in FP32; of the same model, device, threads, batch
+    and length."""
     min_cosine: float
     min_top1: float
     """Cells below either limit are shown and not ranked."""
@@ -113,7 +117,8 @@ class Measured(Record, frozen=True, kw_only=True):
 
 
 class Visit(Record, frozen=True, kw_only=True):
-    """One process: loaded, measured cell by cell, stopped. With `error` the process failed and has no cells."""
+    """One configuration in one round. With `error` the process failed and has no cells. With processes "kept" only the
+    first visit has the seconds and the conversions."""
 
     round: int
     configuration: int
@@ -124,7 +129,7 @@ class Visit(Record, frozen=True, kw_only=True):
     load_seconds: float | None = None
     """From the model's weights to an engine that is ready, without conversions that made an artefact."""
     conversions: tuple[Conversion, ...] = ()
-    description: dict[str, Any] = {}
+    description: dict[str, Any] = msgspec.field(default_factory=dict)
     """The engine's description: version, precision, mode, device and threads in effect, details."""
     item: str = "item"
     cells: tuple[Measured, ...] = ()
