@@ -10,3 +10,7 @@ MAX_BATCH_SIZE = 32
 MAX_QUEUE_DELAY_US = 2000
 QUEUE_SIZE = 512
 ARTEFACTS = ".artefacts"
+
+ENGINES = "torch, onnxruntime, tensorrt, openvino, jax, another installed engine, or null (no model)"
+PRECISIONS = "auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16, bf16, int8 or fp8, as the engine offers them."
+"""The help of `--engine` and of `--precision`."""

@@ -62,10 +62,8 @@ class ModelOptions(BaseSettings):
 class EngineOptions(ModelOptions):
     """The engine and how it executes the model."""
 
-    engine: str = Field("torch", title="Engine", description="torch, onnxruntime, tensorrt or null (no model).")
-    precision: str = Field(
-        defaults.PRECISION, title="Engine", description="auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16 or bf16."
-    )
+    engine: str = Field("torch", title="Engine", description=f"{defaults.ENGINES}.")
+    precision: str = Field(defaults.PRECISION, title="Engine", description=defaults.PRECISIONS)
     mode: str = Field(defaults.MODE, title="Engine", description="auto or a mode of the engine.")
     device: str = Field(
         defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N; auto uses a GPU if there is one."

@@ -15,10 +15,11 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from servers.engines.environment import enter_environment_of
 from servers.engines.factory import build_engine, check_engine
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present
-from servers.engines.settings import KINDS, EngineSettings
+from servers.engines.settings import EngineSettings, engine_kind
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
@@ -67,6 +68,7 @@ def engine(
         check_engine(specification, requested)
         if settings.device != "auto" or not nvidia_device_present():
             requested.mode_on("cuda" if _on_gpu(settings.device) else "cpu")
+        enter_environment_of(settings.engine)
         source = pin(weights, specification.find_pretrained)
     except (UnknownModelError, WeightsError, EngineError) as exc:
         fail(str(exc), exc, status=2)
@@ -143,7 +145,7 @@ def _artefact(
     specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, root: Path
 ) -> Path | None:
     """The file that the engine executes, made first when it is missing."""
-    if not KINDS[settings.kind].executes_file:
+    if engine_kind(settings.kind).executes is None:
         return None
     from servers.export.artefacts import executed_file
     from servers.export.errors import ExportError

@@ -6,11 +6,9 @@ from importlib import import_module
 from pathlib import Path
 
 from servers.engines.interface import Engine, EngineError, export_command
-from servers.engines.settings import KINDS, EngineSettings
+from servers.engines.settings import EngineSettings, engine_kind
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-
-KINDS_WITH_FILE = tuple(name for name, kind in KINDS.items() if kind.executes_file)
 
 
 def check_engine(specification: ModelSpecification, settings: EngineSettings) -> None:
@@ -35,16 +33,16 @@ def build_engine(
     """The engine, not loaded yet. Raises `EngineError` for a wrong setting, a missing file or a missing library.
 
     `specification` is a variant that an engine executes (see `ModelSpecification.executed`).
-    `artefact_path` is the ONNX file or the TensorRT plan for the kinds in `KINDS_WITH_FILE`; others ignore it.
+    `artefact_path` is the ONNX file or the TensorRT plan for the kinds that execute one; others ignore it.
     """
     check_engine(specification, settings)
-    kind = KINDS[settings.kind]
-    if kind.executes_file and artefact_path is None:
+    kind = engine_kind(settings.kind)
+    if kind.executes is not None and artefact_path is None:
         command = export_command(specification, "--to tensorrt" if settings.kind == "tensorrt" else "")
         raise EngineError(f"the {settings.kind} engine needs an exported file; run: {command}")
     module, _, name = kind.engine.partition(":")
     try:
-        engine: type[Engine] = getattr(import_module(f"servers.engines.{module}"), name)
+        engine: type[Engine] = getattr(import_module(module), name)
     except ImportError as exc:
-        raise EngineError(f"the {settings.kind} engine needs {exc.name}; run: pip install 'abserve[servers]'") from exc
+        raise EngineError(f"the {settings.kind} engine needs {exc.name}; run: {kind.install}") from exc
     return engine(specification, settings, weights, artefact_path)

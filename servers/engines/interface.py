@@ -28,10 +28,10 @@ PROFILE_AT_START = "ABSERVE_PROFILE_AT_START"
 class EngineDescription:
     """Settings in effect, read back from the engine after loading and never copied from the requested ones."""
 
-    kind: str  # torch, onnxruntime, tensorrt or null
+    kind: str  # torch, onnxruntime, tensorrt, …
     version: str
-    precision: str  # fp32, tf32, fp16 or bf16
-    mode: str  # eager, traced, scripted, compile, graph or session
+    precision: str  # fp32, tf32, fp16, bf16, int8 or fp8
+    mode: str  # eager, traced, graph, session, …
     device: str  # cpu or cuda:N
     threads: int | None  # intra-op threads; None on a GPU
     max_batch_size: int
@@ -89,7 +89,8 @@ class Engine(ABC):
     """A loaded model. Not thread-safe: one thread at a time calls its methods, with the exceptions that they name.
 
     Life: construct (cheap) → `load` → `warm_up` → `start` or `infer`, any number of times → `close`. A new engine is a
-    subclass with `load`, `infer`, `describe` and `close`, and an entry in `servers.engines.settings.KINDS`.
+    module with a subclass that has `load`, `infer`, `describe` and `close`, and with an `EngineKind` that a package
+    registers as an entry point of `servers.engines.settings.ENTRY_POINTS`; see docs/engines.md.
     """
 
     flights: int = 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
 from servers import defaults
 from servers.engines.processors import cuda_index, nvidia_device_present
@@ -19,40 +22,71 @@ class EngineKind:
     """The modes and precisions of one engine by device, "cpu" or "cuda"; `auto` selects the first mode of a device."""
 
     engine: str
-    """"module:class" in `servers.engines`; the module is imported only for this engine."""
+    """"module:class"; the module is imported only for this engine."""
     modes: Mapping[str, tuple[str, ...]]
     precisions: Mapping[str, tuple[str, ...]]
     libraries: tuple[str, ...] = ()
     """The libraries that `load` imports first, besides the model's own. A server imports them earlier to time them
     separately."""
-    executes_file: bool = False
-    """Whether it executes an exported file and not the model's own module."""
+    executes: str | None = None
+    """The operators of the exported file that it executes (see `servers.export.file_form`); None: it executes the
+    model's own module."""
+    install: str = "pip install 'abserve[servers]'"
+    """The command that installs its libraries."""
 
 
+ENTRY_POINTS = "abserve.engines"
+"""Packages register an engine under this group: its name, and the place of its `EngineKind`."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 KINDS: Mapping[str, EngineKind] = {
     "torch": EngineKind(
-        "torch:TorchEngine",
+        "servers.engines.torch:TorchEngine",
         {"cpu": ("eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")},
         {"cpu": ("fp32",), "cuda": PRECISIONS},
         ("torch",),
     ),
     "onnxruntime": EngineKind(
-        "onnxruntime:OnnxRuntimeEngine",
+        "servers.engines.onnxruntime:OnnxRuntimeEngine",
         {"cpu": ("session",), "cuda": ("graph", "session")},
         {"cpu": ("fp32", "fp16"), "cuda": ("fp32", "tf32", "fp16")},
         ("onnxruntime",),
-        executes_file=True,
+        executes="fused",
     ),
     "tensorrt": EngineKind(
-        "tensorrt:TensorRTEngine",
+        "servers.engines.tensorrt:TensorRTEngine",
         {"cuda": ("graph",)},
         {"cuda": ("fp16", "fp32", "tf32")},
         ("tensorrt",),
-        executes_file=True,
+        executes="standard",
+        install="pip install 'abserve[tensorrt]'",
     ),
-    "null": EngineKind("null:NullEngine", {"cpu": ("eager",)}, {"cpu": PRECISIONS}),
+    "null": EngineKind("servers.engines.null:NullEngine", {"cpu": ("eager",)}, {"cpu": PRECISIONS}),
 }
+
+
+@cache
+def _registered() -> Mapping[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def engine_names() -> tuple[str, ...]:
+    """Every engine: abserve's own, then those that packages register."""
+    return (*KINDS, *(name for name in _registered() if name not in KINDS))
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The engine of that name. Raises `EngineError` for an unknown one, and for one that cannot be imported."""
+    if name in KINDS:
+        return KINDS[name]
+    if (point := _registered().get(name)) is None:
+        raise EngineError(f"unknown engine {name!r}; {choose_from(name, engine_names())}")
+    try:
+        kind = point.load()
+    except Exception as exc:  # the module may be anybody's
+        raise EngineError(f"the engine {name} cannot be imported from {point.value}: {exc}") from exc
+    if not isinstance(kind, EngineKind):
+        raise EngineError(f"the entry point {point.value} of the engine {name} is not an EngineKind")
+    return kind
 
 
 def precision_on(device: str, requested: str) -> str:
@@ -79,21 +113,20 @@ class EngineSettings:
     """Sizes of the model's padded axis to prepare for, ascending; empty: the engine chooses. See `Axis`."""
 
     def __post_init__(self) -> None:
-        if (kind := KINDS.get(self.kind)) is not None:  # `check` refuses an unknown one
+        with suppress(EngineError):  # `check` refuses an unknown one
+            kind = engine_kind(self.kind)
             device = self.device_here() if "cpu" in kind.modes else "cuda"
             object.__setattr__(self, "precision", precision_on(device, self.precision))
 
     def check(self) -> None:
         """Raise `EngineError` for a value that is wrong on every device."""
-        if self.kind not in KINDS:
-            raise EngineError(f"unknown engine {self.kind!r}; {choose_from(self.kind, KINDS)}")
+        kind = engine_kind(self.kind)
         if self.device not in ("auto", "cpu") and cuda_index(self.device) is None:
             raise EngineError(f"unknown device {self.device!r}; use auto, cpu or cuda:N")
         if self.max_batch_size < 1:
             raise EngineError(f"max_batch_size {self.max_batch_size}: it must be at least 1")
         if self.threads < 0:
             raise EngineError(f"threads {self.threads}: it must be 0 (all cores) or more")
-        kind = KINDS[self.kind]
         for name, value, offered in (
             ("mode", self.mode, {"auto": None, **dict.fromkeys(m for modes in kind.modes.values() for m in modes)}),
             ("precision", self.precision, dict.fromkeys(p for some in kind.precisions.values() for p in some)),
@@ -106,7 +139,7 @@ class EngineSettings:
         uses GPUs."""
         if self.device != "auto":
             return self.device
-        return "cuda:0" if nvidia_device_present() and "cuda" in KINDS[self.kind].modes else "cpu"
+        return "cuda:0" if nvidia_device_present() and "cuda" in engine_kind(self.kind).modes else "cpu"
 
     def check_here(self) -> None:
         """Raise `EngineError` for a value that is wrong on this machine; loads no library."""
@@ -118,7 +151,7 @@ class EngineSettings:
 
     def mode_on(self, device: str) -> str:
         """The mode to execute in on "cpu" or "cuda". Raises `EngineError` if the engine does not offer it there."""
-        kind = KINDS[self.kind]
+        kind = engine_kind(self.kind)
         if device not in kind.modes:
             raise EngineError(
                 f"the {self.kind} engine does not run on {device}; use --device {' or '.join(kind.modes)}"

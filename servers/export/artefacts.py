@@ -168,7 +168,7 @@ def executed_file(
     max_batch_size: int = defaults.MAX_BATCH_SIZE,
     release: str | None = None,
 ) -> ExecutedFile:
-    """The file for one of `KINDS_WITH_FILE`, made first when it is missing or out of date.
+    """The file for an engine that executes one, made first when it is missing or out of date.
 
     `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of `ensure_artefact` and
     `ensure_plan`.

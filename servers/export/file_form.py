@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from servers.engines.settings import engine_kind
+
 PRECISIONS = ("fp32", "fp16")
 
 
@@ -42,4 +44,4 @@ def executed_form(engine: str, precision: str) -> FileForm:
     ONNX Runtime gets fused operators: with torch's export it leaves shape arithmetic on the CPU of a GPU session.
     """
     stored = "fp16" if precision == "fp16" else "fp32"
-    return FileForm(stored, Operators.FUSED if engine == "onnxruntime" else Operators.STANDARD)
+    return FileForm(stored, engine_kind(engine).executes or Operators.STANDARD)

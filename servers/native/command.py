@@ -13,9 +13,11 @@ import typer
 from pydantic import ValidationError
 
 from servers.defaults import ARTEFACTS
-from servers.engines.factory import KINDS_WITH_FILE, check_engine
+from servers.engines.environment import enter_environment_of
+from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
 from servers.engines.padding import padding_of
+from servers.engines.settings import engine_kind
 from servers.export.errors import ExportError
 from servers.launch_plan import LaunchPlan, host_in_url
 from servers.listener import ListenerError, bind, check_free
@@ -42,7 +44,7 @@ class Launch:
     @property
     def needs_artefacts(self) -> tuple[ModelSpecification, ...]:
         """The models whose exported file the engine executes; JPEG and UINT8 share theirs."""
-        if self.settings.engine not in KINDS_WITH_FILE:
+        if engine_kind(self.settings.engine).executes is None:
             return ()
         return tuple({s.executed.name: s.executed for s in self.specifications}.values())
 
@@ -75,6 +77,7 @@ def check(options: Mapping[str, Any]) -> Launch:
     for one in settings.of_engines():
         one.engine_settings().check_here()
     check_engine(first.executed, settings.engine_settings())
+    enter_environment_of(settings.engine)
     padding_of(first, settings.pad_sizes)
     weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
     if settings.engine == "torch" and module_file.takes(first.reference):

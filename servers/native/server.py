@@ -13,7 +13,7 @@ from contextlib import suppress
 import structlog
 
 from servers.engines.interface import Engine
-from servers.engines.settings import KINDS, EngineSettings
+from servers.engines.settings import EngineSettings, engine_kind
 from servers.launch_plan import host_in_url
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
@@ -67,7 +67,7 @@ def serve(
 def imported_first(engine: str, specification: ModelSpecification) -> tuple[str, ...]:
     """Libraries of an engine and of a model's module, so that a cold start's log separates imports from weights."""
     source = specification.reference.partition(":")[0]
-    return (*KINDS[engine].libraries, *([source] if engine == "torch" and source in SOURCES else []))
+    return (*engine_kind(engine).libraries, *([source] if engine == "torch" and source in SOURCES else []))
 
 
 def configure_logs(level: str) -> None:

@@ -39,17 +39,12 @@ class NativeSettings(BaseSettings):
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
     http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP.")
     grpc_port: int = Field(8101, ge=0, le=65535, title="Target", description="Port of gRPC; 0: no gRPC.")
-    engine: Literal["auto", "torch", "onnxruntime", "tensorrt", "null"] = Field(
+    engine: str = Field(
         "auto",
         title="Engine",
-        description="The engine that executes the model; null executes nothing. auto: torch, or onnxruntime for a "
-        "model that is an ONNX file.",
+        description=f"{defaults.ENGINES}. auto: torch, or onnxruntime for a model that is an ONNX file.",
     )
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
-        defaults.PRECISION,
-        title="Engine",
-        description="Precision of the computation; auto: fp16 on a GPU, fp32 on a CPU.",
-    )
+    precision: str = Field(defaults.PRECISION, title="Engine", description=defaults.PRECISIONS)
     mode: str = Field(
         defaults.MODE,
         title="Engine",

@@ -73,9 +73,9 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
-    from servers.engines.factory import KINDS_WITH_FILE, check_engine
+    from servers.engines.factory import check_engine
     from servers.engines.padding import padding_of, parse_pad_to
-    from servers.engines.settings import precision_on
+    from servers.engines.settings import engine_kind, precision_on
     from servers.export.artefacts import ExecutedFile, current_plan, executed_file
     from servers.export.tensorrt_tools import library_version
 
@@ -121,7 +121,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     models = []
     for specification in specifications:
         executed = specification.executed
-        if engine.kind not in KINDS_WITH_FILE:
+        if engine_kind(engine.kind).executes is None:
             models.append(PlacedModel(specification))
             continue
         if executed.name not in made:

@@ -26,11 +26,7 @@ class TritonSettings(EngineOptions):
 
     model_config = settings_of("ABSERVE_TRITON_")
 
-    engine: str = Field(
-        "onnxruntime",
-        title="Engine",
-        description="Of the python backend: torch, onnxruntime, tensorrt or null (no model).",
-    )
+    engine: str = Field("onnxruntime", title="Engine", description=f"Of the python backend: {defaults.ENGINES}.")
     tritonserver: Path | None = Field(
         None,
         title="Target",
