@@ -104,7 +104,7 @@ def _line(
         "type": "scatter",
         "mode": "lines+markers",
         "name": charts.label_text(name),
-        "legendgroup": name,
+        "legendgroup": str(style),
         "x": [charts.rounded(x) for _, x, _ in points],
         "y": [charts.rounded(value) for value in values],
         "error_y": charts.errors(values, bounds, color=own),

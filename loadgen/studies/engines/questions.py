@@ -19,7 +19,7 @@ from loadgen.studies.engines.cells import Cell, Shape, engine_mode, estimate, is
 from loadgen.studies.engines.records import Answer, Configuration, Estimate, Plan
 
 FP16_GAIN = "Does FP16 gain more for the transformer than for the CNN?"
-QUADRATIC = "Where does latency grow faster than length to the power 1.5?"
+QUADRATIC = "Does latency turn quadratic in the sequence length?"
 HALF = "Does DistilBERT take half the time of BERT?"
 DIP = "Is there a dip of throughput at a batch size?"
 
@@ -185,11 +185,11 @@ def _slope_answer(plan: Plan, asked: Configuration, cells: Sequence[Cell]) -> An
     steep = next(((low, high) for low, high, found in steps if found.low is not None and found.low > STEEP), None)
     if steep is not None:
         outcome: Outcome = "yes"
-        said = f"from {steep[0]} to {steep[1]}"
+        said = f"from {steep[0]} to {steep[1]} the exponent is certainly above {STEEP}"
     elif all(found.high is not None and found.high <= STEEP for _, _, found in steps):
-        outcome, said = "no", "not within the lengths measured"
+        outcome, said = "no", f"not within the lengths measured, no exponent is above {STEEP}"
     else:
-        outcome, said = "undetermined", "the intervals are too wide to say"
+        outcome, said = "undetermined", f"an interval includes {STEEP}, or is missing"
     return Answer(question=QUADRATIC, outcome=outcome, sentence=f"{where}: {said}. Exponents: {exponents}.")
 
 
@@ -274,7 +274,7 @@ def _dip_answer(plan: Plan, where: str, steps: Sequence[tuple[Cell, Cell]]) -> A
     sentence = (
         f"{where}: no batch size has certainly less throughput than the next smaller one; the lowest of "
         f"{len(tests)} ratios is {ratio(lowest, None)}"
-        + ("." if sure else f", and a drop of more than {number(100 * SMALL_DIP)} % is not excluded everywhere.")
+        + ("." if sure else f", and a drop of more than {number(100 * SMALL_DIP, 1)} % is not excluded everywhere.")
     )
     return Answer(question=DIP, outcome="no" if sure else "undetermined", sentence=sentence)
 

@@ -99,7 +99,7 @@ def _own_winners(matrix: Matrix, scope: Scope) -> list[Winner]:
 
 
 def _sentence(matrix: Matrix, view: View) -> str:
-    """Which configuration wins most cells of a view, and by how much at the middle length and the largest batch."""
+    """Which configuration leads in most cells of a view, and by how much at the middle length and the largest batch."""
     own = _own_winners(matrix, view.scope)
     if not own:
         return "no cell with right answers."
@@ -109,19 +109,17 @@ def _sentence(matrix: Matrix, view: View) -> str:
     length = charts.shown_length(view.cells)
     at = max(won, key=lambda one: (one.length == length, one.batch))
     cell = next(one for one in view.cells if (one.configuration, one.batch, one.length) == (most, at.batch, at.length))
-    text = (
-        f"{title_of(configurations[most])} is the fastest in {len(won)} of {counted(len(own), 'cell')}, certainly in "
-        f"{sum(one.certain for one in won)}. At {shape_text(at.batch, at.length)} it has"
-    )
-    over = [] if cell.speedup is None else [f"{times(cell.speedup)} the throughput of {matrix.plan.baseline} fp32"]
+    baseline = f"{matrix.plan.baseline} fp32"
+    over = [] if cell.speedup is None else [f"{times(cell.speedup)} that of {baseline}"]
     if at.runner_up is not None and at.ratio is not None:
         other = title_of(configurations[at.runner_up])
-        if not over or other != f"{matrix.plan.baseline} fp32":
-            over.append(
-                f"{times(at.ratio)} that of {other}" if over else f"{times(at.ratio)} the throughput of {other}"
-            )
+        over += [f"{times(at.ratio)} that of {other}"] if not over or other != baseline else []
+    sure = sum(one.certain for one in won)
     rate = f"{value(cell.items_per_second)} {items(matrix.configurations[most].item)}/s"
-    return f"{text} {rate}{', ' if over else ''}{join(over)}."
+    return (
+        f"{title_of(configurations[most])} leads in {len(won)} of {counted(len(own), 'cell')}, certainly in {sure}. "
+        f"At {shape_text(at.batch, at.length)}: {rate}{', ' if over else ''}{join(over)}."
+    )
 
 
 def questions(matrix: Matrix) -> doc.Section | None:
@@ -131,7 +129,9 @@ def questions(matrix: Matrix) -> doc.Section | None:
     rest = len(answers) - len(first)
     return doc.section(
         "Questions of earlier studies",
-        doc.Items([doc.Item(f"{one.outcome}. {one.sentence}", lead=one.question) for one in first], on=doc.TERMINAL),
+        doc.Items(
+            [doc.Item(f"{one.question} {one.outcome.capitalize()}. {one.sentence}") for one in first], on=doc.TERMINAL
+        ),
         doc.Text(f"{counted(rest, 'more answer')}: see report.html.", "note", on=doc.TERMINAL) if rest else None,
         doc.Table(
             (doc.Column("question", "text"), doc.Column("answer"), doc.Column("because", "text")),

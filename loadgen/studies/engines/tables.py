@@ -127,7 +127,7 @@ def _break_even_items(matrix: Matrix) -> list[doc.Block]:
         if not paying:
             text = f"never in {counted(len(own), 'cell')}"
         else:
-            ends = dict.fromkeys(f"{number(one.items.value)}" for one in (paying[0], paying[-1]) if one.items)
+            ends = dict.fromkeys(number(one.items.value) for one in (paying[0], paying[-1]) if one.items)
             text = f"pays after {' to '.join(ends)} items in {len(paying)} of {counted(len(own), 'cell')}"
         lines.append(doc.Item(text, lead=path))
     return [doc.Items(lines, on=doc.TERMINAL)]
