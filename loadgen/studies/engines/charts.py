@@ -267,14 +267,14 @@ def memory_chart(matrix: Matrix) -> doc.Chart | None:
     for view in views(matrix):
         places = list(dict.fromkeys(one.configuration for one in view.cells))
         rows = [charts.label_text(title_of(matrix.plan.configurations[place])) for place in places]
-        bars = []
+        bars: list[doc.Figure] = []
         for kind, (name, get) in enumerate(MEMORY):
             largest = [
                 max((get(one) or 0 for one in view.cells if one.configuration == place), default=0) / 2**20
                 for place in places
             ]
             if any(largest):
-                marker = {"color": f"--stage{kind}", "pattern": {"shape": charts.PATTERNS[kind]}}
+                marker = {"color": f"--stage{kind}", "pattern": {"shape": charts.PATTERNS[len(bars)]}}
                 hover = f"%{{y}}: %{{x:,.0f}} MiB<extra>{name}</extra>"
                 bars.append(charts.bars_across(name, rows, largest, marker, hovertemplate=hover))
         if bars:
@@ -283,6 +283,7 @@ def memory_chart(matrix: Matrix) -> doc.Chart | None:
                 "barmode": "group",
                 "xaxis": charts.axis("largest over all cells, MiB", rangemode="tozero"),
                 "yaxis": charts.ROWS,
+                "showlegend": True,
                 "legend": charts.LEGEND_ABOVE | {"traceorder": "normal"},
             }
             buttons.append(charts.add_view(data, view.label, bars, **layout))

@@ -165,7 +165,7 @@ def quadratic_length(plan: Plan, cells: Sequence[Cell]) -> list[Answer]:
             if answer := _slope_answer(plan, asked, [one for one in own if one.batch == largest]):
                 found.append(answer)
     return found or _unanswered(
-        QUADRATIC, f"This needs {plan.baseline} in FP32 at two sequence lengths at least, with right answers."
+        QUADRATIC, f"This needs the baseline ({plan.baseline}) in FP32 at two or more lengths, with right answers."
     )
 
 

@@ -168,7 +168,7 @@ def method(matrix: Matrix) -> doc.Section | None:
         ("rounds", f"{plan.rounds}, each with every configuration once in random order, seed {plan.seed}"),
         ("processes", how[plan.processes]),
         ("latency", "geometric mean over rounds of each round's median call, with a 95 % t interval on logs"),
-        ("speed-up", f"throughput over {plan.baseline} fp32, paired by round"),
+        ("speed-up", f"throughput over the baseline, paired by round; the baseline: {plan.baseline}, in fp32"),
         ("batch sizes", ", ".join(map(str, plan.batches))),
         *(
             (f"lengths of {short_model(model)}", ", ".join(str(one) for one in lengths))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import loadgen.report.document as doc
 from loadgen.quantities import counted, measured, number, ratio, share
 from loadgen.studies.engines.break_even import path_of
-from loadgen.studies.engines.charts import Scope, View, latency_ms, scope_of, scope_title, title_of, views
+from loadgen.studies.engines.charts import Scope, View, latency_ms, scope_of, scope_title, shown_length, title_of, views
 from loadgen.studies.engines.questions import times
 from loadgen.studies.engines.records import BreakEven, CellResult, ConfigurationResult, Estimate, Matrix
 
@@ -73,44 +73,48 @@ def winners_table(matrix: Matrix) -> doc.Section | None:
 
 
 def break_even_table(matrix: Matrix) -> doc.Section | None:
-    """After how many items each conversion has paid."""
-    plan = matrix.plan
-    rows = [
-        (
-            scope_title(matrix, scope_of(plan.configurations[one.configuration])),
-            title_of(plan.configurations[one.configuration]),
-            one.path,
-            one.batch,
-            "" if one.length is None else one.length,
-            number(one.one_time_seconds) if one.one_time_seconds > 0 else "0",
-            value(one.gain_seconds_per_item, 1e3) if one.gain_seconds_per_item.value > 0 else "none",
-            pays_after(one),
-            one.parity,
-        )
-        for one in matrix.break_even
-    ]
-    columns = (
-        doc.Column("model"),
-        doc.Column("configuration"),
-        doc.Column("path", roomy=True),
-        *doc.numbers("batch", "length", "one-time, s", "gain per item, ms"),
-        doc.Column("pays after, items", "number"),
-        doc.Column("parity", "text", roomy=True, on=doc.HTML),
+    """After how many items each conversion has paid: at one shape per model in a table, at all of them folded."""
+    configurations = matrix.plan.configurations
+    shown, folds = [], []
+    for view in views(matrix):
+        own = [one for one in matrix.break_even if scope_of(configurations[one.configuration]) == view.scope]
+        if not own:
+            continue
+        length, batch = shown_length(view.cells), max(one.batch for one in view.cells)
+        main = [_break_even_row(matrix, one) for one in own if (one.batch, one.length) == (batch, length)]
+        title = f"{view.label}, {shape_text(batch, length)}"
+        shown.append(doc.Table(PAYS, main, title=title, grouped=True, on=doc.PAGES))
+        shapes = [(*_break_even_row(matrix, one), one.batch, one.length or "") for one in own]
+        table = doc.Table((*PAYS, *doc.numbers("batch", "length")), shapes, grouped=True)
+        folds.append(doc.Fold(f"{view.label}: every batch and length", (table,), on=doc.HTML))
+    text = (
+        f"Against {matrix.plan.baseline} fp32 with the same threads. One-time: conversions, load and first call, "
+        "beyond the baseline's own load and first call. Items = one-time seconds ÷ seconds gained per item, with "
+        "Fieller's 95 % interval over rounds. The tooltip of the result is the proof of parity; cells that are not "
+        "ranked are left out."
     )
-    caption = (
-        f"Against {plan.baseline} fp32 with the same threads. One-time: conversions, load and first call, beyond the "
-        "baseline's own load and first call. Items = one-time seconds ÷ seconds gained per item, with Fieller's 95 % "
-        "interval over rounds. Cells that are not ranked are left out."
-    )
-    table = doc.Table(columns, rows, caption=caption, grouped=True, on=doc.PAGES)
-    folded = doc.Fold(f"All {len(rows)} break-even points", (table,), on=doc.HTML)
-    elsewhere = doc.Text(
-        f"{len(rows)} break-even points: see report.html; the data is in matrix.json.", on=doc.MARKDOWN
-    )
+    if not matrix.break_even:
+        return None
     return doc.section(
-        "Break-even of conversions",
-        *_break_even_items(matrix),
-        *([folded, elsewhere] if len(rows) > FULL_CELLS else [table]),
+        "Break-even of conversions", *_break_even_items(matrix), doc.Text(text, "note", on=doc.PAGES), *shown, *folds
+    )
+
+
+PAYS = (
+    doc.Column("configuration"),
+    doc.Column("path"),
+    *doc.numbers("one-time, s", "gain per item, ms", "pays after, items"),
+)
+
+
+def _break_even_row(matrix: Matrix, one: BreakEven) -> tuple[doc.Value, ...]:
+    """The proof of parity is a tooltip of the result."""
+    return (
+        title_of(matrix.plan.configurations[one.configuration]),
+        one.path,
+        number(one.one_time_seconds) if one.one_time_seconds > 0 else "0",
+        value(one.gain_seconds_per_item, 1e3) if one.gain_seconds_per_item.value > 0 else "none",
+        doc.Cell(pays_after(one), "note", hint=one.parity),
     )
 
 
@@ -128,7 +132,8 @@ def _break_even_items(matrix: Matrix) -> list[doc.Block]:
             text = f"never in {counted(len(own), 'cell')}"
         else:
             ends = dict.fromkeys(number(one.items.value) for one in (paying[0], paying[-1]) if one.items)
-            text = f"pays after {' to '.join(ends)} items in {len(paying)} of {counted(len(own), 'cell')}"
+            after = "at once" if list(ends) == ["0"] else f"after {' to '.join(ends)} items"
+            text = f"pays {after} in {len(paying)} of {counted(len(own), 'cell')}"
         lines.append(doc.Item(text, lead=path))
     return [doc.Items(lines, on=doc.TERMINAL)]
 
@@ -139,8 +144,8 @@ def pays_after(one: BreakEven) -> str:
         high = one.gain_seconds_per_item.high
         return "never" if high is None or high <= 0.0 else "never (no gain measured)"
     found, low, high = one.items.value, one.items.low, one.items.high
-    if found == 0.0 and (high == 0.0 or low is None):
-        return "at once"
+    if found == 0.0 and (high in (0.0, None)):
+        return "at once" if high == 0.0 or low is None else "at once, if it gains anything"
     if low is None:
         return number(found)
     if high is None:
@@ -221,6 +226,8 @@ def _cells(matrix: Matrix, view: View, on: doc.Format = doc.HTML) -> doc.Table:
             "" if one.tflops is None else number(one.tflops),
             number(one.first_call_seconds),
             value(one.joules_per_item),
+            "" if one.cosine_min is None else f"{one.cosine_min:.6f}",
+            "" if one.top1 is None else f"{one.top1:.4g}",
             doc.Cell("not ranked", "failed", hint=one.excluded) if one.excluded else "",
         )
         for one in view.cells
@@ -228,7 +235,7 @@ def _cells(matrix: Matrix, view: View, on: doc.Format = doc.HTML) -> doc.Table:
     columns = (
         doc.Column("configuration"),
         *doc.numbers("batch", "length", "latency, ms", "p99, ms", "on the device, ms", "items/s", "speed-up"),
-        *doc.numbers("TFLOP/s", "first call, s", "J per item"),
+        *doc.numbers("TFLOP/s", "first call, s", "J per item", "cosine", "top-1"),
         *doc.names(""),
     )
     return doc.Table(columns, rows, title="" if on is doc.HTML else view.label, grouped=True, on=on)
