@@ -49,10 +49,13 @@ def test_intervals_of_latency_and_speedup_cover_what_was_planted() -> None:
     assert widths[1] < 0.75 * widths[0]
 
 
-def test_identical_configurations_get_no_certain_winner() -> None:
-    asked = plan(TORCH, ONNX, JAX, batches=(1, 2, 4, 8))
-    certain = [any(one.certain for one in matrix(asked, per_item({}), seed=seed).winners) for seed in range(SIMULATED)]
-    assert np.mean(certain) <= 0.05
+@pytest.mark.parametrize("count", [2, 3])
+def test_identical_configurations_get_no_certain_winner(count: int) -> None:
+    """Nor is there a dip. Without Holm's adjustment every fourth matrix of two would have a certain winner."""
+    asked = plan(*(TORCH, ONNX, JAX)[:count], batches=(1, 2, 4, 8, 16, 32))
+    found = [matrix(asked, per_item({}), seed=seed) for seed in range(SIMULATED)]
+    assert np.mean([any(one.certain for one in each.winners) for each in found]) <= 0.05
+    assert np.mean([any(one.outcome == "yes" for one in each.answers) for each in found]) <= 0.05
 
 
 def test_the_fastest_wins_with_its_ratio_to_the_next() -> None:
