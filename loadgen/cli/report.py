@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from loadgen.cli.json_output import fail
 
+if TYPE_CHECKING:
+    from loadgen.report.document import Document
+
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `abserve compare` wrote to.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder that `abserve compare` or `abserve engines` wrote to.")
+    ],
     open_report: Annotated[bool, typer.Option("--open", help="Open report.html in the web browser.")] = False,
     output: Annotated[
         str | None,
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Print csv, csv-blocks, json, junit or markdown, and write no file.",
+            help="Print csv, csv-blocks, json, junit or markdown, and write no file. Of an engine matrix: csv, json or "
+            "markdown.",
         ),
     ] = None,
 ) -> None:
     """Make result.json, report.html and summary.md again from the records in DIR, also after an interrupted run.
 
-    A published folder without raw samples is reported from its result.json.
+    A published folder without raw samples is reported from its result.json. Of an engine matrix: matrix.json,
+    report.html, summary.md, cells.csv and cells.parquet, from its visits or, without those, its matrix.json.
 
     Exit status: 0 the reports were made, whatever the verdict; 1 they cannot be written; 2 DIR holds no readable run,
     or the format is unknown.
@@ -33,27 +42,24 @@ def report(
     import webbrowser
 
     from loadgen.experiment.plan import unknown
-    from loadgen.report import write_reports
     from loadgen.report.console import make_console
-    from loadgen.report.contents import result_document
-    from loadgen.report.files import formats
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.result.analysis import readable, stored_result
+    from loadgen.result.analysis import readable
     from loadgen.result.result_file import ResultError
     from loadgen.storage.stored_run import StoredRunError
+    from loadgen.studies.engines.files import is_matrix
 
     console = make_console(sys.stdout)
     try:
         with readable(directory):
-            result = stored_result(directory)
+            found = _of_matrix(directory) if is_matrix(directory) else _of_comparison(directory)
             if output is not None:
-                known = formats(result)
-                if output not in known:
-                    fail(unknown("--format", output, list(known)))
-                typer.echo(known[output](), nl=False)
+                if output not in found.formats:
+                    fail(unknown("--format", output, list(found.formats)))
+                typer.echo(found.formats[output](), nl=False)
                 return
-            paths = write_reports(directory, result)
-            print_document(result_document(result), console)
+            paths = found.write()
+            print_document(found.document, console)
     except (StoredRunError, ResultError) as exc:
         fail(str(exc))
     except OSError as exc:
@@ -62,7 +68,36 @@ def report(
             "the report",
             1,
         )
-    for path in paths:
+    for path in (*paths, *found.notes):
         console.print(f"{path}", soft_wrap=True)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())
+
+
+class Reported(NamedTuple):
+    """What can be made of a folder."""
+
+    document: Document
+    formats: dict[str, Callable[[], str]]
+    write: Callable[[], list[Path]]
+    notes: tuple[str, ...] = ()
+
+
+def _of_comparison(directory: Path) -> Reported:
+    from loadgen.report import write_reports
+    from loadgen.report.contents import result_document
+    from loadgen.report.files import formats
+    from loadgen.result.analysis import stored_result
+
+    result = stored_result(directory)
+    return Reported(result_document(result), formats(result), partial(write_reports, directory, result))
+
+
+def _of_matrix(directory: Path) -> Reported:
+    from loadgen.studies.engines import files
+    from loadgen.studies.engines.sections import matrix_document
+
+    matrix = files.stored_matrix(directory)
+    notes = () if files.has_parquet() else (files.NO_PARQUET,)
+    write = partial(files.write_reports, directory, matrix)
+    return Reported(matrix_document(matrix), files.formats(matrix), write, notes)

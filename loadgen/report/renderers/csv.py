@@ -30,11 +30,11 @@ def render_csv(documents: Mapping[str, doc.Document], name: str) -> str:
             if table.name == name:
                 if not out.tell():
                     writer.writerow(["run", *(column.title for column in table.columns)])
-                writer.writerows([_field(run), *map(_field, row)] for row in table.rows)
+                writer.writerows([field(run), *map(field, row)] for row in table.rows)
     return out.getvalue()
 
 
-def _field(value: doc.Value) -> object:
+def field(value: doc.Value) -> object:
     """Printable text that a spreadsheet does not take for a formula."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import loadgen.report.document as doc
 from loadgen.comparison.claims import join
 from loadgen.quantities import share
-from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
 from loadgen.report.charts import several
+from loadgen.report.machine import environment_rows
 from loadgen.result.result_file import Result
 
 
@@ -99,23 +96,7 @@ def environment(result: Result) -> doc.Section | None:
     found = result.environment
     if found is None:
         return doc.section("Environment", doc.Text("Not recorded."), on=doc.HTML, half=True)
-    rows = [("started", found.started_at), ("commit", found.git_commit or "–")]
-    for name, value in found.host.items():
-        title = name.removesuffix("_bytes").replace("_", " ")
-        if name.endswith("_bytes") and isinstance(value, int | float):
-            rows.append((title, f"{value / 2**30:.1f} GiB"))
-        elif value is not None:
-            rows.append((name.replace("_", " "), str(value)))
-    return _rows("Environment", [*rows, ("GPU", gpu_text(found.gpu)), *sorted(found.packages.items())])
-
-
-def gpu_text(document: Mapping[str, Any]) -> str:
-    """The GPU that the servers use, and of how many; the driver's status if no server reports a GPU."""
-    used = used_gpu(document)
-    own = own_devices(document, () if used is None else (used,))
-    if used is None or [device.get("uuid") for device in own] != [used]:
-        return str(document.get("status", "unknown")).replace("_", " ")
-    return f"{own[0].get('name') or 'GPU'} {used}, 1 of {len(own_devices(document, ()))}"
+    return _rows("Environment", environment_rows(found))
 
 
 def reproduce(result: Result) -> doc.Section | None:

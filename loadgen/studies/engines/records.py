@@ -142,6 +142,11 @@ class Estimate(Record, frozen=True, kw_only=True):
     low: float | None = None
     high: float | None = None
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Both bounds, or None where one is missing."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
 
 class CellResult(Record, frozen=True, kw_only=True):
     """One cell over all rounds. Times are in ns of one batch; rates come from `latency_ns`."""
@@ -200,7 +205,8 @@ class Winner(Record, frozen=True, kw_only=True):
     ratio: Estimate | None
     """Throughput over the runner-up's, paired by round."""
     certain: bool
-    """Whether the interval of the ratio lies above 1."""
+    """Whether it is faster than every other ranked configuration there, with a chance of at most 5 % of one false
+    certain winner in the whole matrix (Holm)."""
 
 
 class BreakEven(Record, frozen=True, kw_only=True):
@@ -218,7 +224,7 @@ class BreakEven(Record, frozen=True, kw_only=True):
     one_time_seconds: float
     gain_seconds_per_item: Estimate
     items: Estimate | None
-    """None where it never pays. A bound None: it may never pay."""
+    """None where it never pays. Only `high` None: it may never pay. Both bounds None: no interval, see `Estimate`."""
     parity: str
     """The proof that both compute the same."""
 

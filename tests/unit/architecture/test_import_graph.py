@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
 }
 ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener"}
 
-STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start")
+STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start", "engines")
 MEASURING = ("containers", "measure")
 """Modules of a study that drive servers."""
 
@@ -40,7 +40,8 @@ LOADGEN = (
     "quantities", "documents", "headers", "invocation", "records", "statistics", "transport", "targets", "experiment",
     "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings", "storage",
     "comparison", "studies", "result", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
-    "report.document", "report.charts", "report.renderers", *of_studies("sections"), "run", "calibration", "report",
+    "report.document", "report.charts", "report.machine", "report.renderers", "studies.engines.charts",
+    "studies.engines.tables", *of_studies("sections"), "studies.engines.files", "run", "calibration", "report",
     "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
@@ -49,6 +50,7 @@ PURE = (
     "statistics", "records.run", "comparison", "result", "experiment.schedule", "experiment.arrivals",
     *(f"studies.{study}.analyse" for study in STUDIES if study not in ("fairness", "answers")),
     "studies.gpu_proof.decision", "studies.gpu_proof.signals", "studies.rate_search.search",
+    "studies.engines.cells", "studies.engines.break_even", "studies.engines.questions",
 )  # fmt: skip
 IMPURE = {
     "locust",
@@ -194,11 +196,10 @@ def room(module: str) -> str:
     parts = module.split(".")[1:]
     if parts[0] == "studies" and len(parts) > 2:
         what = parts[2]
-        floors = {"records": "records", "readings": "records", "sections": "sections"} | dict.fromkeys(
-            MEASURING, "measure"
-        )
+        floors = {"records": "records", "readings": "records"} | dict.fromkeys(MEASURING, "measure")
+        floors |= dict.fromkeys(("sections", "charts", "tables", "files"), "sections")
         return f"studies: {floors.get(what, 'analyse')}"
-    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "renderers"):
+    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "machine", "renderers"):
         return "report: document"
     return "studies: registry" if parts[:2] == ["studies", "registry"] else parts[0]
 

@@ -12,7 +12,7 @@ from loadgen.bench.gpu_recording import gpu_options
 from loadgen.machine.fingerprint import fingerprint
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Label
-from loadgen.report.sections.conditions import gpu_text
+from loadgen.report.machine import gpu_text
 from loadgen.result.noise_floor import gpu_of
 from loadgen.studies.fairness.measure import IDLE_SECONDS, as_condition, read_busy_share, read_conditions
 

@@ -1,0 +1,163 @@
+"""After how many items a conversion has paid for itself.
+
+    one-time seconds = conversions + load + first call − (load + first call of the baseline)
+    gain per item    = seconds per item of the baseline − seconds per item after the conversion
+    items            = one-time seconds ÷ gain per item
+
+Conversions are export, quantise, build, extract, compile and package, each with the seconds that it took when it was
+made, also where this run found the artefact. Load and first call are what a new process pays for one shape. The
+baseline pays its own load and first call in any case, so only the difference counts; a path that starts sooner and runs
+faster pays from the first item.
+
+The interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which load, first call and
+latency are measured together. Where the interval of the gain includes 0, the conversion may never pay: there is no
+upper bound. Where no gain was measured it never pays. Cells with wrong or too inaccurate answers have no break-even:
+they do not compute the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from loadgen.quantities import number
+from loadgen.statistics.ratios import SIGNIFICANCE, critical_t
+from loadgen.studies.engines.cells import Cell, Shape, baseline_of, first_call_ns, worst
+from loadgen.studies.engines.records import (
+    BreakEven,
+    Configuration,
+    ConfigurationResult,
+    Estimate,
+    Plan,
+    Visit,
+)
+
+PATHS: Mapping[str, str] = {
+    "torch": "PyTorch",
+    "torch/compile": "PyTorch → torch.compile",
+    "torch/traced": "PyTorch → TorchScript",
+    "torch/scripted": "PyTorch → TorchScript",
+    "torch/graph": "PyTorch → CUDA graph",
+    "torch/aot": "PyTorch → AOTInductor",
+    "torch-aot": "PyTorch → AOTInductor",
+    "onnxruntime": "PyTorch → ONNX → ONNX Runtime",
+    "tensorrt": "PyTorch → ONNX → TensorRT",
+    "openvino": "PyTorch → ONNX → OpenVINO",
+    "jax": "PyTorch → JAX",
+    "onnxruntime-jax": "PyTorch → JAX → ONNX → ONNX Runtime",
+    "tensorrt-jax": "PyTorch → JAX → ONNX → TensorRT",
+}
+"""By engine, or by engine and mode where the mode converts. A new engine is one line; without it its name is shown."""
+
+
+def path_of(one: Configuration) -> str:
+    """What the model goes through before this configuration executes it."""
+    return PATHS.get(f"{one.engine}/{one.mode}") or PATHS.get(one.engine) or f"PyTorch → {one.engine}"
+
+
+def break_even(
+    plan: Plan, configurations: Sequence[ConfigurationResult], visits: Sequence[Visit], cells: Sequence[Cell]
+) -> tuple[BreakEven, ...]:
+    """The break-even of every configuration that converts something, at every shape that its baseline has too."""
+    by_place: dict[tuple[int, Shape], Cell] = {(one.configuration, one.shape): one for one in cells}
+    loads: dict[int, dict[int, float]] = {}
+    for visit in visits:
+        if visit.load_seconds is not None:
+            loads.setdefault(visit.configuration, {})[visit.round] = visit.load_seconds
+    found = []
+    for cell in cells:
+        asked = plan.configurations[cell.configuration]
+        place = baseline_of(plan, asked)
+        base = None if place is None else by_place.get((place, cell.shape))
+        if base is None or base is cell or cell.excluded or base.excluded:
+            continue
+        conversions = math.fsum(one.seconds for one in configurations[cell.configuration].conversions)
+        if not conversions and path_of(asked) == path_of(plan.configurations[base.configuration]):
+            continue
+        costs, gains = _by_round(plan, cell, base, conversions, loads)
+        if gains:
+            found.append(
+                BreakEven(
+                    configuration=cell.configuration,
+                    baseline=base.configuration,
+                    path=path_of(asked),
+                    batch=cell.batch,
+                    length=cell.length,
+                    one_time_seconds=math.fsum(costs) / len(costs),
+                    gain_seconds_per_item=mean_interval(gains),
+                    items=items_until(costs, gains),
+                    parity=parity(cell),
+                )
+            )
+    return tuple(found)
+
+
+def _by_round(
+    plan: Plan, cell: Cell, base: Cell, conversions: float, loads: Mapping[int, Mapping[int, float]]
+) -> tuple[list[float], list[float]]:
+    """One-time seconds and seconds gained per item of every round that both cells have."""
+    costs, gains = [], []
+    for number_, own_ns in cell.latencies_ns.items():
+        if number_ not in base.latencies_ns:
+            continue
+        start = [_start_seconds(plan, one, number_, loads.get(one.configuration, {})) for one in (cell, base)]
+        costs.append(conversions + start[0] - start[1])
+        gains.append(base.latencies_ns[number_] / base.batch / 1e9 - own_ns / cell.batch / 1e9)
+    return costs, gains
+
+
+def _start_seconds(plan: Plan, cell: Cell, round_: int, loads: Mapping[int, float]) -> float:
+    """Load and first call of a round; a kept process has them once, in its first round."""
+    if plan.processes == "kept":
+        return (loads[min(loads)] if loads else 0.0) + first_call_ns(plan, cell) / 1e9
+    load = loads.get(round_, math.fsum(loads.values()) / len(loads) if loads else 0.0)
+    return load + cell.rounds[round_].first_call_ns / 1e9
+
+
+def mean_interval(values: Sequence[float]) -> Estimate:
+    """Arithmetic mean with its 95 % t interval; no interval with fewer than two values or without spread."""
+    mean = math.fsum(values) / len(values)
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    if error <= abs(mean) * 1e-9:
+        return Estimate(value=mean)
+    half = critical_t(len(values) - 1.0, SIGNIFICANCE) * error
+    return Estimate(value=mean, low=mean - half, high=mean + half)
+
+
+def items_until(costs: Sequence[float], gains: Sequence[float]) -> Estimate | None:
+    """Mean cost over mean gain with Fieller's 95 % interval; both by round. None: never.
+
+    Only `high` None: the gain may be 0. Both None: too few rounds for an interval. Numbers of items are never below 0.
+    """
+    count = len(gains)
+    cost, gain = math.fsum(costs) / count, math.fsum(gains) / count
+    if gain <= 0.0:
+        return None
+    value = max(cost / gain, 0.0)
+    if mean_interval(gains).low is None:
+        return Estimate(value=value)
+    t_squared = critical_t(count - 1.0, SIGNIFICANCE) ** 2
+    ((cost_variance, covariance), (_, gain_variance)) = np.cov(costs, gains) / count * t_squared
+    square = gain**2 - float(gain_variance)
+    half = cost * gain - float(covariance)
+    root = math.sqrt(max(half**2 - square * (cost**2 - float(cost_variance)), 0.0))
+    if square > 0.0:
+        return Estimate(value=value, low=max((half - root) / square, 0.0), high=max((half + root) / square, 0.0))
+    unbounded = half**2 <= square * (cost**2 - float(cost_variance))
+    low = 0.0 if unbounded or not square else min(max((half - root) / square, 0.0), value)
+    return Estimate(value=value, low=low)
+
+
+def parity(cell: Cell) -> str:
+    """What proves that the cell computes what the model in FP32 does."""
+    cosine = worst((one.cosine_min for one in cell.measured), min)
+    top1 = worst((one.top1 for one in cell.measured), min)
+    error = worst((one.relative_error for one in cell.measured), max)
+    known = [
+        *([] if cosine is None else [f"cosine at least {cosine:.6f}"]),
+        *([] if top1 is None else [f"top-1 agreement {number(100.0 * top1)} %"]),
+        *([] if error is None else [f"relative error at most {error:.2g}"]),
+    ]
+    return ", ".join(known) or "the answers were not compared"

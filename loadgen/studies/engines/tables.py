@@ -1,0 +1,321 @@
+"""The tables of an engine matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import loadgen.report.document as doc
+from loadgen.quantities import counted, measured, number, ratio, share
+from loadgen.studies.engines.break_even import path_of
+from loadgen.studies.engines.charts import Scope, View, latency_ms, scope_of, scope_title, shown_length, title_of, views
+from loadgen.studies.engines.questions import times
+from loadgen.studies.engines.records import BreakEven, CellResult, ConfigurationResult, Estimate, Matrix
+
+MANY = 5
+"""Kernels shown per configuration."""
+FULL_CELLS = 40
+"""Cells up to which Markdown has all of them; beyond that cells.csv has them."""
+
+
+def speedup(found: Estimate | None) -> str:
+    """A ratio with its interval, or "" """
+    return "" if found is None else times(found)
+
+
+def value(found: Estimate | None, scale: float = 1.0) -> str:
+    """A value with the digits that its interval supports, or "" """
+    if found is None:
+        return ""
+    limits = found.interval
+    return measured(found.value * scale, None if limits is None else (limits[0] * scale, limits[1] * scale))
+
+
+def shape_text(batch: int, length: int | None) -> str:
+    """batch 8, length 128"""
+    return f"batch {batch}" + ("" if length is None else f", length {length}")
+
+
+def winners_table(matrix: Matrix) -> doc.Section | None:
+    """The winner of every batch size and length."""
+    configurations = matrix.plan.configurations
+    rows = [
+        (
+            scope_title(matrix, Scope(one.model, one.device, one.threads)),
+            one.batch,
+            "" if one.length is None else one.length,
+            title_of(configurations[one.configuration]),
+            doc.Cell(speedup(one.ratio), short="" if one.ratio is None else ratio(one.ratio.value, one.ratio.interval)),
+            "" if one.runner_up is None else title_of(configurations[one.runner_up]),
+            doc.Cell("certain", "ok") if one.certain else doc.Cell("not certain", "unknown", short="?"),
+        )
+        for one in matrix.winners
+    ]
+    columns = (
+        doc.Column("model"),
+        doc.Column("batch", "number"),
+        doc.Column("length", "number"),
+        doc.Column("fastest"),
+        doc.Column("over the next", "number"),
+        doc.Column("next", on=doc.PAGES),
+        doc.Column("", on=doc.PAGES),
+    )
+    caption = (
+        "Ratio of throughputs, paired by round, with its 95 % interval. Certain: faster than every other ranked "
+        "configuration, with a chance of at most 5 % of one false winner in the whole table (Holm)."
+    )
+    return doc.section(
+        "The fastest configurations",
+        doc.Fold(f"All {len(rows)} winners", (doc.Table(columns, rows, caption=caption, grouped=True),))
+        if len(rows) > FULL_CELLS
+        else doc.Table(columns, rows, caption=caption, grouped=True, on=doc.PAGES),
+        on=doc.PAGES,
+    )
+
+
+def break_even_table(matrix: Matrix) -> doc.Section | None:
+    """After how many items each conversion has paid: at one shape per model in a table, at all of them folded."""
+    configurations = matrix.plan.configurations
+    shown, folds = [], []
+    for view in views(matrix):
+        own = [one for one in matrix.break_even if scope_of(configurations[one.configuration]) == view.scope]
+        if not own:
+            continue
+        length, batch = shown_length(view.cells), max(one.batch for one in view.cells)
+        main = [_break_even_row(matrix, one) for one in own if (one.batch, one.length) == (batch, length)]
+        title = f"{view.label}, {shape_text(batch, length)}"
+        shown.append(doc.Table(PAYS, main, title=title, grouped=True, on=doc.PAGES))
+        shapes = [(*_break_even_row(matrix, one), one.batch, one.length or "") for one in own]
+        table = doc.Table((*PAYS, *doc.numbers("batch", "length")), shapes, grouped=True)
+        folds.append(doc.Fold(f"{view.label}: every batch and length", (table,), on=doc.HTML))
+    text = (
+        f"Against {matrix.plan.baseline} fp32 with the same threads. One-time: conversions, load and first call, "
+        "beyond the baseline's own load and first call. Items = one-time seconds ÷ seconds gained per item, with "
+        "Fieller's 95 % interval over rounds. The tooltip of the result is the proof of parity; cells that are not "
+        "ranked are left out."
+    )
+    if not matrix.break_even:
+        return None
+    return doc.section(
+        "Break-even of conversions", *_break_even_items(matrix), doc.Text(text, "note", on=doc.PAGES), *shown, *folds
+    )
+
+
+PAYS = (
+    doc.Column("configuration"),
+    doc.Column("path"),
+    *doc.numbers("one-time, s", "gain per item, ms", "pays after, items"),
+)
+
+
+def _break_even_row(matrix: Matrix, one: BreakEven) -> tuple[doc.Value, ...]:
+    """The proof of parity is a tooltip of the result."""
+    return (
+        title_of(matrix.plan.configurations[one.configuration]),
+        one.path,
+        number(one.one_time_seconds) if one.one_time_seconds > 0 else "0",
+        value(one.gain_seconds_per_item, 1e3) if one.gain_seconds_per_item.value > 0 else "none",
+        doc.Cell(pays_after(one), "note", hint=one.parity),
+    )
+
+
+def _break_even_items(matrix: Matrix) -> list[doc.Block]:
+    """One line per path, for a terminal: at its quickest and its slowest cell."""
+    by_path: dict[str, list[BreakEven]] = {}
+    for one in matrix.break_even:
+        by_path.setdefault(one.path, []).append(one)
+    lines = []
+    for path, own in by_path.items():
+        paying = sorted(
+            (one for one in own if one.items is not None), key=lambda one: one.items.value if one.items else 0
+        )
+        if not paying:
+            text = f"never in {counted(len(own), 'cell')}"
+        else:
+            ends = dict.fromkeys(number(one.items.value) for one in (paying[0], paying[-1]) if one.items)
+            after = "at once" if list(ends) == ["0"] else f"after {' to '.join(ends)} items"
+            text = f"pays {after} in {len(paying)} of {counted(len(own), 'cell')}"
+        lines.append(doc.Item(text, lead=path))
+    return [doc.Items(lines, on=doc.TERMINAL)]
+
+
+def pays_after(one: BreakEven) -> str:
+    """ "3,400 (2,900–4,100)", "never", or "3,400 (from 1,200; may never pay)" """
+    if one.items is None:
+        high = one.gain_seconds_per_item.high
+        return "never" if high is None or high <= 0.0 else "never (no gain measured)"
+    found, low, high = one.items.value, one.items.low, one.items.high
+    if found == 0.0 and (high in (0.0, None)):
+        return "at once" if high == 0.0 or low is None else "at once, if it gains anything"
+    if low is None:
+        return number(found)
+    if high is None:
+        return f"{number(found)} (from {number(low)}; may never pay)"
+    return f"{number(found)} ({number(low)}–{number(high)})"
+
+
+def accuracy(matrix: Matrix) -> doc.Section | None:
+    """The lowest agreement of each configuration with FP32, beside its largest speed-up."""
+    rows = []
+    for place, one in enumerate(matrix.plan.configurations):
+        own = [cell for cell in matrix.cells if cell.configuration == place]
+        reason = next((cell.excluded for cell in own if cell.excluded), None)
+        if own:
+            speedups = [cell.speedup for cell in own if cell.speedup is not None]
+            best = max(speedups, key=lambda found: found.value, default=None)
+            rows.append(
+                (
+                    scope_title(matrix, scope_of(one)),
+                    title_of(one),
+                    _lowest(own, "cosine_min", "{:.6f}"),
+                    _lowest(own, "top1", "{:.4f}"),
+                    _highest_error(own),
+                    speedup(best),
+                    doc.Cell("not ranked" if all(cell.excluded for cell in own) else "partly", "failed", hint=reason)
+                    if reason
+                    else doc.Cell("ranked", "ok"),
+                    reason or "",
+                )
+            )
+    columns = (
+        *doc.names("model", "configuration"),
+        *doc.numbers("cosine", "top-1", "relative error", "largest speed-up"),
+        *doc.names(""),
+        doc.Column("why", "text", below=True),
+    )
+    caption = (
+        "The worst of all cells and rounds, compared with the model in FP32. A cell with wrong answers, a cosine below "
+        f"{matrix.plan.min_cosine:g} or a top-1 agreement below {matrix.plan.min_top1:g} is not ranked."
+    )
+    return doc.section("Accuracy", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
+
+
+def _lowest(cells: Sequence[CellResult], name: str, form: str) -> str:
+    known = [getattr(one, name) for one in cells if getattr(one, name) is not None]
+    return form.format(min(known)) if known else ""
+
+
+def _highest_error(cells: Sequence[CellResult]) -> str:
+    known = [one.relative_error for one in cells if one.relative_error is not None]
+    return f"{max(known):.2g}" if known else ""
+
+
+def cells_table(matrix: Matrix) -> doc.Section | None:
+    """Every cell, folded by model and threads."""
+    folds = [
+        doc.Fold(f"{view.label}: {counted(len(view.cells), 'cell')}", (_cells(matrix, view),), on=doc.HTML)
+        for view in views(matrix)
+    ]
+    if len(matrix.cells) <= FULL_CELLS:
+        tables = [_cells(matrix, view, doc.MARKDOWN) for view in views(matrix)]
+        return doc.section("Cells", *tables, *folds)
+    note = f"{len(matrix.cells)} cells: see cells.csv or report.html."
+    return doc.section("Cells", doc.Text(note, on=doc.MARKDOWN), *folds)
+
+
+def _cells(matrix: Matrix, view: View, on: doc.Format = doc.HTML) -> doc.Table:
+    rows = [
+        (
+            title_of(matrix.plan.configurations[one.configuration]),
+            one.batch,
+            "" if one.length is None else one.length,
+            _with_interval(latency_ms(one)),
+            "" if one.p99_ns is None else number(one.p99_ns / 1e6),
+            value(one.execution_ns, 1e-6),
+            value(one.items_per_second),
+            speedup(one.speedup),
+            "" if one.tflops is None else number(one.tflops),
+            number(one.first_call_seconds),
+            value(one.joules_per_item),
+            "" if one.cosine_min is None else f"{one.cosine_min:.6f}",
+            "" if one.top1 is None else f"{one.top1:.4g}",
+            doc.Cell("not ranked", "failed", hint=one.excluded) if one.excluded else "",
+        )
+        for one in view.cells
+    ]
+    columns = (
+        doc.Column("configuration"),
+        *doc.numbers("batch", "length", "latency, ms", "p99, ms", "on the device, ms", "items/s", "speed-up"),
+        *doc.numbers("TFLOP/s", "first call, s", "J per item", "cosine", "top-1"),
+        *doc.names(""),
+    )
+    return doc.Table(columns, rows, title="" if on is doc.HTML else view.label, grouped=True, on=on)
+
+
+def _with_interval(found: Estimate) -> str:
+    limits = found.interval
+    if limits is None:
+        return number(found.value)
+    return f"{measured(found.value, limits)} ({measured(limits[0], limits)}–{measured(limits[1], limits)})"
+
+
+def configurations_table(matrix: Matrix) -> doc.Section | None:
+    """What each configuration costs before its first answer."""
+    rows = [
+        (
+            scope_title(matrix, scope_of(one.configuration)),
+            title_of(one.configuration),
+            path_of(one.configuration),
+            str(one.description.get("version", "")),
+            value(one.load_seconds),
+            ", ".join(f"{step.step} {number(step.seconds)} s" for step in one.conversions),
+            ", ".join(f"{step.file_bytes / 2**20:,.1f}" for step in one.conversions if step.file_bytes is not None),
+        )
+        for one in matrix.configurations
+    ]
+    columns = (
+        *doc.names("model", "configuration", "path", "version"),
+        *doc.numbers("load, s"),
+        doc.Column("conversions", "text"),
+        *doc.numbers("files, MiB"),
+    )
+    caption = "Conversions are shown with the seconds that they took when they were made, here or in an earlier run."
+    return doc.section("Configurations", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
+
+
+def kernels(matrix: Matrix) -> doc.Section | None:
+    """Where the time goes, of the largest profiled cell of each configuration."""
+    folds = []
+    for place, one in enumerate(matrix.plan.configurations):
+        profiled = [cell for cell in matrix.cells if cell.configuration == place and cell.kernels]
+        if profiled:
+            cell = max(profiled, key=lambda found: (found.batch, found.length or 0))
+            rows = [
+                (
+                    str(kernel.get("name", "")),
+                    str(kernel.get("count", "")),
+                    _number(kernel.get("seconds"), 1e3),
+                    share(part) if isinstance(part := kernel.get("share"), int | float) else "",
+                )
+                for kernel in cell.kernels[:MANY]
+            ]
+            columns = (doc.Column("kernel", "text"), *doc.numbers("calls", "ms", "share"))
+            label = f"{scope_title(matrix, scope_of(one))}, {title_of(one)}, {shape_text(cell.batch, cell.length)}"
+            folds.append(doc.Fold(label, (doc.Table(columns, rows),), on=doc.HTML))
+    return doc.section("Where the time goes", *folds, on=doc.HTML)
+
+
+def _number(given: object, scale: float) -> str:
+    return number(float(given) * scale) if isinstance(given, int | float) else ""
+
+
+def refusals(matrix: Matrix) -> doc.Section | None:
+    """Combinations that were asked for and not run, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for one in matrix.plan.refused:
+        asked = one.configuration
+        name = f"{scope_title(matrix, scope_of(asked))} {title_of(asked)}"
+        reasons.setdefault(one.reason, []).append(name)
+    rows = [(reason, len(names), ", ".join(names)) for reason, names in reasons.items()]
+    columns = (doc.Column("reason", "text"), *doc.numbers("count"), doc.Column("combinations", "text"))
+    return doc.section("Refused combinations", doc.Table(columns, rows), on=doc.PAGES)
+
+
+def failures(matrix: Matrix) -> doc.Section | None:
+    """Visits that failed, and cells without a timed call."""
+    found = [(one, error) for one in matrix.configurations for error in one.errors]
+    lines = [doc.Item(error, "failed", lead=_full_title(matrix, one)) for one, error in found]
+    return doc.section("Failures", doc.Items(lines))
+
+
+def _full_title(matrix: Matrix, one: ConfigurationResult) -> str:
+    return f"{scope_title(matrix, scope_of(one.configuration))} {title_of(one.configuration)}"
