@@ -35,7 +35,9 @@ class ExperimentFileError(PlanError):
 def effective_settings(path: Path | None, given: Mapping[SettingOption, object]) -> ExperimentSettings:
     """The file, overridden by the options given. Raises `ExperimentFileError`."""
     try:
-        content = gather_arms({} if path is None else read_mapping(path, "an experiment file", "model: openclip_vit_b32"))
+        content = gather_arms(
+            {} if path is None else read_mapping(path, "an experiment file", "model: openclip_vit_b32")
+        )
     except YamlError as exc:
         raise ExperimentFileError(str(exc)) from exc
     for option, value in given.items():

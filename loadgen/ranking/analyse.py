@@ -103,14 +103,14 @@ def _group(work: Work, candidates: Sequence[Candidate], machines: dict[str, Mach
             latency_rank=latency,
             energy_rank=energy,
         )
-        for candidate, place, speed, latency, energy in zip(
-            candidates, best, speeds, latencies, energies, strict=True
-        )
+        for candidate, place, speed, latency, energy in zip(candidates, best, speeds, latencies, energies, strict=True)
     ]
     used = [_cheapest(machines[candidate.machine].prices, kind) for candidate in candidates]
     for currency in sorted({currency for prices in used for currency in prices}):
         options = _with_costs(options, [prices.get(currency) for prices in used])
-    return Group(work=work, options=tuple(sorted(options, key=lambda one: (one.throughput_rank, one.name, one.machine))))
+    return Group(
+        work=work, options=tuple(sorted(options, key=lambda one: (one.throughput_rank, one.name, one.machine)))
+    )
 
 
 def _best(candidate: Candidate) -> int:

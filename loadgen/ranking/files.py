@@ -60,9 +60,11 @@ def _results_in(path: Path) -> Iterator[Path]:
         yield path
         return
     own = _result_of(path)
-    inner = [] if own is not None else [
-        one for folder in sorted(path.rglob("*/")) if (one := _result_of(folder)) is not None
-    ]
+    inner = (
+        []
+        if own is not None
+        else [one for folder in sorted(path.rglob("*/")) if (one := _result_of(folder)) is not None]
+    )
     if own is None and not inner:
         raise UnreadableError(f"{path} holds no result; {_REMEDY}")
     yield from inner if own is None else [own]

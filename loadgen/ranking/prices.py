@@ -35,7 +35,9 @@ def read_prices(path: Path) -> tuple[Price, ...]:
     for place, price in enumerate(found.prices):
         match = price.match
         if match.gpu is None and match.gpu_count is not None:
-            raise PriceError(f"{path}: prices[{place}].match: gpu_count needs gpu; leave both out for a machine without")
+            raise PriceError(
+                f"{path}: prices[{place}].match: gpu_count needs gpu; leave both out for a machine without"
+            )
         least, most = match.cpu_count_min, match.cpu_count_max
         if least is not None and most is not None and least > most:
             raise PriceError(f"{path}: prices[{place}].match: cpu_count_min {least} is above cpu_count_max {most}")

@@ -47,17 +47,21 @@ def _opening(ranking: Ranking) -> doc.Section | None:
     options = sum(len(group.options) for group in ranking.groups)
     machines = counted(len(ranking.machines), "machine")
     if not options:
-        return doc.section("", doc.Text("Nothing can be ranked; see what was left out and why.", "warning"))
-    many = "" if len(ranking.groups) == 1 else (
-        f" in {len(ranking.groups)} tables: results of different models, precisions, weights, payloads or lengths are "
-        "never compared"
+        return doc.section("Ranking", doc.Text("Nothing can be ranked; see what was left out and why.", "warning"))
+    many = (
+        ""
+        if len(ranking.groups) == 1
+        else (
+            f" in {len(ranking.groups)} tables: results of different models, precisions, weights, payloads or lengths "
+            "are never compared"
+        )
     )
     return doc.section(
-        "",
+        "Ranking",
         doc.Text(f"{counted(options, 'option')} on {machines}{many}."),
-        doc.Text(
-            "The prices are dated examples, not offers; give your own with --prices FILE.", "warning"
-        ) if ranking.example_prices and any(machine.prices for machine in ranking.machines) else None,
+        doc.Text("The prices are dated examples, not offers; give your own with --prices FILE.", "warning")
+        if ranking.example_prices and any(machine.prices for machine in ranking.machines)
+        else None,
         *(doc.Text(note, "note") for note in NOTES),
     )
 
@@ -66,6 +70,8 @@ def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
     unit = per_second(group.work.item)
     latency = "batch latency" if group.work.source == "engines" else "p99 latency"
     several = len({option.result for option in group.options}) > 1
+    names = [(option.name, option.machine) for option in group.options]
+    loads = {frozenset(point.name for point in option.points) for option in group.options}
     columns = (
         *doc.numbers("#"), *doc.texts("option", "machine"),
         doc.Column("result", "text", on=doc.PAGES),
@@ -77,8 +83,8 @@ def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
     )  # fmt: skip
     rows = [
         (
-            option.throughput_rank, option.name, option.machine,
-            Path(option.result).name if several else "", option.point.name,
+            option.throughput_rank, _titled(option, names), option.machine,
+            option.result if several else "", option.point.name,
             *_with_interval(option.point.items_per_second), *_with_interval(option.point.latency_ms),
             "" if option.point.joules_per_item is None else _value(option.point.joules_per_item),
         )
@@ -89,10 +95,23 @@ def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
         describe_work(group.work),
         doc.Text("There is nothing to rank this option against.", "note") if alone else None,
         doc.Table(columns, rows),
+        doc.Text(
+            "Not every option was measured at the same points, and each is ranked at its best one; compare the column "
+            '"at" before you conclude.'
+            if len(loads) > 1
+            else "",
+            "warning",
+        ),
         *(one for currency in _currencies(group) for one in _costs(group, currency, ranking)),
         _unpriced(group, ranking),
         on=doc.READ,
     )
+
+
+def _titled(option: Option, names: list[tuple[str, str]]) -> str:
+    """The option's name, with its result's where another has the same name on the same machine."""
+    twice = names.count((option.name, option.machine)) > 1
+    return f"{option.name} [{Path(option.result).name}]" if twice else option.name
 
 
 def _currencies(group: Group) -> list[str]:
@@ -101,10 +120,9 @@ def _currencies(group: Group) -> list[str]:
 
 def _costs(group: Group, currency: str, ranking: Ranking) -> Iterator[doc.Block | None]:
     """The costs in one currency as a table and as a chart."""
-    priced = [
-        (option, cost) for option in group.options for cost in option.costs if cost.price.currency == currency
-    ]
+    priced = [(option, cost) for option in group.options for cost in option.costs if cost.price.currency == currency]
     priced.sort(key=lambda one: (one[1].rank, one[0].name, one[0].machine))
+    names = [(option.name, option.machine) for option, _ in priced]
     columns = (
         *doc.numbers("#"), *doc.texts("option", "machine"),
         doc.Column("price", "text", on=doc.PAGES),
@@ -116,7 +134,7 @@ def _costs(group: Group, currency: str, ranking: Ranking) -> Iterator[doc.Block 
     )  # fmt: skip
     rows = [
         (
-            cost.rank, option.name, option.machine,
+            cost.rank, _titled(option, names), option.machine,
             f"{cost.price.provider}, {cost.price.machine}, {cost.price.date}", f"{cost.price.price_per_hour:g}",
             *_with_interval(cost.full), *_with_interval(cost.slo),
             doc.Cell(", ".join(option.points[place].name for place in cost.front), short=_FRONT if cost.front else " "),
@@ -138,9 +156,7 @@ def _unpriced(group: Group, ranking: Ranking) -> doc.Text | None:
     return doc.Text(f"No {ranking.kind} price{known} for {'; '.join(names)}: {ADD_A_PRICE}.", "warning")
 
 
-def _chart(
-    priced: list[tuple[Option, Cost]], group: Group, currency: str, ranking: Ranking
-) -> doc.Chart | None:
+def _chart(priced: list[tuple[Option, Cost]], group: Group, currency: str, ranking: Ranking) -> doc.Chart | None:
     """Cost against latency: every way to run every option, with the front as a line."""
     data: list[doc.Figure] = []
     on_front: list[tuple[float, float]] = []
