@@ -80,21 +80,28 @@ def _result_of(folder: Path) -> Path | None:
 
 def _read(path: Path) -> Read:
     name = str(path.parent if path.name in (Matrix.FILE, FILE_NAME) else path)
+    schema = "" if path.is_dir() else _schema(path)
     try:
         with readable(path):
             if path.is_dir():
                 return from_result(name, stored_result(path))
-            peek: _Peek = decode_json(path.read_bytes(), _Peek, most_bytes=MOST_RECORD_BYTES)
-            if peek.schema.startswith("abserve.engines/"):
+            if schema.startswith("abserve.engines/"):
                 return from_matrix(name, read_matrix(path))
-            if peek.schema.startswith("abserve.result/"):
+            if schema.startswith("abserve.result/"):
                 return from_result(name, read_result(path))
     except (StoredRunError, ResultError) as exc:
         raise UnreadableError(str(exc)) from exc
-    except (OSError, DocumentError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else str(exc)
-        raise UnreadableError(f"{path} cannot be read: {reason}; {_REMEDY}") from exc
     raise UnreadableError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
+
+
+def _schema(path: Path) -> str:
+    try:
+        peek: _Peek = decode_json(path.read_bytes(), _Peek, most_bytes=MOST_RECORD_BYTES)
+    except OSError as exc:
+        raise UnreadableError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
+    except DocumentError as exc:
+        raise UnreadableError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+    return peek.schema
 
 
 def encode(ranking: Ranking) -> str:
