@@ -16,7 +16,13 @@ from loadgen.studies.engines.records import (
     Refusal,
 )
 
-CPU = {"cpu_model": "Intel Xeon", "cpu_count": 4, "architecture": "x86_64", "kernel": "6.1", "python": "3.11"}
+CPU: dict[str, Any] = {
+    "cpu_model": "Intel Xeon",
+    "cpu_count": 4,
+    "architecture": "x86_64",
+    "kernel": "6.1",
+    "python": "3.11",
+}
 
 
 def environment(host: Mapping[str, Any] = {}, gpus: Sequence[str] = (), uuid: str = "GPU-0") -> Environment:

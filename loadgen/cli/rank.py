@@ -15,7 +15,7 @@ def rank(
     results: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RESULT...",
+            metavar="RESULT",
             show_default=False,
             help="Folders of `abserve engines` and `abserve compare`, folders of such folders, or their matrix.json "
             "and result.json.",

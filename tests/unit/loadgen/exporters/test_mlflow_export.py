@@ -28,7 +28,7 @@ HAS_DATABASE = all(importlib.util.find_spec(name) is not None for name in ("sqla
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
-    monkeypatch.setattr(mlflow.importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,12 @@ def test_names_that_every_store_accepts() -> None:
 
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
-    monkeypatch.setattr(mlflow, "_write", lambda *given: calls.append(given) or "run")
+
+    def write(*given: Any) -> str:
+        calls.append(given)
+        return "run"
+
+    monkeypatch.setattr(mlflow, "_write", write)
     return calls
 
 

@@ -38,11 +38,10 @@ def test_an_arm_is_ranked_at_its_fastest_workload(resnet: Result) -> None:
         assert (speed.value, (speed.low, speed.high)) == (summary.throughput_per_s, summary.throughput_ci95)
         assert latency is not None
         assert latency.value == summary.latency.p99_ms
-        ((gpu,),) = [
-            [r.inputs.gpu for r in evidence.records if (r.label, r.workload) == (label, summary.workload)]
-        ]
+        ((gpu,),) = [[r.inputs.gpu for r in evidence.records if (r.label, r.workload) == (label, summary.workload)]]
         joules = option.point.joules_per_item
-        assert gpu is not None and joules is not None
+        assert gpu is not None
+        assert joules is not None
         assert joules.value == gpu.joules_per_item
         (cost,) = option.costs
         assert cost.full.value == pytest.approx(3.99 / speed.value / 3600 * 1e6)
@@ -66,8 +65,10 @@ def test_a_rate_search_gives_the_cost_at_the_rate_that_held() -> None:
             assert rate.value == pytest.approx(geometric_mean(found))
             assert (rate.low, rate.high) == interval_of_mean(found)
             latency = points[workload.name].latency_ms
-            assert latency is not None and latency.value <= (workload.latency_bound_ms or 0.0)
-        assert option.slo is not None and option.points[option.slo].kind == "slo"
+            assert latency is not None
+            assert latency.value <= (workload.latency_bound_ms or 0.0)
+        assert option.slo is not None
+        assert option.points[option.slo].kind == "slo"
         assert option.point.kind == "closed"
 
 

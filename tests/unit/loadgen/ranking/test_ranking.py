@@ -45,7 +45,8 @@ def test_the_highest_throughput_comes_first_at_its_best_batch() -> None:
         ("torch/eager CPU, 2 threads", "batch 8", 2),
     ]
     latency = group.options[0].point.latency_ms
-    assert latency is not None and latency.value == pytest.approx(20.0)
+    assert latency is not None
+    assert latency.value == pytest.approx(20.0)
     assert latency.low == pytest.approx(20 / 1.05)
     assert [o.latency_rank for o in group.options] == [1, 2]
     assert [o.energy_rank for o in group.options] == [None, None]
@@ -138,7 +139,8 @@ def test_cost_per_million_items() -> None:
 @given(st.floats(1e-3, 1e4), st.floats(1e-2, 1e7), st.floats(0.0, 0.9))
 def test_the_interval_of_a_cost_holds_its_value(amount: float, rate: float, spread: float) -> None:
     found = cost_per_million(amount, Estimate(value=rate, low=rate * (1 - spread), high=rate * (1 + spread)))
-    assert found.low is not None and found.high is not None
+    assert found.low is not None
+    assert found.high is not None
     assert found.low <= found.value <= found.high
     assert math.isclose(found.value * rate * 3600 / 1e6, amount, rel_tol=1e-9)
 
