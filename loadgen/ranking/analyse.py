@@ -114,11 +114,8 @@ def _group(work: Work, candidates: Sequence[Candidate], machines: dict[str, Mach
 
 
 def _best(candidate: Candidate) -> int:
-    """The point with the highest throughput; an open loop's rate was chosen, not reached, and counts if alone."""
-    capacity = [place for place, one in enumerate(candidate.points) if one.kind in ("batch", "closed")]
-    return max(
-        capacity or range(len(candidate.points)), key=lambda place: candidate.points[place].items_per_second.value
-    )
+    """The point with the highest throughput; a rate that a server sustained is a throughput as well."""
+    return max(range(len(candidate.points)), key=lambda place: candidate.points[place].items_per_second.value)
 
 
 def _slo(candidate: Candidate) -> int | None:

@@ -80,13 +80,14 @@ def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
         doc.Column(f"{latency}, ms", "number", short="ms"),
         doc.Column("95 % interval of the latency, ms", "number", on=doc.PAGES),
         doc.Column(f"J per {group.work.item}", "number", short="J"),
+        doc.Column("95 % interval of the energy, J", "number", on=doc.PAGES),
     )  # fmt: skip
     rows = [
         (
             option.throughput_rank, _titled(option, names), option.machine,
             option.result if several else "", option.point.name,
             *_with_interval(option.point.items_per_second), *_with_interval(option.point.latency_ms),
-            "" if option.point.joules_per_item is None else _value(option.point.joules_per_item),
+            *_with_interval(option.point.joules_per_item),
         )
         for option in group.options
     ]  # fmt: skip

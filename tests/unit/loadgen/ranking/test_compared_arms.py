@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from loadgen.ranking.analyse import rank
 from loadgen.ranking.candidates import from_result
 from loadgen.ranking.prices import EXAMPLES, read_prices
+from loadgen.ranking.records import Price, PriceMatch
 from loadgen.result.result_file import Result, read_result
 from loadgen.statistics.ratios import geometric_mean, interval_of_mean
 from loadgen.studies.gpu_proof.analyse import GpuFound
@@ -51,7 +53,11 @@ def test_an_arm_is_ranked_at_its_fastest_workload(resnet: Result) -> None:
 def test_a_rate_search_gives_the_cost_at_the_rate_that_held() -> None:
     result = read_result(RESULTS / "2026-11-20-h200/cold-start/result.json")
     slo = [w for w in result.experiment.workloads if w.scenario == "slo"]
-    (group,) = rank([from_result("r", result)], []).groups
+    price = Price(
+        machine="m", match=PriceMatch(gpu="H200", gpu_count=4), price_per_hour=36.0, currency="USD", kind="on-demand",
+        provider="P", source="https://example.org", date=date(2026, 11, 1),
+    )  # fmt: skip
+    (group,) = rank([from_result("r", result)], [price]).groups
     for option in group.options:
         label = "a" if option.name.startswith("native") else "b"
         points = {point.name: point for point in option.points}
@@ -69,7 +75,12 @@ def test_a_rate_search_gives_the_cost_at_the_rate_that_held() -> None:
             assert latency.value <= (workload.latency_bound_ms or 0.0)
         assert option.slo is not None
         assert option.points[option.slo].kind == "slo"
-        assert option.point.kind == "closed"
+        assert option.best == option.slo  # the only other workload sends one request at a time
+        slo_rate, (cost,) = option.points[option.slo].items_per_second, option.costs
+        assert cost.slo is not None
+        assert cost.slo.value == pytest.approx(10_000 / slo_rate.value)
+        assert cost.full.value == pytest.approx(10_000 / option.point.items_per_second.value)
+        assert None not in (slo_rate.low, slo_rate.high, cost.slo.low, cost.slo.high)
 
 
 def test_an_invalid_comparison_is_not_ranked() -> None:

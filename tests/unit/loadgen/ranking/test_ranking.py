@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from loadgen.ranking.analyse import cost_per_million, pareto_front, rank
 from loadgen.ranking.candidates import Read, from_matrix, join_machines, machine_of
@@ -234,3 +235,13 @@ def test_a_result_that_knows_nothing_of_its_machine_matches_no_count() -> None:
     assert machine.name == "unknown CPU"
     assert not matches(price(match=PriceMatch(cpu_count_max=8)), machine)
     assert not matches(price(match=PriceMatch(cpu="Xeon")), machine)
+
+
+def test_the_best_point_is_the_one_with_the_highest_throughput_whatever_its_kind() -> None:
+    (candidate,) = read("r", [configuration()], [cell(0, 100)]).candidates
+    for kind in ("closed", "open", "slo"):
+        faster = replace(candidate.points[0], name="x", kind=kind, items_per_second=Estimate(value=500.0))
+        found = Read("r", environment(), (replace(candidate, points=(*candidate.points, faster)),), ())
+        ((option,),) = [group.options for group in rank([found], []).groups]
+        assert option.point.name == "x"
+        assert (option.slo is not None) == (kind == "slo")
