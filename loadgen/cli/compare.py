@@ -47,6 +47,10 @@ def compare(
         Path | None,
         _OUTPUT(metavar="FILE", help="Also write the comparisons as CSV, and the blocks to FILE-blocks.csv."),
     ] = None,
+    mlflow: Annotated[
+        str | None,
+        _OUTPUT(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
+    ] = None,
     print_experiment: Annotated[
         bool,
         _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
@@ -56,13 +60,15 @@ def compare(
     """Start the servers, send them the same requests, and report which is faster, by how much, and whether that holds.
 
     Exit status: 0 the comparison is valid, 1 it is not, 2 an option or a file is wrong, 3 it is valid but a --fail-if
-    condition holds or could not be measured, 130 interrupted (finished blocks are kept).
+    condition holds or could not be measured, 130 interrupted (finished blocks are kept). An export to MLflow that fails
+    is a warning.
     """
     try:
         settings = effective_settings(file, given_options(context, options))
         plan = plan_experiment(settings)
         if not print_experiment:
             check_run(plan, out, {"--junit": junit, "--csv": csv})
+            check_export(mlflow)
     except PlanError as exc:
         fail(str(exc))
     if print_experiment:
@@ -70,9 +76,9 @@ def compare(
         return
     folder = out or default_out(settings.model)
     if plan.is_matrix:
-        status, results = _run_matrix(plan.runs, folder)
+        status, results = _run_matrix(plan.runs, folder, mlflow)
     else:
-        status, result = run_and_report(plan.runs[0][1], folder)
+        status, result = run_and_report(plan.runs[0][1], folder, mlflow)
         results = {"": result}
     raise typer.Exit(_write_formats(results, junit, csv, status))
 
@@ -85,7 +91,9 @@ def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path |
     check_servers([experiment for _, experiment in plan.runs])
 
 
-def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> tuple[int, dict[str, Result | None]]:
+def _run_matrix(
+    runs: Sequence[tuple[Combination, Experiment]], out: Path, mlflow: str | None = None
+) -> tuple[int, dict[str, Result | None]]:
     """Each combination in its own folder, then the index; the worst exit status. Ctrl-C ends the whole matrix."""
     from loadgen.report.console import make_console
     from loadgen.report.matrix import MatrixEntry, write_index
@@ -95,7 +103,7 @@ def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> tu
     worst = EXIT_VALID
     for number, (combination, experiment) in enumerate(runs, start=1):
         console.rule(f"{number} of {len(runs)}: {combination.title}")
-        status, result = run_and_report(experiment, out / combination.folder)
+        status, result = run_and_report(experiment, out / combination.folder, mlflow)
         entries.append(MatrixEntry(combination, result))
         worst = max(worst, status, key=_SEVERITY.index)
         try:
@@ -124,13 +132,16 @@ def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv
     return status
 
 
-def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | None]:
-    """One comparison with its reports: its exit status, and its result unless nothing could be stored."""
+def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None) -> tuple[int, Result | None]:
+    """One comparison with its reports, the summary of a CI step, and the export to MLflow if `mlflow` says where: its
+    exit status, and its result unless nothing could be stored."""
     from loadgen.bench.live_ratios import LiveRatios
     from loadgen.report import write_reports
     from loadgen.report.console import make_console
     from loadgen.report.contents import result_document
+    from loadgen.report.job_summary import append_job_summary
     from loadgen.report.progress import RichProgress
+    from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import print_document
     from loadgen.result.analysis import analyse
     from loadgen.run.runner import run_experiment
@@ -151,7 +162,11 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
         report, *_ = write_reports(out, result)
     except OSError as exc:  # a full disk: show what was measured all the same
         complain(f"no reports: {exc.strerror or exc}; free some space, then: abserve report {out}")
-    print_document(result_document(result), console)
+    document = result_document(result)
+    print_document(document, console)
+    if (warning := append_job_summary(render_markdown(document))) is not None:
+        complain(warning, style="bold yellow")
+    export(result, out, mlflow)
     if report is None:
         return EXIT_INVALID, result
     console.print(f"report: {report}", soft_wrap=True)
@@ -159,6 +174,30 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
         complain(f"interrupted; finished blocks are in {out}", style="bold yellow")
         return EXIT_INTERRUPTED, result
     return exit_status(result), result
+
+
+def check_export(mlflow: str | None) -> None:
+    """End the command before it measures if it could not export to MLflow."""
+    if mlflow is None:
+        return
+    from loadgen.exporters.mlflow import ExportError, check_mlflow
+
+    try:
+        check_mlflow(mlflow)
+    except ExportError as exc:
+        fail(str(exc))
+
+
+def export(result: Result, folder: Path, mlflow: str | None) -> None:
+    """Export to MLflow; a failure is a warning, because the result is already stored."""
+    if mlflow is None:
+        return
+    from loadgen.exporters.mlflow import ExportError, export_result
+
+    try:
+        export_result(mlflow, result, folder)
+    except ExportError as exc:
+        complain(str(exc), style="bold yellow")
 
 
 def exit_status(result: Result) -> int:

@@ -30,18 +30,23 @@ def report(
             "markdown.",
         ),
     ] = None,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
+    ] = None,
 ) -> None:
     """Make result.json, report.html and summary.md again from the records in DIR, also after an interrupted run.
 
     A published folder without raw samples is reported from its result.json. Of an engine matrix: matrix.json,
     report.html, summary.md, cells.csv and cells.parquet, from its visits or, without those, its matrix.json.
 
-    Exit status: 0 the reports were made, whatever the verdict; 1 they cannot be written; 2 DIR holds no readable run,
-    or the format is unknown.
+    Exit status: 0 the reports were made, whatever the verdict; 1 they cannot be written, or the export to MLflow
+    failed; 2 DIR holds no readable run, the format is unknown, or MLflow is not installed.
     """
     import webbrowser
 
     from loadgen.experiment.plan import unknown
+    from loadgen.exporters.mlflow import ExportError, check_mlflow
     from loadgen.report.console import make_console
     from loadgen.report.renderers.terminal import print_document
     from loadgen.result.analysis import readable
@@ -49,8 +54,11 @@ def report(
     from loadgen.storage.stored_run import StoredRunError
     from loadgen.studies.engines.files import is_matrix
 
+    if mlflow is not None and output is not None:
+        fail("give --mlflow or --format, not both")
     console = make_console(sys.stdout)
     try:
+        check_mlflow(mlflow)
         with readable(directory):
             found = _of_matrix(directory) if is_matrix(directory) else _of_comparison(directory)
             if output is not None:
@@ -60,7 +68,7 @@ def report(
                 return
             paths = found.write()
             print_document(found.document, console)
-    except (StoredRunError, ResultError) as exc:
+    except (StoredRunError, ResultError, ExportError) as exc:
         fail(str(exc))
     except OSError as exc:
         fail(
@@ -70,6 +78,11 @@ def report(
         )
     for path in (*paths, *found.notes):
         console.print(f"{path}", soft_wrap=True)
+    try:
+        if mlflow is not None:
+            found.export(mlflow)
+    except ExportError as exc:
+        fail(str(exc), 1)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())
 
@@ -80,24 +93,30 @@ class Reported(NamedTuple):
     document: Document
     formats: dict[str, Callable[[], str]]
     write: Callable[[], list[Path]]
+    export: Callable[[str], str]
+    """To an MLflow store, after `write`."""
     notes: tuple[str, ...] = ()
 
 
 def _of_comparison(directory: Path) -> Reported:
+    from loadgen.exporters.mlflow import export_result
     from loadgen.report import write_reports
     from loadgen.report.contents import result_document
     from loadgen.report.files import formats
     from loadgen.result.analysis import stored_result
 
     result = stored_result(directory)
-    return Reported(result_document(result), formats(result), partial(write_reports, directory, result))
+    write, export = partial(write_reports, directory, result), partial(export_result, result=result, folder=directory)
+    return Reported(result_document(result), formats(result), write, export)
 
 
 def _of_matrix(directory: Path) -> Reported:
+    from loadgen.exporters.mlflow import export_matrix
     from loadgen.studies.engines import files
     from loadgen.studies.engines.sections import matrix_document
 
     matrix = files.stored_matrix(directory)
     notes = () if files.has_parquet() else (files.NO_PARQUET,)
     write = partial(files.write_reports, directory, matrix)
-    return Reported(matrix_document(matrix), files.formats(matrix), write, notes)
+    export = partial(export_matrix, matrix=matrix, folder=directory)
+    return Reported(matrix_document(matrix), files.formats(matrix), write, export, notes)

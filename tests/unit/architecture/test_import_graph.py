@@ -37,19 +37,20 @@ def of_studies(*modules: str) -> tuple[str, ...]:
 # before the storage that reads them, then what it computes, what it measures and what it shows. What needs a part of
 # every study gets it from the registry, which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "headers", "invocation", "records", "statistics", "transport", "targets", "experiment",
-    "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings", "storage",
-    "comparison", "studies", "result", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
+    "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "statistics", "transport", "targets",
+    "experiment", "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings",
+    "storage", "comparison", "studies", "result", "ranking.records", "ranking.prices", "ranking.candidates",
+    "ranking.analyse", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
     "report.document", "report.charts", "report.machine", "report.renderers", "studies.engines.charts",
-    "studies.engines.tables", *of_studies("sections"), "studies.engines.files", "run", "calibration", "report",
-    "exporters", "conformance", "scenarios", "cli", "entry",
+    "studies.engines.tables", *of_studies("sections"), "studies.engines.files", "ranking", "run", "calibration",
+    "report", "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
     "statistics", "records.run", "comparison", "result", "experiment.schedule", "experiment.arrivals",
     *(f"studies.{study}.analyse" for study in STUDIES if study not in ("fairness", "answers")),
-    "studies.gpu_proof.decision", "studies.gpu_proof.signals", "studies.rate_search.search",
+    "ranking.analyse", "studies.gpu_proof.decision", "studies.gpu_proof.signals", "studies.rate_search.search",
     "studies.engines.cells", "studies.engines.break_even", "studies.engines.questions",
 )  # fmt: skip
 IMPURE = {

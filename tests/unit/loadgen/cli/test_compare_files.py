@@ -27,7 +27,7 @@ def test_a_matrix_goes_on_without_its_index(
 ) -> None:
     ran = []
 
-    def run(_: Experiment, out: Path) -> tuple[int, None]:
+    def run(_: Experiment, out: Path, __: str | None) -> tuple[int, None]:
         ran.append(out.name)
         return compare.EXIT_VALID, None
 

@@ -1,0 +1,98 @@
+"""`abserve rank RESULT…`: which engine on which machine is the fastest, the cheapest, the most economical?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loadgen.cli.json_output import complain, fail
+
+
+def rank(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RESULT",
+            show_default=False,
+            help="Folders of `abserve engines` and `abserve compare`, folders of such folders, or their matrix.json "
+            "and result.json.",
+        ),
+    ],
+    prices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Price file; it replaces the dated examples that abserve ships."),
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Use spot prices instead of on-demand prices.")] = False,
+    reserved: Annotated[
+        bool, typer.Option("--reserved", help="Use reserved prices instead of on-demand prices.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Rank only this model.")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="PRECISION", help="Rank only this precision.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write report.html, summary.md, rank.json and CSV here.")
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--format", metavar="FORMAT", help="Print csv, csv-points, json or markdown instead."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, schema abserve.rank/1.")] = False,
+) -> None:
+    """Rank engines and servers over several machines by throughput, latency, cost per million items and energy.
+
+    Results of different models, precisions, weights or payloads are never compared with each other.
+
+    Exit status: 0 something is ranked, 1 nothing can be ranked (each reason is named) or DIR cannot be written, 2 a
+    result, the price file or an option is wrong.
+    """
+    from loadgen.experiment.plan import unknown
+    from loadgen.ranking import analyse
+    from loadgen.ranking.files import UnreadableError, formats, read_all, write_ranking
+    from loadgen.ranking.prices import EXAMPLES, PriceError, read_prices
+    from loadgen.ranking.sections import ranking_document
+    from loadgen.report.console import make_console
+    from loadgen.report.job_summary import append_job_summary
+    from loadgen.report.renderers.terminal import print_document
+
+    if spot and reserved:
+        fail("give --spot or --reserved, not both")
+    if as_json and output not in (None, "json"):
+        fail("give --json or --format, not both")
+    if out is not None and out.exists() and not out.is_dir():
+        fail(f"--out {out}: this is a file; give a folder")
+    try:
+        reads = read_all(results)
+        found = analyse.rank(
+            reads,
+            read_prices(prices or EXAMPLES),
+            "spot" if spot else "reserved" if reserved else "on-demand",
+            model=model,
+            precision=precision,
+            price_file=EXAMPLES.name if prices is None else str(prices),
+            example_prices=prices is None,
+        )
+    except (UnreadableError, PriceError) as exc:
+        fail(str(exc))
+    document = ranking_document(found)
+    render = formats(found, document)
+    output = "json" if as_json else output
+    if output is not None and output not in render:
+        fail(unknown("--format", output, list(render)))
+    console = make_console(sys.stdout)
+    if output is not None:
+        typer.echo(render[output](), nl=False)
+    else:
+        print_document(document, console)
+    if (warning := append_job_summary(render["markdown"]())) is not None:
+        complain(warning, style="bold yellow")
+    if out is not None:
+        try:
+            report, *_ = write_ranking(out, found, document)
+        except OSError as exc:
+            fail(f"cannot write to {out}: {exc.strerror or exc}; make it writable, or leave --out away", 1)
+        if output is None:
+            console.print(f"report: {report}", soft_wrap=True)
+    if not found.groups:
+        raise typer.Exit(1)
