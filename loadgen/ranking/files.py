@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_record
+from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json
 from loadgen.ranking.candidates import Read, from_matrix, from_result
 from loadgen.ranking.records import Ranking
 from loadgen.ranking.sections import CSV_OPTIONS, CSV_POINTS
@@ -19,6 +18,7 @@ from loadgen.report.renderers.markdown import render_markdown
 from loadgen.result.analysis import readable, stored_result
 from loadgen.result.result_file import FILE_NAME, ResultError, read_result, write_atomically
 from loadgen.storage.stored_run import StoredRunError
+from loadgen.studies.engines.files import read_matrix
 from loadgen.studies.engines.records import Matrix
 
 _REMEDY = (
@@ -33,14 +33,6 @@ class UnreadableError(Exception):
 
 class _Peek(msgspec.Struct):
     schema: str = ""
-
-
-def read_matrix(path: Path) -> Matrix:
-    """Read a `matrix.json`. Raises `UnreadableError`."""
-    try:
-        return cast("Matrix", read_record(path.read_bytes(), Matrix))
-    except (OSError, DocumentError) as exc:
-        raise UnreadableError(f"{path} is not an engine matrix of this version of abserve: {exc}") from exc
 
 
 def read_all(given: list[Path]) -> list[Read]:
