@@ -2,6 +2,7 @@
 
     ROOT/<model>/<weights>/model.onnx                       FP32 weights
     ROOT/<model>/<weights>-fp16/model_fp16.onnx             FP16 weights
+    ROOT/<model>/<weights>-int8/model_int8.onnx             INT8 weights and activations
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           UINT8 input; with FP16 weights model_uint8_fp16.onnx
     ROOT/<model>/<weights>-fused/model.onnx                 ONNX Runtime's own operators; other forms have -fused, too
     ROOT/<model>-<hash of its path>/…                       a model from a file of the user
@@ -33,6 +34,7 @@ from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm, Operat
 from servers.export.manifest import Manifest, package_versions, read_manifest
 from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
 from servers.export.parity import assert_parity, measure_parity
+from servers.export.quantisation import quantise
 from servers.export.tensorrt_plan import PlanRequest, ensure_plan, gpu_kind, profile_shapes
 from servers.export.tensorrt_tools import bindings_version
 from servers.models.atomic_folder import atomic_folder, exclusive, file_sha256, remove_abandoned
@@ -123,6 +125,8 @@ def check_form(specification: ModelSpecification, form: FileForm) -> None:
         raise ExportError(f"no file has the precision {form.precision!r}; {choose_from(form.precision, PRECISIONS)}")
     if form.operators not in OPSETS:
         raise ExportError(f"unknown operators {form.operators!r}; {choose_from(form.operators, OPSETS)}")
+    if form.precision == "int8" and form.operators != Operators.STANDARD:
+        raise ExportError("an INT8 file has standard operators; leave --operators out")
 
 
 def ensure_artefact(
@@ -154,7 +158,8 @@ def ensure_artefact(
             if found := find_artefact(root, specification, weights, form):
                 return found
             _refuse_another_file(folder, weights)
-        return _make(specification, weights, form, folder, progress)
+        plain = None if form.precision != "int8" else ensure_artefact(specification, weights, root, progress=progress)
+        return _make(specification, weights, form, folder, progress, plain)
 
 
 def executed_file(
@@ -220,7 +225,7 @@ def _users_file(specification: ModelSpecification, weights: WeightsSource, form:
 
 
 def _file_name(specification: ModelSpecification, form: FileForm) -> str:
-    parts = (part for part in (specification.payload, form.precision) if part in ("uint8", "fp16"))
+    parts = (part for part in (specification.payload, form.precision) if part in ("uint8", "fp16", "int8"))
     return "_".join(["model", *parts]) + ".onnx"
 
 
@@ -270,23 +275,28 @@ def _refuse_another_file(folder: Path, weights: WeightsSource) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Original:
-    """What a file is made from; `write` returns the seconds that it took, the operators and their version."""
+    """What a file is made from; `write` returns what the manifest says of it: seconds, operators, opset and so on."""
 
     fp32_bytes: int
-    write: Callable[[Path], tuple[float, str, int]]
+    write: Callable[[Path], dict[str, Any]]
     answers: Answer
 
 
 def _make(
-    specification: ModelSpecification, weights: WeightsSource, form: FileForm, folder: Path, progress: Progress
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    form: FileForm,
+    folder: Path,
+    progress: Progress,
+    plain: Artefact | None,
 ) -> Artefact:
     name = _file_name(specification, form)
     with (
-        _original(specification, weights, form, progress) as original,
+        _original(specification, weights, form, progress, plain) as original,
         atomic_folder(folder, needed_bytes=original.fp32_bytes * 105 // 100) as fresh,
     ):
         path = fresh / name
-        seconds, operators, opset = original.write(path)
+        written = original.write(path)
         progress("comparing the file with the model")
         with _loaded(specification, weights, path, form.precision) as engine:
             parity = measure_parity(specification, original.answers, engine, form.precision)
@@ -294,9 +304,7 @@ def _make(
         manifest = Manifest(
             **_required(specification, weights, form),
             weights_revision=weights.revision if isinstance(weights, PretrainedWeights) else None,
-            operators=operators,
-            opset=opset,
-            seconds=round(seconds, 3),
+            **written,
             file=name,
             bytes=path.stat().st_size,
             sha256=file_sha256(path),
@@ -310,15 +318,32 @@ def _make(
 
 @contextmanager
 def _original(
-    specification: ModelSpecification, weights: WeightsSource, form: FileForm, progress: Progress
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    form: FileForm,
+    progress: Progress,
+    plain: Artefact | None,
 ) -> Iterator[_Original]:
-    """The model's own module, or the user's FP32 file, of which an FP16 one is wanted."""
+    """The model's own module, or the user's FP32 file, of which an FP16 or INT8 one is wanted.
+
+    `plain` is the FP32 file that an INT8 one is made from.
+    """
+
+    def quantised(source: Artefact, path: Path) -> dict[str, Any]:
+        progress(f"quantising {source.path.name} to INT8")
+        seconds, how = quantise(specification, source.path, path)
+        same = {"operators": source.manifest.operators, "opset": source.manifest.opset}
+        return {"seconds": round(seconds, 3), "quantisation": how, **same}
+
     if (file := specification.file) is not None:
         user = read_user_file(file)
 
-        def convert(path: Path) -> tuple[float, str, int]:
+        def convert(path: Path) -> dict[str, Any]:
+            if plain is not None:
+                return quantised(plain, path)
             progress(f"converting {file.name} to FP16")
-            return convert_to_fp16(file, path), user.operators, user.opset
+            seconds = convert_to_fp16(file, path)
+            return {"seconds": round(seconds, 3), "operators": user.operators, "opset": user.opset}
 
         with _loaded(specification, weights, file, "fp32") as engine:
             yield _Original(user.bytes, convert, engine.infer)
@@ -328,10 +353,12 @@ def _original(
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)
 
-    def export(path: Path) -> tuple[float, str, int]:
+    def export(path: Path) -> dict[str, Any]:
+        if plain is not None:
+            return quantised(plain, path)
         progress("exporting to ONNX")
         seconds, operators = write_onnx(specification, module, path, form)
-        return seconds, operators, OPSETS[operators]
+        return {"seconds": round(seconds, 3), "operators": operators, "opset": OPSETS[operators]}
 
     parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
     yield _Original(parameter_bytes, export, partial(expected_answers, specification, module))

@@ -49,8 +49,8 @@ class ExportSettings(ModelOptions):
     payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str = Field(
         defaults.PRECISION,
-        description="fp32 or fp16: the file's weights; for TensorRT also tf32; auto: what servers here execute by "
-        "default.",
+        description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32; auto: what servers here execute "
+        "by default.",
     )
     operators: Operators | None = Field(
         None,
@@ -126,6 +126,8 @@ def _form(settings: ExportSettings) -> tuple[str, FileForm]:
         raise ExportError("TensorRT has none of the fused operators; use --operators standard")
     engine = "onnxruntime" if settings.to is Target.ONNX else "tensorrt"
     precision = EngineSettings(engine, settings.precision).precision
+    if engine == "tensorrt" and precision == "int8":
+        raise ExportError("abserve builds no INT8 plan for TensorRT; use --precision fp16, or --to onnx")
     stored = "fp32" if engine == "tensorrt" and precision == "tf32" else precision
     return precision, FileForm(stored, settings.operators or executed_form(engine, precision).operators)
 
@@ -163,6 +165,7 @@ def _show(console: Console, artefact: Artefact) -> None:
         "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, opset {manifest.opset}, "
         f"{manifest.operators} operators",
         "weights": manifest.weights + (f", revision {manifest.weights_revision}" if manifest.weights_revision else ""),
+        **({} if manifest.quantisation is None else {"int8": manifest.quantisation}),
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",
         "parity": "; ".join(map(_parity, manifest.parity)) or "not compared: your file is executed unchanged",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
@@ -176,6 +179,7 @@ def _parity(measured: ParityMeasurement) -> str:
         "cosine": None if measured.cosine_min is None else f"{measured.cosine_min:.7f}",
         "relative error": None if measured.relative_error is None else f"{measured.relative_error:.2g}",
         "max abs": None if measured.max_abs is None else f"{measured.max_abs:.2g}",
+        "same highest class": None if measured.top1 is None else f"{measured.top1:.0%}",
     }
     along = "".join(f" × {name} {size}" for name, size in measured.sizes.items())
     shown = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from servers.engines.settings import engine_kind
 
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS = ("fp32", "fp16", "int8")
 
 
 class Operators(StrEnum):
@@ -39,9 +39,13 @@ PLAIN = FileForm()
 
 
 def executed_form(engine: str, precision: str) -> FileForm:
-    """The file that an engine executes for a precision: FP16 has its own, TF32 is how a GPU multiplies FP32.
+    """The file that an engine executes for a precision: FP16 and INT8 have their own, TF32 is how a GPU multiplies
+    FP32, and BF16 how a CPU does.
 
-    ONNX Runtime gets fused operators: with torch's export it leaves shape arithmetic on the CPU of a GPU session.
+    ONNX Runtime gets fused operators: with torch's export it leaves shape arithmetic on the CPU of a GPU session. An
+    INT8 file has standard operators for every engine.
     """
+    if precision == "int8":
+        return FileForm("int8")
     stored = "fp16" if precision == "fp16" else "fp32"
     return FileForm(stored, engine_kind(engine).executes or Operators.STANDARD)
