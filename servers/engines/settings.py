@@ -29,8 +29,8 @@ class EngineKind:
     """The libraries that `load` imports first, besides the model's own. A server imports them earlier to time them
     separately."""
     executes: str | None = None
-    """The operators of the exported file that it executes (see `servers.export.file_form`); None: it executes the
-    model's own module."""
+    """The operators of the exported file that it executes, or package (see `servers.export.file_form`); None: it
+    executes the model's own module."""
     install: str = "pip install 'abserve[servers]'"
     """The command that installs its libraries."""
     reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)

@@ -66,13 +66,7 @@ class TorchEngine(RunnerEngine):
         """Build the executable module on the device, in the precision; check it there; set torch's threads."""
         settings, specification = self._settings, self._specification
         check_datatypes(specification)
-        self._device = device = resolve_device(settings.device)
-        self._mode = self._mode_on(device)
-        if device.type == "cpu":
-            torch.set_num_threads(thread_count(settings.threads))
-        else:
-            torch.cuda.set_device(device)  # else what names no device makes a context on the first GPU
-            set_fp32_products(tf32=settings.precision == "tf32")
+        device = self._enter_device()
         assert self._weights is not None
         try:
             module = specification.load_module(self._weights)
@@ -82,6 +76,17 @@ class TorchEngine(RunnerEngine):
             self._prepare(module, device, getattr(torch, PARAMETER_TYPES[settings.precision]))
         except FAILURES as exc:  # torch.OutOfMemoryError is a RuntimeError
             raise EngineError(f"the model cannot be loaded on {device}: {first_line(exc)}") from exc
+
+    def _enter_device(self) -> torch.device:
+        """Choose the device and the mode on it, and set torch's threads or how it multiplies."""
+        self._device = device = resolve_device(self._settings.device)
+        self._mode = self._mode_on(device)
+        if device.type == "cpu":
+            torch.set_num_threads(thread_count(self._settings.threads))
+        else:
+            torch.cuda.set_device(device)  # else what names no device makes a context on the first GPU
+            set_fp32_products(tf32=self._settings.precision == "tf32")
+        return device
 
     def _mode_on(self, device: torch.device) -> str:
         mode = self._settings.mode_on(device.type)

@@ -39,6 +39,7 @@ class Target(StrEnum):
 
     ONNX = "onnx"
     TENSORRT = "tensorrt"
+    AOTINDUCTOR = "aotinductor"
 
 
 class ExportSettings(ModelOptions):
@@ -49,7 +50,7 @@ class ExportSettings(ModelOptions):
     payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str = Field(
         defaults.PRECISION,
-        description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32; auto: what servers here execute "
+        description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32, for AOTInductor what its engine offers; auto: what servers here execute "
         "by default.",
     )
     operators: Operators | None = Field(
@@ -79,7 +80,7 @@ def export(**options: object) -> None:
         precision, form = _form(settings)
         check_form(specification, form)
         source = pin(weights, specification.find_pretrained)
-    except (UnknownModelError, WeightsError, ExportError) as exc:
+    except (UnknownModelError, WeightsError, ExportError, EngineError) as exc:
         fail(str(exc), exc, status=2)
     try:
         with console.status("starting") as status:
@@ -122,6 +123,8 @@ def triton_repo(
 
 def _form(settings: ExportSettings) -> tuple[str, FileForm]:
     """The precision of the engine that executes the file, and the form of the ONNX file."""
+    if settings.to is Target.AOTINDUCTOR:
+        return _package_form(settings)
     if settings.to is Target.TENSORRT and settings.operators is Operators.FUSED:
         raise ExportError("TensorRT has none of the fused operators; use --operators standard")
     engine = "onnxruntime" if settings.to is Target.ONNX else "tensorrt"
@@ -130,6 +133,17 @@ def _form(settings: ExportSettings) -> tuple[str, FileForm]:
         raise ExportError("abserve builds no INT8 plan for TensorRT; use --precision fp16, or --to onnx")
     stored = "fp32" if engine == "tensorrt" and precision == "tf32" else precision
     return precision, FileForm(stored, settings.operators or executed_form(engine, precision).operators)
+
+
+def _package_form(settings: ExportSettings) -> tuple[str, FileForm]:
+    """For the first GPU, else the CPU."""
+    from servers.export.package import target_of
+
+    if settings.operators is not None:
+        raise ExportError("a package of AOTInductor has no ONNX operators; leave --operators out")
+    requested = EngineSettings("aotinductor", settings.precision)
+    requested.check_here()
+    return requested.precision, executed_form("aotinductor", requested.precision, target_of(requested.device_here()))
 
 
 def _build_plan(
@@ -160,10 +174,11 @@ def _build_plan(
 def _show(console: Console, artefact: Artefact) -> None:
     manifest = artefact.manifest
     took = f"exported in {manifest.seconds:.1f} s" if artefact.made_now else f"up to date, made {manifest.created_at}"
+    operators = f"opset {manifest.opset}, {manifest.operators} operators"
     lines = {
-        "onnx": f"{artefact.path} ({took})",
-        "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, opset {manifest.opset}, "
-        f"{manifest.operators} operators",
+        "file" if manifest.opset is None else "onnx": f"{artefact.path} ({took})",
+        "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, "
+        + (operators if manifest.target is None else f"compiled for {manifest.target}"),
         "weights": manifest.weights + (f", revision {manifest.weights_revision}" if manifest.weights_revision else ""),
         **({} if manifest.quantisation is None else {"int8": manifest.quantisation}),
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",
