@@ -61,6 +61,4 @@ def _tower(path: Path, device: torch.device, dtype: torch.dtype) -> DeviceTower:
         raise EngineError(f"torch cannot load {path.name}: {reason_of(exc)}; delete it and export it again") from exc
     if (made_for := metadata.get("AOTI_DEVICE_KEY")) not in (None, device.type):
         raise EngineError(f"{path.name} was compiled for {made_for}, not for {device.type}; export it again")
-    return DeviceTower(
-        package, (), dtype, "AOTInductor package of the model's own module", plans=lambda: {**metadata}
-    )
+    return DeviceTower(package, (), dtype, "AOTInductor package of the model's own module", plans=lambda: {**metadata})

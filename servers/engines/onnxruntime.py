@@ -374,7 +374,8 @@ def stored_precision(model: Any) -> str:
         if entry.key == PRECISION_KEY:
             return str(entry.value)
     names = {
-        **{TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"},
+        TensorProto.FLOAT: "fp32",
+        TensorProto.FLOAT16: "fp16",
         **dict.fromkeys((TensorProto.INT8, TensorProto.UINT8), "int8"),
     }
     counts = {"fp32": 0, "fp16": 0, "int8": 0}  # the first one wins where there are no weights

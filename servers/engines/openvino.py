@@ -181,7 +181,7 @@ class OpenVINOEngine(Engine):
 
 def _products(compiled: Any) -> dict[str, int]:
     """How many convolutions and matrix products are executed in each precision."""
-    found = Counter()
+    found: Counter[str] = Counter()
     for node in compiled.get_runtime_model().get_ops():
         information = node.get_rt_info()
         if information["layerType"].astype(str) in PRODUCTS:

@@ -182,8 +182,8 @@ def executed_file(
 ) -> ExecutedFile:
     """The file for an engine that executes one, made first when it is missing or out of date.
 
-    `device` is that of a package, auto, cpu or cuda:N. `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of `ensure_artefact` and
-    `ensure_plan`.
+    `device` is that of a package, auto, cpu or cuda:N. `release` is the TensorRT that executes a plan; default:
+    Python's. Raises the errors of `ensure_artefact` and `ensure_plan`.
     """
     plan_release = (release or bindings_version() or _imported_release()) if engine == "tensorrt" else ""
     form = executed_form(engine, precision)

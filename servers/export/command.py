@@ -50,8 +50,8 @@ class ExportSettings(ModelOptions):
     payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str = Field(
         defaults.PRECISION,
-        description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32, for AOTInductor what its engine offers; auto: what servers here execute "
-        "by default.",
+        description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32, for AOTInductor what its engine "
+        "offers; auto: what servers here execute by default.",
     )
     operators: Operators | None = Field(
         None,
@@ -68,7 +68,7 @@ def export(**options: object) -> None:
     """Export a model from torch to ONNX, check that both compute the same, and write a manifest beside the file.
 
     With --to tensorrt also build the plan with TensorRT's Python package or trtexec, and print a container command that
-    builds it.
+    builds it. With --to aotinductor compile a package for the first GPU, else for this CPU.
     """
     from servers.export.artefacts import check_form, ensure_artefact
 

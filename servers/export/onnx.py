@@ -38,7 +38,10 @@ _MAX_BYTES = 2**31 - 2**20
 _ELEMENTWISE = frozenset({"Cast", "Transpose", "Div", "Mul", "Sub", "Add"})
 """The exporter's operators for `UInt8Images`; a convolution or a product ends this part of the graph."""
 
-_CHATTY_LOGGERS = ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
+_CHATTY_LOGGERS = (
+    *("torch.onnx", "torch.export", "torch._dynamo", "torch._inductor", "torch.utils.cpp_extension"),
+    *("onnxscript", "onnx_ir"),
+)
 
 
 def write_onnx(

@@ -6,6 +6,7 @@ A package runs only with the torch that made it, on the kind of processor that i
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,9 +35,16 @@ def target_of(device: str) -> str:
 
     found = resolve_device(device)
     if found.type == "cpu":
-        return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+        return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}-{_instructions()}"
     major, minor = torch.cuda.get_device_capability(found)
     return f"cuda-{major}.{minor}"
+
+
+def _instructions() -> str:
+    """A short hash of the processor's instruction sets: the compiler uses all of them (-march=native)."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(" ".join(sorted(flags.partition(":")[2].split())).encode()).hexdigest()[:8]
 
 
 def write_package(
