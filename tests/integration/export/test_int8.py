@@ -202,13 +202,13 @@ def test_what_cannot_be_quantised_is_refused(specification: ModelSpecification, 
             return x.mean((2, 3))
 
     outputs = (TensorSpec("embedding", "FP32", (-1, 3)),)
-    flat = replace(
-        specification, name="flat", fused_tower=False, outputs=outputs, load_module=lambda _: Mean().eval()
-    )
+    flat = replace(specification, name="flat", fused_tower=False, outputs=outputs, load_module=lambda _: Mean().eval())
     with pytest.raises(ExportError, match="no convolution and no product with constant weights.*use --precision fp32"):
         ensure_artefact(flat, WEIGHTS, tmp_path, form=INT8)
     with pytest.raises(ExportError, match="an INT8 file has standard operators; leave --operators out"):
         ensure_artefact(specification, WEIGHTS, tmp_path, form=FileForm("int8", "fused"))
     assert executed_form("onnxruntime", "int8") == executed_form("openvino", "int8") == INT8
-    with pytest.raises(EngineError, match="does not offer precision int8 on cuda: .*multiply in FP32; use one of: fp32"):
+    with pytest.raises(
+        EngineError, match="does not offer precision int8 on cuda: .*multiply in FP32; use one of: fp32"
+    ):
         EngineSettings("onnxruntime", "int8", device="cuda:0").mode_on("cuda")

@@ -11,7 +11,9 @@ from servers.engines.settings import EngineSettings
 
 
 def test_fp8_needs_a_gpu_that_has_it() -> None:
-    with pytest.raises(EngineError, match=r"does not offer precision fp8 on cpu: torchao .* 8\.9 and newer; use one of"):
+    with pytest.raises(
+        EngineError, match=r"does not offer precision fp8 on cpu: torchao .* 8\.9 and newer; use one of"
+    ):
         EngineSettings("torch", "fp8", device="cpu").mode_on("cpu")
     assert EngineSettings("torch", "fp8", device="cuda:0").mode_on("cuda") == "graph"
     check_capability((8, 9), "an Ada")
