@@ -9,6 +9,9 @@ The relative error of a row is ‖answer - expected‖ / ‖expected‖, the lar
 largest expected value; both divisors are at least the median of the batch, so a row that happens to be close to zero
 is compared by the scale of its neighbours. A row whose answer is that of another row fails at any tolerance, since
 answers to similar inputs may all lie within it. NaN and infinities fail.
+
+INT8 and FP8 lose accuracy by design, so their limits only catch answers that are not the model's; how much is lost is
+measured and shown. Highest classes and labels may then differ, and every row counts.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ import numpy.typing as npt
 from servers.contract.tensors import Array, TensorSpec
 from servers.models.specification import ModelSpecification, OutputKind
 
-MIN_COSINE = 0.9995
-"""The lowest cosine of an embedding with the expected one."""
-
-TOLERANCE: Mapping[str, float] = {"fp32": 1e-3, "tf32": 0.01, "fp16": 0.03, "bf16": 0.05}
+TOLERANCE: Mapping[str, float] = {"fp32": 1e-3, "tf32": 0.01, "fp16": 0.03, "bf16": 0.05, "int8": 0.6, "fp8": 0.6}
 """By precision, the largest relative error of a row, and its largest difference in units of its largest value."""
+
+LOSSY = ("int8", "fp8")
+"""Precisions whose loss is shown, and not a fault while the answers are recognisably the model's."""
+
+MIN_COSINE: Mapping[str, float] = {**dict.fromkeys(TOLERANCE, 0.9995), **dict.fromkeys(LOSSY, 0.8)}
+"""By precision, the lowest cosine of an embedding with the expected one."""
 
 SWAPPED = 0.5
 """A row is swapped if another row's expected answer is nearer than this share of its error."""
@@ -45,7 +51,8 @@ class OutputDifference:
     relative_error: float | None = None
     cosine_min: float | None = None
     top1: float | None = None
-    """Of logits, the share of rows with the expected highest class; only rows with a clear lead count."""
+    """Of logits, the share of rows with the expected highest class; only rows with a clear lead count, in a lossy
+    precision all. Of labels, the share of equal values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,11 @@ class Disagreement:
         return max(
             (one.relative_error for one in self.outputs.values() if one.relative_error is not None), default=None
         )
+
+    @property
+    def top1(self) -> float | None:
+        """The lowest share of expected classes of all outputs; None without one."""
+        return min((one.top1 for one in self.outputs.values() if one.top1 is not None), default=None)
 
 
 def disagreement(
@@ -109,8 +121,10 @@ def _compared(kind: OutputKind, expected: Array, actual: Array, precision: str) 
             largest = float(different > 0)
         else:
             largest = float(np.abs(actual.astype(np.float64) - expected.astype(np.float64)).max(initial=0))
-        fault = f"differs in {different} of {actual.size} values that must be equal" if different else None
-        return OutputDifference(kind, largest), fault
+        equal = 1 - different / max(actual.size, 1)
+        needed = 1 - TOLERANCE[precision] if precision in LOSSY else 1.0
+        fault = f"differs in {different} of {actual.size} values that must be equal" if equal < needed else None
+        return OutputDifference(kind, largest, top1=equal if kind == "labels" else None), fault
     want, got = (array.astype(np.float64).reshape(len(array), -1) for array in (expected, actual))
     if not want.size:
         return OutputDifference(kind, 0.0), None
@@ -126,13 +140,14 @@ def _compared(kind: OutputKind, expected: Array, actual: Array, precision: str) 
         fault = f"has a relative error of {worst:.2g}, more than {limit:g}"
     elif not apart <= limit:
         fault = f"has a value that is off by {apart:.2g} of the row's largest, more than {limit:g}"
-    elif kind == "embedding" and cosine is not None and not cosine >= MIN_COSINE:
-        fault = f"has a cosine of {cosine:.6f}, below {MIN_COSINE}"
+    elif kind == "embedding" and cosine is not None and not cosine >= MIN_COSINE[precision]:
+        fault = f"has a cosine of {cosine:.6f}, below {MIN_COSINE[precision]}"
     elif (swapped := _swapped_row(want, got, errors, relative)) is not None:
         fault = f"has in row {swapped[0]} the answer of row {swapped[1]}"
     if kind == "logits":
-        top1 = _top1(expected, actual, 2 * limit * scale)
-        if fault is None and top1 is not None and top1 < 1:
+        lossy = precision in LOSSY
+        top1 = _top1(expected, actual, np.full_like(scale, -1.0) if lossy else 2 * limit * scale)
+        if fault is None and top1 is not None and top1 < 1 and not lossy:
             fault = f"has another highest class in {1 - top1:.1%} of the rows with a clear one"
     return OutputDifference(kind, float(differences.max()), worst, cosine, top1), fault
 

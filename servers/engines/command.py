@@ -153,7 +153,13 @@ def _artefact(
 
     try:
         return executed_file(
-            settings.kind, settings.precision, specification, weights, root, max_batch_size=settings.max_batch_size
+            settings.kind,
+            settings.precision,
+            specification,
+            weights,
+            root,
+            max_batch_size=settings.max_batch_size,
+            device=settings.device,
         ).path
     except (ExportError, FolderError) as exc:
         raise EngineError(str(exc)) from exc

@@ -14,9 +14,10 @@ from servers.models.weights import WeightsSource
 def check_engine(specification: ModelSpecification, settings: EngineSettings) -> None:
     """Raise `EngineError` for settings or a variant that no machine can execute; imports no library."""
     settings.check()
-    if specification.file is not None and settings.kind == "torch":
+    if specification.file is not None and settings.kind in ("torch", "aotinductor"):
         raise EngineError(
-            f"{specification.name} is an ONNX file, which the torch engine does not execute; use --engine onnxruntime"
+            f"{specification.name} is an ONNX file, which the {settings.kind} engine does not execute; use --engine "
+            "onnxruntime"
         )
     if specification.executed is not specification:
         raise EngineError(
@@ -33,12 +34,13 @@ def build_engine(
     """The engine, not loaded yet. Raises `EngineError` for a wrong setting, a missing file or a missing library.
 
     `specification` is a variant that an engine executes (see `ModelSpecification.executed`).
-    `artefact_path` is the ONNX file or the TensorRT plan for the kinds that execute one; others ignore it.
+    `artefact_path` is the ONNX file, the TensorRT plan or the package for the kinds that execute one; others ignore it.
     """
     check_engine(specification, settings)
     kind = engine_kind(settings.kind)
     if kind.executes is not None and artefact_path is None:
-        command = export_command(specification, "--to tensorrt" if settings.kind == "tensorrt" else "")
+        made = settings.kind in ("tensorrt", "aotinductor")
+        command = export_command(specification, f"--to {settings.kind}" if made else "")
         raise EngineError(f"the {settings.kind} engine needs an exported file; run: {command}")
     module, _, name = kind.engine.partition(":")
     try:

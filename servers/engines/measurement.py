@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 
 from servers.contract.tensors import Array
-from servers.engines.agreement import Disagreement, disagreement
+from servers.engines.agreement import LOSSY, Disagreement, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.flight_rate import flight_rate
 from servers.engines.interface import Engine
@@ -201,11 +201,14 @@ def references_of(
 
 
 def matrix_tflops(device: str, precision: str) -> float | None:
-    """The rate of one large matrix product in that precision on that device, TFLOP/s; None without torch.
+    """The rate of one large matrix product in that precision on that device, TFLOP/s; None without torch and for INT8
+    and FP8, in which torch.mm does not multiply.
 
     8192³ on a GPU, 1024³ in FP32 on a CPU, on random data (zeros draw less power and run faster). The median of several
     on a GPU; the best on a CPU, where other processes take cores away. Sets how torch multiplies FP32 on CUDA.
     """
+    if precision in LOSSY:
+        return None
     try:
         import torch
     except ImportError:

@@ -1,20 +1,24 @@
-"""ONNX Runtime executing an exported file: FP32 and FP16 on the CPU, TF32 too on CUDA, never silently elsewhere.
+"""ONNX Runtime executing an exported file: FP32, FP16 and INT8 on the CPU, TF32 too on CUDA, never silently elsewhere.
 
 On CUDA the mode `graph` (and `auto`, for a model whose shapes follow from the batch and its padded axis) binds fixed
-buffers and replays one CUDA graph per bucket; in mode `session` every run allocates and launches anew. FP16 needs its
-own file (`abserve export --precision fp16`), marked in its metadata; a user's file is judged by its weights. A CUDA
-session that leaves real work on the CPU is refused (see `servers.engines.onnxruntime_cuda`).
+buffers and replays one CUDA graph per bucket; in mode `session` every run allocates and launches anew. FP16 and INT8
+need their own files (`abserve export --precision fp16`), marked in their metadata; a user's file is judged by its
+weights. A CUDA session that leaves real work on the CPU is refused (see `servers.engines.onnxruntime_cuda`), and so is
+an INT8 session that executes no product in INT8, read from a profile of its first batch.
 
 Importable without torch, so that the stub process of Triton's python backend can use the same engine.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -37,6 +41,16 @@ PRECISION_KEY = "abserve.precision"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+STORED_PRECISIONS = ("fp16", "int8")
+"""Precisions with files of their own; the others are how an FP32 file is executed."""
+INT8_PRODUCTS = frozenset(
+    {
+        *("QLinearConv", "QLinearMatMul", "QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat"),
+        *("DynamicQuantizeMatMul", "QAttention", "DynamicQuantizeLSTM"),
+    }
+)
+"""ONNX Runtime's operators that multiply in INT8."""
+FLOAT_PRODUCTS = frozenset({"Conv", "FusedConv", "NhwcFusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"})
 ELEMENT_TYPES = {
     **{f"{sign}INT{bits}": f"tensor({sign.lower()}int{bits})" for sign in ("", "U") for bits in (8, 16, 32, 64)},
     "FP16": "tensor(float16)",
@@ -55,6 +69,7 @@ class OnnxRuntimeEngine(Engine):
     _mode = ""
     _graphs: GraphExecution | None = None
     _placement: NodePlacement | None = None
+    _products: Mapping[str, int] | None = None
 
     def load(self) -> None:
         """Create the session and check that it has the requested model and provider."""
@@ -84,9 +99,10 @@ class OnnxRuntimeEngine(Engine):
         assert_signature(session.get_inputs(), specification.inputs, "inputs")
         assert_signature(session.get_outputs(), specification.outputs, "outputs")
         self._file_precision = self._stored_precision(session)
-        if (self._file_precision == "fp16") != (settings.precision == "fp16"):
-            option = f"--precision {'fp16' if settings.precision == 'fp16' else 'fp32'}"
-            remedy = "use --precision fp16" if path == specification.file else ""
+        wanted = settings.precision if settings.precision in STORED_PRECISIONS else "fp32"
+        if self._file_precision != wanted:
+            option = f"--precision {wanted}"
+            remedy = f"use --precision {self._file_precision}" if path == specification.file else ""
             raise EngineError(
                 f"{path.name} holds {self._file_precision}, but the precision is {settings.precision}; "
                 + (remedy or f"run: {export_command(specification, option)}")
@@ -95,6 +111,8 @@ class OnnxRuntimeEngine(Engine):
             self._placement = verified_placement(session, lambda folder: self._profile(folder, index))
             if self._mode == "graph":
                 self._graphs = self._captured(session, index)
+        if wanted == "int8":
+            self._products = self._executed_products()
         self._session = session
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -126,6 +144,8 @@ class OnnxRuntimeEngine(Engine):
             "intra_op_spinning": session_options.get_session_config_entry(SPINNING) == "1",
             "nodes_by_provider": None,
         }
+        if self._products is not None:
+            details["executed_products"] = dict(self._products)
         if cuda is not None and placement is not None:
             details |= {
                 "device_uuid": device_uuid(int(cuda["device_id"])),
@@ -198,6 +218,19 @@ class OnnxRuntimeEngine(Engine):
         for _ in range(repeats):
             session.run([tensor.name for tensor in self._specification.outputs], as_strings(batch))
         return Path(session.end_profiling())
+
+    def _executed_products(self) -> Mapping[str, int]:
+        """The operators that multiply, from the profile of one batch. Raises `EngineError` if none does in INT8."""
+        with TemporaryDirectory(prefix="abserve-profile-") as folder:
+            events = json.loads(self._profile(Path(folder), None, rows=1, repeats=1).read_bytes())
+        nodes = {event["name"]: event["args"]["op_name"] for event in events if event.get("cat") == "Node"}
+        products = Counter(name for name in nodes.values() if name in INT8_PRODUCTS | FLOAT_PRODUCTS)
+        if not INT8_PRODUCTS.intersection(products):
+            raise EngineError(
+                f"ONNX Runtime executes no product of {self._file.name} in INT8, only "
+                f"{', '.join(sorted(products)) or 'other operators'}; use --precision fp32"
+            )
+        return dict(sorted(products.items()))
 
     def _captured(self, session: Any, index: int) -> GraphExecution:
         specification, settings, axis = self._specification, self._settings, self._specification.padded_axis
@@ -340,11 +373,16 @@ def stored_precision(model: Any) -> str:
     for entry in model.metadata_props:
         if entry.key == PRECISION_KEY:
             return str(entry.value)
-    counts = {TensorProto.FLOAT: 0, TensorProto.FLOAT16: 0}
+    names = {
+        TensorProto.FLOAT: "fp32",
+        TensorProto.FLOAT16: "fp16",
+        **dict.fromkeys((TensorProto.INT8, TensorProto.UINT8), "int8"),
+    }
+    counts = {"fp32": 0, "fp16": 0, "int8": 0}  # the first one wins where there are no weights
     for tensor in model.graph.initializer:
-        if tensor.data_type in counts:
-            counts[tensor.data_type] += prod(tensor.dims)
-    return "fp16" if counts[TensorProto.FLOAT16] > counts[TensorProto.FLOAT] else "fp32"
+        if tensor.data_type in names:
+            counts[names[tensor.data_type]] += prod(tensor.dims)
+    return max(counts, key=lambda name: counts[name])
 
 
 def as_strings(inputs: Mapping[str, Array]) -> Mapping[str, Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
@@ -29,10 +29,12 @@ class EngineKind:
     """The libraries that `load` imports first, besides the model's own. A server imports them earlier to time them
     separately."""
     executes: str | None = None
-    """The operators of the exported file that it executes (see `servers.export.file_form`); None: it executes the
-    model's own module."""
+    """The operators of the exported file that it executes, or package (see `servers.export.file_form`); None: it
+    executes the model's own module."""
     install: str = "pip install 'abserve[servers]'"
     """The command that installs its libraries."""
+    reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """By precision and device, a clause that says why the engine does not offer it there."""
 
 
 ENTRY_POINTS = "abserve.engines"
@@ -42,15 +44,17 @@ KINDS: Mapping[str, EngineKind] = {
     "torch": EngineKind(
         "servers.engines.torch:TorchEngine",
         {"cpu": ("eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")},
-        {"cpu": ("fp32",), "cuda": PRECISIONS},
+        {"cpu": ("fp32",), "cuda": (*PRECISIONS, "fp8")},
         ("torch",),
+        reasons={("fp8", "cpu"): "torchao multiplies FP8 on GPUs of compute capability 8.9 and newer"},
     ),
     "onnxruntime": EngineKind(
         "servers.engines.onnxruntime:OnnxRuntimeEngine",
         {"cpu": ("session",), "cuda": ("graph", "session")},
-        {"cpu": ("fp32", "fp16"), "cuda": ("fp32", "tf32", "fp16")},
+        {"cpu": ("fp32", "fp16", "int8"), "cuda": ("fp32", "tf32", "fp16")},
         ("onnxruntime",),
         executes="fused",
+        reasons={("int8", "cuda"): "ONNX Runtime's CUDA kernels convert INT8 weights back and multiply in FP32"},
     ),
     "tensorrt": EngineKind(
         "servers.engines.tensorrt:TensorRTEngine",
@@ -60,7 +64,7 @@ KINDS: Mapping[str, EngineKind] = {
         executes="standard",
         install="pip install 'abserve[tensorrt]'",
     ),
-    "null": EngineKind("servers.engines.null:NullEngine", {"cpu": ("eager",)}, {"cpu": PRECISIONS}),
+    "null": EngineKind("servers.engines.null:NullEngine", {"cpu": ("eager",)}, {"cpu": (*PRECISIONS, "int8", "fp8")}),
 }
 
 
@@ -163,7 +167,8 @@ class EngineSettings:
         ):
             if value not in offered:
                 listed = ", ".join(offered)
+                reason = f": {why}" if (why := kind.reasons.get((value, device))) else ""
                 raise EngineError(
-                    f"the {self.kind} engine does not offer {name} {value} on {device}; use one of: {listed}"
+                    f"the {self.kind} engine does not offer {name} {value} on {device}{reason}; use one of: {listed}"
                 )
         return mode

@@ -1,8 +1,8 @@
-"""PyTorch: FP32 on the CPU; FP32, TF32, FP16 and BF16 on CUDA, eagerly, by TorchScript, compiled or in CUDA graphs.
+"""PyTorch: FP32 on the CPU; FP32, TF32, FP16, BF16 and FP8 on CUDA, eagerly, by TorchScript, compiled or in graphs.
 
 Any number of inputs and outputs in any datatype that torch has. Floating-point inputs are converted to the precision,
 UINT8 pixels are normalised on the device, and outputs have their specified datatype in every precision. FP32 on CUDA
-means no TF32 anywhere.
+means no TF32 anywhere. FP8 is BF16 with torchao's FP8 products in the linear layers.
 
 Modes: `eager` is the model's own module; `traced` and `scripted` are the same through torch.jit, compared with it at
 load in its precision. On CUDA only: `graph` (and `auto`) is one CUDA graph per bucket of the fastest form that covers
@@ -44,7 +44,7 @@ from servers.engines.torch_towers import (
 from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
 
-PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 
 GRAPH_MODES = ("graph", "compile")
 """One CUDA graph per bucket; the other modes enqueue every batch anew, in its own shape."""
@@ -66,13 +66,7 @@ class TorchEngine(RunnerEngine):
         """Build the executable module on the device, in the precision; check it there; set torch's threads."""
         settings, specification = self._settings, self._specification
         check_datatypes(specification)
-        self._device = device = resolve_device(settings.device)
-        self._mode = self._mode_on(device)
-        if device.type == "cpu":
-            torch.set_num_threads(thread_count(settings.threads))
-        else:
-            torch.cuda.set_device(device)  # else what names no device makes a context on the first GPU
-            set_fp32_products(tf32=settings.precision == "tf32")
+        device = self._enter_device()
         assert self._weights is not None
         try:
             module = specification.load_module(self._weights)
@@ -82,6 +76,17 @@ class TorchEngine(RunnerEngine):
             self._prepare(module, device, getattr(torch, PARAMETER_TYPES[settings.precision]))
         except FAILURES as exc:  # torch.OutOfMemoryError is a RuntimeError
             raise EngineError(f"the model cannot be loaded on {device}: {first_line(exc)}") from exc
+
+    def _enter_device(self) -> torch.device:
+        """Choose the device and the mode on it, and set torch's threads or how it multiplies."""
+        self._device = device = resolve_device(self._settings.device)
+        self._mode = self._mode_on(device)
+        if device.type == "cpu":
+            torch.set_num_threads(thread_count(self._settings.threads))
+        else:
+            torch.cuda.set_device(device)  # else what names no device makes a context on the first GPU
+            set_fp32_products(tf32=self._settings.precision == "tf32")
+        return device
 
     def _mode_on(self, device: torch.device) -> str:
         mode = self._settings.mode_on(device.type)
@@ -99,17 +104,20 @@ class TorchEngine(RunnerEngine):
         proof = proof_batch(specification, min(PROOF_ROWS, largest), 1, PROOF_SHARE)
         expected = proof.expected(partial(expected_answers, specification, executed_module(specification, module)))
         if mode in GRAPH_MODES:
-            tower = fast_tower(module, specification, device, dtype, largest, compiled=mode == "compile")
+            fp8, compiled = self._settings.precision == "fp8", mode == "compile"
+            tower = fast_tower(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
             rows = bucket_sizes(largest, halves=mode == "graph")
             sizes, at_load = self._axis_buckets()
             self._start(tower.build, rows, device, sizes=sizes, at_load=at_load)
         else:
-            tower = own_tower(module, specification, device, dtype, largest, mode=mode)
+            fp8 = self._settings.precision == "fp8"
+            tower = own_tower(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
             if device.type != "cpu":
                 self._start(None, bucket_sizes(largest), device, call=tower.call)
         self._tower = tower
-        memory = (*tower.parameters, *module.buffers())
-        self._shared_memory = frozenset(one.untyped_storage().data_ptr() for one in memory)
+        if device.type == "cpu":
+            memory = (*tower.parameters, *module.buffers())
+            self._shared_memory = frozenset(one.untyped_storage().data_ptr() for one in memory)
         if mode != "eager" or device.type != "cpu" or proof.lengths:  # else it is the module that gave these answers
             self._check(proof, expected)
 
@@ -184,6 +192,8 @@ class TorchEngine(RunnerEngine):
             **device_details(self._device),
             "kernels": tower.kernels,
         }
+        if tower.fp8_layers:
+            details["fp8_layers"] = tower.fp8_layers
         if self._mode_reason is not None:
             details["mode_reason"] = self._mode_reason
         if self._checked is not None:
@@ -204,7 +214,7 @@ class TorchEngine(RunnerEngine):
                 details |= {f"{axis.name}_buckets": list(runner.sizes), "captured_graphs": runner.captured}
         return self._description(
             version=torch.__version__,
-            precision=_precision_in_effect(self._device, dtype),
+            precision="fp8" if tower.fp8_layers else _precision_in_effect(self._device, dtype),
             mode=self._mode,
             device=str(self._device),
             threads=torch.get_num_threads() if self._device.type == "cpu" else None,

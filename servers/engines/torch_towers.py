@@ -71,6 +71,8 @@ class DeviceTower:
     """Returns the function that enqueues n images; None: a function that calls `module`."""
     plans: Callable[[], Mapping[str, str]] = field(default=dict)
     """Plans by batch size, known once built."""
+    fp8_layers: int = 0
+    """Linear layers whose weights are in FP8, read back from the module."""
 
     def call(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a batch in any shape, in the model's own datatypes."""
@@ -149,12 +151,20 @@ def own_tower(
     max_batch_size: int = 1,
     *,
     mode: str = "eager",
+    fp8: bool = False,
 ) -> DeviceTower:
     """`module` (FP32, as from `load_module`), executed eagerly or by TorchScript (`traced`, `scripted`).
 
-    Raises `EngineError` for a module that TorchScript does not take.
+    Raises `EngineError` for a module that TorchScript, or with `fp8` torchao, does not take.
     """
     executed = to_precision(executed_module(specification, module).to(device), dtype)
+    if fp8:
+        from servers.engines.fp8 import to_fp8
+
+        if mode in APIS:
+            raise EngineError(f"TorchScript does not take FP8 weights; use mode graph, compile or eager, not {mode}")
+        layers, kernels = to_fp8(executed, device, title=OWN_MODULE)
+        return DeviceTower(executed, tuple(executed.parameters()), dtype, kernels, fp8_layers=layers)
     own = DeviceTower(executed, tuple(executed.parameters()), dtype, OWN_MODULE)
     if mode not in APIS:
         return own
@@ -177,11 +187,15 @@ def fast_tower(
     max_batch_size: int,
     *,
     compiled: bool,
+    fp8: bool = False,
 ) -> DeviceTower:
-    """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower."""
-    lean = _lean_tower(module, specification)
+    """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower.
+
+    With `fp8` it is the model's own module, whose linear layers torchao knows.
+    """
+    lean = None if fp8 else _lean_tower(module, specification)
     if lean is None:
-        own = own_tower(module, specification, device, dtype)
+        own = own_tower(module, specification, device, dtype, fp8=fp8)
         return _compiled(own) if compiled else own
     if not compiled and dtype == torch.float16 and find_spec("triton") is not None:
         try:

@@ -2,8 +2,10 @@
 
     ROOT/<model>/<weights>/model.onnx                       FP32 weights
     ROOT/<model>/<weights>-fp16/model_fp16.onnx             FP16 weights
+    ROOT/<model>/<weights>-int8/model_int8.onnx             INT8 weights and activations
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           UINT8 input; with FP16 weights model_uint8_fp16.onnx
     ROOT/<model>/<weights>-fused/model.onnx                 ONNX Runtime's own operators; other forms have -fused, too
+    ROOT/<model>/<weights>-package-<processor>/model.pt2    torch's package, see `servers.export.package`
     ROOT/<model>-<hash of its path>/…                       a model from a file of the user
 
 Each file has its own folder and manifest. An artefact is up to date when its manifest names the same model, weights and
@@ -16,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,10 +31,12 @@ from servers.engines.interface import Engine
 from servers.engines.proof import Answer
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
-from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm, Operators, executed_form
+from servers.export.file_form import OPSETS, PACKAGE, PLAIN, PRECISIONS, FileForm, Operators, executed_form
 from servers.export.manifest import Manifest, package_versions, read_manifest
 from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
+from servers.export.package import target_of, write_package
 from servers.export.parity import assert_parity, measure_parity
+from servers.export.quantisation import quantise
 from servers.export.tensorrt_plan import PlanRequest, ensure_plan, gpu_kind, profile_shapes
 from servers.export.tensorrt_tools import bindings_version
 from servers.models.atomic_folder import atomic_folder, exclusive, file_sha256, remove_abandoned
@@ -102,12 +106,12 @@ def find_artefact(
     path = folder / _file_name(specification, form)
     try:
         if (
-            (specification.file is None and manifest.opset != OPSETS.get(Operators(manifest.operators)))
+            (specification.file is None and manifest.opset != _opset(manifest.operators))
             or path.stat().st_size != manifest.bytes
             or file_sha256(path) != manifest.sha256
         ):
             return None
-    except (OSError, ValueError):
+    except OSError:
         return None
     return Artefact(path, manifest, made_now=False)
 
@@ -119,10 +123,16 @@ def check_form(specification: ModelSpecification, form: FileForm) -> None:
             f"{specification.name} has no exported file, since JPEG files are decoded outside the model; "
             "export the payload uint8, which it executes"
         )
+    if form.operators == PACKAGE:
+        if specification.file is not None:
+            raise ExportError(f"{specification.name} is an ONNX file, of which torch makes no package; use --to onnx")
+        return
     if form.precision not in PRECISIONS:
         raise ExportError(f"no file has the precision {form.precision!r}; {choose_from(form.precision, PRECISIONS)}")
     if form.operators not in OPSETS:
         raise ExportError(f"unknown operators {form.operators!r}; {choose_from(form.operators, OPSETS)}")
+    if form.precision == "int8" and form.operators != Operators.STANDARD:
+        raise ExportError("an INT8 file has standard operators; leave --operators out")
 
 
 def ensure_artefact(
@@ -142,7 +152,7 @@ def ensure_artefact(
     """
     check_form(specification, form)
     weights = pin(weights, specification.find_pretrained)
-    if not specification.fused_tower:
+    if not specification.fused_tower and form.operators == Operators.FUSED:
         form = FileForm(form.precision)
     if users := _users_file(specification, weights, form):
         return users
@@ -154,7 +164,8 @@ def ensure_artefact(
             if found := find_artefact(root, specification, weights, form):
                 return found
             _refuse_another_file(folder, weights)
-        return _make(specification, weights, form, folder, progress)
+        plain = None if form.precision != "int8" else ensure_artefact(specification, weights, root, progress=progress)
+        return _make(specification, weights, form, folder, progress, plain)
 
 
 def executed_file(
@@ -167,14 +178,17 @@ def executed_file(
     *,
     max_batch_size: int = defaults.MAX_BATCH_SIZE,
     release: str | None = None,
+    device: str = defaults.DEVICE,
 ) -> ExecutedFile:
     """The file for an engine that executes one, made first when it is missing or out of date.
 
-    `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of `ensure_artefact` and
-    `ensure_plan`.
+    `device` is that of a package, auto, cpu or cuda:N. `release` is the TensorRT that executes a plan; default:
+    Python's. Raises the errors of `ensure_artefact` and `ensure_plan`.
     """
     plan_release = (release or bindings_version() or _imported_release()) if engine == "tensorrt" else ""
     form = executed_form(engine, precision)
+    if form.operators == PACKAGE:
+        form = replace(form, target=target_of(device))
     artefact = ensure_artefact(specification, weights, root, form=form, progress=progress)
     if not plan_release:
         return ExecutedFile(artefact.path, artefact.manifest)
@@ -220,7 +234,9 @@ def _users_file(specification: ModelSpecification, weights: WeightsSource, form:
 
 
 def _file_name(specification: ModelSpecification, form: FileForm) -> str:
-    parts = (part for part in (specification.payload, form.precision) if part in ("uint8", "fp16"))
+    if form.operators == PACKAGE:
+        return "model.pt2"
+    parts = (part for part in (specification.payload, form.precision) if part in ("uint8", "fp16", "int8"))
     return "_".join(["model", *parts]) + ".onnx"
 
 
@@ -232,6 +248,8 @@ def _required(specification: ModelSpecification, weights: WeightsSource, form: F
         "model_sha256": specification.definition_sha256,
         "payload": specification.payload,
         "precision": form.precision,
+        "kind": "aotinductor" if form.operators == PACKAGE else "onnx",
+        "target": form.target,
         "weights": weights.label,
         "weights_sha256": None if isinstance(weights, RandomWeights) else weights.sha256,
         "versions": package_versions(),
@@ -270,33 +288,36 @@ def _refuse_another_file(folder: Path, weights: WeightsSource) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Original:
-    """What a file is made from; `write` returns the seconds that it took, the operators and their version."""
+    """What a file is made from; `write` returns what the manifest says of it: seconds, operators, opset and so on."""
 
     fp32_bytes: int
-    write: Callable[[Path], tuple[float, str, int]]
+    write: Callable[[Path], dict[str, Any]]
     answers: Answer
 
 
 def _make(
-    specification: ModelSpecification, weights: WeightsSource, form: FileForm, folder: Path, progress: Progress
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    form: FileForm,
+    folder: Path,
+    progress: Progress,
+    plain: Artefact | None,
 ) -> Artefact:
     name = _file_name(specification, form)
     with (
-        _original(specification, weights, form, progress) as original,
+        _original(specification, weights, form, progress, plain) as original,
         atomic_folder(folder, needed_bytes=original.fp32_bytes * 105 // 100) as fresh,
     ):
         path = fresh / name
-        seconds, operators, opset = original.write(path)
+        written = original.write(path)
         progress("comparing the file with the model")
-        with _loaded(specification, weights, path, form.precision) as engine:
+        with _loaded(specification, weights, path, form) as engine:
             parity = measure_parity(specification, original.answers, engine, form.precision)
         assert_parity(parity)
         manifest = Manifest(
             **_required(specification, weights, form),
             weights_revision=weights.revision if isinstance(weights, PretrainedWeights) else None,
-            operators=operators,
-            opset=opset,
-            seconds=round(seconds, 3),
+            **written,
             file=name,
             bytes=path.stat().st_size,
             sha256=file_sha256(path),
@@ -310,17 +331,34 @@ def _make(
 
 @contextmanager
 def _original(
-    specification: ModelSpecification, weights: WeightsSource, form: FileForm, progress: Progress
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    form: FileForm,
+    progress: Progress,
+    plain: Artefact | None,
 ) -> Iterator[_Original]:
-    """The model's own module, or the user's FP32 file, of which an FP16 one is wanted."""
+    """The model's own module, or the user's FP32 file, of which an FP16 or INT8 one is wanted.
+
+    `plain` is the FP32 file that an INT8 one is made from.
+    """
+
+    def quantised(source: Artefact, path: Path) -> dict[str, Any]:
+        progress(f"quantising {source.path.name} to INT8")
+        seconds, how = quantise(specification, source.path, path)
+        same = {"operators": source.manifest.operators, "opset": source.manifest.opset}
+        return {"seconds": round(seconds, 3), "quantisation": how, **same}
+
     if (file := specification.file) is not None:
         user = read_user_file(file)
 
-        def convert(path: Path) -> tuple[float, str, int]:
+        def convert(path: Path) -> dict[str, Any]:
+            if plain is not None:
+                return quantised(plain, path)
             progress(f"converting {file.name} to FP16")
-            return convert_to_fp16(file, path), user.operators, user.opset
+            seconds = convert_to_fp16(file, path)
+            return {"seconds": round(seconds, 3), "operators": user.operators, "opset": user.opset}
 
-        with _loaded(specification, weights, file, "fp32") as engine:
+        with _loaded(specification, weights, file, PLAIN) as engine:
             yield _Original(user.bytes, convert, engine.infer)
         return
     from servers.engines.torch_towers import expected_answers
@@ -328,21 +366,38 @@ def _original(
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)
 
-    def export(path: Path) -> tuple[float, str, int]:
+    def export(path: Path) -> dict[str, Any]:
+        if plain is not None:
+            return quantised(plain, path)
+        if form.operators == PACKAGE:
+            progress("compiling with AOTInductor")
+            seconds = write_package(specification, module, path, form.precision, _device(form))
+            return {"seconds": round(seconds, 3), "operators": PACKAGE}
         progress("exporting to ONNX")
         seconds, operators = write_onnx(specification, module, path, form)
-        return seconds, operators, OPSETS[operators]
+        return {"seconds": round(seconds, 3), "operators": operators, "opset": OPSETS[operators]}
 
     parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
     yield _Original(parameter_bytes, export, partial(expected_answers, specification, module))
 
 
 @contextmanager
-def _loaded(specification: ModelSpecification, weights: WeightsSource, path: Path, precision: str) -> Iterator[Engine]:
-    settings = EngineSettings(kind="onnxruntime", device="cpu", precision=precision)
+def _loaded(specification: ModelSpecification, weights: WeightsSource, path: Path, form: FileForm) -> Iterator[Engine]:
+    kind = "aotinductor" if form.operators == PACKAGE else "onnxruntime"
+    settings = EngineSettings(kind=kind, device=_device(form), precision=form.precision)
     engine = build_engine(specification, weights, settings, path)
     try:
         engine.load()
         yield engine
     finally:
         engine.close()
+
+
+def _device(form: FileForm) -> str:
+    """The device on which the file is executed for the comparison: that of a package, else the CPU."""
+    return "cpu" if form.target is None else form.target.partition("-")[0]
+
+
+def _opset(operators: str) -> int | None:
+    """The version of ONNX's operators in a file; None for a package."""
+    return {str(name): version for name, version in OPSETS.items()}.get(operators)

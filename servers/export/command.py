@@ -39,6 +39,7 @@ class Target(StrEnum):
 
     ONNX = "onnx"
     TENSORRT = "tensorrt"
+    AOTINDUCTOR = "aotinductor"
 
 
 class ExportSettings(ModelOptions):
@@ -49,8 +50,8 @@ class ExportSettings(ModelOptions):
     payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str = Field(
         defaults.PRECISION,
-        description="fp32 or fp16: the file's weights; for TensorRT also tf32; auto: what servers here execute by "
-        "default.",
+        description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32, for AOTInductor what its engine "
+        "offers; auto: what servers here execute by default.",
     )
     operators: Operators | None = Field(
         None,
@@ -67,7 +68,7 @@ def export(**options: object) -> None:
     """Export a model from torch to ONNX, check that both compute the same, and write a manifest beside the file.
 
     With --to tensorrt also build the plan with TensorRT's Python package or trtexec, and print a container command that
-    builds it.
+    builds it. With --to aotinductor compile a package for the first GPU, else for this CPU.
     """
     from servers.export.artefacts import check_form, ensure_artefact
 
@@ -79,7 +80,7 @@ def export(**options: object) -> None:
         precision, form = _form(settings)
         check_form(specification, form)
         source = pin(weights, specification.find_pretrained)
-    except (UnknownModelError, WeightsError, ExportError) as exc:
+    except (UnknownModelError, WeightsError, ExportError, EngineError) as exc:
         fail(str(exc), exc, status=2)
     try:
         with console.status("starting") as status:
@@ -122,12 +123,27 @@ def triton_repo(
 
 def _form(settings: ExportSettings) -> tuple[str, FileForm]:
     """The precision of the engine that executes the file, and the form of the ONNX file."""
+    if settings.to is Target.AOTINDUCTOR:
+        return _package_form(settings)
     if settings.to is Target.TENSORRT and settings.operators is Operators.FUSED:
         raise ExportError("TensorRT has none of the fused operators; use --operators standard")
     engine = "onnxruntime" if settings.to is Target.ONNX else "tensorrt"
     precision = EngineSettings(engine, settings.precision).precision
+    if engine == "tensorrt" and precision == "int8":
+        raise ExportError("abserve builds no INT8 plan for TensorRT; use --precision fp16, or --to onnx")
     stored = "fp32" if engine == "tensorrt" and precision == "tf32" else precision
     return precision, FileForm(stored, settings.operators or executed_form(engine, precision).operators)
+
+
+def _package_form(settings: ExportSettings) -> tuple[str, FileForm]:
+    """For the first GPU, else the CPU."""
+    from servers.export.package import target_of
+
+    if settings.operators is not None:
+        raise ExportError("a package of AOTInductor has no ONNX operators; leave --operators out")
+    requested = EngineSettings("aotinductor", settings.precision)
+    requested.check_here()
+    return requested.precision, executed_form("aotinductor", requested.precision, target_of(requested.device_here()))
 
 
 def _build_plan(
@@ -158,11 +174,13 @@ def _build_plan(
 def _show(console: Console, artefact: Artefact) -> None:
     manifest = artefact.manifest
     took = f"exported in {manifest.seconds:.1f} s" if artefact.made_now else f"up to date, made {manifest.created_at}"
+    operators = f"opset {manifest.opset}, {manifest.operators} operators"
     lines = {
-        "onnx": f"{artefact.path} ({took})",
-        "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, opset {manifest.opset}, "
-        f"{manifest.operators} operators",
+        "file" if manifest.opset is None else "onnx": f"{artefact.path} ({took})",
+        "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, "
+        + (operators if manifest.target is None else f"compiled for {manifest.target}"),
         "weights": manifest.weights + (f", revision {manifest.weights_revision}" if manifest.weights_revision else ""),
+        **({} if manifest.quantisation is None else {"int8": manifest.quantisation}),
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",
         "parity": "; ".join(map(_parity, manifest.parity)) or "not compared: your file is executed unchanged",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
@@ -176,6 +194,7 @@ def _parity(measured: ParityMeasurement) -> str:
         "cosine": None if measured.cosine_min is None else f"{measured.cosine_min:.7f}",
         "relative error": None if measured.relative_error is None else f"{measured.relative_error:.2g}",
         "max abs": None if measured.max_abs is None else f"{measured.max_abs:.2g}",
+        "same highest class": None if measured.top1 is None else f"{measured.top1:.0%}",
     }
     along = "".join(f" × {name} {size}" for name, size in measured.sizes.items())
     shown = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)

@@ -1,4 +1,4 @@
-"""The forms of a model's ONNX file, and which one an engine executes."""
+"""The forms of a model's exported file, ONNX or torch's package, and which one an engine executes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from enum import StrEnum
 
 from servers.engines.settings import engine_kind
 
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS = ("fp32", "fp16", "int8")
+"""Of an ONNX file."""
+PACKAGE = "package"
+"""In place of operators: machine code that torch's AOTInductor made for one kind of processor."""
 
 
 class Operators(StrEnum):
@@ -24,24 +27,33 @@ the first one whose DequantizeLinear gives FP16."""
 
 @dataclass(frozen=True, slots=True)
 class FileForm:
-    """The requested form of a file; `operators` is a value of `Operators`."""
+    """The requested form of a file; `operators` is a value of `Operators`, or `PACKAGE`."""
 
     precision: str = "fp32"
     operators: str = Operators.STANDARD
+    target: str | None = None
+    """The processor of a package, see `servers.export.package.target_of`."""
 
     @property
     def suffix(self) -> str:
         """The end of the folder's name."""
-        return "".join(f"-{part}" for part in (self.precision, self.operators) if part not in ("fp32", "standard"))
+        parts = (self.precision, self.operators, self.target)
+        return "".join(f"-{part}" for part in parts if part not in ("fp32", "standard", None))
 
 
 PLAIN = FileForm()
 
 
-def executed_form(engine: str, precision: str) -> FileForm:
-    """The file that an engine executes for a precision: FP16 has its own, TF32 is how a GPU multiplies FP32.
+def executed_form(engine: str, precision: str, target: str | None = None) -> FileForm:
+    """The file that an engine executes for a precision: FP16 and INT8 have their own, TF32 is how a GPU multiplies
+    FP32, and BF16 how a CPU does.
 
-    ONNX Runtime gets fused operators: with torch's export it leaves shape arithmetic on the CPU of a GPU session.
+    ONNX Runtime gets fused operators: with torch's export it leaves shape arithmetic on the CPU of a GPU session. An
+    INT8 file has standard operators for every engine. A package, for the processor `target`, has every precision.
     """
-    stored = "fp16" if precision == "fp16" else "fp32"
-    return FileForm(stored, engine_kind(engine).executes or Operators.STANDARD)
+    operators = engine_kind(engine).executes or Operators.STANDARD
+    if operators == PACKAGE:
+        return FileForm(precision, PACKAGE, target)
+    if precision == "int8":
+        return FileForm("int8")
+    return FileForm("fp16" if precision == "fp16" else "fp32", operators)

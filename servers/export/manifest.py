@@ -29,6 +29,7 @@ class ParityMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     cosine_min: float | None
     relative_error: float | None = None
     max_abs: float | None
+    top1: float | None = None
     fault: str | None = None
 
 
@@ -37,12 +38,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     `weights_revision` is the commit of the hub's repository that the file came from.
 
     `operators` are those in the file: `standard` also where fused ones were requested and do not cover the model.
+    A package has no `opset`; `target` is the kind of processor that it was compiled for.
+    `quantisation` says how an INT8 file was made; its parity shows what that lost.
     `model_sha256` is the specification's `definition_sha256`. A user's ONNX file that is executed unchanged has no
     `parity`, which compares a file with the model that it was made from.
     """
 
     schema: Literal["abserve.artefact/1"] = "abserve.artefact/1"
-    kind: Literal["onnx"] = "onnx"
+    kind: Literal["onnx", "aotinductor"] = "onnx"
     model: str
     model_version: str
     model_sha256: str | None = None
@@ -52,8 +55,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     payload: str = "fp32"
     precision: str
     operators: str = "standard"
+    quantisation: str | None = None
     versions: dict[str, str]
-    opset: int
+    target: str | None = None
+    opset: int | None = None
     seconds: float
     file: str
     bytes: int

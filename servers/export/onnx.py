@@ -29,7 +29,7 @@ from servers.models.specification import ModelSpecification
 if TYPE_CHECKING:
     import torch
 
-_EXAMPLE_BATCH = 2
+EXAMPLE_BATCH = 2
 """With 1 torch.export takes the batch for a constant and freezes it."""
 
 _MAX_BYTES = 2**31 - 2**20
@@ -38,7 +38,10 @@ _MAX_BYTES = 2**31 - 2**20
 _ELEMENTWISE = frozenset({"Cast", "Transpose", "Div", "Mul", "Sub", "Add"})
 """The exporter's operators for `UInt8Images`; a convolution or a product ends this part of the graph."""
 
-_CHATTY_LOGGERS = ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
+_CHATTY_LOGGERS = (
+    *("torch.onnx", "torch.export", "torch._dynamo", "torch._inductor", "torch.utils.cpp_extension"),
+    *("onnxscript", "onnx_ir"),
+)
 
 
 def write_onnx(
@@ -83,7 +86,7 @@ def example_sizes(specification: ModelSpecification) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for axis in specification.axes:
         candidates = (axis.default, axis.default // 2, *range(3, axis.largest + 1))
-        free = (n for n in candidates if 1 < n <= axis.largest and n not in (_EXAMPLE_BATCH, *sizes.values()))
+        free = (n for n in candidates if 1 < n <= axis.largest and n not in (EXAMPLE_BATCH, *sizes.values()))
         sizes[axis.name] = next(free, axis.largest)
     return sizes
 
@@ -98,9 +101,9 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
             "use the engine torch"
         )
     names = [tensor.name for tensor in specification.inputs]
-    inputs = random_inputs(specification, _EXAMPLE_BATCH, 0, example_sizes(specification))
-    free = _dynamic_shapes(specification)
-    with _quiet():
+    inputs = random_inputs(specification, EXAMPLE_BATCH, 0, example_sizes(specification))
+    free = dynamic_shapes(specification)
+    with quiet_exporter():
         try:
             program = torch.onnx.export(
                 module,
@@ -143,7 +146,7 @@ def _rename_inner(graph: Any, reserved: set[str]) -> None:
             value.name = f"{value.name}/inner"
 
 
-def _dynamic_shapes(specification: ModelSpecification) -> tuple[dict[int, Any], ...]:
+def dynamic_shapes(specification: ModelSpecification) -> tuple[dict[int, Any], ...]:
     """By input, the free dimensions with their names."""
     from torch.export import Dim
 
@@ -215,7 +218,7 @@ def convert_to_fp16(source: Path, path: Path) -> float:
     started_ns = time.perf_counter_ns()
     model = onnx.load(source)
     typed = bool(model.graph.value_info)  # torch's export names the type of every tensor, other exporters may not
-    with _quiet():
+    with quiet_exporter():
         model = convert_float_to_float16(
             model, keep_io_types=True, disable_shape_infer=typed, node_block_list=_normalisation(model.graph)
         )
@@ -239,7 +242,7 @@ def _normalisation(graph: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """Hide the exporter's prints, logs and warnings, which are about its own internals."""
     levels = {name: logging.getLogger(name).level for name in _CHATTY_LOGGERS}
     try:

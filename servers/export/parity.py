@@ -57,6 +57,7 @@ def measure_parity(
                 cosine_min=found.cosine_min,
                 relative_error=found.relative_error,
                 max_abs=max((output.max_abs for output in found.outputs.values()), default=None),
+                top1=found.top1,
                 fault=found.fault,
             )
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from servers.contract.tensors import TensorSpec
-from servers.engines.agreement import TOLERANCE, Disagreement, disagreement
+from servers.engines.agreement import LOSSY, TOLERANCE, Disagreement, disagreement
 from servers.models.specification import ModelSpecification, OutputKind
 
 
@@ -44,7 +44,7 @@ def test_rounding_of_the_precision_agrees(kind: OutputKind, precision: str) -> N
     assert found.fault is None
     assert 0 < found.outputs["y"].relative_error < TOLERANCE[precision]  # type: ignore[operator]
     assert found.cosine_min is not None
-    assert found.cosine_min > 0.999
+    assert found.cosine_min > 1 - (TOLERANCE[precision] / 10) ** 2
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
@@ -104,6 +104,28 @@ def test_the_highest_class_counts_where_its_lead_is_clear() -> None:
     assert (found.fault, found.outputs["y"].top1) == (None, 1)
     undecided = compared("logits", want[1:], got[1:], "fp16")
     assert undecided.outputs["y"].top1 is None
+
+
+@pytest.mark.parametrize("precision", LOSSY)
+def test_the_loss_of_a_lossy_precision_is_shown_and_only_garbage_is_a_fault(precision: str) -> None:
+    want = answers()
+    lossy = (want + 0.2 * np.random.default_rng(1).standard_normal(want.shape)).astype(np.float32)
+    found = compared("logits", want, lossy, precision)
+    assert found.fault is None
+    assert found.top1 == np.mean(want.argmax(1) == lossy.argmax(1)) < 1  # every row counts
+    assert compared("logits", want, lossy, "bf16").fault is not None
+    for kind in ("embedding", "logits", "tensor"):
+        assert compared(kind, want, answers()[::-1].copy(), precision).fault is not None
+        assert compared(kind, want, np.zeros_like(want), precision).fault is not None
+    labels = np.arange(10, dtype=np.int64).reshape(5, 2)
+    few, many = labels.copy(), labels + 1
+    few[0, 0] = 7
+    assert (compared("labels", labels, few, precision).fault, compared("labels", labels, few, precision).top1) == (
+        None,
+        0.9,
+    )
+    assert "10 of 10" in str(compared("labels", labels, many, precision).fault)
+    assert "1 of 10" in str(compared("labels", labels, few, "bf16").fault)
 
 
 def test_a_missing_output_and_an_unknown_expectation_are_faults() -> None:
