@@ -8,9 +8,9 @@ option replaces the file's value.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -19,13 +19,11 @@ from pydantic_core import ErrorDetails
 from loadgen.documents import one_line
 from loadgen.experiment.options import SettingOption
 from loadgen.experiment.plan import PlanError, unknown
-from loadgen.experiment.settings import DEFAULT_TARGETS, ArmSettings, ExperimentSettings, gather_arms
+from loadgen.experiment.settings import DEFAULT_TARGETS, ArmSettings, ExperimentSettings, Settings, gather_arms
 from loadgen.headers import HIDDEN
+from loadgen.strict_yaml import YamlError, read_mapping
 
-_MOST_BYTES = 1 << 16
-_MOST_NODES = 2000
-_MOST_DEPTH = 20
-_MOST_DIGITS = 20
+S = TypeVar("S", bound=Settings)
 _MOST_LINES = 20
 """Most errors shown; a file with more usually has a single cause."""
 TARGET_REMEDY = "give native, triton, fastapi, litserve or the URL of a server"
@@ -35,86 +33,34 @@ class ExperimentFileError(PlanError):
     """A file or an option holds a value that cannot be used; one line per error, with the place and the remedy."""
 
 
-class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
-    """Refuses what YAML accepts silently: equal keys, of which it takes the last; aliases; keys that are not text;
-    numbers with colons, which YAML 1.1 reads to the base 60; and files with an implausible number of values."""
-
-    nodes = depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self.nodes += 1
-        self.depth += 1
-        if self.check_event(yaml.AliasEvent):
-            raise self._error("aliases are not supported", self.peek_event())
-        if self.nodes > _MOST_NODES:
-            raise self._error(f"an experiment file has at most {_MOST_NODES} values", self.peek_event())
-        if self.depth > _MOST_DEPTH:
-            raise self._error(f"an experiment file is nested at most {_MOST_DEPTH} deep", self.peek_event())
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise self._error("a key must be text", key)
-            if key.value in seen:
-                raise self._error(f"{one_line(key.value, 80)} is given twice", key)
-            seen.add(key.value)
-        return dict(super().construct_mapping(node, deep))
-
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Raises `ConstructorError` for a number with a colon or with too many digits."""
-        if ":" in node.value or len(node.value) > _MOST_DIGITS + 4:
-            raise self._error(f"{one_line(node.value, 40)} is not a number; put text in quotes", node)
-        is_float = node.tag.endswith(":float")
-        return self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _error(problem: str, place: yaml.Node | yaml.Event) -> yaml.constructor.ConstructorError:
-        return yaml.constructor.ConstructorError(None, None, problem, place.start_mark)
-
-
-for _kind in ("int", "float"):
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _StrictLoader.construct_number)
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a file, not validated. Raises `ExperimentFileError`."""
-    try:
-        content = path.read_bytes()
-    except OSError as exc:
-        raise ExperimentFileError(f"{path}: {exc.strerror or exc}; give the path of an experiment file") from exc
-    if len(content) > _MOST_BYTES:
-        raise ExperimentFileError(f"{path} has {len(content)} bytes; an experiment file has at most {_MOST_BYTES}")
-    try:
-        parsed = yaml.load(content, Loader=_StrictLoader)
-    except yaml.YAMLError as exc:
-        mark, problem = getattr(exc, "problem_mark", None), getattr(exc, "problem", None)
-        where = f":{mark.line + 1}" if mark is not None else ""
-        raise ExperimentFileError(f"{path}{where}: {one_line(str(problem or exc))}") from exc
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
-        # raised by PyYAML for a value that does not fit the tag before it, or for bytes that are not text.
-        raise ExperimentFileError(f"{path}: a value cannot be read: {one_line(str(exc))}") from exc
-    if parsed is None:
-        return {}
-    if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
-        raise ExperimentFileError(f"{path}: write keys with values, as in: model: openclip_vit_b32")
-    return parsed
-
-
 def effective_settings(path: Path | None, given: Mapping[SettingOption, object]) -> ExperimentSettings:
     """The file, overridden by the options given. Raises `ExperimentFileError`."""
-    content = gather_arms({} if path is None else _read_file(path))
+    content = gather_arms(read_file(path, "an experiment file", "model: openclip_vit_b32"))
+    return checked_settings(ExperimentSettings, content, path, given)
+
+
+def read_file(path: Path | None, kind: str, example: str) -> dict[str, Any]:
+    """The mapping in a file, not validated; empty without a file. `kind` ("an experiment file") and `example` are for
+    messages. Raises `ExperimentFileError`."""
+    try:
+        return {} if path is None else read_mapping(path, kind, example)
+    except YamlError as exc:
+        raise ExperimentFileError(str(exc)) from exc
+
+
+def checked_settings(
+    kind: type[S], content: dict[str, Any], path: Path | None, given: Mapping[SettingOption, object]
+) -> S:
+    """The settings from a file's content, overridden by the options given. Raises `ExperimentFileError`."""
     for option, value in given.items():
         _set(content, option, value)
     try:
-        return ExperimentSettings.model_validate(content)
+        return kind.model_validate(content)
     except ValidationError as exc:
         flags = {option.path: option.flag for option in given}
         errors = exc.errors(include_url=False)
-        lines = list(dict.fromkeys(one_line(_line(error, path, flags)) for error in errors[:_MOST_LINES]))
+        known = [*kind.model_fields, *(DEFAULT_TARGETS if kind is ExperimentSettings else ())]
+        lines = list(dict.fromkeys(one_line(_line(error, path, flags, known)) for error in errors[:_MOST_LINES]))
         lines += [f"{path}: and {len(errors) - _MOST_LINES} more"] if len(errors) > _MOST_LINES else []
         raise ExperimentFileError("\n".join(lines)) from exc
 
@@ -161,7 +107,7 @@ def _set(content: dict[str, Any], option: SettingOption, value: object) -> None:
     place[last] = value
 
 
-def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...], str]) -> str:
+def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...], str], settings: Sequence[str]) -> str:
     """One error with its place, the value given and the remedy."""
     location, kind = tuple(str(part) for part in error["loc"]), error["type"]
     if kind == "missing":  # only an arm's target has no default
@@ -169,7 +115,7 @@ def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...]
         return f"{place}: {TARGET_REMEDY}"
     if kind == "extra_forbidden":
         arm = location[0] == "arms"
-        known = [*ArmSettings.model_fields] if arm else [*ExperimentSettings.model_fields, *DEFAULT_TARGETS]
+        known = [*ArmSettings.model_fields] if arm else settings
         place = ": ".join([str(path), *([".".join(location[:-1])] if arm else [])])
         return unknown(place, location[-1], known, "key")
     place = next((name for at, name in flags.items() if location[: len(at)] == at), f"{path}: {'.'.join(location)}")

@@ -68,6 +68,11 @@ class Disagreement:
             (one.relative_error for one in self.outputs.values() if one.relative_error is not None), default=None
         )
 
+    @property
+    def top1(self) -> float | None:
+        """The lowest share of rows with the expected highest class; None without logits."""
+        return min((one.top1 for one in self.outputs.values() if one.top1 is not None), default=None)
+
 
 def disagreement(
     specification: ModelSpecification, expected: Mapping[str, Array], actual: Mapping[str, Array], precision: str

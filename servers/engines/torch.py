@@ -100,13 +100,13 @@ class TorchEngine(RunnerEngine):
         expected = proof.expected(partial(expected_answers, specification, executed_module(specification, module)))
         if mode in GRAPH_MODES:
             tower = fast_tower(module, specification, device, dtype, largest, compiled=mode == "compile")
-            rows = bucket_sizes(largest, halves=mode == "graph")
+            rows = bucket_sizes(largest, self._settings.buckets, halves=mode == "graph")
             sizes, at_load = self._axis_buckets()
             self._start(tower.build, rows, device, sizes=sizes, at_load=at_load)
         else:
             tower = own_tower(module, specification, device, dtype, largest, mode=mode)
             if device.type != "cpu":
-                self._start(None, bucket_sizes(largest), device, call=tower.call)
+                self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=tower.call)
         self._tower = tower
         memory = (*tower.parameters, *module.buffers())
         self._shared_memory = frozenset(one.untyped_storage().data_ptr() for one in memory)

@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "plain": {"contract", "models", "gpu"},
     "triton": {"contract", "models", "engines", "export"},
 }
-ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener"}
+ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener", "worker"}
 
 STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start")
 MEASURING = ("containers", "measure")
@@ -37,10 +37,10 @@ def of_studies(*modules: str) -> tuple[str, ...]:
 # before the storage that reads them, then what it computes, what it measures and what it shows. What needs a part of
 # every study gets it from the registry, which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "headers", "invocation", "records", "statistics", "transport", "targets", "experiment",
-    "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings", "storage",
-    "comparison", "studies", "result", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
-    "report.document", "report.charts", "report.renderers", *of_studies("sections"), "run", "calibration", "report",
+    "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "statistics", "transport", "targets",
+    "experiment", "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings",
+    "storage", "comparison", "studies", "result", "machine", "bench", *of_studies(*MEASURING[:-1]),
+    *of_studies("measure"), "report.document", "report.charts", "report.renderers", *of_studies("sections"), "run", "calibration", "report",
     "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 

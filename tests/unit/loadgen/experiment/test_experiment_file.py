@@ -201,7 +201,7 @@ def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path:
         ("".join(f"k{number}: 1\n" for number in range(80_000)), "an experiment file has at most 65536"),
         (
             "".join(f"k{number}: 1\n" for number in range(5000)),
-            "e.yaml:1000: an experiment file has at most 2000 values",
+            "e.yaml:1000: a file has at most 2000 values",
         ),
         ("".join(f"k{number}: 1\n" for number in range(50)), "e.yaml: and 30 more"),
         ("a: " + "[" * 5000 + "\n", "nested at most 20 deep"),
