@@ -13,8 +13,8 @@ from rich.text import Text
 
 from loadgen.quantities import number, per_second
 from loadgen.report.progress import clock
-from loadgen.studies.engines.measure import Progress, name_of
 from loadgen.studies.engines.plan import NO_MODEL
+from loadgen.studies.engines.progress import Progress, name_of
 from loadgen.studies.engines.records import Configuration, Measured, Visit
 
 

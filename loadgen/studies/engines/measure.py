@@ -16,6 +16,7 @@ from loadgen.machine.environment import utc_now
 from loadgen.records.run import RunState
 from loadgen.storage.store import StorageError
 from loadgen.studies.engines.plan import Cell, Turn, schedule
+from loadgen.studies.engines.progress import Progress, name_of
 from loadgen.studies.engines.records import Configuration, Measured, Plan, Visit
 from loadgen.studies.engines.store import MatrixStore
 from loadgen.studies.engines.worker_process import (
@@ -30,16 +31,6 @@ from loadgen.studies.engines.worker_process import (
 
 MOST_FAILURES = 2
 """Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
-
-
-class Progress:
-    """Listens to a run and shows nothing. Calls come in order, from one thread."""
-
-    def now(self, text: str) -> None:
-        """The current step."""
-
-    def visit_done(self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
-        """One visit is stored; `seconds_left` is estimated from those of this run."""
 
 
 def run_matrix(
@@ -63,13 +54,6 @@ def run_matrix(
             run.stop()
             store.write(state)
     return state
-
-
-def name_of(configuration: Configuration) -> str:
-    """For a reader: "torchvision:resnet50 torch/eager fp32, 2 threads"."""
-    threads = "" if configuration.threads is None else f", {configuration.threads} threads"
-    where = configuration
-    return f"{where.model} {where.engine}/{where.mode} {where.precision}{threads}"
 
 
 class _Run:

@@ -6,15 +6,24 @@ follow from it. Lists are separated by commas on the command line.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from loadgen.experiment.settings import MAIN, MEASUREMENT, SEPARATED, TARGET, Settings, Sizes, in_panel
 from loadgen.records.payloads import DEFAULT_MODEL
 
 ALL, AUTO, NO_BASELINE = "all", "auto", "none"
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], SEPARATED, Field(min_length=1)]
+
+
+def _engine_and_mode(text: str) -> str:
+    if text != NO_BASELINE and not re.fullmatch(r"[^/]+/[^/]+", text):
+        raise ValueError(f"give ENGINE/MODE, as in torch/eager, or {NO_BASELINE}")
+    return text
+
+
 Threads = Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], SEPARATED, Field(min_length=1)]
 
 
@@ -55,9 +64,8 @@ class MatrixSettings(Settings):
         description="fresh: a new process per round, so that the intervals include restarts; kept: one process per "
         "configuration for all rounds of a model, faster, and all of them hold memory at once.",
     )
-    baseline: str = _measurement(
+    baseline: Annotated[str, AfterValidator(_engine_and_mode)] = _measurement(
         "torch/eager",
-        pattern=r"^(none|[^/]+/[^/]+)$",
         description="ENGINE/MODE that speed-ups are computed over, in fp32. It is measured too; none leaves it out.",
     )
     min_cosine: float = _measurement(

@@ -15,12 +15,10 @@ import msgspec
 from loadgen.bench.interruption import uninterrupted
 from loadgen.documents import DocumentError, decode_json, one_line
 from loadgen.experiment.plan import PlanError
-from loadgen.invocation import OWN_MODULE
 from loadgen.studies.engines.plan import NO_MODEL, Cell, Checked, Offers
 from loadgen.studies.engines.records import Configuration, Conversion, Measured
 from loadgen.targets.process import ChildProcess, ProcessError
 
-WORKER: tuple[str, ...] = (*OWN_MODULE, "servers.engines.worker")
 MOST_ANSWER_BYTES = 2**24
 T = TypeVar("T")
 
@@ -77,8 +75,8 @@ class EngineProcess:
         request: Mapping[str, Any],
         configuration: Configuration,
         log_path: Path,
+        worker: Sequence[str],
         limits: Limits = LIMITS,
-        worker: Sequence[str] = WORKER,
     ) -> None:
         self._limits, self._answers = limits, False
         self._process = _started([*worker, _text(request)], log_path)
@@ -159,7 +157,7 @@ def contradiction(configuration: Configuration, description: Mapping[str, Any]) 
     return f"the engine in effect is another one: {', '.join(wrong)}" if wrong else None
 
 
-def prepare(request: Mapping[str, Any], log_path: Path, limits: Limits, worker: Sequence[str] = WORKER) -> bool:
+def prepare(request: Mapping[str, Any], log_path: Path, worker: Sequence[str], limits: Limits = LIMITS) -> bool:
     """Make the model's own answers and the file that the engine executes; whether the file was made now. Raises
     `WorkerError`."""
     process = _started([*worker, "--prepare", _text(request)], log_path)
@@ -172,19 +170,17 @@ def prepare(request: Mapping[str, Any], log_path: Path, limits: Limits, worker: 
         process.stop(timeout_s=limits.stop)
 
 
-def read_offers(device: str, limits: Limits = LIMITS, worker: Sequence[str] = WORKER) -> Offers:
+def read_offers(device: str, worker: Sequence[str], limits: Limits = LIMITS) -> Offers:
     """What this machine offers. Raises `PlanError`."""
     content = _output([*worker, "--offers", device], b"", limits.check)
     try:
         refusal = msgspec.json.decode(content, type=_Answer)
     except ValueError:  # it is an offer
         return _decoded(content, Offers)
-    raise PlanError(f"--device {device}: {refusal.error}")
+    raise PlanError(str(refusal.error))
 
 
-def check(
-    requests: Sequence[Mapping[str, Any]], limits: Limits = LIMITS, worker: Sequence[str] = WORKER
-) -> tuple[Checked, ...]:
+def check(requests: Sequence[Mapping[str, Any]], worker: Sequence[str], limits: Limits = LIMITS) -> tuple[Checked, ...]:
     """Which of the requests this machine can measure. Raises `PlanError`."""
     content = _output([*worker, "--check"], msgspec.json.encode(requests), limits.check)
     found = _decoded(content, tuple[Checked, ...])

@@ -24,9 +24,9 @@ ROOMS: dict[str, set[str]] = {
 }
 ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener", "worker"}
 
-STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start")
-MEASURING = ("containers", "measure")
-"""Modules of a study that drive servers."""
+STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start", "engines")
+MEASURING = ("containers", "worker_process", "measure")
+"""Modules of a study that drive servers and engines."""
 
 
 def of_studies(*modules: str) -> tuple[str, ...]:
@@ -40,14 +40,14 @@ LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "statistics", "transport", "targets",
     "experiment", "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings",
     "storage", "comparison", "studies", "result", "machine", "bench", *of_studies(*MEASURING[:-1]),
-    *of_studies("measure"), "report.document", "report.charts", "report.renderers", *of_studies("sections"), "run", "calibration", "report",
-    "exporters", "conformance", "scenarios", "cli", "entry",
+    *of_studies("measure"), "report.document", "report.charts", "report.renderers", *of_studies("sections"), "run",
+    "calibration", "report", "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
     "statistics", "records.run", "comparison", "result", "experiment.schedule", "experiment.arrivals",
-    *(f"studies.{study}.analyse" for study in STUDIES if study not in ("fairness", "answers")),
+    *(f"studies.{study}.analyse" for study in STUDIES if study not in ("fairness", "answers", "engines")),
     "studies.gpu_proof.decision", "studies.gpu_proof.signals", "studies.rate_search.search",
 )  # fmt: skip
 IMPURE = {
