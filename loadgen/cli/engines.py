@@ -16,6 +16,7 @@ from loadgen.experiment.file import checked_settings, read_file
 from loadgen.experiment.options import SettingOption, given_options, plain_options, takes_settings
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
+from loadgen.invocation import ENGINE_WORKER
 from loadgen.studies.engines.settings import MatrixSettings
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Plan,
     check_out(out)
     if out is not None and (out / Plan.FILE).exists():
         raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
-    offers = read_offers(settings.device)
+    offers = read_offers(settings.device, ENGINE_WORKER)
     wanted = expand(settings, offers)
-    plan = make_plan(settings, offers, wanted, check(requests_of(settings, wanted, offers)))
+    plan = make_plan(settings, offers, wanted, check(requests_of(settings, wanted, offers), ENGINE_WORKER))
     return MatrixStore(out or default_out("engines")), plan, read_environment(offers.gpu, {})
 
 
@@ -115,7 +116,7 @@ def _stored(
         if asked.sha256() != plan.sha256:
             differs = difference(plan.settings, asked.content())
             raise PlanError(f"--resume {folder}: it was begun with {differs}; leave the options out, or use --out")
-    now = read_environment(read_offers(str(plan.settings.get("device", "auto"))).gpu, {})
+    now = read_environment(read_offers(str(plan.settings.get("device", "auto")), ENGINE_WORKER).gpu, {})
     if fingerprint(before.host, before.packages, before.gpu) != fingerprint(now.host, now.packages, now.gpu):
         differs = difference(
             {**before.host, **before.packages, "GPUs": _gpu_names(before.gpu)},
@@ -147,7 +148,7 @@ def _run(store: MatrixStore, plan: Plan, environment: Environment, json_file: st
                 store.write(plan)
                 store.write(environment)
             with EngineProgress(console) as progress:
-                state = run_matrix(plan, store, progress)
+                state = run_matrix(plan, store, progress, worker=ENGINE_WORKER)
             return _report(store, plan, environment, state, json_file)
     except StorageError as exc:
         complain(str(exc))

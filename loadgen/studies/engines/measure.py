@@ -21,7 +21,6 @@ from loadgen.studies.engines.records import Configuration, Measured, Plan, Visit
 from loadgen.studies.engines.store import MatrixStore
 from loadgen.studies.engines.worker_process import (
     LIMITS,
-    WORKER,
     CellError,
     EngineProcess,
     Limits,
@@ -34,7 +33,7 @@ MOST_FAILURES = 2
 
 
 def run_matrix(
-    plan: Plan, store: MatrixStore, progress: Progress, *, limits: Limits = LIMITS, worker: Sequence[str] = WORKER
+    plan: Plan, store: MatrixStore, progress: Progress, *, worker: Sequence[str], limits: Limits = LIMITS
 ) -> RunState:
     """Make every visit that is not stored yet; the folder is open. Raises `StorageError`."""
     run = _Run(plan, store, progress, limits, worker)
@@ -119,7 +118,7 @@ class _Run:
                 continue
             self._progress.now(f"preparing {one.model} for {one.engine} in {one.precision}")
             try:
-                made = prepare(self._request(one), self._store.log_path("prepare"), self._limits, self._worker)
+                made = prepare(self._request(one), self._store.log_path("prepare"), self._worker, self._limits)
                 self._prepared[key] = made
             except WorkerError as exc:
                 self._prepared[key] = str(exc)
@@ -186,7 +185,7 @@ class _Run:
 
     def _start(self, place: int, configuration: Configuration) -> EngineProcess:
         log_path = self._store.log_path(f"{place:03d}-{configuration.engine}-{configuration.mode}")
-        return EngineProcess(self._request(configuration), configuration, log_path, self._limits, self._worker)
+        return EngineProcess(self._request(configuration), configuration, log_path, self._worker, self._limits)
 
     def _end(self, place: int) -> None:
         process = self._kept.get(place) or self._current

@@ -13,7 +13,6 @@ import pytest
 
 from loadgen.records.run import RunState
 from loadgen.storage.store import StorageError
-from loadgen.studies.engines import measure
 from loadgen.studies.engines.measure import MOST_FAILURES, run_matrix
 from loadgen.studies.engines.plan import schedule
 from loadgen.studies.engines.progress import Progress
@@ -184,7 +183,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_stored(tmp_path: Path, monk
         written.append(number)
         write(store, number, visit)
 
-    monkeypatch.setattr(measure.MatrixStore, "write_visit", full)
+    monkeypatch.setattr(MatrixStore, "write_visit", full)
     plan = make_plan(tmp_path, "fine")
     with pytest.raises(StorageError, match="No space left"):
         run(plan, tmp_path)

@@ -19,7 +19,6 @@ from loadgen.cli.engines import exit_status
 from loadgen.entry import Command
 from loadgen.machine.environment import read_environment
 from loadgen.report.document import Document
-from loadgen.studies.engines import worker_process
 from loadgen.studies.engines.records import (
     CellResult,
     Configuration,
@@ -55,7 +54,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The command with the fake worker, and an analysis that only counts; returns a new folder."""
     offers = tmp_path / "offers.py"
     offers.write_text(
-        f"import json, runpy, sys\nsys.argv = sys.argv[:1] + sys.argv[1:]\n"
+        "import json, runpy, sys\n"
         f"if sys.argv[1] == '--offers': print({json.dumps(json.dumps(OFFERS))})\n"
         "elif sys.argv[1] == '--check':\n"
         "    one = dict(reason=None, wrong=False, precision='fp32', mode='eager', device='cpu', threads=1,"
@@ -63,17 +62,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "    print(json.dumps([one for _ in json.load(sys.stdin)]))\n"
         f"else: runpy.run_path({str(FAKE)!r}, run_name='__main__')\n"
     )
-    worker = (sys.executable, str(offers))
-    for function in ("read_offers", "check", "prepare"):
-        monkeypatch.setitem(getattr(worker_process, function).__kwdefaults__ or {}, "worker", worker)
-        defaults = getattr(worker_process, function).__defaults__
-        monkeypatch.setattr(getattr(worker_process, function), "__defaults__", (*defaults[:-1], worker))
-    from loadgen.studies.engines.measure import run_matrix
-
-    monkeypatch.setitem(run_matrix.__kwdefaults__, "worker", worker)
+    monkeypatch.setattr(command, "ENGINE_WORKER", (sys.executable, str(offers)))
     stub("analyse", monkeypatch, analyse=matrix_of)
-    stub("files", monkeypatch, write_reports=lambda folder, matrix: [folder / "report.html"])
-    stub("sections", monkeypatch, matrix_document=lambda matrix: Document("matrix", ()))
+    stub("files", monkeypatch, write_reports=lambda folder, _: [folder / "report.html"])
+    stub("sections", monkeypatch, matrix_document=lambda _: Document("matrix", ()))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 
