@@ -65,7 +65,7 @@ def planned(folder: Path, model: str, **settings: object) -> Plan:
         device="cpu",
         seconds=0.01,
         artefacts=str(folder / "artefacts"),
-        **settings,  # type: ignore[arg-type]  # checked by the settings
+        **settings,
     )
     offers = read_offers("cpu", ENGINE_WORKER)
     wanted = expand(asked, offers)

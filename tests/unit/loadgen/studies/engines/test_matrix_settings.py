@@ -225,3 +225,16 @@ def test_the_exit_status(engine: str, fault: str | None, errors: tuple[str, ...]
     matrix = matrix_of(plan, read_environment({}, {}), visits, None)
     assert exit_status(matrix) == status
     assert exit_status(msgspec.structs.replace(matrix, cells=())) == 1
+
+
+def test_an_interrupted_matrix_is_reported_and_says_how_it_goes_on(fake: Path, tmp_path: Path) -> None:
+    (tmp_path / ".artefacts").mkdir()
+    (tmp_path / ".artefacts" / "interrupt").touch()  # the first worker sends SIGTERM here
+    status, output = invoke("--models", "interrupts", *OPTIONS, "--out", str(fake))
+    assert status == 130
+    assert "report: " in output
+    assert f"finished visits are in {fake}; go on with: abserve engines --resume {fake}" in output
+    assert not list((fake / "visits").iterdir())
+    status, output = invoke("--resume", str(fake))
+    assert status == 0
+    assert "2/2" in output
