@@ -8,9 +8,9 @@ option replaces the file's value.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -19,10 +19,11 @@ from pydantic_core import ErrorDetails
 from loadgen.documents import one_line
 from loadgen.experiment.options import SettingOption
 from loadgen.experiment.plan import PlanError, unknown
-from loadgen.experiment.settings import DEFAULT_TARGETS, ArmSettings, ExperimentSettings, gather_arms
+from loadgen.experiment.settings import DEFAULT_TARGETS, ArmSettings, ExperimentSettings, Settings, gather_arms
 from loadgen.headers import HIDDEN
 from loadgen.strict_yaml import YamlError, read_mapping
 
+S = TypeVar("S", bound=Settings)
 _MOST_LINES = 20
 """Most errors shown; a file with more usually has a single cause."""
 TARGET_REMEDY = "give native, triton, fastapi, litserve or the URL of a server"
@@ -34,20 +35,32 @@ class ExperimentFileError(PlanError):
 
 def effective_settings(path: Path | None, given: Mapping[SettingOption, object]) -> ExperimentSettings:
     """The file, overridden by the options given. Raises `ExperimentFileError`."""
+    content = gather_arms(read_file(path, "an experiment file", "model: openclip_vit_b32"))
+    return checked_settings(ExperimentSettings, content, path, given)
+
+
+def read_file(path: Path | None, kind: str, example: str) -> dict[str, Any]:
+    """The mapping in a file, not validated; empty without a file. `kind` ("an experiment file") and `example` are for
+    messages. Raises `ExperimentFileError`."""
     try:
-        content = gather_arms(
-            {} if path is None else read_mapping(path, "an experiment file", "model: openclip_vit_b32")
-        )
+        return {} if path is None else read_mapping(path, kind, example)
     except YamlError as exc:
         raise ExperimentFileError(str(exc)) from exc
+
+
+def checked_settings(
+    kind: type[S], content: dict[str, Any], path: Path | None, given: Mapping[SettingOption, object]
+) -> S:
+    """The settings from a file's content, overridden by the options given. Raises `ExperimentFileError`."""
     for option, value in given.items():
         _set(content, option, value)
     try:
-        return ExperimentSettings.model_validate(content)
+        return kind.model_validate(content)
     except ValidationError as exc:
         flags = {option.path: option.flag for option in given}
         errors = exc.errors(include_url=False)
-        lines = list(dict.fromkeys(one_line(_line(error, path, flags)) for error in errors[:_MOST_LINES]))
+        known = [*kind.model_fields, *(DEFAULT_TARGETS if kind is ExperimentSettings else ())]
+        lines = list(dict.fromkeys(one_line(_line(error, path, flags, known)) for error in errors[:_MOST_LINES]))
         lines += [f"{path}: and {len(errors) - _MOST_LINES} more"] if len(errors) > _MOST_LINES else []
         raise ExperimentFileError("\n".join(lines)) from exc
 
@@ -94,7 +107,7 @@ def _set(content: dict[str, Any], option: SettingOption, value: object) -> None:
     place[last] = value
 
 
-def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...], str]) -> str:
+def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...], str], settings: Sequence[str]) -> str:
     """One error with its place, the value given and the remedy."""
     location, kind = tuple(str(part) for part in error["loc"]), error["type"]
     if kind == "missing":  # only an arm's target has no default
@@ -102,7 +115,7 @@ def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...]
         return f"{place}: {TARGET_REMEDY}"
     if kind == "extra_forbidden":
         arm = location[0] == "arms"
-        known = [*ArmSettings.model_fields] if arm else [*ExperimentSettings.model_fields, *DEFAULT_TARGETS]
+        known = [*ArmSettings.model_fields] if arm else settings
         place = ": ".join([str(path), *([".".join(location[:-1])] if arm else [])])
         return unknown(place, location[-1], known, "key")
     place = next((name for at, name in flags.items() if location[: len(at)] == at), f"{path}: {'.'.join(location)}")

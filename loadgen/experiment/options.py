@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -20,6 +20,7 @@ from loadgen.experiment.settings import (
     TARGET,
     ArmSettings,
     ExperimentSettings,
+    Settings,
 )
 
 _LAST_SHOWN = "c"
@@ -111,9 +112,18 @@ def setting_options() -> tuple[SettingOption, ...]:
             fields = ArmSettings.model_fields.items()
             options += [_arm_option(letter, inner, one) for letter in LETTERS for inner, one in fields]
         else:
-            variable = None if REPEATED in field.metadata else f"ABSERVE_COMPARE_{name.upper()}"
-            options.append(SettingOption((name,), f"--{name.replace('_', '-')}", variable, field))
+            options.append(_plain_option(name, field, "ABSERVE_COMPARE"))
     return tuple(options)
+
+
+def plain_options(settings: type[Settings], prefix: str) -> tuple[SettingOption, ...]:
+    """One option for every field of settings without arms, each with a variable PREFIX_NAME."""
+    return tuple(_plain_option(name, field, prefix) for name, field in settings.model_fields.items())
+
+
+def _plain_option(name: str, field: FieldInfo, prefix: str) -> SettingOption:
+    variable = None if REPEATED in field.metadata else f"{prefix}_{name.upper()}"
+    return SettingOption((name,), f"--{name.replace('_', '-')}", variable, field)
 
 
 def _arm_option(letter: str, name: str, field: FieldInfo) -> SettingOption:
@@ -123,14 +133,16 @@ def _arm_option(letter: str, name: str, field: FieldInfo) -> SettingOption:
     return SettingOption(("arms", letter, name), flag, variable, field)
 
 
-def takes_settings(arms: str = LETTERS, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's `**options` by an option for every setting, sorted by the panels of the help, which shows
-    only these arms, and the command's own `defaults`."""
+def takes_settings(
+    arms: str = LETTERS, given: Sequence[SettingOption] | None = None, **defaults: object
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's `**options` by the `given` ones, or one for every setting of an experiment, sorted by the
+    panels of the help, which shows only these arms, and the command's own `defaults`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = [option.as_parameter(arms, defaults.get(option.path[-1])) for option in setting_options()]
+        options = [option.as_parameter(arms, defaults.get(option.path[-1])) for option in given or setting_options()]
         parameters = [
             one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in sorted([*options, *own], key=_place_in_help)
         ]
@@ -147,11 +159,13 @@ def _place_in_help(parameter: inspect.Parameter) -> int:
     return PANELS.index(panel) if panel in PANELS else -1
 
 
-def given_options(context: typer.Context, values: Mapping[str, object]) -> dict[SettingOption, object]:
+def given_options(
+    context: typer.Context, values: Mapping[str, object], options: Sequence[SettingOption] | None = None
+) -> dict[SettingOption, object]:
     """The options that the command line or a variable sets; the others come from the file and the defaults."""
     sources = {name: context.get_parameter_source(name) for name in values}
     return {
         option: values[option.parameter]
-        for option in setting_options()
+        for option in options or setting_options()
         if (source := sources.get(option.parameter)) is not None and source.name in _GIVEN
     }

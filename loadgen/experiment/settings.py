@@ -41,11 +41,12 @@ DEFAULT_SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "c
 DEFAULT_PROJECT = "abserve"
 
 
-def _in_panel(panel: str) -> Callable[..., Any]:
+def in_panel(panel: str) -> Callable[..., Any]:
+    """Makes fields whose options the help shows in this group."""
     return partial(Field, json_schema_extra={"panel": panel})
 
 
-_main, _target, _load, _measurement = map(_in_panel, PANELS[:-1])
+_main, _target, _load, _measurement = map(in_panel, PANELS[:-1])
 
 
 def _separated(value: object) -> object:
@@ -92,13 +93,13 @@ def _shown_headers(headers: dict[str, str]) -> dict[str, str]:
     return {name: str(value) for name, value in headers.items()}
 
 
-_SEPARATED = BeforeValidator(_separated)
-Scenarios = Annotated[tuple[Scenario, ...], _SEPARATED, Field(min_length=1)]
-Transports = Annotated[tuple[Transport, ...], _SEPARATED, Field(min_length=1)]
-Payloads = Annotated[tuple[Payload, ...], _SEPARATED, Field(min_length=1)]
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], _SEPARATED]
-Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ...], _SEPARATED]
-Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], _SEPARATED]
+SEPARATED = BeforeValidator(_separated)
+Scenarios = Annotated[tuple[Scenario, ...], SEPARATED, Field(min_length=1)]
+Transports = Annotated[tuple[Transport, ...], SEPARATED, Field(min_length=1)]
+Payloads = Annotated[tuple[Payload, ...], SEPARATED, Field(min_length=1)]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], SEPARATED]
+Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ...], SEPARATED]
+Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], SEPARATED]
 Lengths = Annotated[str, _sizes_or("text")]
 Buckets = Annotated[str, _sizes_or("none")]
 Headers = Annotated[dict[str, SkipValidation[str]], BeforeValidator(_read_headers), PlainSerializer(_shown_headers)]
@@ -109,6 +110,15 @@ class Settings(BaseModel):
     """Immutable; unknown keys, infinity and NaN are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def content(self) -> dict[str, Any]:
+        """The settings as plain values, as a file would hold them: with the defaults, without the settings not set."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def sha256(self) -> str:
+        """The hash of the content as JSON with sorted keys and no spaces; a file's comments and order do not matter."""
+        canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 class ArmSettings(Settings):
@@ -319,12 +329,3 @@ class ExperimentSettings(Settings):
         if not 2 <= len(names) <= len(LETTERS):
             raise ValueError(f"a comparison has 2 to {len(LETTERS)} arms, not {len(names)}")
         return arms
-
-    def content(self) -> dict[str, Any]:
-        """The settings as plain values, as a file would hold them: with the defaults, without the settings not set."""
-        return self.model_dump(mode="json", exclude_none=True)
-
-    def sha256(self) -> str:
-        """The hash of the content as JSON with sorted keys and no spaces; a file's comments and order do not matter."""
-        canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(canonical.encode()).hexdigest()

@@ -74,7 +74,7 @@ class RichProgress(Progress):
         """Print a new phase."""
         self._leave_ratios()
         self._phase, self._now, self._last_block = title, "", ""
-        self._console.print(Text(f"{_clock(self._elapsed())}  {title}", style="bold"))
+        self._console.print(Text(f"{clock(self._elapsed())}  {title}", style="bold"))
 
     def now(self, text: str) -> None:
         """Change the moving line."""
@@ -145,8 +145,8 @@ class RichProgress(Progress):
         left = ""
         if self._ends_at is not None:
             remaining = self._ends_at - monotonic()
-            left = f", about {_clock(remaining)} left" if remaining > 0 else ", almost done"
-        self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({_clock(self._elapsed())}{left})"))
+            left = f", about {clock(remaining)} left" if remaining > 0 else ", almost done"
+        self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({clock(self._elapsed())}{left})"))
         if not self._unprinted or self._ratios is None:
             return self._spinner
         room = max(1, self._console.height - 5)
@@ -168,7 +168,7 @@ class RichProgress(Progress):
             self._console.print(Text(f"       {text}", style=style), soft_wrap=True)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """m:ss."""
     whole = max(0, round(seconds))
     return f"{whole // 60:2d}:{whole % 60:02d}"

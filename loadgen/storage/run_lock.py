@@ -31,6 +31,26 @@ def running(directory: Path) -> Iterator[None]:
             (directory / FILE_NAME).unlink(missing_ok=True)
 
 
+@contextmanager
+def only_run(directory: Path) -> Iterator[bool]:
+    """Hold the lock like `running`, and tell whether no other process holds it. The file stays, so that all processes
+    lock the same one."""
+    try:
+        file = (directory / FILE_NAME).open("w")
+    except OSError:  # writing the first record reports it
+        yield True
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a network folder without locks
+            pass
+        yield True
+
+
 def is_running(directory: Path) -> bool:
     """Whether a process of this machine runs the run in `directory` now."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -79,17 +80,22 @@ class RunStore:
         return text
 
     def _write(self, name: str, record: object) -> None:
-        path = self.directory / name
-        part = path.with_name(path.name + ".part")
-        try:
-            content = msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n"
-            for secret in self._secrets:
-                content = content.replace(msgspec.json.encode(secret)[1:-1], HIDDEN.encode())
-            part.write_bytes(content)
-            os.replace(part, path)  # noqa: PTH105 (the rename is the point)
-        except OSError as exc:
+        write_whole(self.directory / name, record, self._secrets)
+
+
+def write_whole(path: Path, record: object, secrets: Sequence[str] = ()) -> None:
+    """Write a record as JSON under a temporary name and rename it, without the secrets. Raises `StorageError`."""
+    part = path.with_name(path.name + ".part")
+    try:
+        content = msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n"
+        for secret in secrets:
+            content = content.replace(msgspec.json.encode(secret)[1:-1], HIDDEN.encode())
+        part.write_bytes(content)
+        os.replace(part, path)  # noqa: PTH105 (the rename is the point)
+    except OSError as exc:
+        with suppress(OSError):
             part.unlink(missing_ok=True)
-            raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
+        raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
 
 
 def _text(value: object) -> str:

@@ -26,12 +26,15 @@ class Bucket(NamedTuple):
         return (self.rows, *specification.item_shape(tensor, specification.along(self.size)))
 
 
-def bucket_sizes(max_batch_size: int, *, halves: bool = True) -> tuple[int, ...]:
-    """Powers of two, from 8 on also one and a half times those (12, 24, …), and `max_batch_size` itself.
+def bucket_sizes(max_batch_size: int, given: Sequence[int] = (), *, halves: bool = True) -> tuple[int, ...]:
+    """The `given` sizes and `max_batch_size` itself; without any given, powers of two, and from 8 on also one and a
+    half times those (12, 24, …).
 
     So at most half of a small batch and a third of one above 8 is padding. `halves=False` gives fewer, for engines that
     need long to prepare one.
     """
+    if given:
+        return tuple(sorted({*given, max_batch_size}))
     powers = [2**n for n in range(max_batch_size.bit_length())]
     sizes = {*powers, *(size * 3 // 2 for size in powers if halves and size >= 8), max_batch_size}
     return tuple(sorted(size for size in sizes if size <= max_batch_size))

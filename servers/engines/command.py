@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from servers.contract.tensors import Array
     from servers.engines.measurement import BatchMeasurement
     from servers.engines.profiling.profile import EngineProfile
+    from servers.export.artefacts import ExecutedFile
     from servers.models.specification import ModelSpecification
 
 SCHEMA = "abserve.engine/2"
@@ -121,9 +122,9 @@ def _measure(
 ) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], EngineProfile | None]:
     from servers.engines.measurement import matrix_tflops, measure_engine, references_of
 
-    path = _artefact(specification, weights, requested, settings.artefacts)
-    references = references_of(specification, weights, lengths, _photographs(specification))
-    built = build_engine(specification, weights, requested, path)
+    executed = artefact(specification, weights, requested, settings.artefacts)
+    references = references_of(specification, weights, lengths, photographs(specification))
+    built = build_engine(specification, weights, requested, None if executed is None else executed.path)
     try:
         started_ns = time.perf_counter_ns()
         built.load()
@@ -141,10 +142,10 @@ def _measure(
         built.close()
 
 
-def _artefact(
+def artefact(
     specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, root: Path
-) -> Path | None:
-    """The file that the engine executes, made first when it is missing."""
+) -> ExecutedFile | None:
+    """The file that the engine executes, made first when it is missing; None for an engine without one."""
     if engine_kind(settings.kind).executes is None:
         return None
     from servers.export.artefacts import executed_file
@@ -160,12 +161,12 @@ def _artefact(
             root,
             max_batch_size=settings.max_batch_size,
             device=settings.device,
-        ).path
+        )
     except (ExportError, FolderError) as exc:
         raise EngineError(str(exc)) from exc
 
 
-def _photographs(specification: ModelSpecification) -> Mapping[str, Array] | None:
+def photographs(specification: ModelSpecification) -> Mapping[str, Array] | None:
     """Photographs as the engine gets them; None for a model that takes no image."""
     if specification.image is None:
         return None

@@ -8,6 +8,7 @@ after warm-up. The answers are compared with the model's own at every batch size
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,8 +106,11 @@ def _measure(
     seconds: float,
     matrix_tflops: float | None,
 ) -> BatchMeasurement:
-    found = _compared(engine, specification, batch, reference)
-    calls_ns = _call_times_ns(engine, specification, batch, reference.sizes, seconds)
+    found = compared(engine.infer, specification, batch, reference, engine.describe().precision)
+    inputs = rotating_inputs(specification, batch, reference.sizes)
+    for given in inputs:
+        engine.infer(given)
+    calls_ns = call_times_ns(engine, inputs, seconds)
     flights = flight_rate(engine, specification, batch, reference.sizes, seconds)
     executions_ns = engine.execution_ns(batch, min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS))
     best_ns = median(executions_ns or calls_ns)
@@ -141,33 +145,54 @@ def p99_ns(times_ns: Sequence[int]) -> int | None:
     return round(float(np.percentile(times_ns, 99, method="higher")))
 
 
-def _call_times_ns(
-    engine: Engine, specification: ModelSpecification, batch: int, sizes: Mapping[str, int], seconds: float
+def rotating_inputs(
+    specification: ModelSpecification, batch: int, sizes: Mapping[str, int]
+) -> list[Mapping[str, Array]]:
+    """The random batches that take turns."""
+    return [random_inputs(specification, batch, seed, sizes) for seed in range(ROTATION)]
+
+
+def call_times_ns(
+    engine: Engine, inputs: Sequence[Mapping[str, Array]], seconds: float, least: int = MIN_REPEATS
 ) -> list[int]:
-    inputs = [random_inputs(specification, batch, seed, sizes) for seed in range(ROTATION)]
-    for given in inputs:
-        engine.infer(given)
+    """Times of at least that many calls of `Engine.infer` on inputs that take turns, for that long; the engine is warm
+    for them."""
     deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
     times: list[int] = []
-    while len(times) < MIN_REPEATS or (len(times) < MAX_REPEATS and time.perf_counter_ns() < deadline_ns):
-        given = inputs[len(times) % ROTATION]
+    while len(times) < least or (len(times) < MAX_REPEATS and time.perf_counter_ns() < deadline_ns):
+        given = inputs[len(times) % len(inputs)]
         started_ns = time.perf_counter_ns()
         engine.infer(given)
         times.append(time.perf_counter_ns() - started_ns)
     return times
 
 
-def _compared(
-    engine: Engine, specification: ModelSpecification, batch: int, reference: Reference
+def compared(
+    infer: Callable[[Mapping[str, Array]], Mapping[str, Array]],
+    specification: ModelSpecification,
+    batch: int,
+    reference: Reference,
+    precision: str,
+    seconds: float = math.inf,
 ) -> Disagreement | None:
-    """The answers to `batch` rows of the reference against its own; None without them."""
+    """The answers to rows of the reference, in batches of this size, against its own; None without them.
+
+    At least one batch is executed, then others until all rows were or the time is up. Rows are repeated to fill the
+    last batch.
+    """
     count = len(next(iter(reference.inputs.values())))
-    rows = np.arange(batch) % count
-    answers = engine.infer({name: np.ascontiguousarray(array[rows]) for name, array in reference.inputs.items()})
+    rows = (np.arange(-(-count // batch) * batch) % count).reshape(-1, batch)
+    deadline = time.perf_counter() + seconds
+    parts: list[Mapping[str, Array]] = []
+    for chosen in rows:
+        parts.append(infer({name: np.ascontiguousarray(array[chosen]) for name, array in reference.inputs.items()}))
+        if reference.answers is None or time.perf_counter() >= deadline:
+            break
     if reference.answers is None:
         return None
-    expected = {name: array[rows] for name, array in reference.answers.items()}
-    return disagreement(specification, expected, answers, engine.describe().precision)
+    answers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    expected = {name: array[rows[: len(parts)].ravel()] for name, array in reference.answers.items()}
+    return disagreement(specification, expected, answers, precision)
 
 
 def references_of(
@@ -175,13 +200,14 @@ def references_of(
     weights: WeightsSource,
     sizes: Sequence[Mapping[str, int]],
     photographs: Mapping[str, Array] | None = None,
+    items: int = ITEMS,
 ) -> list[Reference]:
     """Items of each of the sizes, and the answers of the model's own module in FP32 on the CPU.
 
     The items are the photographs where there are some, else random. Raises `WeightsError` and `EngineError`.
     """
     if specification.file is not None:
-        return [Reference(random_inputs(specification, ITEMS, 0, along), None, None, along) for along in sizes]
+        return [Reference(random_inputs(specification, items, 0, along), None, None, along) for along in sizes]
     import torch
 
     from servers.engines.torch_towers import expected_answers
@@ -191,7 +217,7 @@ def references_of(
     module = executed_module(specification, specification.load_module(weights))
     references = []
     for along in sizes:
-        inputs = photographs or random_inputs(specification, ITEMS, 0, along)
+        inputs = photographs or random_inputs(specification, items, 0, along)
         flops = specification.flops_per_item
         if flops is None or any(along.get(axis.name, axis.default) != axis.default for axis in specification.axes):
             one = random_inputs(specification, 1, 0, along)

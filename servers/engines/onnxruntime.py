@@ -192,9 +192,9 @@ class OnnxRuntimeEngine(Engine):
             self._graphs.run_only(rows)
         return self._graphs is not None
 
-    def node_profile(self, folder: Path, rows: int, repeats: int) -> Path:
+    def node_profile(self, folder: Path, rows: int, repeats: int, sizes: Mapping[str, int] | None = None) -> Path:
         """ONNX Runtime's own profile of batches on the CPU, from a second session like this one; a file in `folder`."""
-        return self._profile(folder, None, rows, repeats)
+        return self._profile(folder, None, rows, repeats, sizes)
 
     @property
     def _file(self) -> Path:
@@ -206,7 +206,14 @@ class OnnxRuntimeEngine(Engine):
             raise EngineError("the onnxruntime engine is not loaded")
         return self._session
 
-    def _profile(self, folder: Path, index: int | None, rows: int = 4, repeats: int = 5) -> Path:
+    def _profile(
+        self,
+        folder: Path,
+        index: int | None,
+        rows: int = 4,
+        repeats: int = 5,
+        sizes: Mapping[str, int] | None = None,
+    ) -> Path:
         """Profile some batches of a session like this one, without graphs, which would hide the nodes."""
         import onnxruntime as ort
 
@@ -214,7 +221,7 @@ class OnnxRuntimeEngine(Engine):
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
         session = ort.InferenceSession(str(self._file), options, providers=self._providers(index, graphs=False))
-        batch = random_inputs(self._specification, rows, 0)
+        batch = random_inputs(self._specification, rows, 0, sizes)
         for _ in range(repeats):
             session.run([tensor.name for tensor in self._specification.outputs], as_strings(batch))
         return Path(session.end_profiling())
@@ -234,7 +241,7 @@ class OnnxRuntimeEngine(Engine):
 
     def _captured(self, session: Any, index: int) -> GraphExecution:
         specification, settings, axis = self._specification, self._settings, self._specification.padded_axis
-        buckets = bucket_sizes(settings.max_batch_size, halves=axis is None)
+        buckets = bucket_sizes(settings.max_batch_size, settings.buckets, halves=axis is None)
         along = () if axis is None else axis_buckets(axis, settings.pad_to)
         try:
             return GraphExecution(session, specification, ("cuda", index), buckets, along, settings.precision)

@@ -115,6 +115,8 @@ class EngineSettings:
     max_batch_size: int = defaults.MAX_BATCH_SIZE
     pad_to: tuple[int, ...] = ()
     """Sizes of the model's padded axis to prepare for, ascending; empty: the engine chooses. See `Axis`."""
+    buckets: tuple[int, ...] = ()
+    """Batch sizes to prepare besides `max_batch_size`; empty: the engine chooses."""
 
     def __post_init__(self) -> None:
         with suppress(EngineError):  # `check` refuses an unknown one
@@ -129,6 +131,8 @@ class EngineSettings:
             raise EngineError(f"unknown device {self.device!r}; use auto, cpu or cuda:N")
         if self.max_batch_size < 1:
             raise EngineError(f"max_batch_size {self.max_batch_size}: it must be at least 1")
+        if self.buckets and not 1 <= min(self.buckets) <= max(self.buckets) <= self.max_batch_size:
+            raise EngineError(f"buckets {self.buckets}: they must be from 1 to max_batch_size {self.max_batch_size}")
         if self.threads < 0:
             raise EngineError(f"threads {self.threads}: it must be 0 (all cores) or more")
         for name, value, offered in (

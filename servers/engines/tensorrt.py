@@ -61,7 +61,8 @@ class TensorRTEngine(RunnerEngine):
                 )
             self._check(trt)
             try:
-                axis, rows = self._specification.padded_axis, bucket_sizes(settings.max_batch_size, halves=False)
+                axis = self._specification.padded_axis
+                rows = bucket_sizes(settings.max_batch_size, settings.buckets, halves=False)
                 sizes = () if axis is None else axis_buckets(axis, settings.pad_to)
                 self._start(self._build, rows, device, sizes=sizes)
             except RuntimeError as exc:

@@ -106,14 +106,14 @@ class TorchEngine(RunnerEngine):
         if mode in GRAPH_MODES:
             fp8, compiled = self._settings.precision == "fp8", mode == "compile"
             tower = fast_tower(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
-            rows = bucket_sizes(largest, halves=mode == "graph")
+            rows = bucket_sizes(largest, self._settings.buckets, halves=mode == "graph")
             sizes, at_load = self._axis_buckets()
             self._start(tower.build, rows, device, sizes=sizes, at_load=at_load)
         else:
             fp8 = self._settings.precision == "fp8"
             tower = own_tower(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
             if device.type != "cpu":
-                self._start(None, bucket_sizes(largest), device, call=tower.call)
+                self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=tower.call)
         self._tower = tower
         if device.type == "cpu":
             memory = (*tower.parameters, *module.buffers())

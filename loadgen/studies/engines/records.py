@@ -117,8 +117,9 @@ class Measured(Record, frozen=True, kw_only=True):
 
 
 class Visit(Record, frozen=True, kw_only=True):
-    """One configuration in one round. With `error` the process failed and has no cells. With processes "kept" only the
-    first visit has the seconds and the conversions."""
+    """One configuration in one round. With `error` the process, or one of its cells, failed: the cells are those that
+    were measured all the same, often none. With processes "kept" only the first visit has the seconds and the
+    conversions."""
 
     round: int
     configuration: int

@@ -169,7 +169,7 @@ def profile_engine(
         if on_device:
             parts = _on_device(engine, specification, effective.device, batches)
         elif isinstance(engine, OnnxRuntimeEngine):
-            parts = [_nodes(engine, batch) for batch, _ in batches]
+            parts = [_nodes(engine, batch, sizes) for batch, sizes in batches]
         elif effective.kind == "torch":
             parts = [
                 _torch_operators(engine, random_inputs(specification, batch, 0, sizes)) for batch, sizes in batches
@@ -223,11 +223,11 @@ def _torch_operators(engine: Engine, inputs: Mapping[str, Array]) -> Part:
     return Part({event.key: Total(event.count, event.self_cpu_time_total * 1e3) for event in events}, span_ns)
 
 
-def _nodes(engine: OnnxRuntimeEngine, batch: int) -> Part:
+def _nodes(engine: OnnxRuntimeEngine, batch: int, sizes: Mapping[str, int]) -> Part:
     """Node times by operator in the last runs of ONNX Runtime's profile, and the time of those runs."""
     with TemporaryDirectory(prefix="abserve-profile-") as folder:
         try:
-            path = engine.node_profile(Path(folder), batch, EXECUTIONS_ON_HOST + 1)  # the first one allocates
+            path = engine.node_profile(Path(folder), batch, EXECUTIONS_ON_HOST + 1, sizes)  # the first one allocates
         except Exception as exc:  # ORT's exceptions share no base but Exception
             reason = first_line(exc)
             raise ProfileError(f"ONNX Runtime cannot execute batch {batch} with its profiler on: {reason}") from exc

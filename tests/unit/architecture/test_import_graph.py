@@ -22,11 +22,11 @@ ROOMS: dict[str, set[str]] = {
     "plain": {"contract", "models", "gpu"},
     "triton": {"contract", "models", "engines", "export"},
 }
-ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener"}
+ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener", "worker"}
 
 STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start", "engines")
-MEASURING = ("containers", "measure")
-"""Modules of a study that drive servers."""
+MEASURING = ("containers", "worker_process", "measure")
+"""Modules of a study that drive servers and engines."""
 
 
 def of_studies(*modules: str) -> tuple[str, ...]:

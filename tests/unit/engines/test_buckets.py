@@ -14,6 +14,7 @@ def test_known_ladders() -> None:
     assert bucket_sizes(32) == (1, 2, 4, 8, 12, 16, 24, 32)
     assert bucket_sizes(40) == (1, 2, 4, 8, 12, 16, 24, 32, 40)
     assert bucket_sizes(32, halves=False) == (1, 2, 4, 8, 16, 32)
+    assert bucket_sizes(32, (8, 3, 8)) == (3, 8, 32)
 
 
 @pytest.mark.parametrize(

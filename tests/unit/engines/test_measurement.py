@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.agreement import Disagreement, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.measurement import (
     MAX_REPEATS,
@@ -28,6 +27,7 @@ from servers.engines.measurement import (
 )
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
+from servers.engines.torch import TorchEngine
 from servers.models.registry import get_specification
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
@@ -207,16 +207,13 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(options: list[str]
 
 
 def test_wrong_answers_end_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def doubled(specification: ModelSpecification, expected: Arrays, answers: Arrays, precision: str) -> Disagreement:
-        """The engine's answers with a fault planted at batch 2."""
-        return disagreement(
-            specification,
-            expected,
-            {name: np.multiply(array, len(array)) for name, array in answers.items()},
-            precision,
-        )
+    right = TorchEngine.infer
 
-    monkeypatch.setattr("servers.engines.measurement.disagreement", doubled)
+    def doubled(engine: TorchEngine, inputs: Arrays) -> Arrays:
+        """The engine's answers with a fault planted at batch 2."""
+        return {name: np.multiply(array, len(array)) for name, array in right(engine, inputs).items()}
+
+    monkeypatch.setattr(TorchEngine, "infer", doubled)
     module = tmp_path / "mine.py"
     module.write_text(
         "import torch\nfrom servers.models import Input, Output, UserModel\n\n"

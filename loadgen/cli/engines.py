@@ -1,0 +1,196 @@
+"""`abserve engines`: settings in, every engine measured in its own process, report out."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loadgen.cli.assembly import check_out, default_out
+from loadgen.cli.json_output import check_files, complain, fail, write_json
+from loadgen.experiment.file import checked_settings, read_file
+from loadgen.experiment.options import SettingOption, given_options, plain_options, takes_settings
+from loadgen.experiment.plan import PlanError
+from loadgen.experiment.settings import MAIN, OUTPUT
+from loadgen.invocation import ENGINE_WORKER
+from loadgen.studies.engines.settings import MatrixSettings
+
+if TYPE_CHECKING:
+    from loadgen.records.run import Environment, RunState
+    from loadgen.studies.engines.records import Matrix, Plan
+    from loadgen.studies.engines.store import MatrixStore
+
+EXIT_MEASURED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+OPTIONS = plain_options(MatrixSettings, "ABSERVE_ENGINES")
+_MAIN, _OUTPUT = (partial(typer.Option, rich_help_panel=one) for one in (MAIN, OUTPUT))
+
+
+@takes_settings(given=OPTIONS)
+def engines(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MATRIX.YAML",
+            show_default=False,
+            help="Read the options from this file; its keys are their names. An option, or a variable "
+            "ABSERVE_ENGINES_OPTION, overrides the file.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, _MAIN(metavar="DIR", help="Folder for the results (default: results/TIME-engines).")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        _MAIN(metavar="DIR", help="Continue an interrupted matrix: finished visits are kept, failed ones repeated."),
+    ] = None,
+    json_file: Annotated[
+        str | None, _OUTPUT("--json", metavar="FILE", help="Also write the results as JSON; - is standard output.")
+    ] = None,
+    **options: object,
+) -> None:
+    """Measure engines on models, without a server: each combination in its own process, in random rounds, with answers
+    compared with FP32. Reports latency and throughput with 95 % intervals, memory, energy and one-time costs.
+
+    Exit status: 0 everything was measured and every answer is the model's, 1 a configuration failed or answered
+    wrongly, 2 an option or a file is wrong, 130 interrupted (finished visits are kept).
+    """
+    check_files({"--json": json_file})
+    given = given_options(context, options, OPTIONS)
+    if resume is not None and out is not None:
+        fail(f"--out {out} and --resume {resume} are two folders; give one of them")
+    try:
+        if resume is not None:
+            store, plan, environment = _stored(resume, file, given)
+        else:
+            store, plan, environment = _new(out, _settings(file, given))
+    except PlanError as exc:
+        fail(str(exc))
+    raise typer.Exit(_run(store, plan, environment, json_file, fresh=resume is None))
+
+
+def _settings(file: Path | None, given: dict[SettingOption, object]) -> MatrixSettings:
+    content = read_file(file, "a matrix file", "models: torchvision:resnet50")
+    return checked_settings(MatrixSettings, content, file, given)
+
+
+def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Plan, Environment]:
+    """Nothing is written yet but the default folder. Raises `PlanError`."""
+    from loadgen.machine.environment import read_environment
+    from loadgen.studies.engines.plan import expand, make_plan, requests_of
+    from loadgen.studies.engines.records import Plan
+    from loadgen.studies.engines.store import MatrixStore
+    from loadgen.studies.engines.worker_process import check, read_offers
+
+    check_out(out)
+    if out is not None and (out / Plan.FILE).exists():
+        raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
+    offers = read_offers(settings.device, ENGINE_WORKER)
+    wanted = expand(settings, offers)
+    plan = make_plan(settings, offers, wanted, check(requests_of(settings, wanted, offers), ENGINE_WORKER))
+    return MatrixStore(out or default_out("engines")), plan, read_environment(offers.gpu, {})
+
+
+def _stored(
+    folder: Path, file: Path | None, given: dict[SettingOption, object]
+) -> tuple[MatrixStore, Plan, Environment]:
+    """The matrix in the folder, if it is the one asked for and this is its machine. Raises `PlanError`."""
+    from loadgen.machine.environment import read_environment
+    from loadgen.machine.fingerprint import fingerprint
+    from loadgen.storage.store import StorageError
+    from loadgen.studies.engines.plan import difference
+    from loadgen.studies.engines.store import MatrixStore
+    from loadgen.studies.engines.worker_process import read_offers
+
+    store = MatrixStore(folder)
+    try:
+        plan, before = store.plan(), store.environment()
+    except StorageError as exc:
+        raise PlanError(f"--resume {folder}: {exc}") from exc
+    if file is not None or given:
+        asked = _settings(file, given)
+        if asked.sha256() != plan.sha256:
+            differs = difference(plan.settings, asked.content())
+            raise PlanError(f"--resume {folder}: it was begun with {differs}; leave the options out, or use --out")
+    now = read_environment(read_offers(str(plan.settings.get("device", "auto")), ENGINE_WORKER).gpu, {})
+    if fingerprint(before.host, before.packages, before.gpu) != fingerprint(now.host, now.packages, now.gpu):
+        differs = difference(
+            {**before.host, **before.packages, "GPUs": _gpu_names(before.gpu)},
+            {**now.host, **now.packages, "GPUs": _gpu_names(now.gpu)},
+        )
+        raise PlanError(f"--resume {folder}: it was begun on another machine or with other versions ({differs})")
+    return store, plan, before
+
+
+def _gpu_names(gpu: dict[str, Any]) -> list[str]:
+    return [f"{one.get('name')} {one.get('uuid')}" for one in gpu.get("devices") or [] if isinstance(one, dict)]
+
+
+def _run(store: MatrixStore, plan: Plan, environment: Environment, json_file: str | None, *, fresh: bool) -> int:
+    """Measure, report, and return the exit status."""
+    from loadgen.report.console import make_console
+    from loadgen.report.engine_progress import EngineProgress
+    from loadgen.storage.store import StorageError
+    from loadgen.studies.engines.measure import run_matrix
+
+    console = make_console(sys.stderr if json_file == "-" else sys.stdout)
+    console.print(
+        f"{len(plan.configurations)} configurations × {plan.rounds} rounds"
+        + (f", {len(plan.refused)} combinations refused (listed in the report)" if plan.refused else "")
+    )
+    try:
+        with store.open():
+            if fresh:
+                store.write(plan)
+                store.write(environment)
+            with EngineProgress(console) as progress:
+                state = run_matrix(plan, store, progress, worker=ENGINE_WORKER)
+            return _report(store, plan, environment, state, json_file)
+    except StorageError as exc:
+        complain(str(exc))
+        return EXIT_FAILED
+
+
+def _report(store: MatrixStore, plan: Plan, environment: Environment, state: RunState, json_file: str | None) -> int:
+    from loadgen.report.console import make_console
+    from loadgen.report.renderers.terminal import print_document
+    from loadgen.studies.engines.analyse import analyse
+    from loadgen.studies.engines.files import write_reports
+    from loadgen.studies.engines.sections import matrix_document
+
+    console = make_console(sys.stderr if json_file == "-" else sys.stdout)
+    folder = store.directory
+    matrix = analyse(plan, environment, store.visits(), state)
+    print_document(matrix_document(matrix), console)
+    status = exit_status(matrix)
+    try:
+        report, *_ = write_reports(folder, matrix)
+        console.print(f"report: {report}", soft_wrap=True)
+    except OSError as exc:  # a full disk: what was measured is shown all the same
+        complain(f"no reports: {exc.strerror or exc}; free some space, then: {_again(folder)}")
+        status = EXIT_FAILED
+    write_json(matrix, json_file)
+    if state.state == "interrupted":
+        complain(f"interrupted; finished visits are in {folder}; go on with: {_again(folder)}", style="bold yellow")
+        return EXIT_INTERRUPTED
+    return status
+
+
+def exit_status(matrix: Matrix) -> int:
+    """The status of a matrix that was not interrupted: whether every configuration was measured and right."""
+    from loadgen.studies.engines.plan import NO_MODEL
+
+    failed = any(one.errors for one in matrix.configurations)
+    wrong = any(
+        one.fault is not None and matrix.configurations[one.configuration].configuration.engine != NO_MODEL
+        for one in matrix.cells
+    )
+    return EXIT_FAILED if failed or wrong or not matrix.cells else EXIT_MEASURED
+
+
+def _again(folder: Path) -> str:
+    return f"abserve engines --resume {shlex.quote(str(folder))}"

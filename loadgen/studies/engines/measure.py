@@ -1,0 +1,234 @@
+"""Measures a matrix of engines: prepares the models, makes every visit in its turn, and stores each at once.
+
+A configuration that fails is recorded with its reason and the run goes on. After Ctrl-C nothing more is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from loadgen.bench.interruption import interruptible, uninterrupted
+from loadgen.machine.environment import utc_now
+from loadgen.records.run import RunState
+from loadgen.storage.store import StorageError
+from loadgen.studies.engines.plan import Cell, Turn, schedule
+from loadgen.studies.engines.progress import Progress, name_of
+from loadgen.studies.engines.records import Configuration, Measured, Plan, Visit
+from loadgen.studies.engines.store import MatrixStore
+from loadgen.studies.engines.worker_process import (
+    LIMITS,
+    CellError,
+    EngineProcess,
+    Limits,
+    WorkerError,
+    prepare,
+)
+
+MOST_FAILURES = 2
+"""Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
+
+
+def run_matrix(
+    plan: Plan, store: MatrixStore, progress: Progress, *, worker: Sequence[str], limits: Limits = LIMITS
+) -> RunState:
+    """Make every visit that is not stored yet; the folder is open. Raises `StorageError`."""
+    run = _Run(plan, store, progress, limits, worker)
+    state = RunState(state="running", phase="measuring")
+    try:
+        with interruptible():
+            store.write(state)
+            run.all()
+        state = RunState(state="finished", phase="finished", finished_at=utc_now())
+    except KeyboardInterrupt:
+        state = RunState(state="interrupted", phase="measuring", finished_at=utc_now())
+    except StorageError as exc:
+        state = RunState(state="failed", phase="measuring", error=str(exc), finished_at=utc_now())
+        raise
+    finally:
+        with uninterrupted():
+            run.stop()
+            store.write(state)
+    return state
+
+
+class _Run:
+    """The state of one run: what is done, what has failed, and the processes that are kept."""
+
+    def __init__(
+        self, plan: Plan, store: MatrixStore, progress: Progress, limits: Limits, worker: Sequence[str]
+    ) -> None:
+        self._plan, self._store, self._progress = plan, store, progress
+        self._limits, self._worker = limits, worker
+        stored = {(one.round, one.configuration) for one in store.visits() if one.error is None}
+        self._turns = schedule(plan)
+        self._left = [turn for turn in self._turns if (turn.round, turn.configuration) not in stored]
+        self._kept: dict[int, EngineProcess] = {}
+        self._current: EngineProcess | None = None
+        self._started: set[int] = set()
+        self._failures: dict[int, int] = {}
+        self._prepared: dict[object, bool | str] = {}
+        self._broken: dict[int, str] = {}
+        self._began = monotonic()
+
+    def all(self) -> None:
+        """Make every visit that is left."""
+        self._prepare()
+        self._began = monotonic()
+        if self._plan.processes == "fresh":
+            for place, turn in enumerate(self._left):
+                self._visit(turn, place)
+            return
+        models = [configuration.model for configuration in self._plan.configurations]
+        for model in dict.fromkeys(models):
+            own = [(place, turn) for place, turn in enumerate(self._left) if models[turn.configuration] == model]
+            self._start_all({turn.configuration: None for _, turn in own})
+            for place, turn in own:
+                self._visit(turn, place)
+            self.stop()
+
+    def _start_all(self, places: Iterable[int]) -> None:
+        """Start the processes that are kept, before any of them is measured."""
+        for place in places:
+            configuration = self._plan.configurations[place]
+            if isinstance(self._prepared[_files_of(configuration)], str):
+                continue
+            self._progress.now(f"starting {name_of(configuration)}")
+            try:
+                self._kept[place] = self._start(place, configuration)
+            except WorkerError as exc:
+                self._broken[place] = str(exc)
+
+    def stop(self) -> None:
+        """Stop every process."""
+        for process in (*self._kept.values(), *([self._current] if self._current else ())):
+            process.stop()
+        self._kept.clear()
+        self._current = None
+
+    def _prepare(self) -> None:
+        """Make the files of the configurations that are left, once each: not in an engine's process, whose memory and
+        time they would count to."""
+        for configuration in dict.fromkeys(turn.configuration for turn in self._left):
+            one = self._plan.configurations[configuration]
+            if (key := _files_of(one)) in self._prepared:
+                continue
+            self._progress.now(f"preparing {one.model} for {one.engine} in {one.precision}")
+            try:
+                made = prepare(self._request(one), self._store.log_path("prepare"), self._worker, self._limits)
+                self._prepared[key] = made
+            except WorkerError as exc:
+                self._prepared[key] = str(exc)
+
+    def _visit(self, turn: Turn, done: int) -> None:
+        configuration = self._plan.configurations[turn.configuration]
+        if self._failures.get(turn.configuration, 0) >= MOST_FAILURES:
+            return
+        self._progress.now(f"round {turn.round + 1} of {self._plan.rounds}: {name_of(configuration)}")
+        visit = self._measured(turn, configuration)
+        self._store.write_visit(turn.number, visit)
+        self._failures[turn.configuration] = 0 if visit.cells else self._failures.get(turn.configuration, 0) + 1
+        left = (monotonic() - self._began) / (done + 1) * (len(self._left) - done - 1)
+        stored = len(self._turns) - len(self._left)
+        self._progress.visit_done(configuration, visit, stored + done + 1, len(self._turns), left)
+
+    def _measured(self, turn: Turn, configuration: Configuration) -> Visit:
+        """The visit, with its error if there is one and the cells that were measured before or beside it."""
+        base = Visit(round=turn.round, configuration=turn.configuration, started_at=utc_now())
+        prepared = self._prepared[_files_of(configuration)]
+        broken = self._broken.get(turn.configuration, prepared)
+        if isinstance(broken, str):
+            self._failures[turn.configuration] = MOST_FAILURES  # no round would change it
+            return msgspec.structs.replace(base, error=broken)
+        cells: list[Measured] = []
+        error: str | None = None
+        keeps, process = self._plan.processes == "kept", self._kept.get(turn.configuration)
+        try:
+            if process is None:
+                process = self._current = self._start(turn.configuration, configuration)
+                if keeps:
+                    self._kept[turn.configuration], self._current = process, None
+            base = self._with_costs(base, turn.configuration, process, made_now=prepared is True)
+            for cell in turn.cells:
+                try:
+                    cells.append(process.measure(cell, self._seconds))
+                except CellError as exc:
+                    error = error or f"{_shape(cell)}: {exc}"
+            if self._plan.settings.get("profile") and turn.round == self._plan.rounds - 1 and cells:
+                cells = _with_kernels(cells, process)
+        except WorkerError as exc:
+            error = str(exc)
+            self._end(turn.configuration)
+        except CellError as exc:
+            error = error or f"profile: {exc}"
+        if not keeps:
+            self._end(turn.configuration)
+        return msgspec.structs.replace(base, error=error, cells=tuple(cells))
+
+    def _with_costs(self, base: Visit, place: int, process: EngineProcess, *, made_now: bool) -> Visit:
+        """What the process cost until its engine was ready; with kept processes of its first visit alone. The first
+        one is told whether the run made the file, which its process only found."""
+        first, ready = place not in self._started, process.ready
+        self._started.add(place)
+        base = msgspec.structs.replace(base, description=ready.description, item=ready.item)
+        if self._plan.processes == "kept" and not first:
+            return base
+        conversions = tuple(
+            msgspec.structs.replace(one, made_now=one.made_now or (first and made_now)) for one in ready.conversions
+        )
+        return msgspec.structs.replace(
+            base, import_seconds=ready.import_seconds, load_seconds=ready.load_seconds, conversions=conversions
+        )
+
+    def _start(self, place: int, configuration: Configuration) -> EngineProcess:
+        log_path = self._store.log_path(f"{place:03d}-{configuration.engine}-{configuration.mode}")
+        return EngineProcess(self._request(configuration), configuration, log_path, self._worker, self._limits)
+
+    def _end(self, place: int) -> None:
+        process = self._kept.get(place) or self._current
+        if process is not None:
+            process.stop()
+        self._kept.pop(place, None)
+        self._current = None
+
+    @property
+    def _seconds(self) -> float:
+        return float(self._plan.settings.get("seconds", 1.0))
+
+    def _request(self, configuration: Configuration) -> Mapping[str, Any]:
+        models = list(dict.fromkeys(one.model for one in self._plan.configurations))
+        settings = self._plan.settings
+        return {
+            "model": configuration.model,
+            "engine": configuration.engine,
+            "precision": configuration.precision,
+            "mode": configuration.mode,
+            "device": configuration.device,
+            "threads": configuration.threads or 0,
+            "batches": self._plan.batches,
+            "lengths": self._plan.lengths[configuration.model],
+            "payload": settings.get("payload") or "",
+            "weights": settings.get("weights"),
+            "artefacts": settings.get("artefacts", ""),
+            "profile": bool(settings.get("profile")),
+            "references": str(self._store.references_path(models.index(configuration.model))),
+        }
+
+
+def _files_of(configuration: Configuration) -> tuple[str, str, str]:
+    """What configurations with the same files have in common."""
+    return configuration.model, configuration.engine, configuration.precision
+
+
+def _with_kernels(cells: Sequence[Measured], process: EngineProcess) -> list[Measured]:
+    shapes: list[Cell] = [(one.batch, one.length) for one in cells]
+    kernels = process.profile(shapes)
+    return [msgspec.structs.replace(one, kernels=found) for one, found in zip(cells, kernels, strict=True)]
+
+
+def _shape(cell: Cell) -> str:
+    batch, length = cell
+    return f"batch {batch}" if length is None else f"batch {batch}, length {length}"

@@ -1,0 +1,169 @@
+"""The matrix with real engines on a tiny model with an axis: what is stored, whatever libraries print, and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadgen.invocation import ENGINE_WORKER
+from loadgen.studies.engines.measure import run_matrix
+from loadgen.studies.engines.plan import expand, make_plan, requests_of
+from loadgen.studies.engines.progress import Progress
+from loadgen.studies.engines.records import Measured, Plan, Visit
+from loadgen.studies.engines.settings import MatrixSettings
+from loadgen.studies.engines.store import MatrixStore
+from loadgen.studies.engines.worker_process import check, read_offers
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = """
+import os
+import torch
+from servers.models import Input, Output, UserModel
+
+print("a library greets")
+os.write(1, b"and so does its C part\\n")
+
+
+class Scorer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.score = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, ids, mask):
+        weights = mask.unsqueeze(2).to(self.score.weight.dtype)
+        scores = self.score((self.embed(ids) * weights).sum(1) / weights.sum(1))
+        return scores WRONG
+
+
+def scorer():
+    shape, sizes = ("batch", "sequence"), {"sequence": (8, 32)}
+    ids = Input("ids", "INT64", shape, values=(1, 50), padding=0)
+    mask = Input("mask", "INT64", shape, values=(1, 2), padding=0)
+    return UserModel(Scorer(), [ids, mask], [Output("scores", "FP32", ("batch", 4), "logits")], sizes)
+"""
+
+
+@pytest.fixture(autouse=True)
+def this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def write_model(folder: Path, wrong: str = "") -> str:
+    path = folder / "mine.py"
+    path.write_text(MODEL.replace("WRONG", wrong))
+    return f"{path}:scorer"
+
+
+def planned(folder: Path, model: str, **settings: object) -> Plan:
+    asked = MatrixSettings(
+        models=(model,),
+        device="cpu",
+        seconds=0.01,
+        artefacts=str(folder / "artefacts"),
+        **settings,
+    )
+    offers = read_offers("cpu", ENGINE_WORKER)
+    wanted = expand(asked, offers)
+    return make_plan(asked, offers, wanted, check(requests_of(asked, wanted, offers), ENGINE_WORKER))
+
+
+def measured(folder: Path, plan: Plan) -> dict[str, list[Visit]]:
+    store = MatrixStore(folder / "run")
+    with store.open():
+        store.write(plan)
+        assert run_matrix(plan, store, Progress(), worker=ENGINE_WORKER).state == "finished"
+    found: dict[str, list[Visit]] = {}
+    for visit in store.visits():
+        one = plan.configurations[visit.configuration]
+        found.setdefault(f"{one.engine}/{one.mode}", []).append(visit)
+    return found
+
+
+def test_engines_modes_lengths_and_threads_of_one_model(tmp_path: Path) -> None:
+    plan = planned(
+        tmp_path,
+        write_model(tmp_path),
+        engines=("torch", "onnxruntime", "null"),
+        modes=("auto", "traced"),
+        batches=(1, 3),
+        sequence_lengths=(4, 32, 99),
+        threads=(1,),
+        rounds=1,
+        profile=True,
+    )
+    assert {one.reason for one in plan.refused} >= {"sequence 99: mine_scorer takes at most 32; leave it out"}
+    assert plan.lengths == {plan.configurations[0].model: (4, 32)}
+    found = measured(tmp_path, plan)
+    assert set(found) == {"torch/eager", "torch/traced", "onnxruntime/session", "null/eager"}
+    for name, (visit,) in found.items():
+        assert visit.error is None, visit.error
+        assert {(cell.batch, cell.length) for cell in visit.cells} == {(b, n) for b in (1, 3) for n in (4, 32)}
+        assert visit.description["threads"] == 1
+        assert visit.load_seconds is not None
+        for cell in visit.cells:
+            assert_measured(cell, null=name == "null/eager")
+    (export,) = found["onnxruntime/session"][0].conversions
+    assert (export.step, export.made_now, export.file) == ("export", True, "model.onnx")
+    assert export.seconds > 0
+    assert export.file_bytes == next((tmp_path / "artefacts").rglob("model.onnx")).stat().st_size
+    assert found["torch/traced"][0].conversions == ()
+    flops = {cell.length: cell.flops_per_item for cell in found["torch/eager"][0].cells}
+    assert flops[4] is not None
+    assert all(cell.kernels for cell in found["torch/eager"][0].cells)
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
+    assert "a library greets" in logs
+    assert "and so does its C part" in logs
+
+
+def assert_measured(cell: Measured, *, null: bool) -> None:
+    assert len(cell.calls_ns) >= 7
+    assert min(cell.calls_ns) > 0
+    assert cell.first_call_ns > 0
+    assert cell.rss_bytes is not None
+    assert cell.rss_bytes > 10_000_000
+    assert (cell.allocated_bytes, cell.process_device_bytes) == (None, None)
+    if null:
+        assert cell.fault == "the null engine computes no model"
+        return
+    assert cell.fault is None
+    assert cell.cosine_min == pytest.approx(1.0)
+    assert cell.relative_error is not None
+
+
+def test_wrong_answers_are_a_fault_and_a_second_run_finds_the_file(tmp_path: Path) -> None:
+    """The engine's process computes something else than the one that made the references."""
+    model = write_model(tmp_path, "* (1 if 'prepare' in ' '.join(__import__('sys').argv) else 2)")
+    plan = planned(tmp_path, model, engines=("torch",), batches=(2,), rounds=2, processes="kept")
+    first, second = measured(tmp_path, plan)["torch/eager"]
+    for visit in (first, second):
+        (cell,) = visit.cells
+        assert "scores has a relative error of 1" in str(cell.fault)
+        assert cell.cosine_min == pytest.approx(1.0)
+    assert first.load_seconds is not None
+    assert second.load_seconds is None
+
+
+def test_the_worker_ends_with_its_input_and_goes_on_after_a_bad_command(tmp_path: Path) -> None:
+    request = {"model": write_model(tmp_path), "engine": "torch", "device": "cpu", "batches": [2], "lengths": [8]}
+    commands = '{"batch": 2, "length": 9}\nnonsense\n{"batch": 2, "length": 8, "seconds": 0.01}\n'
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "servers.engines.worker", json.dumps(request)],
+        input=commands, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [next(iter(answer)) for answer in answers] == ["ready", "error", "error", "measured"]
+    assert "a library greets" in done.stderr
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_configurations(tmp_path: Path) -> None:
+    plan = planned(tmp_path, write_model(tmp_path), engines=("torch",), rounds=2, batches=(1,))
+    write_model(tmp_path, "+ missing")
+    (visit,) = measured(tmp_path, plan)["torch/eager"]
+    assert visit.cells == ()
+    assert "missing" in str(visit.error)
