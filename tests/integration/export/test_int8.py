@@ -139,7 +139,8 @@ def test_an_answer_does_not_depend_on_the_rest_of_the_batch(bert: ModelSpecifica
     together = engine.infer(given)
     alone = engine.infer({name: array[2:3].copy() for name, array in given.items()})
     for name, array in together.items():
-        np.testing.assert_allclose(alone[name], array[2:3], atol=1e-5)
+        single, row = (np.asarray(one, np.float64) for one in (alone[name], array[2:3]))
+        np.testing.assert_allclose(single, row, atol=1e-5)
     engine.close()
 
 
@@ -164,7 +165,7 @@ def test_a_users_file_is_quantised_as_a_copy_and_a_quantised_one_is_executed_unc
     loaded("openvino", "int8", quantised, made.path).close()
     with pytest.raises(ExportError, match="holds int8; use --precision int8"):
         executed_file("onnxruntime", "fp32", quantised, WEIGHTS, tmp_path)
-    with pytest.raises(EngineError, match="holds fp32, but the precision is int8; run: abserve export .*int8"):
+    with pytest.raises(EngineError, match=r"holds fp32, but the precision is int8; run: abserve export .*int8"):
         loaded("onnxruntime", "int8", small[0], plain)
 
 
@@ -176,7 +177,9 @@ def test_a_garbage_quantisation_is_not_kept(
     def narrow(specification: ModelSpecification) -> tuple[list[Mapping[str, Array]], str]:
         """Ranges so small that every activation saturates."""
         batches, described = original(specification)
-        return [{name: (array * 1e-3).astype(array.dtype) for name, array in one.items()} for one in batches], described
+        return [
+            {name: np.asarray(array, np.float32) * np.float32(1e-3) for name, array in one.items()} for one in batches
+        ], described
 
     monkeypatch.setattr(quantisation, "calibration", narrow)
     with pytest.raises(ParityError, match="no artefact was kept"):
@@ -203,12 +206,12 @@ def test_what_cannot_be_quantised_is_refused(specification: ModelSpecification, 
 
     outputs = (TensorSpec("embedding", "FP32", (-1, 3)),)
     flat = replace(specification, name="flat", fused_tower=False, outputs=outputs, load_module=lambda _: Mean().eval())
-    with pytest.raises(ExportError, match="no convolution and no product with constant weights.*use --precision fp32"):
+    with pytest.raises(ExportError, match=r"no convolution and no product with constant weights.*use --precision fp32"):
         ensure_artefact(flat, WEIGHTS, tmp_path, form=INT8)
     with pytest.raises(ExportError, match="an INT8 file has standard operators; leave --operators out"):
         ensure_artefact(specification, WEIGHTS, tmp_path, form=FileForm("int8", "fused"))
     assert executed_form("onnxruntime", "int8") == executed_form("openvino", "int8") == INT8
     with pytest.raises(
-        EngineError, match="does not offer precision int8 on cuda: .*multiply in FP32; use one of: fp32"
+        EngineError, match=r"does not offer precision int8 on cuda: .*multiply in FP32; use one of: fp32"
     ):
         EngineSettings("onnxruntime", "int8", device="cuda:0").mode_on("cuda")

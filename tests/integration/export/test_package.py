@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from servers.contract.tensors import TensorSpec
 from servers.engines.batches import random_inputs
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
@@ -19,7 +20,6 @@ from servers.export import package
 from servers.export.artefacts import Artefact, ensure_artefact, executed_file
 from servers.export.errors import ExportError
 from servers.export.file_form import PACKAGE, FileForm
-from servers.contract.tensors import TensorSpec
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
 
@@ -109,7 +109,8 @@ def test_every_batch_and_length_is_answered_as_by_the_module(engine: Engine) -> 
     for wanted, answers in kept:
         assert list(answers) == ["scores", "mean", "same"]
         for name, array in answers.items():
-            np.testing.assert_allclose(array, wanted[name], rtol=1e-5, atol=1e-6)
+            got, want = (np.asarray(one, np.float64) for one in (array, wanted[name]))
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="length 21, more than the largest, 20"):
         engine.infer({"x": np.zeros((1, 21, 8), np.float32)})
 
@@ -159,5 +160,5 @@ def test_a_model_that_cannot_be_exported_names_the_engine_that_takes_it(tmp_path
             return super().forward(x.reshape(2, -1, 8))
 
     fixed = replace(scores(), load_module=lambda _: Fixed().eval())
-    with pytest.raises(ExportError, match="torch cannot compile scores to a package: .*; use the engine torch"):
+    with pytest.raises(ExportError, match=r"torch cannot compile scores to a package: .*; use the engine torch"):
         executed_file("aotinductor", "fp32", fixed, WEIGHTS, tmp_path, device="cpu")

@@ -156,7 +156,7 @@ def test_the_factory_refuses_what_it_cannot_build(specification: ModelSpecificat
     for settings, message in (
         (EngineSettings(kind="onnxruntime"), "needs an exported file; run: abserve export --model"),
         (EngineSettings(kind="xyz"), "unknown engine 'xyz'; use one of: torch, onnxruntime, tensorrt, null"),
-        (EngineSettings(precision="int8"), "the torch engine has no precision 'int8'; use one of: auto, fp32"),
+        (EngineSettings(precision="int8"), "the torch engine has no precision 'int8'; use one of: fp32, tf32"),
         (EngineSettings(kind="tensorRT"), "unknown engine 'tensorRT'; did you mean tensorrt"),
         (EngineSettings(max_batch_size=0), "at least 1"),
         (EngineSettings(threads=-1), "all cores"),

@@ -34,7 +34,7 @@ def product(tmp_path: Path) -> ModelSpecification:
         helper.make_node("MatMul", ["x", "matrix"], ["y"]),
         helper.make_node("ReduceL2", ["x"], ["size"], axes=[2], keepdims=0),
     ]
-    shapes = {"x": ["n", "length", WIDTH], "y": ["n", "length", 8], "size": ["n", "length"]}
+    shapes: dict[str, list[str | int]] = {"x": ["n", "length", WIDTH], "y": ["n", "length", 8], "size": ["n", "length"]}
     values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()}
     graph = helper.make_graph(
         nodes, "product", [values["x"]], [values["y"], values["size"]], [numpy_helper.from_array(matrix, "matrix")]
@@ -68,6 +68,7 @@ def engine(product: ModelSpecification) -> Iterator[Engine]:
 
 
 def expected(specification: ModelSpecification, x: np.ndarray) -> dict[str, np.ndarray]:
+    assert specification.file is not None
     matrix = numpy_helper.to_array(onnx.load(specification.file).graph.initializer[0])
     return {"y": x @ matrix, "size": np.linalg.norm(x, axis=2)}
 
@@ -90,7 +91,7 @@ def test_every_batch_and_size_is_answered_in_arrays_of_the_caller(engine: Engine
         assert list(answers) == ["y", "size"]
         for name, array in answers.items():
             assert array.flags.owndata
-            np.testing.assert_allclose(array, wanted[name], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(np.asarray(array, np.float32), wanted[name], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="length 10, more than the largest, 9"):
         engine.infer({"x": np.zeros((1, 10, WIDTH), np.float32)})
     with pytest.raises(EngineError, match="OpenVINO failed to execute the batch"):
