@@ -111,6 +111,8 @@ class EngineSettings:
     max_batch_size: int = defaults.MAX_BATCH_SIZE
     pad_to: tuple[int, ...] = ()
     """Sizes of the model's padded axis to prepare for, ascending; empty: the engine chooses. See `Axis`."""
+    buckets: tuple[int, ...] = ()
+    """Batch sizes to prepare; empty: the engine chooses."""
 
     def __post_init__(self) -> None:
         with suppress(EngineError):  # `check` refuses an unknown one
