@@ -1,8 +1,8 @@
 """JAX: the model's own module through torchax, one jitted executable per bucket, on the CPU and on CUDA.
 
 A bucket is a batch size, for a model with a padded axis times a size of that axis; a model with another axis gets an
-executable for each shape. Batches are padded to their bucket and the answers are cut back. Integers have 32 bits inside,
-JAX's default. At load one batch is compared with the model's own module in FP32 on the CPU.
+executable for each shape. Batches are padded to their bucket and the answers are cut back. Integers have 32 bits, JAX's
+default. At load one batch is compared with the model's own module in FP32 on the CPU.
 
 JAX and torchax are imported by `load`, because they need an environment with an older torch: see
 `servers.engines.environment`. JAX starts threads, so a process that has loaded this engine must not fork.

@@ -4,6 +4,7 @@
     ROOT/<model>/<weights>-fp16/model_fp16.onnx             FP16 weights
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           UINT8 input; with FP16 weights model_uint8_fp16.onnx
     ROOT/<model>/<weights>-fused/model.onnx                 ONNX Runtime's own operators; other forms have -fused, too
+    ROOT/<model>/<weights>-jax/model.onnx                   from its JAX function; other forms have -jax, too
     ROOT/<model>-<hash of its path>/…                       a model from a file of the user
 
 Each file has its own folder and manifest. An artefact is up to date when its manifest names the same model, weights and
@@ -123,6 +124,8 @@ def check_form(specification: ModelSpecification, form: FileForm) -> None:
         raise ExportError(f"no file has the precision {form.precision!r}; {choose_from(form.precision, PRECISIONS)}")
     if form.operators not in OPSETS:
         raise ExportError(f"unknown operators {form.operators!r}; {choose_from(form.operators, OPSETS)}")
+    if form.operators == Operators.JAX and specification.file is not None:
+        raise ExportError(f"{specification.name} is an ONNX file, which has no JAX function; leave --operators jax out")
 
 
 def ensure_artefact(
@@ -142,7 +145,7 @@ def ensure_artefact(
     """
     check_form(specification, form)
     weights = pin(weights, specification.find_pretrained)
-    if not specification.fused_tower:
+    if form.operators == Operators.FUSED and not specification.fused_tower:
         form = FileForm(form.precision)
     if users := _users_file(specification, weights, form):
         return users
