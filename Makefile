@@ -46,8 +46,9 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-engines: engines ## run the tests of JAX in the second environment
+test-engines: setup engines ## run the tests of JAX in the second environment, and serve with it
 	@$(VENV)-engines/bin/python -m pytest tests/engines $(ARGS)
+	@$(BIN)/python -m pytest -m slow tests/integration/native/test_jax.py
 
 test-slow: setup ## run the tests that take minutes, and those of the native server with three front ends
 	@status=0; \

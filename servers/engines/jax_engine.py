@@ -102,11 +102,8 @@ class JaxEngine(Engine):
         self._executed: dict[int, Shapes] = {}
         """By the number of rows given: the shapes that were executed for them."""
         axis = specification.padded_axis
-        self._rows = tuple(
-            sorted(
-                {*(settings.buckets or bucket_sizes(settings.max_batch_size, halves=False)), settings.max_batch_size}
-            )
-        )
+        rows = settings.buckets or bucket_sizes(settings.max_batch_size, halves=False)
+        self._rows = tuple(sorted({*rows, settings.max_batch_size}))
         self._sizes = () if axis is None else axis_buckets(axis, settings.pad_to)
         self._device = device = start_jax(settings.device_here(), settings.threads)
         import jax
@@ -134,9 +131,7 @@ class JaxEngine(Engine):
         except EngineError:
             raise
         except Exception as exc:  # the model's own code runs here, and torchax and JAX raise errors of every kind
-            raise EngineError(
-                f"JAX cannot execute {specification.name}: {first_line(exc)}; use --engine torch"
-            ) from exc
+            raise self._refusal(exc) from exc
         self._checked = disagreement(specification, expected, answers, settings.precision)
         if self._checked.fault is not None:
             remedy = "use --engine torch" if settings.precision == "fp32" else "use --precision fp32"
@@ -172,12 +167,10 @@ class JaxEngine(Engine):
             for tensor in specification.inputs
         ]
         shapes = tuple(array.shape for array in given)
+        executable = self._executable(shapes)
         self._executed[rows] = shapes
         try:
-            outputs = self._executable(shapes).call(self._weights_on_device, given)
-            fetched = [np.asarray(output) for output in outputs]
-        except EngineError:
-            raise
+            fetched = [np.asarray(output) for output in executable.call(self._weights_on_device, given)]
         except Exception as exc:  # JAX's errors share no base but Exception
             raise EngineError(f"JAX failed to execute the batch: {first_line(exc)}") from exc
         answers = {}
@@ -288,10 +281,19 @@ class JaxEngine(Engine):
             jax.default_device(self._device),
             jax.default_matmul_precision(MATRIX_PRECISIONS[self._settings.precision]),
         ):
-            lowered = self._function.lower(self._weights_on_device, given)
-            compiled = lowered.compile()
+            try:
+                lowered = self._function.lower(self._weights_on_device, given)
+                compiled = lowered.compile()
+            except EngineError:
+                raise
+            except Exception as exc:  # as in `load`
+                raise self._refusal(exc) from exc
         seconds = (time.perf_counter_ns() - started_ns) / 1e9
         return _Executable(compiled, seconds, _product_precisions(lowered.as_text()))
+
+    def _refusal(self, exc: Exception) -> EngineError:
+        reason = first_line(exc).rstrip(".")
+        return EngineError(f"JAX cannot execute {self._specification.name}: {reason}; use --engine torch")
 
     def _prepared(self, rows: int) -> tuple[Callable[..., Any], list[Any]] | None:
         """The executable of the last batch of `rows`, and inputs of its shapes on the device."""
