@@ -28,7 +28,7 @@ pytest.importorskip("jax", reason="JAX is not installed in this environment; run
 
 WEIGHTS = RandomWeights(0)
 THREADS = 2
-MODELS = '''
+MODELS = """
 import torch
 from servers.models import Input, Output, UserModel
 
@@ -104,7 +104,7 @@ def counted():
 
 def not_traceable():
     return _counted(NotTraceable())
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from servers.models.registry import get_variant
 from servers.models.weights import RandomWeights
 from tests.integration.native.conftest import free_port, wait_until
 
-MODEL = '''
+MODEL = """
 import torch
 from servers.models import Input, Output, UserModel
 
@@ -28,7 +28,7 @@ def doubled():
     torch.manual_seed(0)
     values = Input("values", "FP32", ("batch", 4))
     return UserModel(torch.nn.Linear(4, 3), [values], [Output("scores", "FP32", ("batch", 3))], max_batch_size=8)
-'''
+"""
 
 
 def missing() -> str:
