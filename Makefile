@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 REPORT := docs/results/2026-11-23-h200/three-arms/report.html
-.PHONY: help setup compare test test-slow test-compose benchmark lint reference picture docs dist format doctor repo lock pin-images clean
+.PHONY: help setup engines compare test test-engines test-slow test-compose benchmark lint reference picture docs dist format doctor repo lock pin-images clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,11 @@ setup: $(VENV)/.ready ## make the virtual environment (other targets run this as
 # The dependency on pyproject.toml and the constraints renews an old environment.
 $(VENV)/.ready: pyproject.toml docker/constraints.txt .ci/setup
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/setup
+
+engines: $(VENV)-engines/.ready ## make the second environment, for JAX (6.4 GiB)
+
+$(VENV)-engines/.ready: pyproject.toml docker/constraints.txt .ci/setup .ci/engines .ci/engines.txt
+	@PYTHON="$(PYTHON)" VENV="$(VENV)-engines" sh .ci/engines
 
 compare: setup ## compare both servers: start them, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
@@ -40,6 +45,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+test-engines: setup engines ## run the tests of JAX in the second environment, and serve with it
+	@$(VENV)-engines/bin/python -m pytest tests/engines $(ARGS)
+	@$(BIN)/python -m pytest -m slow tests/integration/native/test_jax.py
 
 test-slow: setup ## run the tests that take minutes, and those of the native server with three front ends
 	@status=0; \
@@ -97,4 +106,4 @@ pin-images: ## write the current digest of each image's tag into .env (needs Doc
 	@$(PYTHON) docker/pin_images.py $(ARGS)
 
 clean: ## remove the environment, artefacts and results
-	rm -rf $(VENV) $(VENV)-docs site dist .artefacts results/* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-engines $(VENV)-docs site dist .artefacts results/* .pytest_cache .mypy_cache .ruff_cache .hypothesis

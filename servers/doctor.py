@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from servers.engines.environment import environment_of
+from servers.engines.settings import KINDS, EngineError, engine_kind, engine_names
 from servers.finding import Finding, finding
 from servers.listener import ListenerError, check_free
 from servers.native.settings import NativeSettings
@@ -89,13 +91,28 @@ def findings() -> list[Finding]:
     containers = container_findings(gpu)
     has_docker = any(one.name == "container toolkit" and one.ok for one in containers)
     next_step = next_command(server, gpu["status"] == "ok" and bool(gpu["devices"]), has_docker)
-    return [python, *_packages(), *triton, *here, *containers, next_step]
+    return [python, *_packages(), *_engines(), *triton, *here, *containers, next_step]
 
 
 def _packages() -> list[Finding]:
     found = {package: find_spec(module) is not None for module, package in PACKAGES.items()}  # imports none of them
     remedy = "pip install 'abserve[servers]'"
     return [finding(name, ok, "installed" if ok else "not installed", remedy) for name, ok in found.items()]
+
+
+def _engines() -> list[Finding]:
+    """The engines that `abserve[servers]` does not install. A comparison needs none of them, so none is a failure."""
+    found = []
+    for name in engine_names():
+        try:
+            if engine_kind(name).install == KINDS["torch"].install:
+                continue
+            other = environment_of(name)
+            detail = "installed" if other is None else f"installed in {other.parent.parent}, which its processes enter"
+        except EngineError as exc:
+            detail = f"optional: {exc}"
+        found.append(Finding(f"engine {name}", True, detail))
+    return found
 
 
 def _gpu(document: Mapping[str, Any]) -> Finding:

@@ -6,6 +6,7 @@
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           UINT8 input; with FP16 weights model_uint8_fp16.onnx
     ROOT/<model>/<weights>-fused/model.onnx                 ONNX Runtime's own operators; other forms have -fused, too
     ROOT/<model>/<weights>-package-<processor>/model.pt2    torch's package, see `servers.export.package`
+    ROOT/<model>/<weights>-jax/model.onnx                   from its JAX function; other forms have -jax, too
     ROOT/<model>-<hash of its path>/…                       a model from a file of the user
 
 Each file has its own folder and manifest. An artefact is up to date when its manifest names the same model, weights and
@@ -133,6 +134,8 @@ def check_form(specification: ModelSpecification, form: FileForm) -> None:
         raise ExportError(f"unknown operators {form.operators!r}; {choose_from(form.operators, OPSETS)}")
     if form.precision == "int8" and form.operators != Operators.STANDARD:
         raise ExportError("an INT8 file has standard operators; leave --operators out")
+    if form.operators == Operators.JAX and specification.file is not None:
+        raise ExportError(f"{specification.name} is an ONNX file, which has no JAX function; leave --operators jax out")
 
 
 def ensure_artefact(

@@ -12,6 +12,7 @@ from pydantic import Field
 from rich.console import Console
 
 from servers import defaults
+from servers.engines.environment import enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from servers.export.manifest import ParityMeasurement
     from servers.models.specification import ModelSpecification
     from servers.models.weights import WeightsSource
+
+
+JAX_ENGINE = "onnxruntime-jax"
+"""The engine whose libraries make a file with the operators `jax`."""
 
 
 class Target(StrEnum):
@@ -55,8 +60,8 @@ class ExportSettings(ModelOptions):
     )
     operators: Operators | None = Field(
         None,
-        description="standard, for every runtime, or fused, ONNX Runtime's own; default: fused, and standard for "
-        "TensorRT.",
+        description="standard, for every runtime, fused, ONNX Runtime's own, or jax, standard ones made from the "
+        "model's JAX function; default: fused, and standard for TensorRT.",
     )
     to: Target = Field(Target.ONNX, description="The file to make.")
     force: bool = Field(False, description="Export even when it is up to date.")
@@ -79,6 +84,8 @@ def export(**options: object) -> None:
         weights = parse_weights(settings.weights, specification.default_weights)
         precision, form = _form(settings)
         check_form(specification, form)
+        if form.operators == Operators.JAX:
+            enter_environment_of(JAX_ENGINE)
         source = pin(weights, specification.find_pretrained)
     except (UnknownModelError, WeightsError, ExportError, EngineError) as exc:
         fail(str(exc), exc, status=2)

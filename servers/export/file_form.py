@@ -14,13 +14,15 @@ PACKAGE = "package"
 
 
 class Operators(StrEnum):
-    """ONNX's standard operators, which every runtime has, or ONNX Runtime's fused ones (see `tower_graph`)."""
+    """ONNX's standard operators, which every runtime has, ONNX Runtime's fused ones (see `tower_graph`), or standard
+    ones that jax2onnx makes from the model's JAX function (see `jax_graph`)."""
 
     STANDARD = "standard"
     FUSED = "fused"
+    JAX = "jax"
 
 
-OPSETS = {Operators.STANDARD: 18, Operators.FUSED: 19}
+OPSETS = {Operators.STANDARD: 18, Operators.FUSED: 19, Operators.JAX: 18}
 """Versions of ONNX's standard operators. 23 would emit Attention operators, which some runtimes may not support; 19 is
 the first one whose DequantizeLinear gives FP16."""
 

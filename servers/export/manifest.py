@@ -11,7 +11,7 @@ import msgspec
 
 FILE_NAME = "manifest.json"
 _PACKAGES = (
-    *("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy"),
+    *("torch", "jax", "torchax", "jax2onnx", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy"),
     *("open_clip_torch", "torchvision", "timm", "transformers"),
 )
 

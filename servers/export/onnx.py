@@ -1,7 +1,7 @@
 """torch → ONNX, one self-contained file whose batch and axes are free dimensions.
 
 With standard operators it is torch's own export, converted for FP16; `servers.export.tower_graph` makes the graph of
-fused ones.
+fused ones, `servers.export.jax_graph` that of the model's JAX function.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ELEMENTWISE = frozenset({"Cast", "Transpose", "Div", "Mul", "Sub", "Add"})
 
 _CHATTY_LOGGERS = (
     *("torch.onnx", "torch.export", "torch._dynamo", "torch._inductor", "torch.utils.cpp_extension"),
-    *("onnxscript", "onnx_ir"),
+    *("onnxscript", "onnx_ir", "jax2onnx"),
 )
 
 
@@ -50,11 +50,19 @@ def write_onnx(
     """Write `module`, as from `specification.load_module`, to `path`.
 
     Returns the seconds taken and the operators in the file: standard ones where the fused do not cover the model.
-    Raises `ExportError` when torch cannot export it, `OSError` when the file cannot be written.
+    Raises `ExportError` when the model cannot be exported, `OSError` when the file cannot be written.
     """
     from servers.models.uint8_module import executed_module
 
     started_ns = time.perf_counter_ns()
+    if form.operators == Operators.JAX:
+        from servers.export.jax_graph import write_jax_graph
+
+        with quiet_exporter():
+            seconds = write_jax_graph(
+                specification, executed_module(specification, module), path, OPSETS[Operators.JAX]
+            )
+        return seconds + (convert_to_fp16(path, path) if form.precision == "fp16" else 0.0), Operators.JAX
     operators = Operators.FUSED if specification.fused_tower else Operators.STANDARD
     if form.operators != operators or not _write_fused(specification, module, path, form.precision):
         operators = Operators.STANDARD

@@ -73,6 +73,7 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
+    from servers.engines.environment import environment_of
     from servers.engines.factory import check_engine
     from servers.engines.padding import padding_of, parse_pad_to
     from servers.engines.settings import engine_kind, precision_on
@@ -104,8 +105,14 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         check_engine(specifications[0].executed, engine)
         padding_of(specifications[0], engine.pad_to)
         engine.check_here()
+        elsewhere = backend == "python" and environment_of(engine.kind) is not None
     except EngineError as exc:
         raise TritonOptionError(str(exc)) from exc
+    if elsewhere:
+        raise TritonOptionError(
+            f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine are in "
+            "another one; use abserve serve native"
+        )
     if backend != "python":
         if any(one.payload == "jpeg" for one in specifications):
             assert_python(installation, "decoding JPEG")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from servers import doctor
+from servers.engines.settings import KINDS, EngineError
 from servers.finding import Finding
 
 
@@ -104,3 +107,30 @@ def test_the_next_command_uses_docker_only_where_containers_get_the_gpu(
     last = doctor.findings()[-1]
     assert last.name == "next"
     assert last.detail.startswith(command)
+
+
+def test_an_optional_engine_names_its_place_or_its_command_and_never_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "bin" / "python"
+    places = {"here": None, "there": other, "nowhere": EngineError("the nowhere engine needs x; run: make engines")}
+
+    def environment_of(name: str) -> Path | None:
+        place = places[name]
+        if isinstance(place, EngineError):
+            raise place
+        return place
+
+    monkeypatch.setattr(doctor, "engine_names", lambda: ("torch", *places))
+    kind = KINDS["torch"]
+    monkeypatch.setattr(
+        doctor, "engine_kind", lambda name: kind if name == "torch" else replace(kind, install="make engines")
+    )
+    monkeypatch.setattr(doctor, "environment_of", environment_of)
+    found = doctor._engines()
+    assert [(one.name, one.ok, one.remedy) for one in found] == [(f"engine {name}", True, None) for name in places]
+    assert [one.detail for one in found] == [
+        "installed",
+        f"installed in {tmp_path}, which its processes enter",
+        "optional: the nowhere engine needs x; run: make engines",
+    ]

@@ -11,12 +11,14 @@ import pytest
 
 SETUP = Path(__file__).resolve().parents[2] / ".ci" / "setup"
 PIP = """#!/bin/sh
-[ "$1 $2 $3" = "-m pip install" ] && echo "$@" > "{seen}" && echo "$TMPDIR" >> "{seen}"
+[ "$1 $2 $3" = "-m pip install" ] && echo "$@" >> "{seen}" && echo "$TMPDIR" >> "{seen}"
 exit 1
 """
 
 
-def setup(tmp_path: Path, free_gib: int, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+def setup(
+    tmp_path: Path, free_gib: int, python: str = sys.executable, script: Path = SETUP
+) -> subprocess.CompletedProcess[str]:
     """With a disk of so many free GiB and a pip that only notes how it was called, which fails the rest."""
     tools, venv = tmp_path / "tools", tmp_path / "venv"
     for path, text in (
@@ -28,7 +30,7 @@ def setup(tmp_path: Path, free_gib: int, python: str = sys.executable) -> subpro
         path.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": python, "VENV": str(venv)}
     return subprocess.run(
-        ["sh", str(SETUP)], env=environment, cwd=SETUP.parents[1], capture_output=True, text=True, check=False
+        ["sh", str(script)], env=environment, cwd=SETUP.parents[1], capture_output=True, text=True, check=False
     )
 
 
@@ -54,3 +56,30 @@ def test_downloads_go_beside_the_environment_and_into_pips_cache_where_there_is_
 def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
     done = setup(tmp_path, free_gib=99, python="no-such-python")
     assert (done.returncode, "no-such-python was not found" in done.stderr) == (1, True)
+
+
+def test_the_second_environment_has_an_older_torch_and_else_the_versions_of_the_first(tmp_path: Path) -> None:
+    done = setup(tmp_path, free_gib=99, script=SETUP.with_name("engines"))
+    assert "run make engines again" in done.stderr  # this pip installs nothing
+    arguments, _, without_dependencies, *_ = (tmp_path / "pip").read_text().splitlines()
+    assert without_dependencies.endswith(" jax2onnx")
+    assert "jax2onnx" not in arguments
+    assert "-e .[servers,jax,openvino] torchao" in arguments
+    assert f"-c {tmp_path}/venv/constraints.txt" in arguments
+    first = (SETUP.parents[1] / "docker" / "constraints.txt").read_text().split()
+    versions = dict(
+        line.lower().split("==") for line in (tmp_path / "venv" / "constraints.txt").read_text().split() if "==" in line
+    )
+    own = {line.lower() for line in SETUP.with_name("engines.txt").read_text().split() if "==" in line}
+    assert {f"{name}=={version}" for name, version in versions.items()} >= own
+    assert versions["torch"] == "2.11.0"
+    assert [line for line in first if line.startswith("transformers==")] == [
+        f"transformers=={versions['transformers']}"
+    ]
+    assert len(versions) == sum("==" in line for line in (tmp_path / "venv" / "constraints.txt").read_text().split())
+
+
+def test_a_second_environment_needs_its_own_space(tmp_path: Path) -> None:
+    done = setup(tmp_path, free_gib=10, script=SETUP.with_name("engines"))
+    assert done.returncode == 1
+    assert "10 GiB are free here, and 11 are needed: the installation takes about as much" in done.stderr
