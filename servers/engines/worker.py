@@ -60,6 +60,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def main(arguments: Sequence[str]) -> int:
     """Run one of the four forms; the exit status is 1 when the last answer was an error."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the native server executes; see its __main__
     with suppress(IndexError, msgspec.DecodeError, EngineError):  # errors are answered below
         enter_environment_of(msgspec.json.decode(arguments[-1], type=Request).engine)
     with own_output() as output:
