@@ -54,6 +54,11 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def main(arguments: Sequence[str]) -> int:
     """Run one of the four forms; the exit status is 1 when the last answer was an error."""
+    request: Request | Exception | None
+    try:
+        request = _request(arguments)
+    except Exception as exc:  # noqa: BLE001  answered below, like every other failure
+        request = exc
     with own_output() as output:
 
         def answer(value: object) -> None:
@@ -61,25 +66,31 @@ def main(arguments: Sequence[str]) -> int:
             output.flush()
 
         try:
-            match arguments:
-                case ["--check"]:
-                    requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
-                    answer([checked(request) for request in requests])
-                case ["--offers", device]:
-                    answer(offers(device))
-                case ["--prepare", text]:
-                    answer({"made": _prepare(_request(text))})
-                case [text]:
-                    _serve(_request(text), sys.stdin.buffer, answer)
-                case _:
-                    answer({"error": "give one request as JSON, --prepare REQUEST, --check or --offers DEVICE"})
-                    return 2
+            return _run(arguments, request, answer)
         except BrokenPipeError:  # the caller has gone
             return 1
         except Exception as exc:  # noqa: BLE001  the caller hears of every failure, whichever library it came from
             traceback.print_exc()
             answer({"error": _sentence(exc)})
             return 1
+
+
+def _run(arguments: Sequence[str], request: Request | Exception | None, answer: Callable[[object], None]) -> int:
+    match arguments, request:
+        case _, Exception():
+            raise request
+        case ["--check"], _:
+            requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
+            answer([checked(one) for one in requests])
+        case ["--offers", device], _:
+            answer(offers(device))
+        case ["--prepare", _], Request():
+            answer({"made": _prepare(request)})
+        case [_], Request():
+            _serve(request, sys.stdin.buffer, answer)
+        case _:
+            answer({"error": "give one request as JSON, --prepare REQUEST, --check or --offers DEVICE"})
+            return 2
     return 0
 
 
@@ -93,9 +104,19 @@ def own_output() -> Iterator[BinaryIO]:
         yield output
 
 
-def _request(text: str) -> Request:
-    """The request. An engine that lives in another environment continues there from here: nothing is read or loaded."""
-    request = msgspec.json.decode(text, type=Request)
+def _request(arguments: Sequence[str]) -> Request | None:
+    """The request among the arguments; None in a form without one.
+
+    The place to continue in another interpreter, where the engine lives in another environment: standard input is
+    unread, standard output is untouched, and the request comes along.
+    """
+    match arguments:
+        case ["--check"] | ["--offers", _]:
+            return None
+        case [text] | ["--prepare", text]:
+            request = msgspec.json.decode(text, type=Request)
+        case _:
+            return None
     if request.profile and request.on_cpu:
         # torch reads it when it is imported; otherwise its profiler reports a missing GPU as an error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
