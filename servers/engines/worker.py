@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from itertools import cycle
@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from servers.engines.environment import enter_environment_of, environment_of
+from servers.engines.environment import enter_environment_of
 from servers.engines.request import Request, checked, offers
-from servers.engines.settings import EngineError
 
 if TYPE_CHECKING:
     from servers.contract.tensors import Array
@@ -61,8 +60,11 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def main(arguments: Sequence[str]) -> int:
     """Run one of the four forms; the exit status is 1 when the last answer was an error."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the native server executes; see its __main__
-    with suppress(IndexError, msgspec.DecodeError, EngineError):  # errors are answered below
-        enter_environment_of(msgspec.json.decode(arguments[-1], type=Request).engine)
+    request: Request | Exception | None
+    try:
+        request = _request(arguments)
+    except Exception as exc:  # noqa: BLE001  answered below, like every other failure
+        request = exc
     with own_output() as output:
 
         def answer(value: object) -> None:
@@ -70,25 +72,31 @@ def main(arguments: Sequence[str]) -> int:
             output.flush()
 
         try:
-            match arguments:
-                case ["--check"]:
-                    requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
-                    answer([checked(request) for request in requests])
-                case ["--offers", device]:
-                    answer(offers(device))
-                case ["--prepare", text]:
-                    answer({"made": _prepare(_request(text))})
-                case [text]:
-                    _serve(_request(text), sys.stdin.buffer, answer)
-                case _:
-                    answer({"error": "give one request as JSON, --prepare REQUEST, --check or --offers DEVICE"})
-                    return 2
+            return _run(arguments, request, answer)
         except BrokenPipeError:  # the caller has gone
             return 1
         except Exception as exc:  # noqa: BLE001  the caller hears of every failure, whichever library it came from
             traceback.print_exc()
             answer({"error": _sentence(exc)})
             return 1
+
+
+def _run(arguments: Sequence[str], request: Request | Exception | None, answer: Callable[[object], None]) -> int:
+    match arguments, request:
+        case _, Exception():
+            raise request
+        case ["--check"], _:
+            requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
+            answer([checked(one) for one in requests])
+        case ["--offers", device], _:
+            answer(offers(device))
+        case ["--prepare", _], Request():
+            answer({"made": _prepare(request)})
+        case [_], Request():
+            _serve(request, sys.stdin.buffer, answer)
+        case _:
+            answer({"error": "give one request as JSON, --prepare REQUEST, --check or --offers DEVICE"})
+            return 2
     return 0
 
 
@@ -102,10 +110,20 @@ def own_output() -> Iterator[BinaryIO]:
         yield output
 
 
-def _request(text: str) -> Request:
-    """The request, of an engine whose libraries this environment has."""
-    request = msgspec.json.decode(text, type=Request)
-    environment_of(request.engine)  # says what to install where no environment has it
+def _request(arguments: Sequence[str]) -> Request | None:
+    """The request among the arguments; None in a form without one.
+
+    Continues in another interpreter where the engine's libraries are there: standard input is unread, standard output
+    is untouched, and the request comes along.
+    """
+    match arguments:
+        case ["--check"] | ["--offers", _]:
+            return None
+        case [text] | ["--prepare", text]:
+            request = msgspec.json.decode(text, type=Request)
+            enter_environment_of(request.engine)
+        case _:
+            return None
     if request.profile and request.on_cpu:
         # torch reads it when it is imported; otherwise its profiler reports a missing GPU as an error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")

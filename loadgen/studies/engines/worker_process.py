@@ -172,12 +172,7 @@ def prepare(request: Mapping[str, Any], log_path: Path, worker: Sequence[str], l
 
 def read_offers(device: str, worker: Sequence[str], limits: Limits = LIMITS) -> Offers:
     """What this machine offers. Raises `PlanError`."""
-    content = _output([*worker, "--offers", device], b"", limits.check)
-    try:
-        refusal = msgspec.json.decode(content, type=_Answer)
-    except ValueError:  # it is an offer
-        return _decoded(content, Offers)
-    raise PlanError(str(refusal.error))
+    return _decoded(_output([*worker, "--offers", device], b"", limits.check), Offers)
 
 
 def check(requests: Sequence[Mapping[str, Any]], worker: Sequence[str], limits: Limits = LIMITS) -> tuple[Checked, ...]:
@@ -207,7 +202,11 @@ def _decoded(content: bytes, kind: type[T]) -> T:
     try:
         found: T = decode_json(content, kind, most_bytes=MOST_ANSWER_BYTES)
     except DocumentError as exc:
-        raise PlanError(f"the check of the engines answered what cannot be read: {exc}") from exc
+        try:
+            refusal = decode_json(content, _Answer, most_bytes=MOST_ANSWER_BYTES).error
+        except DocumentError:
+            refusal = None
+        raise PlanError(refusal or f"the check of the engines answered what cannot be read: {exc}") from exc
     return found
 
 
