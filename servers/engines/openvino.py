@@ -71,8 +71,6 @@ class OpenVINOEngine(Engine):
         core = openvino.Core()
         if settings.precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             raise EngineError("this processor has no BF16 instructions (AVX512_BF16 or AMX); use --precision fp32")
-        proof = proof_batch(specification, min(PROOF_ROWS, settings.max_batch_size), 1, PROOF_SHARE)
-        expected = self._expected(proof)
         threads = thread_count(settings.threads)
         options = {
             "PERFORMANCE_HINT": "LATENCY",
@@ -90,6 +88,8 @@ class OpenVINOEngine(Engine):
         used = int(self._compiled.get_property("INFERENCE_NUM_THREADS"))
         if settings.threads and used != threads:
             raise EngineError(f"OpenVINO uses {used} threads here instead of {threads}; use --threads {used}")
+        proof = proof_batch(specification, min(PROOF_ROWS, settings.max_batch_size), 1, PROOF_SHARE)
+        expected = self._expected(proof)
         self._ports = {name: port for port in self._compiled.outputs for name in port.get_names()}
         self._request = self._compiled.create_infer_request()
         self._products = _products(self._compiled)
