@@ -105,13 +105,14 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         check_engine(specifications[0].executed, engine)
         padding_of(specifications[0], engine.pad_to)
         engine.check_here()
-        if backend == "python" and environment_of(engine.kind) is not None:
-            raise EngineError(
-                f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine are "
-                "in another one; use abserve serve native"
-            )
+        elsewhere = backend == "python" and environment_of(engine.kind) is not None
     except EngineError as exc:
         raise TritonOptionError(str(exc)) from exc
+    if elsewhere:
+        raise TritonOptionError(
+            f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine are in "
+            "another one; use abserve serve native"
+        )
     if backend != "python":
         if any(one.payload == "jpeg" for one in specifications):
             assert_python(installation, "decoding JPEG")
