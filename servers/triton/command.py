@@ -110,8 +110,8 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         raise TritonOptionError(str(exc)) from exc
     if elsewhere:
         raise TritonOptionError(
-            f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine are "
-            "in another one; use abserve serve native"
+            f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine "
+            "are in another one; use abserve serve native"
         )
     if backend != "python":
         if any(one.payload == "jpeg" for one in specifications):

@@ -129,6 +129,10 @@ def own_answers(specification: ModelSpecification, inputs: Mapping[str, Array]) 
     return partial(expected_answers, specification, specification.load_module(WEIGHTS))(inputs)
 
 
+def close(answer: Array, expected: Array) -> None:
+    np.testing.assert_allclose(answer.astype(np.float64), expected.astype(np.float64), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["scorer", "tokens", "pooled", "counted"])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_answers_are_the_models_own_in_every_shape(models: Path, name: str, rows: int) -> None:
@@ -141,13 +145,13 @@ def test_answers_are_the_models_own_in_every_shape(models: Path, name: str, rows
         for tensor in specification.outputs:
             answer = answers[tensor.name]
             assert answer.dtype == tensor.dtype
-            np.testing.assert_allclose(answer, expected[tensor.name], rtol=1e-4, atol=1e-5)
+            close(answer, expected[tensor.name])
             assert answer.flags.owndata
             assert answer.flags.writeable
             answer[...] = 7  # the caller's own: neither the inputs nor a later answer change with it
         again = engine.infer(inputs)
         for tensor in specification.outputs:
-            np.testing.assert_allclose(again[tensor.name], expected[tensor.name], rtol=1e-4, atol=1e-5)
+            close(again[tensor.name], expected[tensor.name])
         for one, array in inputs.items():
             np.testing.assert_array_equal(array, kept[one])
 
@@ -232,7 +236,7 @@ def test_the_way_back_to_onnx_keeps_the_answers(models: Path, name: str, tmp_pat
     inputs = random_inputs(specification, 5, 3)
     expected = own_answers(specification, inputs)
     for output, answer in engine.infer(inputs).items():
-        np.testing.assert_allclose(answer, expected[output], rtol=1e-4, atol=1e-5)
+        close(answer, expected[output])
     assert engine.describe().kind == "onnxruntime-jax"
 
 
