@@ -7,6 +7,7 @@ bytes or refuse.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -14,8 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from servers.models.atomic_folder import file_sha256
+
+if TYPE_CHECKING:
+    import torch
 
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
 _KINDS_OF_FILE = {".onnx": "ONNX file", ".py": "module file"}
@@ -135,12 +140,38 @@ def parse_weights(given: str | None, default: str = "random:0") -> WeightsSource
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's generator in the block for random weights, which depend on the seed alone; restore it afterwards."""
+    """Seed torch's generator in the block for random weights, which depend on the seed alone; restore it afterwards.
+
+    torch 2.15 draws truncated normal values otherwise than 2.11, so that two environments would hold two models: here
+    every version draws them as the older one.
+    """
     import torch
 
+    init: Any = torch.nn.init
     with _seeded_initialisation, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        yield
+        of_torch, init.trunc_normal_ = init.trunc_normal_, _truncated_normal_
+        try:
+            yield
+        finally:
+            init.trunc_normal_ = of_torch
+
+
+def _truncated_normal_(
+    tensor: torch.Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Fill the tensor with normal values between `a` and `b`: the inverse of the distribution at uniform values."""
+    import torch
+
+    low, high = ((1.0 + math.erf((bound - mean) / std / math.sqrt(2.0))) / 2.0 for bound in (a, b))
+    with torch.no_grad():
+        tensor.uniform_(2 * low - 1, 2 * high - 1, generator=generator)
+        return tensor.erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(min=a, max=b)
 
 
 def pin(source: WeightsSource, find_pretrained: FindPretrained | None) -> WeightsSource:
