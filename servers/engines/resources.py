@@ -17,7 +17,7 @@ from servers.engines.processors import cuda_index
 from servers.gpu.cuda_library import device_uuid
 
 RAPL = Path("/sys/class/powercap")
-ENERGY_SECONDS = 0.5
+ENERGY_SECONDS = 0.3
 """The shortest time over which energy is measured: a GPU's counter steps about every 100 ms."""
 EDGE_SECONDS = 1.0
 """Longest wait for a step of the counter."""

@@ -54,6 +54,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     batch: int = 0
     length: int | None = None
     seconds: float = 1.0
+    energy: bool = True
     profile: tuple[Shape, ...] = ()
 
 
@@ -91,7 +92,7 @@ def _run(arguments: Sequence[str], request: Request | Exception | None, answer: 
         case ["--offers", device], _:
             answer(offers(device))
         case ["--prepare", _], Request():
-            answer({"made": _prepare(request)})
+            answer(_prepare(request))
         case [_], Request():
             _serve(request, sys.stdin.buffer, answer)
         case _:
@@ -130,13 +131,14 @@ def _request(arguments: Sequence[str]) -> Request | None:
     return request
 
 
-def _prepare(request: Request) -> bool:
-    """Make the model's own answers and the file that the engine executes. Returns whether the file was made now."""
+def _prepare(request: Request) -> dict[str, bool]:
+    """Make the model's own answers and the file that the engine executes: whether it executes one, and whether that was
+    made now."""
     specification = request.specification()
     weights = request.weights_source(specification)
     _references(request, specification, weights)
-    conversions, _ = _converted(request, specification, weights)
-    return any(one["made_now"] for one in conversions)
+    conversions, path = _converted(request, specification, weights)
+    return {"file": path is not None, "made": any(one["made_now"] for one in conversions)}
 
 
 def _references(request: Request, specification: ModelSpecification, weights: WeightsSource) -> list[Reference]:
@@ -179,6 +181,7 @@ def _serve(request: Request, commands: BinaryIO, answer: Callable[[object], None
     from servers.engines.factory import build_engine
     from servers.engines.resources import Resources
     from servers.engines.settings import engine_kind
+    from servers.models.registry import SOURCES
 
     specification = request.specification()
     weights = request.weights_source(specification)
@@ -187,7 +190,8 @@ def _serve(request: Request, commands: BinaryIO, answer: Callable[[object], None
     conversions, path = _converted(request, specification, weights)
     resources = Resources(settings.device)
     started_ns = time.perf_counter_ns()
-    for library in engine_kind(request.engine).libraries:
+    source = specification.reference.partition(":")[0]
+    for library in (*engine_kind(request.engine).libraries, *([source] if source in SOURCES and path is None else [])):
         import_module(library)
     import_seconds = _seconds_since(started_ns)
     engine = build_engine(specification, weights, settings, path)
@@ -247,7 +251,9 @@ def _measured(
         _warm_up(engine, inputs, WARM_UP_SHARE * command.seconds)
     calls_ns = call_times_ns(engine, inputs, command.seconds, 1 if slow else LEAST_CALLS)
     executions_ns = engine.execution_ns(batch, min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS))
-    joules, runs = resources.energy(lambda: engine.run_only(batch) or engine.infer(inputs[0]))
+    joules, runs = None, 0
+    if command.energy:
+        joules, runs = resources.energy(lambda: engine.run_only(batch) or engine.infer(inputs[0]))
     return {
         "batch": batch,
         "length": command.length,

@@ -5,6 +5,8 @@ A configuration that fails is recorded with its reason and the run goes on. Afte
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
@@ -24,10 +26,12 @@ from loadgen.studies.engines.worker_process import (
     CellError,
     EngineProcess,
     Limits,
+    Preparation,
     WorkerError,
-    prepare,
 )
 
+SIDE_BY_SIDE = max(1, len(os.sched_getaffinity(0)) // 4)
+"""Files that are made at once, and kept processes that load at once: each with four cores."""
 MOST_FAILURES = 2
 """Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
 
@@ -55,6 +59,9 @@ def run_matrix(
     return state
 
 
+_Files = tuple[str, str, str]
+
+
 class _Run:
     """The state of one run: what is done, what has failed, and the processes that are kept."""
 
@@ -68,9 +75,11 @@ class _Run:
         self._left = [turn for turn in self._turns if (turn.round, turn.configuration) not in stored]
         self._kept: dict[int, EngineProcess] = {}
         self._current: EngineProcess | None = None
+        self._preparing: deque[tuple[_Files, Preparation]] = deque()
         self._started: set[int] = set()
         self._failures: dict[int, int] = {}
-        self._prepared: dict[object, bool | str] = {}
+        self._prepared: dict[_Files, bool | str] = {}
+        self._fileless: set[tuple[str, str]] = set()
         self._broken: dict[int, str] = {}
         self._began = monotonic()
 
@@ -91,37 +100,73 @@ class _Run:
             self.stop()
 
     def _start_all(self, places: Iterable[int]) -> None:
-        """Start the processes that are kept, before any of them is measured."""
+        """Start the processes that are kept, before any of them is measured; up to `SIDE_BY_SIDE` load at once."""
+        loading: deque[int] = deque()
         for place in places:
             configuration = self._plan.configurations[place]
             if isinstance(self._prepared[_files_of(configuration)], str):
                 continue
+            if len(loading) >= SIDE_BY_SIDE:
+                self._wait_for(loading.popleft())
             self._progress.now(f"starting {name_of(configuration)}")
             try:
                 self._kept[place] = self._start(place, configuration)
+                loading.append(place)
             except WorkerError as exc:
                 self._broken[place] = str(exc)
+        for place in loading:
+            self._wait_for(place)
+
+    def _wait_for(self, place: int) -> None:
+        try:
+            self._kept[place].wait_until_ready()
+        except WorkerError as exc:
+            self._broken[place] = str(exc)
+            self._kept.pop(place).stop()
 
     def stop(self) -> None:
         """Stop every process."""
         for process in (*self._kept.values(), *([self._current] if self._current else ())):
             process.stop()
+        for _, preparation in self._preparing:
+            preparation.stop()
         self._kept.clear()
+        self._preparing.clear()
         self._current = None
 
     def _prepare(self) -> None:
         """Make the files of the configurations that are left, once each: not in an engine's process, whose memory and
         time they would count to."""
-        for configuration in dict.fromkeys(turn.configuration for turn in self._left):
-            one = self._plan.configurations[configuration]
-            if (key := _files_of(one)) in self._prepared:
+        wanted = dict.fromkeys(self._plan.configurations[turn.configuration] for turn in self._left)
+        for one in wanted:
+            key = _files_of(one)
+            if key in self._prepared or any(key == other for other, _ in self._preparing):
                 continue
+            if (one.model, one.engine) in self._fileless:  # of another precision; the model's own answers are there
+                self._prepared[key] = False
+                continue
+            if len(self._preparing) >= SIDE_BY_SIDE:
+                self._finish_preparation()
             self._progress.now(f"preparing {one.model} for {one.engine} in {one.precision}")
             try:
-                made = prepare(self._request(one), self._store.log_path("prepare"), self._worker, self._limits)
-                self._prepared[key] = made
+                made = Preparation(self._request(one), self._store.log_path("prepare"), self._worker, self._limits)
+                self._preparing.append((key, made))
             except WorkerError as exc:
                 self._prepared[key] = str(exc)
+        while self._preparing:
+            self._finish_preparation()
+
+    def _finish_preparation(self) -> None:
+        """Wait for the oldest one."""
+        key, preparation = self._preparing[0]
+        try:
+            has_file, self._prepared[key] = preparation.wait()
+            if not has_file:
+                self._fileless.add(key[:2])
+        except WorkerError as exc:
+            self._prepared[key] = str(exc)
+        preparation.stop()
+        self._preparing.popleft()
 
     def _visit(self, turn: Turn, done: int) -> None:
         configuration = self._plan.configurations[turn.configuration]
@@ -144,6 +189,7 @@ class _Run:
             self._failures[turn.configuration] = MOST_FAILURES  # no round would change it
             return msgspec.structs.replace(base, error=broken)
         cells: list[Measured] = []
+        energy = self._plan.processes == "fresh" or turn.round == self._plan.rounds - 1
         error: str | None = None
         keeps, process = self._plan.processes == "kept", self._kept.get(turn.configuration)
         try:
@@ -151,10 +197,11 @@ class _Run:
                 process = self._current = self._start(turn.configuration, configuration)
                 if keeps:
                     self._kept[turn.configuration], self._current = process, None
+                process.wait_until_ready()
             base = self._with_costs(base, turn.configuration, process, made_now=prepared is True)
             for cell in turn.cells:
                 try:
-                    cells.append(process.measure(cell, self._seconds))
+                    cells.append(process.measure(cell, self._seconds, energy=energy))
                 except CellError as exc:
                     error = error or f"{_shape(cell)}: {exc}"
             if self._plan.settings.get("profile") and turn.round == self._plan.rounds - 1 and cells:
@@ -218,7 +265,7 @@ class _Run:
         }
 
 
-def _files_of(configuration: Configuration) -> tuple[str, str, str]:
+def _files_of(configuration: Configuration) -> _Files:
     """What configurations with the same files have in common."""
     return configuration.model, configuration.engine, configuration.precision
 

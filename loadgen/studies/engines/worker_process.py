@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadgen.bench.interruption import uninterrupted
 from loadgen.documents import DocumentError, decode_json, one_line
 from loadgen.experiment.plan import PlanError
 from loadgen.studies.engines.plan import NO_MODEL, Cell, Checked, Offers
@@ -62,13 +61,16 @@ class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ready: Ready | None = None
     measured: Measured | None = None
     profiled: tuple[tuple[dict[str, Any], ...], ...] | None = None
+    file: bool | None = None
     made: bool | None = None
     error: str | None = None
 
 
 class EngineProcess:
-    """One configuration's engine, loaded. Raises `WorkerError`, also from the constructor, after which it is of no more
-    use than to be stopped."""
+    """One configuration's engine. Every method may raise `WorkerError`, after which it can only be stopped."""
+
+    ready: Ready
+    """Known after `wait_until_ready`."""
 
     def __init__(
         self,
@@ -78,28 +80,23 @@ class EngineProcess:
         worker: Sequence[str],
         limits: Limits = LIMITS,
     ) -> None:
-        self._limits, self._answers = limits, False
+        """Start the process, which begins to load the engine."""
+        self._configuration, self._limits, self._answers = configuration, limits, False
         self._process = _started([*worker, _text(request)], log_path)
-        try:
-            self.ready = self._loaded(configuration)
-        except BaseException:
-            with uninterrupted():
-                self.stop()
-            raise
-        self._answers = True
 
-    def _loaded(self, configuration: Configuration) -> Ready:
+    def wait_until_ready(self) -> None:
+        """Wait until the engine is loaded, and is the one that was asked for."""
         ready = self._answer(self._limits.load).ready
         if ready is None:
             raise WorkerError("answered something else than that its engine is ready")
-        if (wrong := contradiction(configuration, ready.description)) is not None:
+        if (wrong := contradiction(self._configuration, ready.description)) is not None:
             raise WorkerError(wrong)
-        return ready
+        self.ready, self._answers = ready, True
 
-    def measure(self, cell: Cell, seconds: float) -> Measured:
+    def measure(self, cell: Cell, seconds: float, *, energy: bool = True) -> Measured:
         """Measure one cell. Raises `CellError` if only this one fails."""
         batch, length = cell
-        self._send({"batch": batch, "length": length, "seconds": seconds})
+        self._send({"batch": batch, "length": length, "seconds": seconds, "energy": energy})
         measured = self._answer(self._limits.cell + 20 * seconds, of_cell=True).measured
         if measured is None or (measured.batch, measured.length) != cell:
             raise WorkerError(f"answered something else than the cell of batch {batch}")
@@ -157,17 +154,26 @@ def contradiction(configuration: Configuration, description: Mapping[str, Any]) 
     return f"the engine in effect is another one: {', '.join(wrong)}" if wrong else None
 
 
-def prepare(request: Mapping[str, Any], log_path: Path, worker: Sequence[str], limits: Limits = LIMITS) -> bool:
-    """Make the model's own answers and the file that the engine executes; whether the file was made now. Raises
-    `WorkerError`."""
-    process = _started([*worker, "--prepare", _text(request)], log_path)
-    try:
-        answer = _read(process, limits.prepare)
-        if answer.error is not None or answer.made is None:
+class Preparation:
+    """A process that makes the model's own answers and the file that an engine executes. Raises `WorkerError`."""
+
+    def __init__(
+        self, request: Mapping[str, Any], log_path: Path, worker: Sequence[str], limits: Limits = LIMITS
+    ) -> None:
+        """Start it."""
+        self._limits = limits
+        self._process = _started([*worker, "--prepare", _text(request)], log_path)
+
+    def wait(self) -> tuple[bool, bool]:
+        """Whether the engine executes a file, and whether that was made now."""
+        answer = _read(self._process, self._limits.prepare)
+        if answer.error is not None or answer.made is None or answer.file is None:
             raise WorkerError(one_line(answer.error or "answered something else than that its files are made"))
-        return answer.made
-    finally:
-        process.stop(timeout_s=limits.stop)
+        return answer.file, answer.made
+
+    def stop(self) -> None:
+        """Stop it. Idempotent."""
+        self._process.stop(timeout_s=self._limits.stop)
 
 
 def read_offers(device: str, worker: Sequence[str], limits: Limits = LIMITS) -> Offers:

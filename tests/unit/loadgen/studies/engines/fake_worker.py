@@ -23,7 +23,7 @@ def main() -> None:
     if sys.argv[1] == "--prepare":
         request = json.loads(sys.argv[2])
         Path(request["artefacts"]).mkdir(exist_ok=True)
-        say(error="no such weights") if request["model"] == "unprepared" else say(made=True)
+        say(error="no such weights") if request["model"] == "unprepared" else say(file=True, made=True)
         return
     request = json.loads(sys.argv[1])
     model, engine = request["model"], request["engine"]
