@@ -24,8 +24,8 @@ from servers.engines.interface import Engine
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
-ROTATION = 4
-"""Inputs that take turns, so that no run finds its own in a cache."""
+ROTATION, DISTINCT_ROWS = 4, 8
+"""Inputs that take turns, so that no run finds its own in a cache, and the rows in which they differ."""
 
 ITEMS = 4
 """Random items of a reference."""
@@ -107,7 +107,7 @@ def _measure(
     matrix_tflops: float | None,
 ) -> BatchMeasurement:
     found = compared(engine.infer, specification, batch, reference, engine.describe().precision)
-    inputs = rotating_inputs(specification, batch, reference.sizes)
+    inputs = rotations(random_inputs(specification, rotation_rows(batch), 0, reference.sizes), batch)
     for given in inputs:
         engine.infer(given)
     calls_ns = call_times_ns(engine, inputs, seconds)
@@ -145,11 +145,15 @@ def p99_ns(times_ns: Sequence[int]) -> int | None:
     return round(float(np.percentile(times_ns, 99, method="higher")))
 
 
-def rotating_inputs(
-    specification: ModelSpecification, batch: int, sizes: Mapping[str, int]
-) -> list[Mapping[str, Array]]:
-    """The random batches that take turns."""
-    return [random_inputs(specification, batch, seed, sizes) for seed in range(ROTATION)]
+def rotation_rows(batch: int) -> int:
+    """The rows that `rotations` needs for batches up to this size."""
+    return batch + (ROTATION - 1) * min(batch, DISTINCT_ROWS)
+
+
+def rotations(pool: Mapping[str, Array], batch: int) -> list[Mapping[str, Array]]:
+    """Batches of the pool's rows that take turns, without copies; large ones share most of their rows."""
+    starts = range(0, ROTATION * min(batch, DISTINCT_ROWS), min(batch, DISTINCT_ROWS))
+    return [{name: array[start : start + batch] for name, array in pool.items()} for start in starts]
 
 
 def call_times_ns(

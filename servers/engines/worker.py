@@ -178,7 +178,9 @@ def _converted(
 
 
 def _serve(request: Request, commands: BinaryIO, answer: Callable[[object], None]) -> None:
+    from servers.engines.batches import random_inputs
     from servers.engines.factory import build_engine
+    from servers.engines.measurement import rotation_rows
     from servers.engines.resources import Resources
     from servers.engines.settings import engine_kind
     from servers.models.registry import SOURCES
@@ -207,6 +209,7 @@ def _serve(request: Request, commands: BinaryIO, answer: Callable[[object], None
         }
         answer({"ready": ready})
         measured: dict[Shape, BatchMeasurement] = {}
+        pools: dict[int | None, Mapping[str, Array]] = {}
         for line in commands:
             try:
                 command = msgspec.json.decode(line, type=Command)
@@ -214,8 +217,12 @@ def _serve(request: Request, commands: BinaryIO, answer: Callable[[object], None
                     answer({"profiled": _profiled(engine, specification, [measured[one] for one in command.profile])})
                     continue
                 shape = (command.batch, command.length)
-                cell = _measured(engine, specification, references[command.length], command, resources)
-                measured[shape] = _as_batch(cell, references[command.length])
+                reference = references[command.length]
+                if command.length not in pools:
+                    rows = rotation_rows(max(request.batches))
+                    pools[command.length] = random_inputs(specification, rows, 0, reference.sizes)
+                cell = _measured(engine, specification, reference, pools[command.length], command, resources)
+                measured[shape] = _as_batch(cell, reference)
                 answer({"measured": cell})
             except BrokenPipeError:
                 raise
@@ -228,12 +235,17 @@ def _serve(request: Request, commands: BinaryIO, answer: Callable[[object], None
 
 
 def _measured(
-    engine: Engine, specification: ModelSpecification, reference: Reference, command: Command, resources: Resources
+    engine: Engine,
+    specification: ModelSpecification,
+    reference: Reference,
+    pool: Mapping[str, Array],
+    command: Command,
+    resources: Resources,
 ) -> dict[str, Any]:
-    """One cell with the fields of the load generator's record `Measured`."""
-    from servers.engines.measurement import MAX_EXECUTIONS, MIN_REPEATS, call_times_ns, compared, rotating_inputs
+    """One cell with the fields of the load generator's record `Measured`; its inputs are rows of the pool."""
+    from servers.engines.measurement import MAX_EXECUTIONS, MIN_REPEATS, call_times_ns, compared, rotations
 
-    batch, inputs = command.batch, rotating_inputs(specification, command.batch, reference.sizes)
+    batch, inputs = command.batch, rotations(pool, command.batch)
     resources.begin()
     first_ns: list[int] = []
 

@@ -30,8 +30,8 @@ from loadgen.studies.engines.worker_process import (
     WorkerError,
 )
 
-SIDE_BY_SIDE = max(1, len(os.sched_getaffinity(0)) // 4)
-"""Files that are made at once, and kept processes that load at once: each with four cores."""
+SIDE_BY_SIDE = max(1, len(os.sched_getaffinity(0)) // 3)
+"""Files that are made at once, and kept processes that load at once: each with three cores."""
 MOST_FAILURES = 2
 """Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
 
@@ -79,9 +79,11 @@ class _Run:
         self._started: set[int] = set()
         self._failures: dict[int, int] = {}
         self._prepared: dict[_Files, bool | str] = {}
-        self._fileless: set[tuple[str, str]] = set()
+        self._fileless: set[str] = set()
         self._broken: dict[int, str] = {}
         self._began = monotonic()
+        self._loading: list[float] = []
+        """Seconds until the kept processes of each model so far were ready."""
 
     def all(self) -> None:
         """Make every visit that is left."""
@@ -94,7 +96,9 @@ class _Run:
         models = [configuration.model for configuration in self._plan.configurations]
         for model in dict.fromkeys(models):
             own = [(place, turn) for place, turn in enumerate(self._left) if models[turn.configuration] == model]
+            started = monotonic()
             self._start_all({turn.configuration: None for _, turn in own})
+            self._loading.append(monotonic() - started)
             for place, turn in own:
                 self._visit(turn, place)
             self.stop()
@@ -135,22 +139,32 @@ class _Run:
         self._current = None
 
     def _prepare(self) -> None:
-        """Make the files of the configurations that are left, once each: not in an engine's process, whose memory and
-        time they would count to."""
-        wanted = dict.fromkeys(self._plan.configurations[turn.configuration] for turn in self._left)
-        for one in wanted:
-            key = _files_of(one)
-            if key in self._prepared or any(key == other for other, _ in self._preparing):
+        """Make the models' own answers, and the files of the configurations that are left, once each: not in an
+        engine's process, whose memory and time they would count to.
+
+        The first preparation of each engine tells whether it executes files. Of one that does not, another is needed
+        only for a model that has no other preparation.
+        """
+        wanted = list(dict.fromkeys(_files_of(self._plan.configurations[turn.configuration]) for turn in self._left))
+        self._make({engine: key for key in reversed(wanted) for engine in [key[1]]}.values())
+        self._make(key for key in wanted if key[1] not in self._fileless)
+        answered = {key[0] for key in self._prepared}
+        self._make({key[0]: key for key in wanted if key[0] not in answered}.values())
+        for key in wanted:
+            self._prepared.setdefault(key, False)
+
+    def _make(self, keys: Iterable[_Files]) -> None:
+        """Prepare these, as far as they are not, up to `SIDE_BY_SIDE` at once."""
+        for key in keys:
+            if key in self._prepared:
                 continue
-            if (one.model, one.engine) in self._fileless:  # of another precision; the model's own answers are there
-                self._prepared[key] = False
-                continue
+            one = next(one for one in self._plan.configurations if _files_of(one) == key)
             if len(self._preparing) >= SIDE_BY_SIDE:
                 self._finish_preparation()
             self._progress.now(f"preparing {one.model} for {one.engine} in {one.precision}")
             try:
-                made = Preparation(self._request(one), self._store.log_path("prepare"), self._worker, self._limits)
-                self._preparing.append((key, made))
+                started = Preparation(self._request(one), self._store.log_path("prepare"), self._worker, self._limits)
+                self._preparing.append((key, started))
             except WorkerError as exc:
                 self._prepared[key] = str(exc)
         while self._preparing:
@@ -162,7 +176,7 @@ class _Run:
         try:
             has_file, self._prepared[key] = preparation.wait()
             if not has_file:
-                self._fileless.add(key[:2])
+                self._fileless.add(key[1])
         except WorkerError as exc:
             self._prepared[key] = str(exc)
         preparation.stop()
@@ -176,7 +190,10 @@ class _Run:
         visit = self._measured(turn, configuration)
         self._store.write_visit(turn.number, visit)
         self._failures[turn.configuration] = 0 if visit.cells else self._failures.get(turn.configuration, 0) + 1
-        left = (monotonic() - self._began) / (done + 1) * (len(self._left) - done - 1)
+        per_visit = (monotonic() - self._began - sum(self._loading)) / (done + 1)
+        later = {self._plan.configurations[turn.configuration].model for turn in self._left[done + 1 :]}
+        loads = max(self._loading, default=0.0) * len(later - {configuration.model})
+        left = per_visit * (len(self._left) - done - 1) + loads
         stored = len(self._turns) - len(self._left)
         self._progress.visit_done(configuration, visit, stored + done + 1, len(self._turns), left)
 

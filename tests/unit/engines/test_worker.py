@@ -18,6 +18,7 @@ import torch
 from loadgen.studies.engines import plan as plan_of
 from loadgen.studies.engines.records import Measured
 from loadgen.studies.engines.worker_process import Ready
+from servers.engines.environment import VARIABLE
 from servers.engines.interface import EngineError
 from servers.engines.measurement import Reference
 from servers.engines.null import NullEngine
@@ -74,8 +75,9 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("servers.engines.request.find_spec", lambda _: None)
-    assert "the torch engine needs torch; run: pip install" in str(checked(request()).reason)
+    monkeypatch.setattr("servers.engines.environment.find_spec", lambda _: None)
+    monkeypatch.setenv(VARIABLE, "none")
+    assert "the torch engine needs torch, which is not installed; run: pip install" in str(checked(request()).reason)
 
 
 def test_lengths_that_are_too_long_leave_the_others() -> None:
