@@ -67,7 +67,7 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
         (("engine", "--seconds", "-1"), 2, "error: --seconds -1.0: must be greater than or equal to 0.01"),
         (("engine", "--json", "/proc/none/x.json"), 2, "--json /proc/none/x.json: give the path of a file in a folder"),
         (("conformance", "http://[::1]:1", "--markdown", "/proc/none/x.md"), 2, "--markdown /proc/none/x.md: give"),
-        (("export", "--precision", "int8"), 2, "no file has the precision 'int8'; use one of: fp32, fp16"),
+        (("export", "--precision", "fp8"), 2, "no file has the precision 'fp8'; use one of: fp32, fp16, int8"),
         (("export", "--payload", "jpeg"), 2, "export the payload uint8, which it executes"),
         (("triton-repo", "--out", "/proc/none"), 1, "error: cannot write /proc/none: "),
         (

@@ -6,6 +6,7 @@ A configuration that fails is recorded with its reason and the run goes on. Afte
 from __future__ import annotations
 
 import os
+import select
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
@@ -30,8 +31,8 @@ from loadgen.studies.engines.worker_process import (
     WorkerError,
 )
 
-SIDE_BY_SIDE = max(1, len(os.sched_getaffinity(0)) // 3)
-"""Files that are made at once, and kept processes that load at once: each with three cores."""
+SIDE_BY_SIDE = max(1, len(os.sched_getaffinity(0)) // 2)
+"""Files that are made at once, and kept processes that load at once: each with two cores."""
 MOST_FAILURES = 2
 """Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
 
@@ -105,32 +106,39 @@ class _Run:
 
     def _start_all(self, places: Iterable[int]) -> None:
         """Start the processes that are kept, before any of them is measured; up to `SIDE_BY_SIDE` load at once."""
-        loading: deque[int] = deque()
+        loading: dict[EngineProcess, int] = {}
         for place in places:
             configuration = self._plan.configurations[place]
             if isinstance(self._prepared[_files_of(configuration)], str):
                 continue
             if len(loading) >= SIDE_BY_SIDE:
-                self._wait_for(loading.popleft())
+                self._wait_for_one(loading)
             self._progress.now(f"starting {name_of(configuration)}")
             try:
-                self._kept[place] = self._start(place, configuration)
-                loading.append(place)
+                self._kept[place] = process = self._start(place, configuration)
+                loading[process] = place
             except WorkerError as exc:
                 self._broken[place] = str(exc)
-        for place in loading:
-            self._wait_for(place)
+        while loading:
+            self._wait_for_one(loading)
 
-    def _wait_for(self, place: int) -> None:
+    def _wait_for_one(self, loading: dict[EngineProcess, int]) -> None:
+        """Wait until one of these is ready or has failed, and take it out: the oldest if none answers in time."""
+        answered, _, _ = select.select(list(loading), [], [], self._limits.load)
+        process = answered[0] if answered else next(iter(loading))
+        place = loading.pop(process)
         try:
-            self._kept[place].wait_until_ready()
+            process.wait_until_ready(None if answered else 0.0)
         except WorkerError as exc:
             self._broken[place] = str(exc)
             self._kept.pop(place).stop()
 
     def stop(self) -> None:
         """Stop every process."""
-        for process in (*self._kept.values(), *([self._current] if self._current else ())):
+        processes = (*self._kept.values(), *([self._current] if self._current else ()))
+        for process in processes:
+            process.end()
+        for process in processes:
             process.stop()
         for _, preparation in self._preparing:
             preparation.stop()

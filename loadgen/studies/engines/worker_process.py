@@ -84,9 +84,9 @@ class EngineProcess:
         self._configuration, self._limits, self._answers = configuration, limits, False
         self._process = _started([*worker, _text(request)], log_path)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, limit_s: float | None = None) -> None:
         """Wait until the engine is loaded, and is the one that was asked for."""
-        ready = self._answer(self._limits.load).ready
+        ready = self._answer(self._limits.load if limit_s is None else limit_s).ready
         if ready is None:
             raise WorkerError("answered something else than that its engine is ready")
         if (wrong := contradiction(self._configuration, ready.description)) is not None:
@@ -112,15 +112,23 @@ class EngineProcess:
             raise WorkerError("answered something else than the profile of its cells")
         return profiled
 
+    def fileno(self) -> int:
+        """Readable when it has answered or ended."""
+        return self._process.fileno()
+
+    def end(self) -> None:
+        """Tell it to end, without waiting. Idempotent."""
+        stdin = self._process.popen.stdin
+        assert stdin is not None
+        with suppress(OSError):
+            stdin.close()
+
     def stop(self) -> None:
         """Let it end, within bounds: at once if it does not answer. Idempotent."""
-        popen = self._process.popen
-        assert popen.stdin is not None
-        with suppress(OSError):
-            popen.stdin.close()
+        self.end()
         if self._answers:
             with suppress(subprocess.TimeoutExpired):
-                popen.wait(self._limits.stop)
+                self._process.popen.wait(self._limits.stop)
         self._process.stop(timeout_s=min(self._limits.stop, 5.0))
 
     def _send(self, command: Mapping[str, Any]) -> None:

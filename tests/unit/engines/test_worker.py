@@ -20,7 +20,7 @@ from loadgen.studies.engines.records import Measured
 from loadgen.studies.engines.worker_process import Ready
 from servers.engines.environment import VARIABLE
 from servers.engines.interface import EngineError
-from servers.engines.measurement import Reference
+from servers.engines.measurement import Reference, rotation_rows
 from servers.engines.null import NullEngine
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.references import ITEMS, references
@@ -91,7 +91,7 @@ def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
 ) -> None:
     monkeypatch.setattr("servers.engines.settings.nvidia_device_present", lambda: True)
     monkeypatch.setattr("servers.engines.request.nvidia_device_present", lambda: True)
-    monkeypatch.setattr("servers.engines.request._check_libraries", lambda _: None)
+    monkeypatch.setattr("servers.engines.request.environment_of", lambda _: None)
     assert resolved_device("auto") == resolved_device("cuda") == "cuda:0"
     assert checked(request(device="auto")).mode == "graph"
     assert checked(request(device="auto")).precision == "fp16"
@@ -116,7 +116,9 @@ def test_both_sides_name_the_same_fields() -> None:
     specification = get_specification(IMAGE)
     inputs = {"pixel_values": np.zeros((1, 3, 224, 224), np.float32)}
     engine = NullEngine(specification, EngineSettings(kind="null"))
-    cell = _measured(engine, specification, Reference(inputs, None), Command(batch=1, seconds=0.0), Resources("cpu"))
+    command = Command(batch=1, seconds=0.0)
+    pool = {name: np.repeat(array, rotation_rows(1), axis=0) for name, array in inputs.items()}
+    cell = _measured(engine, specification, Reference(inputs, None), pool, command, Resources("cpu"))
     assert set(cell) == set(Measured.__struct_fields__) - {"kernels"}
     measured = msgspec.convert(json.loads(msgspec.json.encode(cell)), Measured)
     assert measured.fault == "the null engine computes no model"
