@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadgen.cli.after import check_export, hand_over
 from loadgen.cli.assembly import ExperimentPlan, check_out, check_servers, default_out, plan_experiment
 from loadgen.cli.json_output import check_files, complain, fail
 from loadgen.experiment.file import effective_settings, write_settings
@@ -139,9 +140,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     from loadgen.report import write_reports
     from loadgen.report.console import make_console
     from loadgen.report.contents import result_document
-    from loadgen.report.job_summary import append_job_summary
     from loadgen.report.progress import RichProgress
-    from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import print_document
     from loadgen.result.analysis import analyse
     from loadgen.run.runner import run_experiment
@@ -164,9 +163,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
         complain(f"no reports: {exc.strerror or exc}; free some space, then: abserve report {out}")
     document = result_document(result)
     print_document(document, console)
-    if (warning := append_job_summary(render_markdown(document))) is not None:
-        complain(warning, style="bold yellow")
-    export(result, out, mlflow)
+    hand_over(document, mlflow, result, out)
     if report is None:
         return EXIT_INVALID, result
     console.print(f"report: {report}", soft_wrap=True)
@@ -174,30 +171,6 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
         complain(f"interrupted; finished blocks are in {out}", style="bold yellow")
         return EXIT_INTERRUPTED, result
     return exit_status(result), result
-
-
-def check_export(mlflow: str | None) -> None:
-    """End the command before it measures if it could not export to MLflow."""
-    if mlflow is None:
-        return
-    from loadgen.exporters.mlflow import ExportError, check_mlflow
-
-    try:
-        check_mlflow(mlflow)
-    except ExportError as exc:
-        fail(str(exc))
-
-
-def export(result: Result, folder: Path, mlflow: str | None) -> None:
-    """Export to MLflow; a failure is a warning, because the result is already stored."""
-    if mlflow is None:
-        return
-    from loadgen.exporters.mlflow import ExportError, export_result
-
-    try:
-        export_result(mlflow, result, folder)
-    except ExportError as exc:
-        complain(str(exc), style="bold yellow")
 
 
 def exit_status(result: Result) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadgen.cli.after import check_export, hand_over
 from loadgen.cli.assembly import check_out, default_out
 from loadgen.cli.json_output import check_files, complain, fail, write_json
 from loadgen.experiment.file import checked_settings, read_file
@@ -51,6 +52,10 @@ def engines(
     json_file: Annotated[
         str | None, _OUTPUT("--json", metavar="FILE", help="Also write the results as JSON; - is standard output.")
     ] = None,
+    mlflow: Annotated[
+        str | None,
+        _OUTPUT(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
+    ] = None,
     **options: object,
 ) -> None:
     """Measure engines on models, without a server: each combination in its own process, in random rounds, with answers
@@ -60,6 +65,7 @@ def engines(
     wrongly, 2 an option or a file is wrong, 130 interrupted (finished visits are kept).
     """
     check_files({"--json": json_file})
+    check_export(mlflow)
     given = given_options(context, options, OPTIONS)
     if resume is not None and out is not None:
         fail(f"--out {out} and --resume {resume} are two folders; give one of them")
@@ -70,7 +76,7 @@ def engines(
             store, plan, environment = _new(out, _settings(file, given))
     except PlanError as exc:
         fail(str(exc))
-    raise typer.Exit(_run(store, plan, environment, json_file, fresh=resume is None))
+    raise typer.Exit(_run(store, plan, environment, json_file, mlflow, fresh=resume is None))
 
 
 def _settings(file: Path | None, given: dict[SettingOption, object]) -> MatrixSettings:
@@ -130,7 +136,15 @@ def _gpu_names(gpu: dict[str, Any]) -> list[str]:
     return [f"{one.get('name')} {one.get('uuid')}" for one in gpu.get("devices") or [] if isinstance(one, dict)]
 
 
-def _run(store: MatrixStore, plan: Plan, environment: Environment, json_file: str | None, *, fresh: bool) -> int:
+def _run(
+    store: MatrixStore,
+    plan: Plan,
+    environment: Environment,
+    json_file: str | None,
+    mlflow: str | None,
+    *,
+    fresh: bool,
+) -> int:
     """Measure, report, and return the exit status."""
     from loadgen.report.console import make_console
     from loadgen.report.engine_progress import EngineProgress
@@ -149,13 +163,20 @@ def _run(store: MatrixStore, plan: Plan, environment: Environment, json_file: st
                 store.write(environment)
             with EngineProgress(console) as progress:
                 state = run_matrix(plan, store, progress, worker=ENGINE_WORKER)
-            return _report(store, plan, environment, state, json_file)
+            return _report(store, plan, environment, state, json_file, mlflow)
     except StorageError as exc:
         complain(str(exc))
         return EXIT_FAILED
 
 
-def _report(store: MatrixStore, plan: Plan, environment: Environment, state: RunState, json_file: str | None) -> int:
+def _report(
+    store: MatrixStore,
+    plan: Plan,
+    environment: Environment,
+    state: RunState,
+    json_file: str | None,
+    mlflow: str | None,
+) -> int:
     from loadgen.report.console import make_console
     from loadgen.report.renderers.terminal import print_document
     from loadgen.studies.engines.analyse import analyse
@@ -165,7 +186,8 @@ def _report(store: MatrixStore, plan: Plan, environment: Environment, state: Run
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     folder = store.directory
     matrix = analyse(plan, environment, store.visits(), state)
-    print_document(matrix_document(matrix), console)
+    document = matrix_document(matrix)
+    print_document(document, console)
     status = exit_status(matrix)
     try:
         report, *_ = write_reports(folder, matrix)
@@ -173,6 +195,7 @@ def _report(store: MatrixStore, plan: Plan, environment: Environment, state: Run
     except OSError as exc:  # a full disk: what was measured is shown all the same
         complain(f"no reports: {exc.strerror or exc}; free some space, then: {_again(folder)}")
         status = EXIT_FAILED
+    hand_over(document, mlflow, matrix, folder)
     write_json(matrix, json_file)
     if state.state == "interrupted":
         complain(f"interrupted; finished visits are in {folder}; go on with: {_again(folder)}", style="bold yellow")
