@@ -7,10 +7,10 @@ that fails never loses a result: `ExportError` is a sentence to show as a warnin
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -61,11 +61,11 @@ def check_mlflow(uri: str | None) -> None:
             "--mlflow: leave the password out of the address and set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD; for a database, run an MLflow server before it"
         )
-    if importlib.util.find_spec("mlflow") is None:
+    if find_spec("mlflow") is None:
         raise ExportError(f"--mlflow {uri} needs MLflow; install it with: {INSTALL}")
     scheme = _scheme(uri)
     if scheme in _DATABASES:
-        missing = [name for name in ("sqlalchemy", "alembic") if importlib.util.find_spec(name) is None]
+        missing = [name for name in ("sqlalchemy", "alembic") if find_spec(name) is None]
         if missing:
             raise ExportError(
                 f"--mlflow {uri}: MLflow needs {' and '.join(missing)} for a database; install it with: "

@@ -29,7 +29,7 @@ HAS_DATABASE = all(importlib.util.find_spec(name) is not None for name in ("sqla
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(mlflow, "find_spec", lambda name: object() if name in installed else None)
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
