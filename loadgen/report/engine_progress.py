@@ -4,40 +4,19 @@ from __future__ import annotations
 
 from statistics import median
 from time import monotonic
-from types import TracebackType
 
-from rich.console import Console
-from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
 from loadgen.quantities import number, per_second
-from loadgen.report.progress import clock
+from loadgen.report.progress import MovingLine, clock
 from loadgen.studies.engines.plan import NO_MODEL
 from loadgen.studies.engines.progress import Progress, name_of
 from loadgen.studies.engines.records import Configuration, Measured, Visit
 
 
-class EngineProgress(Progress):
-    """A context manager that always gives the terminal back."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started = monotonic()
-        self._ends_at: float | None = None
-        self._now = ""
-        self._spinner = Spinner("dots")
-        self._live = Live(get_renderable=self._line, console=console, refresh_per_second=8, transient=True)
-
-    def __enter__(self) -> EngineProgress:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+class EngineProgress(MovingLine, Progress):
+    """What `abserve engines` shows while it measures."""
 
     def now(self, text: str) -> None:
         """Change the moving line; a log gets a line of preparations alone, since every visit has its own."""
@@ -57,11 +36,7 @@ class EngineProgress(Progress):
                 self._say(f"! {problem}", style)
 
     def _line(self) -> Spinner:
-        left = ""
-        if self._ends_at is not None:
-            remaining = self._ends_at - monotonic()
-            left = f", about {clock(remaining).strip()} left" if remaining > 0 else ", almost done"
-        text = f"{clock(monotonic() - self._started).strip()}{left}  {self._now}"
+        text = f"{clock(self._elapsed()).strip()}{self._left()}  {self._now}"
         self._spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
         return self._spinner
 

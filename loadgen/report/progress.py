@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from time import monotonic
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -39,23 +40,19 @@ _MIN_SPAN = math.log(1.05)
 _HIGHER_IS_BETTER = {metric.title: metric.higher_is_better for metric in METRICS.values()}
 
 
-class RichProgress(Progress):
-    """A context manager that always gives the terminal back."""
+class MovingLine:
+    """The line at the end of a terminal that shows what happens now and how long it takes; a context manager that
+    always gives the terminal back."""
 
-    def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._ratios = ratios
-        self._unprinted = False
-        self._last_block = ""
-        self._unit = per_second("item")
         self._started = monotonic()
         self._ends_at: float | None = None
-        self._phase = ""
         self._now = ""
         self._spinner = Spinner("dots")
         self._live = Live(get_renderable=self._line, console=console, refresh_per_second=8, transient=True)
 
-    def __enter__(self) -> RichProgress:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -64,6 +61,36 @@ class RichProgress(Progress):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+
+    def _line(self) -> RenderableType:
+        raise NotImplementedError
+
+    def _elapsed(self) -> float:
+        return monotonic() - self._started
+
+    def _left(self) -> str:
+        """The time left, as the end of a text; empty while it is unknown."""
+        if self._ends_at is None:
+            return ""
+        remaining = self._ends_at - monotonic()
+        return f", about {clock(remaining).strip()} left" if remaining > 0 else ", almost done"
+
+
+class RichProgress(MovingLine, Progress):
+    """What `abserve compare` shows while it measures."""
+
+    def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
+        self._ratios = ratios
+        self._unprinted = False
+        self._last_block = ""
+        self._unit = per_second("item")
+        self._phase = ""
+        super().__init__(console)  # draws the line
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
         self._leave_ratios()
 
     def plan(self, seconds: float) -> None:
@@ -138,15 +165,8 @@ class RichProgress(Progress):
             for one in found:
                 self._say(ratio_line(one))
 
-    def _elapsed(self) -> float:
-        return monotonic() - self._started
-
     def _line(self) -> RenderableType:
-        left = ""
-        if self._ends_at is not None:
-            remaining = self._ends_at - monotonic()
-            left = f", about {clock(remaining)} left" if remaining > 0 else ", almost done"
-        self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({clock(self._elapsed())}{left})"))
+        self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({clock(self._elapsed())}{self._left()})"))
         if not self._unprinted or self._ratios is None:
             return self._spinner
         room = max(1, self._console.height - 5)

@@ -24,12 +24,13 @@ def result_schema() -> str:
     (whole, *found), definitions = msgspec.json.schema_components(
         [Result, *studies.values()], schema_hook=lambda _: {"description": "Any value."}, ref_template="#/$defs/{name}"
     )
-    types = {one.__name__: one for one in _records(Record)}
+    # Records of other files may have the same name.
+    types = {(one.__name__, frozenset(one.__struct_encode_fields__)): one for one in _records(Record)}
     for name, definition in definitions.items():
         if "description" in definition:  # Python 3.13 dedents docstrings, older ones do not
             definition["description"] = inspect.cleandoc(definition["description"])
-        if name in types:
-            for field, meaning in _meanings(types[name]).items():
+        if (kind := types.get((name, frozenset(definition.get("properties", ()))))) is not None:
+            for field, meaning in _meanings(kind).items():
                 definition["properties"][field]["description"] = meaning
     definitions["Result"]["properties"]["studies"] |= {
         "properties": dict(zip(studies, found, strict=True)),

@@ -30,6 +30,7 @@ def main() -> int:
         given = from_argv(sys.argv[1:])
         specifications = get_variants(given.model, given.payloads)
         settings = given.resolved(specifications[0])
+        settings.engine_settings().check()
         padding_of(specifications[0], settings.pad_sizes)
         weights = parse_weights(settings.weights, specifications[0].default_weights)
         listener = bind(settings.host, settings.http_port)

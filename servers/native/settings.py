@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings
 from servers import defaults
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import cuda_index, thread_count
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import EngineError, EngineSettings, engine_kind
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
@@ -218,6 +218,16 @@ class NativeSettings(BaseSettings):
         """The options as the engine on the first device takes them; of resolved settings only."""
         engine, batch = self.engine, self.max_batch_size
         return EngineSettings(engine, self.precision, self.mode, self.devices[0], self.threads, batch, self.pad_sizes)
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, engine: str) -> str:
+        if engine != "auto":
+            try:
+                engine_kind(engine)
+            except EngineError as exc:
+                raise ValueError(str(exc)) from exc
+        return engine
 
     @field_validator("device")
     @classmethod

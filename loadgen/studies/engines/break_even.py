@@ -40,14 +40,12 @@ PATHS: Mapping[str, str] = {
     "torch/traced": "PyTorch → TorchScript",
     "torch/scripted": "PyTorch → TorchScript",
     "torch/graph": "PyTorch → CUDA graph",
-    "torch/aot": "PyTorch → AOTInductor",
-    "torch-aot": "PyTorch → AOTInductor",
+    "aotinductor": "PyTorch → AOTInductor",
     "onnxruntime": "PyTorch → ONNX → ONNX Runtime",
     "tensorrt": "PyTorch → ONNX → TensorRT",
     "openvino": "PyTorch → ONNX → OpenVINO",
     "jax": "PyTorch → JAX",
     "onnxruntime-jax": "PyTorch → JAX → ONNX → ONNX Runtime",
-    "tensorrt-jax": "PyTorch → JAX → ONNX → TensorRT",
 }
 """By engine, or by engine and mode where the mode converts. A new engine is one line; without it its name is shown."""
 

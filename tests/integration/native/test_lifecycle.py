@@ -206,6 +206,7 @@ def test_a_lost_engine_of_a_server_that_loads_on_demand_can_be_loaded_again(cont
     [
         (["--max-batch-size", "0"], "--max-batch-size"),
         (["--engine", "magic"], "--engine"),
+        (["--precision", "magic"], "no precision 'magic'"),
         (["--model", "nope"], "unknown model 'nope'"),
         (["--weights", "/no/such.pt"], "no such file"),
         (["--host", "256.0.0.1"], "--host"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.studies.engines.break_even import items_until, path_of
+from loadgen.studies.engines.break_even import PATHS, items_until, path_of
 from loadgen.studies.engines.records import BreakEven, Configuration, Conversion, Estimate
 from loadgen.studies.engines.tables import pays_after
+from servers.engines.settings import engine_names
 from tests.unit.loadgen.studies.engines.simulated_matrix import ONNX, TORCH, configuration, matrix, per_item, plan
 
 EXPORT = {"onnxruntime": [Conversion(step="export", seconds=20.0), Conversion(step="quantise", seconds=4.0)]}
@@ -105,3 +106,7 @@ def test_without_a_conversion_or_a_baseline_there_is_none() -> None:
 )
 def test_the_path_of_an_engine(one: Configuration, path: str) -> None:
     assert path_of(one) == path
+
+
+def test_every_path_is_that_of_an_engine() -> None:
+    assert {key.partition("/")[0] for key in PATHS} < set(engine_names())
