@@ -37,7 +37,7 @@ def setup(
 def test_too_small_a_disk_is_told_what_needs_how_much(tmp_path: Path) -> None:
     done = setup(tmp_path, free_gib=10)
     assert done.returncode == 1
-    assert "10 GiB are free here, and 11 are needed: the installation takes 9.8 at its peak" in done.stderr
+    assert "10 GiB are free here, and 11 are needed: the installation takes" in done.stderr
     assert "remedy: free some space" in done.stderr
     assert not (tmp_path / "pip").exists()
 
