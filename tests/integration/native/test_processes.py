@@ -91,14 +91,18 @@ def all_ended(processes: list[psutil.Process]) -> bool:
 
 @pytest.fixture
 def clients() -> Iterator[Callable[[Server, psutil.Process], Client]]:
-    """Opens connections until a front end has one."""
+    """Opens connections until a front end has one; those that another one got are closed then."""
     opened: list[Client] = []
 
     def open_at(server: Server, process: psutil.Process) -> Client:
+        elsewhere: list[Client] = []
         for _ in range(20):
             opened.append(Client(server))
             if opened[-1].process == process:
+                for client in elsewhere:
+                    client.close()
                 return opened[-1]
+            elsewhere.append(opened[-1])
         raise AssertionError("the front end gets no connection")
 
     yield open_at
