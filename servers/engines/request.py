@@ -43,6 +43,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     references: str = ""
     """The file of the model's own answers; made if it is missing or another model's."""
     profile: bool = False
+    first_calls: bool = False
+    """Whether the first call of every shape comes before the engine is ready, so that processes that load side by side
+    also compile side by side."""
 
     @property
     def on_cpu(self) -> bool:

@@ -31,8 +31,11 @@ from loadgen.studies.engines.worker_process import (
     WorkerError,
 )
 
-SIDE_BY_SIDE = max(1, len(os.sched_getaffinity(0)) // 2)
-"""Files that are made at once, and kept processes that load at once: each with two cores."""
+CORES = len(os.sched_getaffinity(0))
+MADE_SIDE_BY_SIDE = max(1, CORES // 2)
+"""Files that are made at once. Each has two cores, because its seconds are a cost in the report."""
+LOADED_SIDE_BY_SIDE = CORES
+"""Kept processes that load at once; most of a load waits for the disk, the device or a single thread."""
 MOST_FAILURES = 2
 """Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
 
@@ -105,13 +108,13 @@ class _Run:
             self.stop()
 
     def _start_all(self, places: Iterable[int]) -> None:
-        """Start the processes that are kept, before any of them is measured; up to `SIDE_BY_SIDE` load at once."""
+        """Start the processes that are kept, before any of them is measured; up to `LOADED_SIDE_BY_SIDE` load at once."""
         loading: dict[EngineProcess, int] = {}
         for place in places:
             configuration = self._plan.configurations[place]
             if isinstance(self._prepared[_files_of(configuration)], str):
                 continue
-            if len(loading) >= SIDE_BY_SIDE:
+            if len(loading) >= LOADED_SIDE_BY_SIDE:
                 self._wait_for_one(loading)
             self._progress.now(f"starting {name_of(configuration)}")
             try:
@@ -162,12 +165,12 @@ class _Run:
             self._prepared.setdefault(key, False)
 
     def _make(self, keys: Iterable[_Files]) -> None:
-        """Prepare these, as far as they are not, up to `SIDE_BY_SIDE` at once."""
+        """Prepare these, as far as they are not, up to `MADE_SIDE_BY_SIDE` at once."""
         for key in keys:
             if key in self._prepared:
                 continue
             one = next(one for one in self._plan.configurations if _files_of(one) == key)
-            if len(self._preparing) >= SIDE_BY_SIDE:
+            if len(self._preparing) >= MADE_SIDE_BY_SIDE:
                 self._finish_preparation()
             self._progress.now(f"preparing {one.model} for {one.engine} in {one.precision}")
             try:
@@ -286,6 +289,7 @@ class _Run:
             "weights": settings.get("weights"),
             "artefacts": settings.get("artefacts", ""),
             "profile": bool(settings.get("profile")),
+            "first_calls": self._plan.processes == "kept",
             "references": str(self._store.references_path(models.index(configuration.model))),
         }
 

@@ -22,11 +22,13 @@ from loadgen.studies.engines.worker_process import check, read_offers
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = """
 import os
+import time
 import torch
 from servers.models import Input, Output, UserModel
 
 print("a library greets")
 os.write(1, b"and so does its C part\\n")
+SEEN = set()
 
 
 class Scorer(torch.nn.Module):
@@ -146,6 +148,25 @@ def test_wrong_answers_are_a_fault_and_a_second_run_finds_the_file(tmp_path: Pat
         assert cell.cosine_min == pytest.approx(1.0)
     assert first.load_seconds is not None
     assert second.load_seconds is None
+
+
+def test_a_kept_process_makes_its_first_calls_before_it_is_ready(tmp_path: Path) -> None:
+    """A batch of 6 takes long once. One of 5 fails, and does so again when it is measured."""
+    slow = "* (1 / 0 if (n := len(ids)) == 5 else 1 if n != 6 or n in SEEN else SEEN.add(n) or time.sleep(0.3) or 1)"
+    request = {"model": write_model(tmp_path, slow), "engine": "torch", "device": "cpu", "lengths": [8]}
+    request |= {"batches": [5, 6], "first_calls": True, "references": str(tmp_path / "references.npz")}
+    commands = "".join(f'{{"batch": {batch}, "length": 8, "seconds": 0.01}}\n' for batch in (6, 5, 6))
+    worker = [sys.executable, "-P", "-m", "servers.engines.worker"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*worker, json.dumps(request)], input=commands, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    ready, first, failed, again = map(json.loads, done.stdout.splitlines())
+    assert "ready" in ready
+    assert "ZeroDivisionError" in failed["error"]
+    assert first["measured"]["first_call_ns"] > 0.3e9
+    assert again["measured"]["first_call_ns"] < 0.3e9
 
 
 def test_the_worker_ends_with_its_input_and_goes_on_after_a_bad_command(tmp_path: Path) -> None:
