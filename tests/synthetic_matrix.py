@@ -50,7 +50,7 @@ def cell(place: int, rate: float, batch: int = 1, spread: float = 0.05, **change
     usual: dict[str, Any] = {
         "configuration": place, "batch": batch, "length": None, "rounds": 5,
         "latency_ns": Estimate(value=latency, low=latency / (1 + spread), high=latency / (1 - spread)),
-        "p99_ns": None, "execution_ns": None,
+        "call_ns": Estimate(value=latency), "p99_ns": None,
         "items_per_second": Estimate(value=rate, low=rate * (1 - spread), high=rate * (1 + spread)),
         "speedup": None, "first_call_seconds": 0.1,
     }  # fmt: skip

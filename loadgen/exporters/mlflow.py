@@ -147,7 +147,7 @@ def _cell(cell: CellResult) -> Iterator[Metric]:
     """The figures of a cell, with the batch size as the step."""
     at = "" if cell.length is None else f".length_{cell.length}"
     estimates = {
-        "items_per_second": cell.items_per_second, "latency_ns": cell.latency_ns, "execution_ns": cell.execution_ns,
+        "items_per_second": cell.items_per_second, "latency_ns": cell.latency_ns, "call_ns": cell.call_ns,
         "speedup": cell.speedup, "joules_per_item": cell.joules_per_item,
     }  # fmt: skip
     for name, estimate in estimates.items():

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from loadgen.quantities import number, per_second
 from loadgen.report.progress import MovingLine, clock
+from loadgen.studies.engines.cells import samples_ns
 from loadgen.studies.engines.plan import NO_MODEL
 from loadgen.studies.engines.progress import Progress, name_of
 from loadgen.studies.engines.records import Configuration, Measured, Visit
@@ -28,7 +29,7 @@ class EngineProgress(MovingLine, Progress):
         """Print one visit: its rate at the largest cell, or why it failed."""
         self._ends_at = monotonic() + seconds_left
         faults = [one.fault for one in visit.cells if one.fault is not None and configuration.engine != NO_MODEL]
-        text = f"{done}/{of}  {name_of(configuration)}: {_rates(visit)}"
+        text = f"{done}/{of}  {name_of(configuration)}: {_rates(visit, configuration.device)}"
         left = "" if self._console.is_terminal or done == of else f"  (about {clock(seconds_left).strip()} left)"
         self._say(text + left)
         for problem, style in ((visit.error, "red"), (faults[0] if faults else None, "red")):
@@ -45,18 +46,18 @@ class EngineProgress(MovingLine, Progress):
         self._console.print(line, soft_wrap=not self._console.is_terminal)  # a log has no width
 
 
-def _rates(visit: Visit) -> str:
+def _rates(visit: Visit, device: str) -> str:
     """The rates of the smallest and the largest cell of a visit."""
     if not visit.cells:
         return "failed"
     ordered = sorted(visit.cells, key=lambda one: (one.length or 0, one.batch))
     chosen = ordered[:1] if len(ordered) == 1 else [ordered[0], ordered[-1]]
-    return ", ".join(f"{_named(one)} {number(_rate(one))} {per_second(visit.item)}" for one in chosen)
+    return ", ".join(f"{_named(one)} {number(_rate(one, device))} {per_second(visit.item)}" for one in chosen)
 
 
 def _named(one: Measured) -> str:
     return f"batch {one.batch}" + ("" if one.length is None else f" × {one.length}")
 
 
-def _rate(one: Measured) -> float:
-    return one.batch / median(one.executions_ns or one.calls_ns) * 1e9
+def _rate(one: Measured, device: str) -> float:
+    return one.batch / median(samples_ns(one, device)) * 1e9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +23,12 @@ def environment_rows(found: Environment) -> list[tuple[str, str]]:
 
 
 def gpu_text(document: Mapping[str, Any]) -> str:
-    """The GPU that the servers use, and of how many; the driver's status if no server reports a GPU."""
+    """The GPU that the servers use, and of how many; where no server reports one, the machine's; without any, the
+    driver's status."""
     used = used_gpu(document)
     own = own_devices(document, () if used is None else (used,))
     if used is None or [device.get("uuid") for device in own] != [used]:
-        return str(document.get("status", "unknown")).replace("_", " ")
+        names = Counter(str(device.get("name") or "GPU") for device in own_devices(document, ()))
+        every = [name if count == 1 else f"{count} × {name}" for name, count in names.items()]
+        return ", ".join(every) or str(document.get("status", "unknown")).replace("_", " ")
     return f"{own[0].get('name') or 'GPU'} {used}, 1 of {len(own_devices(document, ()))}"

@@ -1,6 +1,7 @@
 """From the visits of an engine matrix to what they say; a pure function, also for interrupted runs.
 
-Latency is the geometric mean over rounds of each round's median call, with a 95 % t interval on logs over rounds.
+Latency is the geometric mean over rounds of each round's median, with a 95 % t interval on logs over rounds; which
+times count is in `cells.samples_ns`.
 Speed-ups and the ratios of winners are paired by round. A cell whose answers are wrong, or whose cosine or top-1
 agreement is below the plan's limits, is shown and never wins.
 """
@@ -16,7 +17,17 @@ from loadgen.records.run import Environment, RunState
 from loadgen.statistics.percentiles import percentile
 from loadgen.statistics.ratios import SIGNIFICANCE, RatioEstimate, adjust_holm, estimate_ratio, geometric_mean
 from loadgen.studies.engines.break_even import break_even
-from loadgen.studies.engines.cells import Cell, Shape, baseline_of, cells_of, estimate, first_call_ns, ratios, worst
+from loadgen.studies.engines.cells import (
+    Cell,
+    Shape,
+    baseline_of,
+    cells_of,
+    estimate,
+    first_call_ns,
+    ratios,
+    samples_ns,
+    worst,
+)
 from loadgen.studies.engines.questions import answers
 from loadgen.studies.engines.records import (
     CellResult,
@@ -62,23 +73,23 @@ def _baseline_cell(plan: Plan, one: Cell, by_place: Mapping[tuple[int, Shape], C
 def _result(plan: Plan, one: Cell, baseline: Cell | None) -> CellResult:
     measured = one.measured
     latency = estimate(list(one.latencies_ns.values()))
-    assert latency is not None  # a cell has at least one round
-    executions = [float(median(m.executions_ns)) for m in measured if m.executions_ns]
-    execution = estimate(executions)
+    assert latency is not None  # a cell has at least one round with calls
+    call = estimate([float(median(m.calls_ns)) for m in measured])
+    assert call is not None
+    device = plan.configurations[one.configuration].device
     flops = next((m.flops_per_item for m in measured if m.flops_per_item is not None), None)
     fault = next((m.fault for m in measured if m.fault is not None), None)
-    best_ns = (execution or latency).value
     return CellResult(
         configuration=one.configuration,
         batch=one.batch,
         length=one.length,
         rounds=len(measured),
         latency_ns=latency,
-        p99_ns=_p99_ns(measured),
-        execution_ns=execution,
+        call_ns=call,
+        p99_ns=_p99_ns([samples_ns(m, device) for m in measured]),
         items_per_second=_rate(one.batch, latency),
         speedup=None if baseline is None or fault else estimate(ratios(one, baseline)),
-        tflops=None if flops is None else one.batch * flops / best_ns / 1e3,
+        tflops=None if flops is None else one.batch * flops / latency.value / 1e3,
         first_call_seconds=first_call_ns(plan, one) / 1e9,
         cosine_min=worst((m.cosine_min for m in measured), min),
         top1=worst((m.top1 for m in measured), min),
@@ -98,9 +109,9 @@ def _result(plan: Plan, one: Cell, baseline: Cell | None) -> CellResult:
     )
 
 
-def _p99_ns(measured: Sequence[Measured]) -> int | None:
-    """Of all calls of all rounds together."""
-    value = percentile([call for m in measured for call in m.calls_ns], 0.99)
+def _p99_ns(rounds: Sequence[Sequence[int]]) -> int | None:
+    """Of all rounds together."""
+    value = percentile([sample for samples in rounds for sample in samples], 0.99)
     return None if value is None else round(value)
 
 

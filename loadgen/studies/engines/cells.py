@@ -1,6 +1,6 @@
 """The cells of a matrix with their rounds, and ratios of two cells that are paired by round.
 
-A cell's value in a round is the median of its calls. The round is the unit of replication, see
+A cell's value in a round is the median of its samples: executions on a GPU, calls on a CPU. The round is the unit of replication, see
 `loadgen.statistics.ratios`; rounds that only one of two cells has are left out of their ratio.
 """
 
@@ -26,7 +26,7 @@ class Cell:
     length: int | None
     rounds: Mapping[int, Measured]
     latencies_ns: Mapping[int, float]
-    """Median call by round."""
+    """Median sample by round."""
     excluded: str | None
     """Why it is not ranked."""
 
@@ -54,11 +54,21 @@ def cells_of(plan: Plan, visits: Sequence[Visit]) -> tuple[Cell, ...]:
             batch=batch,
             length=length,
             rounds=(rounds := found[configuration, length, batch]),
-            latencies_ns={number: float(median(one.calls_ns)) for number, one in rounds.items()},
+            latencies_ns={
+                number: float(median(samples_ns(one, plan.configurations[configuration].device)))
+                for number, one in rounds.items()
+            },
             excluded=reason_against(plan, tuple(rounds.values())),
         )
         for configuration, length, batch in order
     )
+
+
+def samples_ns(measured: Measured, device: str) -> tuple[int, ...]:
+    """The times of one batch that count. On a GPU those between device events: a call also waits for copies of pageable
+    memory, which take longer than many models and vary more, and which a server hides behind the next batch. On a CPU,
+    and for an engine without such times, those of whole calls."""
+    return measured.calls_ns if device == "cpu" else measured.executions_ns or measured.calls_ns
 
 
 def reason_against(plan: Plan, measured: Sequence[Measured]) -> str | None:

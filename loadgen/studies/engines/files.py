@@ -192,7 +192,7 @@ COLUMNS: tuple[Column, ...] = (
     _plain("rounds", int),
     *_estimates("latency_ms", lambda cell: cell.latency_ns, 1e-6),
     Column("p99_ms", float, lambda row: None if row.cell.p99_ns is None else row.cell.p99_ns / 1e6),
-    *_estimates("execution_ms", lambda cell: cell.execution_ns, 1e-6),
+    *_estimates("call_ms", lambda cell: cell.call_ns, 1e-6),
     *_estimates("items_per_second", lambda cell: cell.items_per_second),
     *_estimates("speedup", lambda cell: cell.speedup),
     _plain("tflops", float),

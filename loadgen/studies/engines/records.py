@@ -95,7 +95,8 @@ class Measured(Record, frozen=True, kw_only=True):
     calls_ns: tuple[int, ...]
     """`Engine.infer` by the host's clock, with every copy, in order."""
     executions_ns: tuple[int, ...] | None = None
-    """Between device events, without copies; None where the engine or the device offers none."""
+    """On inputs that lie on the device, without copies: between device events, or by the host's clock until the device
+    is done, as the engine offers it; None where it offers neither."""
     cosine_min: float | None = None
     top1: float | None = None
     relative_error: float | None = None
@@ -150,17 +151,19 @@ class Estimate(Record, frozen=True, kw_only=True):
 
 
 class CellResult(Record, frozen=True, kw_only=True):
-    """One cell over all rounds. Times are in ns of one batch; rates come from `latency_ns`."""
+    """One cell over all rounds. Times are in ns of one batch; rates, ratios and TFLOP/s come from `latency_ns`."""
 
     configuration: int
     batch: int
     length: int | None
     rounds: int
     latency_ns: Estimate
-    """Geometric mean over rounds of each round's median call."""
+    """Geometric mean over rounds of each round's median: on a GPU between device events, without copies to and from the
+    host; on a CPU, and for an engine without device events, of the whole call."""
+    call_ns: Estimate
+    """The same of the whole call by the host's clock, with every copy."""
     p99_ns: int | None
-    """Of all calls together; None with too few for a 99th percentile."""
-    execution_ns: Estimate | None
+    """Of all the times behind `latency_ns` together; None with too few for a 99th percentile."""
     items_per_second: Estimate
     speedup: Estimate | None
     """Throughput over the baseline's, paired by round; None for the baseline and where it was not measured."""

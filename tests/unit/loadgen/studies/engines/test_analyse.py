@@ -168,21 +168,44 @@ def test_a_cell_without_a_timed_call_is_an_error_of_its_configuration() -> None:
     assert [(one.configuration, one.batch) for one in found.cells] == [(0, 1), (0, 8), (1, 1)]
 
 
-def test_memory_is_the_largest_energy_the_mean_and_rates_come_from_the_latency() -> None:
+def test_memory_is_the_largest_and_energy_the_mean_and_rates_come_from_the_latency() -> None:
     def change(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
         memory = {"allocated_bytes": 100 + number, "rss_bytes": 1000 - number, "flops_per_item": 10**9}
-        return (
-            fields | memory | {"energy_joules": 2.0 ** (number + 1), "energy_items": 2, "executions_ns": (5_000_000,)}
-        )
+        return fields | memory | {"energy_joules": 2.0 ** (number + 1), "energy_items": 2}
 
     found = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
     assert (found.allocated_bytes, found.rss_bytes, found.reserved_bytes) == (102, 1000, None)
     assert found.joules_per_item.value == pytest.approx(2.0)
     assert found.items_per_second.value == pytest.approx(8e9 / found.latency_ns.value)
     assert found.items_per_second.low == pytest.approx(8e9 / found.latency_ns.high)
-    assert found.execution_ns.value == pytest.approx(5e6)
-    assert found.tflops == pytest.approx(8 * 1e9 / 5e-3 / 1e12)
+    assert found.tflops == pytest.approx(8 * 1e9 / found.latency_ns.value / 1e3)
     assert found.p99_ns is None  # nine calls have no 99th percentile
+
+
+@pytest.mark.parametrize(("device", "fastest", "value"), [("cuda:0", 1, 5.0), ("cpu", 0, 10.0)])
+def test_on_a_gpu_executions_count_and_on_a_cpu_calls(device: str, fastest: int, value: float) -> None:
+    """torch has the faster calls, because its copies are, and ONNX Runtime the faster executions."""
+
+    def change(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+        factor = 0.5 if one.engine == "onnxruntime" else 0.9
+        return fields | {"executions_ns": tuple(int(factor * 1e7 * (1 + number / 1e6)) for _ in range(300))}
+
+    threads = 1 if device == "cpu" else None
+    asked = plan(
+        *(
+            configuration(*of, device=device, threads=threads)
+            for of in (("torch", "eager"), ("onnxruntime", "session"))
+        ),
+        rounds=3,
+        batches=(1,),
+    )
+    found = matrix(asked, per_item({"onnxruntime": 0.8}), noise=1e-4, change=change)
+    (winner,) = found.winners
+    assert winner.configuration == fastest
+    own = cell(found, fastest, 1)
+    assert own.latency_ns.value / 1e6 == pytest.approx(value, rel=0.1)
+    assert own.call_ns.value / 1e6 == pytest.approx(10.0 if fastest == 0 else 12.5, rel=0.1)
+    assert (own.p99_ns is None) == (device == "cpu")  # 900 executions, nine calls
 
 
 def test_a_kept_process_has_one_first_call() -> None:

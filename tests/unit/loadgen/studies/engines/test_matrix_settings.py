@@ -101,7 +101,7 @@ def matrix_of(plan: Plan, environment: Any, visits: tuple[Visit, ...], state: An
                 rounds=1,
                 latency_ns=estimate,
                 p99_ns=None,
-                execution_ns=None,
+                call_ns=estimate,
                 items_per_second=estimate,
                 speedup=None,
                 first_call_seconds=0.0,

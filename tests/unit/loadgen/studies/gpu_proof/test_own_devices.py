@@ -44,7 +44,8 @@ def test_the_devices_that_are_used() -> None:
 def test_the_report_names_the_gpu_and_of_how_many() -> None:
     assert gpu_text(document("GPU-2")) == "H200 GPU-2, 1 of 4"
     assert gpu_text(document("GPU-0", 1)) == "H200 GPU-0, 1 of 1"
-    assert gpu_text(document(None)) == gpu_text(document("GPU-elsewhere")) == "ok"
+    assert gpu_text(document(None)) == gpu_text(document("GPU-elsewhere")) == "4 × H200"
+    assert gpu_text(document(None, 1)) == "H200"
     assert gpu_text({"status": "no_library"}) == "no library"
 
 
