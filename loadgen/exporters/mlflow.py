@@ -148,7 +148,7 @@ def _cell(cell: CellResult) -> Iterator[Metric]:
     at = "" if cell.length is None else f".length_{cell.length}"
     estimates = {
         "items_per_second": cell.items_per_second, "latency_ns": cell.latency_ns, "call_ns": cell.call_ns,
-        "speedup": cell.speedup, "joules_per_item": cell.joules_per_item,
+        "speedup": cell.speedup, "joules_per_item": cell.joules_per_item, "sustained_ns": cell.sustained_ns,
     }  # fmt: skip
     for name, estimate in estimates.items():
         if estimate is not None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from servers.engines.processors import cuda_index
 from servers.gpu.cuda_library import device_uuid
@@ -24,6 +24,14 @@ EDGE_SECONDS = 1.0
 
 Read = Callable[[], float | None]
 """Joules so far; None if they cannot be read."""
+
+
+class Energy(NamedTuple):
+    """What a device took during a number of runs."""
+
+    joules: float
+    runs: int
+    seconds: float
 
 
 class Resources:
@@ -62,8 +70,8 @@ class Resources:
             "rss_bytes": peak_rss_bytes(),
         }
 
-    def energy(self, run: Callable[[], object]) -> tuple[float | None, int]:
-        """The joules of the device while `run` runs again and again, and how often it ran; (None, 0) without them."""
+    def energy(self, run: Callable[[], object]) -> Energy | None:
+        """The energy of the device while `run` runs again and again; None if it cannot be read."""
         return joules_of(self._joules, run, ENERGY_SECONDS)
 
     def close(self) -> None:
@@ -103,24 +111,23 @@ def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     return None if found is None else int(found.group(1)) * 1024
 
 
-def joules_of(read: Read, run: Callable[[], object], seconds: float) -> tuple[float | None, int]:
-    """Joules and runs between two steps of a counter that are at least `seconds` apart.
+def joules_of(read: Read, run: Callable[[], object], seconds: float) -> Energy | None:
+    """Between two steps of a counter that are at least `seconds` apart.
 
     The counter may step rarely: between its steps a reading would count energy of the time before.
     """
     first = read()
     if first is None:
-        return None, 0
+        return None
     start = _next_step(read, first, run)[0]
-    runs, deadline = 0, perf_counter() + seconds
-    while not runs or perf_counter() < deadline:
+    runs, began = 0, perf_counter()
+    while not runs or perf_counter() < began + seconds:
         run()
         runs += 1
     before = read()
     end, further = (None, 0) if before is None else _next_step(read, before, run)
-    if start is None or end is None or end <= start:
-        return None, 0
-    return end - start, runs + further
+    lasted = perf_counter() - began
+    return None if start is None or end is None or end <= start else Energy(end - start, runs + further, lasted)
 
 
 def _next_step(read: Read, before: float, run: Callable[[], object]) -> tuple[float | None, int]:

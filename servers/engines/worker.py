@@ -239,7 +239,7 @@ def _serve(request: Request, commands: BinaryIO, answer: Callable[[object], None
 def _first_calls(
     engine: Engine, references: Mapping[int | None, Reference], batches: Sequence[int]
 ) -> dict[Shape, int]:
-    """The nanoseconds of the first call of every shape that succeeds; one that fails will say so when it is measured."""
+    """The nanoseconds of every shape's first call that succeeds; one that fails will say so when it is measured."""
     import numpy as np
 
     found: dict[Shape, int] = {}
@@ -285,9 +285,7 @@ def _measured(
         _warm_up(engine, inputs, WARM_UP_SHARE * command.seconds)
     calls_ns = call_times_ns(engine, inputs, command.seconds, 1 if slow else LEAST_CALLS)
     executions_ns = engine.execution_ns(batch, min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS))
-    joules, runs = None, 0
-    if command.energy:
-        joules, runs = resources.energy(lambda: engine.run_only(batch) or engine.infer(inputs[0]))
+    energy = resources.energy(lambda: engine.run_only(batch) or engine.infer(inputs[0])) if command.energy else None
     return {
         "batch": batch,
         "length": command.length,
@@ -300,8 +298,9 @@ def _measured(
         "fault": "the null engine computes no model" if null else None if found is None else found.fault,
         "flops_per_item": reference.flops_per_item,
         **resources.memory(),
-        "energy_joules": joules,
-        "energy_items": runs * batch,
+        "energy_joules": None if energy is None else energy.joules,
+        "energy_items": 0 if energy is None else energy.runs * batch,
+        "energy_seconds": None if energy is None else energy.seconds,
     }
 
 

@@ -35,12 +35,13 @@ from loadgen.studies.engines.records import (
     Conversion,
     Estimate,
     Matrix,
-    Measured,
     Plan,
     Visit,
     Winner,
 )
 
+MOST_WAITING = 2.0
+"""Times its latency that a batch may take while its energy is measured."""
 NO_MARGIN = 1.0
 """`estimate_ratio` also tests for equivalence, which is not used here."""
 
@@ -77,6 +78,10 @@ def _result(plan: Plan, one: Cell, baseline: Cell | None) -> CellResult:
     call = estimate([float(median(m.calls_ns)) for m in measured])
     assert call is not None
     device = plan.configurations[one.configuration].device
+    energies = [m for m in measured if m.energy_joules and m.energy_items]
+    energy = estimate([m.energy_joules / m.energy_items for m in energies if m.energy_joules])
+    sustained = estimate([m.energy_seconds / m.energy_items * m.batch * 1e9 for m in energies if m.energy_seconds])
+    waited = sustained is not None and sustained.value > MOST_WAITING * latency.value
     flops = next((m.flops_per_item for m in measured if m.flops_per_item is not None), None)
     fault = next((m.fault for m in measured if m.fault is not None), None)
     return CellResult(
@@ -102,9 +107,8 @@ def _result(plan: Plan, one: Cell, baseline: Cell | None) -> CellResult:
             (m.process_device_bytes for m in measured if m.process_device_bytes is not None), default=None
         ),
         rss_bytes=max((m.rss_bytes for m in measured if m.rss_bytes is not None), default=None),
-        joules_per_item=estimate(
-            [m.energy_joules / m.energy_items for m in measured if m.energy_joules and m.energy_items]
-        ),
+        joules_per_item=None if waited else energy,
+        sustained_ns=sustained,
         kernels=next((m.kernels for m in measured if m.kernels), ()),
     )
 

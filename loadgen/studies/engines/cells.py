@@ -1,7 +1,7 @@
 """The cells of a matrix with their rounds, and ratios of two cells that are paired by round.
 
-A cell's value in a round is the median of its samples: executions on a GPU, calls on a CPU. The round is the unit of replication, see
-`loadgen.statistics.ratios`; rounds that only one of two cells has are left out of their ratio.
+A cell's value in a round is the median of its samples: executions on a GPU, calls on a CPU. The round is the unit of
+replication, see `loadgen.statistics.ratios`; rounds that only one of two cells has are left out of their ratio.
 """
 
 from __future__ import annotations

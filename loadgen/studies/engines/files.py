@@ -204,6 +204,7 @@ COLUMNS: tuple[Column, ...] = (
     _plain("excluded", str),
     *(_plain(name, int) for name in ("allocated_bytes", "reserved_bytes", "process_device_bytes", "rss_bytes")),
     *_estimates("joules_per_item", lambda cell: cell.joules_per_item),
+    *_estimates("sustained_ms", lambda cell: cell.sustained_ns, 1e-6),
 )
 """The tidy table; columns are only added at its end."""
 

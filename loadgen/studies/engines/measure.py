@@ -108,7 +108,7 @@ class _Run:
             self.stop()
 
     def _start_all(self, places: Iterable[int]) -> None:
-        """Start the processes that are kept, before any of them is measured; up to `LOADED_SIDE_BY_SIDE` load at once."""
+        """Start the processes that are kept, before any of them is measured; `LOADED_SIDE_BY_SIDE` load at once."""
         loading: dict[EngineProcess, int] = {}
         for place in places:
             configuration = self._plan.configurations[place]

@@ -113,6 +113,8 @@ class Measured(Record, frozen=True, kw_only=True):
     energy_joules: float | None = None
     """Of the device (GPU: NVML's counter; CPU: RAPL, if this user may read it) during `energy_items`."""
     energy_items: int = 0
+    energy_seconds: float | None = None
+    """How long these items took, one batch after the other."""
     kernels: tuple[dict[str, Any], ...] = ()
     """With --profile: name, count, seconds, share; the longest first."""
 
@@ -180,6 +182,9 @@ class CellResult(Record, frozen=True, kw_only=True):
     process_device_bytes: int | None = None
     rss_bytes: int | None = None
     joules_per_item: Estimate | None = None
+    """None too where a batch took twice its latency while the energy was measured: then it is the energy of waiting."""
+    sustained_ns: Estimate | None = None
+    """Time per batch while the energy was measured, longer than the timed bursts; None where it was not measured."""
     kernels: tuple[dict[str, Any], ...] = ()
 
 

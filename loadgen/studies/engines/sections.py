@@ -6,7 +6,7 @@ from collections import Counter
 
 import loadgen.report.document as doc
 from loadgen.comparison.claims import join
-from loadgen.quantities import counted, items
+from loadgen.quantities import counted, items, ratio
 from loadgen.report.machine import environment_rows, gpu_text
 from loadgen.studies.engines import charts, tables
 from loadgen.studies.engines.charts import Scope, View, short_model, title_of, views
@@ -14,6 +14,8 @@ from loadgen.studies.engines.questions import times
 from loadgen.studies.engines.records import Matrix, Winner
 from loadgen.studies.engines.tables import shape_text, value
 
+SLOWER = 1.05
+"""Sustained time over latency from which the overview says so: a GPU at its power limit lowers its clocks."""
 OUTCOMES: dict[str, doc.Style] = {"yes": "ok", "no": "note", "undetermined": "unknown"}
 
 
@@ -73,6 +75,8 @@ def overview(matrix: Matrix) -> doc.Section | None:
         notes.append(
             doc.Text(f"{counted(excluded, 'cell')} not ranked: wrong answers, or below the limits ({limits}).")
         )
+    if (slower := _slower_when_sustained(matrix)) is not None:
+        notes.append(doc.Text(slower))
     if plan.refused:
         notes.append(doc.Text(f"{counted(len(plan.refused), 'combination')} refused: see Refused combinations."))
     if plan.rounds < 2:
@@ -85,6 +89,18 @@ def overview(matrix: Matrix) -> doc.Section | None:
         (doc.Items([doc.Item(_sentence(matrix, view), lead=view.label) for view in views(matrix)]), *notes),
     )
     return doc.Section("", (panel,))
+
+
+def _slower_when_sustained(matrix: Matrix) -> str | None:
+    """How many cells cannot keep their latency for the longer time in which their energy was measured."""
+    factors = [one.sustained_ns.value / one.latency_ns.value for one in matrix.cells if one.sustained_ns is not None]
+    slower = [factor for factor in factors if factor > SLOWER]
+    if not slower:
+        return None
+    return (
+        f"{counted(len(slower), 'cell')} of {len(factors)} took more than {SLOWER - 1:.0%} longer per batch, at most "
+        f"{ratio(max(slower), None)} as long, over the time in which the energy was measured than in the timed bursts."
+    ).replace("%", " %")
 
 
 def _machine(matrix: Matrix) -> str:

@@ -13,6 +13,7 @@ from loadgen.studies.engines.records import BreakEven, CellResult, Configuration
 
 MANY = 5
 """Kernels shown per configuration."""
+GPU_TIMES = ("with copies, ms", "sustained, ms")
 FULL_CELLS = 40
 """Cells up to which Markdown has all of them; beyond that cells.csv has them."""
 
@@ -213,7 +214,7 @@ def cells_table(matrix: Matrix) -> doc.Section | None:
 
 
 def _cells(matrix: Matrix, view: View, on: doc.Format = doc.HTML) -> doc.Table:
-    copies = view.scope.device != "cpu"
+    on_gpu = view.scope.device != "cpu"
     rows = [
         (
             title_of(matrix.plan.configurations[one.configuration]),
@@ -221,7 +222,7 @@ def _cells(matrix: Matrix, view: View, on: doc.Format = doc.HTML) -> doc.Table:
             "" if one.length is None else one.length,
             _with_interval(latency_ms(one)),
             "" if one.p99_ns is None else number(one.p99_ns / 1e6),
-            *([value(one.call_ns, 1e-6)] if copies else []),
+            *([value(one.call_ns, 1e-6), value(one.sustained_ns, 1e-6)] if on_gpu else []),
             value(one.items_per_second),
             speedup(one.speedup),
             "" if one.tflops is None else number(one.tflops),
@@ -235,7 +236,7 @@ def _cells(matrix: Matrix, view: View, on: doc.Format = doc.HTML) -> doc.Table:
     ]
     columns = (
         doc.Column("configuration"),
-        *doc.numbers("batch", "length", "latency, ms", "p99, ms", *(["with copies, ms"] if copies else [])),
+        *doc.numbers("batch", "length", "latency, ms", "p99, ms", *(GPU_TIMES if on_gpu else ())),
         *doc.numbers("items/s", "speed-up"),
         *doc.numbers("TFLOP/s", "first call, s", "J per item", "cosine", "top-1"),
         *doc.names(""),

@@ -153,8 +153,8 @@ def test_wrong_answers_are_a_fault_and_a_second_run_finds_the_file(tmp_path: Pat
 def test_a_kept_process_makes_its_first_calls_before_it_is_ready(tmp_path: Path) -> None:
     """A batch of 6 takes long once. One of 5 fails, and does so again when it is measured."""
     slow = "* (1 / 0 if (n := len(ids)) == 5 else 1 if n != 6 or n in SEEN else SEEN.add(n) or time.sleep(0.3) or 1)"
-    request = {"model": write_model(tmp_path, slow), "engine": "torch", "device": "cpu", "lengths": [8]}
-    request |= {"batches": [5, 6], "first_calls": True, "references": str(tmp_path / "references.npz")}
+    request: dict[str, object] = {"model": write_model(tmp_path, slow), "engine": "torch", "device": "cpu"}
+    request |= {"batches": [5, 6], "lengths": [8], "first_calls": True}
     commands = "".join(f'{{"batch": {batch}, "length": 8, "seconds": 0.01}}\n' for batch in (6, 5, 6))
     worker = [sys.executable, "-P", "-m", "servers.engines.worker"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

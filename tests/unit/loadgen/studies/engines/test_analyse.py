@@ -171,15 +171,21 @@ def test_a_cell_without_a_timed_call_is_an_error_of_its_configuration() -> None:
 def test_memory_is_the_largest_and_energy_the_mean_and_rates_come_from_the_latency() -> None:
     def change(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
         memory = {"allocated_bytes": 100 + number, "rss_bytes": 1000 - number, "flops_per_item": 10**9}
-        return fields | memory | {"energy_joules": 2.0 ** (number + 1), "energy_items": 2}
+        energy = {"energy_joules": 2.0 ** (number + 1), "energy_items": 16, "energy_seconds": seconds}
+        return fields | memory | energy
 
+    seconds = 0.2
     found = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
+    assert found.sustained_ns.value == pytest.approx(1e8)
     assert (found.allocated_bytes, found.rss_bytes, found.reserved_bytes) == (102, 1000, None)
-    assert found.joules_per_item.value == pytest.approx(2.0)
+    assert found.joules_per_item.value == pytest.approx(0.25)
     assert found.items_per_second.value == pytest.approx(8e9 / found.latency_ns.value)
     assert found.items_per_second.low == pytest.approx(8e9 / found.latency_ns.high)
     assert found.tflops == pytest.approx(8 * 1e9 / found.latency_ns.value / 1e3)
     assert found.p99_ns is None  # nine calls have no 99th percentile
+    seconds = 0.6  # three times as long as the latency: the device waited
+    found = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
+    assert (found.joules_per_item, found.sustained_ns.value) == (None, pytest.approx(3e8))
 
 
 @pytest.mark.parametrize(("device", "fastest", "value"), [("cuda:0", 1, 5.0), ("cpu", 0, 10.0)])
