@@ -47,7 +47,7 @@ def engines(
     ] = None,
     resume: Annotated[
         Path | None,
-        _MAIN(metavar="DIR", help="Continue an interrupted matrix: finished visits are kept, failed ones repeated."),
+        _MAIN(metavar="DIR", help="Continue an interrupted matrix: what was measured is kept, failures are repeated."),
     ] = None,
     json_file: Annotated[
         str | None, _OUTPUT("--json", metavar="FILE", help="Also write the results as JSON; - is standard output.")
@@ -62,7 +62,7 @@ def engines(
     compared with FP32. Reports latency and throughput with 95 % intervals, memory, energy and one-time costs.
 
     Exit status: 0 everything was measured and every answer is the model's, 1 a configuration failed or answered
-    wrongly, 2 an option or a file is wrong, 130 interrupted (finished visits are kept).
+    wrongly, 2 an option or a file is wrong, 130 interrupted (what was measured is kept).
     """
     check_files({"--json": json_file})
     check_export(mlflow)
@@ -198,7 +198,7 @@ def _report(
     hand_over(document, mlflow, matrix, folder)
     write_json(matrix, json_file)
     if state.state == "interrupted":
-        complain(f"interrupted; finished visits are in {folder}; go on with: {_again(folder)}", style="bold yellow")
+        complain(f"interrupted; what was measured is in {folder}; continue with: {_again(folder)}", style="bold yellow")
         return EXIT_INTERRUPTED
     return status
 

@@ -6,18 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import loadgen.report.document as doc
-from loadgen.quantities import counted, items, measured, number, per_second
+from loadgen.quantities import counted, items, measured, per_second
 from loadgen.ranking.prices import ADD_A_PRICE
 from loadgen.ranking.records import Cost, Group, Machine, Option, Point, Ranking, Work
 from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
 from loadgen.studies.engines.records import Estimate
 
+MOST_NAMES = 6
+"""Names that are listed of what one reason left out; rank.json has them all."""
 CSV_OPTIONS, CSV_POINTS = "options", "points"
 _ROWS_OF_WORK = ("source", "model", "precision", "weights", "payload", "transport", "length", "item")
 _FRONT = "★"
 NOTES = (
     "Ranks go by the measured values. Options whose 95 % intervals overlap may stand in either order.",
-    f"{_FRONT}: on the Pareto front, so no other way to run an option is both cheaper and faster to answer.",
+    f"{_FRONT} lists what is on the Pareto front: nothing else in the table is both cheaper and faster to answer.",
+)
+ALONE = (
+    "Engine alone: on a GPU throughput, latency and cost leave out copies to and from the host, which a server hides "
+    "behind the next batch; on a CPU they are of whole calls."
 )
 
 
@@ -63,6 +69,7 @@ def _opening(ranking: Ranking) -> doc.Section | None:
         if ranking.example_prices and any(machine.prices for machine in ranking.machines)
         else None,
         *(doc.Text(note, "note") for note in NOTES),
+        doc.Text(ALONE, "note") if any(group.work.source == "engines" for group in ranking.groups) else None,
     )
 
 
@@ -263,13 +270,16 @@ def _prices(ranking: Ranking) -> doc.Section | None:
 
 
 def _left_out(ranking: Ranking) -> doc.Section | None:
-    """What was left out, once per reason."""
+    """What was left out, once per reason, each name once."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for one in ranking.left_out:
         by_reason.setdefault((one.result, one.reason), []).append(one.what)
-    entries = [
-        doc.Item(f"{'; '.join(what)} ({result}): {reason.rstrip('.')}.") for (result, reason), what in by_reason.items()
-    ]
+    entries = []
+    for (result, reason), what in by_reason.items():
+        names = list(dict.fromkeys(what))
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        end = "" if reason.endswith((".", "?")) else "."
+        entries.append(doc.Item(f"{'; '.join(names[:MOST_NAMES])}{more} ({result}): {reason}{end}"))
     return doc.section("Left out", doc.Items(entries), on=doc.READ)
 
 
@@ -342,4 +352,5 @@ def _with_interval(estimate: Estimate | None) -> tuple[str, str]:
     if estimate is None:
         return "", ""
     bounds = [bound for bound in (estimate.low, estimate.high) if bound is not None]
-    return _value(estimate), "–".join(number(bound) for bound in bounds) if len(bounds) == 2 else ""
+    interval = (bounds[0], bounds[1]) if len(bounds) == 2 else None
+    return _value(estimate), "–".join(measured(bound, interval) for bound in bounds) if interval else ""

@@ -32,7 +32,7 @@ ITEMS = 4
 
 MIN_REPEATS, MAX_REPEATS = 7, 700
 MAX_EXECUTIONS = 200
-"""Most executions that a device times; no percentile is computed from them."""
+"""Most executions that a device times at once."""
 
 P99_REPEATS = 662
 """With fewer calls the sample's 99th percentile may not reach the true one: docs/measurement.md has the bound."""

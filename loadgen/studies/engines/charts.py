@@ -184,7 +184,8 @@ def batch_chart(matrix: Matrix) -> doc.Chart | None:
         buttons.append(charts.add_view(data, label, left + right, **layout))
     return _chart(
         "engine-batches", "Latency and throughput against batch size",
-        "Both axes are logarithmic. Bars are 95 % intervals over rounds; a hollow marker is a cell that is not ranked.",
+        "Both axes are logarithmic. Bars are 95 % intervals over rounds; a hollow marker is a cell that is not ranked. "
+        "On a GPU both are without copies to and from the host.",
         data, buttons,
     )  # fmt: skip
 
@@ -247,7 +248,8 @@ def speedup_chart(matrix: Matrix) -> doc.Chart | None:
 def energy_chart(matrix: Matrix) -> doc.Chart | None:
     """Energy per item, where it was measured."""
     return _over_batch(
-        matrix, "engine-energy", "Energy per item", "Energy of the device during timed calls, divided by their items.",
+        matrix, "engine-energy", "Energy per item",
+        "Energy of the device over at least 0.3 s of batches after the timed ones, divided by their items.",
         "energy per item, J", "batch %{x}: %{y:.4~g} J", lambda one: one.joules_per_item,
     )  # fmt: skip
 
@@ -289,8 +291,8 @@ def memory_chart(matrix: Matrix) -> doc.Chart | None:
             buttons.append(charts.add_view(data, view.label, bars, **layout))
     return _chart(
         "engine-memory", "Memory",
-        "Peak memory of each configuration. The allocator's reserved memory holds the allocated one; the process's "
-        "device memory also holds the context and the libraries. RSS is the peak of the whole process.",
+        "The largest of each configuration over its cells. Reserved memory includes allocated memory; the process's "
+        "device memory, read after each cell, also has the context and the libraries. RSS is the peak of the process.",
         data, buttons,
     )  # fmt: skip
 
@@ -321,7 +323,7 @@ def winner_chart(matrix: Matrix) -> doc.Chart | None:
         trace = {
             "type": "heatmap",
             "x": [str(batch) for batch in batches],
-            "y": ["any" if length is None else str(length) for length in lengths],
+            "y": ["–" if length is None else str(length) for length in lengths],
             "z": z,
             "zmin": -0.5,
             "zmax": len(styles) - 0.5,

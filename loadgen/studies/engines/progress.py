@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loadgen.quantities import counted
 from loadgen.studies.engines.records import Configuration, Visit
 
 
@@ -17,6 +18,6 @@ class Progress:
 
 def name_of(configuration: Configuration) -> str:
     """For a reader: "torchvision:resnet50 torch/eager fp32, 2 threads"."""
-    threads = "" if configuration.threads is None else f", {configuration.threads} threads"
+    threads = "" if configuration.threads is None else f", {counted(configuration.threads, 'thread')}"
     where = configuration
     return f"{where.model} {where.engine}/{where.mode} {where.precision}{threads}"

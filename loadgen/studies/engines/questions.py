@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from loadgen.quantities import Interval, number, ratio, ratio_interval
+from loadgen.quantities import Interval, counted, number, ratio, ratio_interval
 from loadgen.statistics.ratios import SIGNIFICANCE, RatioEstimate, adjust_holm, estimate_ratio
 from loadgen.studies.engines.break_even import mean_interval
 from loadgen.studies.engines.cells import Cell, Shape, engine_mode, estimate, is_baseline, ratios
@@ -139,7 +139,7 @@ def _gain_answer(plan: Plan, cells: Sequence[Cell], models: tuple[str, str], mod
         sentence=(
             f"With {mode} on {device}, FP16 makes {transformer} {times(means[0])} and {cnn} "
             f"{times(means[1])} as fast as FP32 (geometric mean over {_listed('batch size', batches)}); the "
-            f"transformer's gain is {times(found)} the CNN's."
+            f"transformer's gain is {times(found)} the CNN's{_why_undetermined(found.interval, 1.0)}."
         ),
     )
 
@@ -148,6 +148,13 @@ def _above(interval: Interval | None, limit: float) -> Outcome:
     if interval is None:
         return "undetermined"
     return "yes" if interval[0] > limit else "no" if interval[1] < limit else "undetermined"
+
+
+def _why_undetermined(interval: Interval | None, limit: float) -> str:
+    """Why `_above` says so, to end a sentence; "" if it says something else."""
+    if interval is None:
+        return ", without an interval: fewer than two rounds have all these cells"
+    return f", and the interval includes {limit:g}" if interval[0] <= limit <= interval[1] else ""
 
 
 def _listed(noun: str, values: Sequence[int]) -> str:
@@ -189,7 +196,10 @@ def _slope_answer(plan: Plan, asked: Configuration, cells: Sequence[Cell]) -> An
     elif all(found.high is not None and found.high <= STEEP for _, _, found in steps):
         outcome, said = "no", f"not within the lengths measured, no exponent is above {STEEP}"
     else:
-        outcome, said = "undetermined", f"an interval includes {STEEP}, or is missing"
+        outcome, said = (
+            "undetermined",
+            f"an exponent's interval includes {STEEP}, half way from linear (1), or is missing",
+        )
     return Answer(question=QUADRATIC, outcome=outcome, sentence=f"{where}: {said}. Exponents: {exponents}.")
 
 
@@ -222,17 +232,18 @@ def _half_answer(value: Estimate, where: str, count: int) -> Answer:
     interval = value.interval
     low, high = 0.5 / (1.0 + HALF_MARGIN), 0.5 * (1.0 + HALF_MARGIN)
     outcome: Outcome = "undetermined"
+    why = "; the interval is partly outside" if interval else "; fewer than two rounds have all these cells"
     if interval is not None and low <= interval[0] and interval[1] <= high:
-        outcome = "yes"
+        outcome, why = "yes", ""
     elif interval is not None and (interval[1] < low or high < interval[0]):
-        outcome = "no"
+        outcome, why = "no", ""
     return Answer(
         question=HALF,
         outcome=outcome,
         sentence=(
-            f"With {where}, DistilBERT takes {times(value)} the time of BERT (geometric mean over {count} "
-            f"{'shape' if count == 1 else 'shapes'}); within ±{HALF_MARGIN:.0%} of a half is {low:.3f} to {high:.3f}."
-        ).replace("10%", "10 %"),
+            f"With {where}, DistilBERT takes {times(value)} the time of BERT (geometric mean over "
+            f"{counted(count, 'pair')} of cells). About a half is {low:.3f} to {high:.3f}{why}."
+        ),
     )
 
 
@@ -272,9 +283,13 @@ def _dip_answer(plan: Plan, where: str, steps: Sequence[tuple[Cell, Cell]]) -> A
     sure = len(lows) == len(tests) and min(lows) >= 1.0 - SMALL_DIP
     lowest = min(one.ratio for one in tests if one.ratio is not None)
     sentence = (
-        f"{where}: no batch size has certainly less throughput than the next smaller one; the lowest of "
-        f"{len(tests)} ratios is {ratio(lowest, None)}"
-        + ("." if sure else f", and a drop of more than {number(100 * SMALL_DIP, 1)} % is not excluded everywhere.")
+        f"{where}: no certain drop of throughput from one batch size to the next; the lowest of {len(tests)} ratios is "
+        f"{ratio(lowest, None)}"
+        + (
+            "."
+            if sure
+            else f", and a drop of more than {number(100 * SMALL_DIP, 1)} % is not excluded for all of them."
+        )
     )
     return Answer(question=DIP, outcome="no" if sure else "undetermined", sentence=sentence)
 

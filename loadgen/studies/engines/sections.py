@@ -66,8 +66,9 @@ def overview(matrix: Matrix) -> doc.Section | None:
     )
     notes = []
     if missing > 0:
-        why = "" if finished else " The run did not finish; `abserve engines --resume` goes on."
-        notes.append(doc.Text(f"{counted(missing, 'measurement')} of cells are missing.{why}", "warning"))
+        why = "" if finished else ", because the run did not finish; to continue: abserve engines --resume DIR"
+        notes.append(doc.Text(f"{counted(missing, 'measurement')} of cells are missing{why}.", "warning"))
+        notes.append(doc.Text("Ratios are of the rounds that both configurations have.", "note"))
     if failed:
         notes.append(doc.Text(f"{counted(failed, 'failure')}: see Failures.", "warning"))
     if (excluded := sum(one.excluded is not None for one in matrix.cells)) > 0:
@@ -75,16 +76,18 @@ def overview(matrix: Matrix) -> doc.Section | None:
         notes.append(
             doc.Text(f"{counted(excluded, 'cell')} not ranked: wrong answers, or below the limits ({limits}).")
         )
+    if on_gpu(matrix):
+        notes.append(doc.Text(f"Latency is the {timed(matrix)}; the table of cells also has the whole call.", "note"))
     if (slower := _slower_when_sustained(matrix)) is not None:
         notes.append(doc.Text(slower))
     if plan.refused:
         notes.append(doc.Text(f"{counted(len(plan.refused), 'combination')} refused: see Refused combinations."))
     if plan.rounds < 2:
         notes.append(doc.Text("One round shows no spread: there are no intervals and no certain winner.", "warning"))
-    badge = "COMPLETE" if finished and missing <= 0 else "INCOMPLETE"
+    complete = finished and missing <= 0
     panel = doc.Panel(
-        badge,
-        "ok" if badge == "COMPLETE" else "failed",
+        f"Engine matrix: {'COMPLETE' if complete else 'INCOMPLETE'}",
+        "ok" if complete else "failed",
         f"{ran}, on {_machine(matrix)}",
         (doc.Items([doc.Item(_sentence(matrix, view), lead=view.label) for view in views(matrix)]), *notes),
     )
@@ -98,16 +101,26 @@ def _slower_when_sustained(matrix: Matrix) -> str | None:
     if not slower:
         return None
     return (
-        f"{counted(len(slower), 'cell')} of {len(factors)} took more than {SLOWER - 1:.0%} longer per batch, at most "
-        f"{ratio(max(slower), None)} as long, over the time in which the energy was measured than in the timed bursts."
+        f"In {len(slower)} of {counted(len(factors), 'cell')} a batch took more than {SLOWER - 1:.0%} longer under "
+        f"sustained load, at most {ratio(max(slower), None)} as long as in the short timed runs. On a GPU this is "
+        "usually the power limit; cells.csv has the time (sustained_ms)."
     ).replace("%", " %")
 
 
 def _machine(matrix: Matrix) -> str:
     host = matrix.environment.host
     cpu = f"{host.get('cpu_model') or 'an unknown CPU'}, {host.get('cpu_count') or '?'} cores"
-    devices = {one.device for one in matrix.plan.configurations}
-    return f"{gpu_text(matrix.environment.gpu)}, {cpu}" if devices - {"cpu"} else cpu
+    return f"{gpu_text(matrix.environment.gpu)}, {cpu}" if on_gpu(matrix) else cpu
+
+
+def on_gpu(matrix: Matrix) -> bool:
+    """Whether any configuration runs on a GPU."""
+    return any(one.device != "cpu" for one in matrix.plan.configurations)
+
+
+def timed(matrix: Matrix) -> str:
+    """What the times are of."""
+    return "time of one batch on the device, without copies to and from the host" if on_gpu(matrix) else "whole call"
 
 
 def _own_winners(matrix: Matrix, scope: Scope) -> list[Winner]:
@@ -126,15 +139,15 @@ def _sentence(matrix: Matrix, view: View) -> str:
     at = max(won, key=lambda one: (one.length == length, one.batch))
     cell = next(one for one in view.cells if (one.configuration, one.batch, one.length) == (most, at.batch, at.length))
     baseline = f"{matrix.plan.baseline} fp32"
-    over = [] if cell.speedup is None else [f"{times(cell.speedup)} that of {baseline}"]
+    over = [] if cell.speedup is None else [f"{times(cell.speedup)} the throughput of {baseline}"]
     if at.runner_up is not None and at.ratio is not None:
         other = title_of(configurations[at.runner_up])
         over += [f"{times(at.ratio)} that of {other}"] if not over or other != baseline else []
     sure = sum(one.certain for one in won)
     rate = f"{value(cell.items_per_second)} {items(matrix.configurations[most].item)}/s"
     return (
-        f"{title_of(configurations[most])} leads in {len(won)} of {counted(len(own), 'cell')}, certainly in {sure}. "
-        f"At {shape_text(at.batch, at.length)}: {rate}{', ' if over else ''}{join(over)}."
+        f"{title_of(configurations[most])} is the fastest at {len(won)} of {counted(len(own), 'shape')}, certainly at "
+        f"{sure}. At {shape_text(at.batch, at.length)}: {rate}{', ' if over else ''}{join(over)}."
     )
 
 
@@ -178,12 +191,17 @@ def method(matrix: Matrix) -> doc.Section | None:
     )
     how = {
         "fresh": "a new process per configuration and round",
-        "kept": "one process per configuration, kept through all rounds",
+        "kept": "one process per configuration, kept through all rounds; up to one per core loaded at the same time, "
+        "so load, first call and break-even take longer than for a single start; energy is of the last round only",
     }
     rows = [
         ("rounds", f"{plan.rounds}, each with every configuration once in random order, seed {plan.seed}"),
         ("processes", how[plan.processes]),
-        ("latency", "geometric mean over rounds of each round's median call, with a 95 % t interval on logs"),
+        (
+            "latency",
+            f"{timed(matrix)}: geometric mean over rounds of each round's median, with a 95 % t interval on logs",
+        ),
+        ("throughput", "batch size ÷ latency; winners, speed-ups and break-even come from it"),
         ("speed-up", f"throughput over the baseline, paired by round; the baseline: {plan.baseline}, in fp32"),
         ("batch sizes", ", ".join(map(str, plan.batches))),
         *(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import loadgen.report.document as doc
 from loadgen.quantities import counted, measured, number, ratio, share
 from loadgen.studies.engines.break_even import path_of
+from loadgen.studies.engines.cells import engine_mode
 from loadgen.studies.engines.charts import Scope, View, latency_ms, scope_of, scope_title, shown_length, title_of, views
 from loadgen.studies.engines.questions import times
-from loadgen.studies.engines.records import BreakEven, CellResult, ConfigurationResult, Estimate, Matrix
+from loadgen.studies.engines.records import BreakEven, CellResult, Configuration, ConfigurationResult, Estimate, Matrix
 
 MANY = 5
 """Kernels shown per configuration."""
-GPU_TIMES = ("with copies, ms", "sustained, ms")
+GPU_TIMES = ("whole call, ms", "sustained, ms")
 FULL_CELLS = 40
 """Cells up to which Markdown has all of them; beyond that cells.csv has them."""
 
@@ -39,25 +40,30 @@ def shape_text(batch: int, length: int | None) -> str:
 def winners_table(matrix: Matrix) -> doc.Section | None:
     """The winner of every batch size and length."""
     configurations = matrix.plan.configurations
+    cells = {(one.configuration, one.batch, one.length): one for one in matrix.cells}
+    own = [cells[one.configuration, one.batch, one.length] for one in matrix.winners]
     rows = [
         (
             scope_title(matrix, Scope(one.model, one.device, one.threads)),
             one.batch,
             "" if one.length is None else one.length,
             title_of(configurations[one.configuration]),
+            value(cell.items_per_second),
+            latency_text(one.device, cell),
             doc.Cell(speedup(one.ratio), short="" if one.ratio is None else ratio(one.ratio.value, one.ratio.interval)),
             "" if one.runner_up is None else title_of(configurations[one.runner_up]),
             doc.Cell("certain", "ok") if one.certain else doc.Cell("not certain", "unknown", short="?"),
         )
-        for one in matrix.winners
+        for one, cell in zip(matrix.winners, own, strict=True)
     ]
     columns = (
         doc.Column("model"),
         doc.Column("batch", "number"),
         doc.Column("length", "number"),
         doc.Column("fastest"),
-        doc.Column("over the next", "number"),
-        doc.Column("next", on=doc.PAGES),
+        *doc.numbers("items/s", "latency, ms"),
+        doc.Column("over the runner-up", "number"),
+        doc.Column("runner-up", on=doc.PAGES),
         doc.Column("", on=doc.PAGES),
     )
     caption = (
@@ -91,8 +97,8 @@ def break_even_table(matrix: Matrix) -> doc.Section | None:
     text = (
         f"Against {matrix.plan.baseline} fp32 with the same threads. One-time: conversions, load and first call, "
         "beyond the baseline's own load and first call. Items = one-time seconds ÷ seconds gained per item, with "
-        "Fieller's 95 % interval over rounds. The tooltip of the result is the proof of parity; cells that are not "
-        "ranked are left out."
+        "Fieller's 95 % interval over rounds. A path in another precision is credited with the gain of the precision, "
+        "too: compare it with the baseline's mode in that precision. Cells that are not ranked are left out."
     )
     if not matrix.break_even:
         return None
@@ -140,10 +146,10 @@ def _break_even_items(matrix: Matrix) -> list[doc.Block]:
 
 
 def pays_after(one: BreakEven) -> str:
-    """ "3,400 (2,900–4,100)", "never", or "3,400 (from 1,200; may never pay)" """
+    """ "3,400 (2,900–4,100)", "never", "no gain measured", or "3,400 (from 1,200; may never pay)" """
     if one.items is None:
         high = one.gain_seconds_per_item.high
-        return "never" if high is None or high <= 0.0 else "never (no gain measured)"
+        return "never" if high is not None and high <= 0.0 else "no gain measured"
     found, low, high = one.items.value, one.items.low, one.items.high
     if found == 0.0 and (high in (0.0, None)):
         return "at once" if high == 0.0 or low is None else "at once, if it gains anything"
@@ -179,13 +185,14 @@ def accuracy(matrix: Matrix) -> doc.Section | None:
             )
     columns = (
         *doc.names("model", "configuration"),
-        *doc.numbers("cosine", "top-1", "relative error", "largest speed-up"),
+        *doc.numbers("cosine", "top-1", "relative error", "largest speed-up at any shape"),
         *doc.names(""),
         doc.Column("why", "text", below=True),
     )
     caption = (
         "The worst of all cells and rounds, compared with the model in FP32. A cell with wrong answers, a cosine below "
-        f"{matrix.plan.min_cosine:g} or a top-1 agreement below {matrix.plan.min_top1:g} is not ranked."
+        f"{matrix.plan.min_cosine:g} or a top-1 agreement below {matrix.plan.min_top1:g} is not ranked. Top-1 is empty "
+        "where the model has no classes, or no row has a clear highest one, as is usual with random weights."
     )
     return doc.section("Accuracy", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
 
@@ -215,13 +222,14 @@ def cells_table(matrix: Matrix) -> doc.Section | None:
 
 def _cells(matrix: Matrix, view: View, on: doc.Format = doc.HTML) -> doc.Table:
     on_gpu = view.scope.device != "cpu"
+    tails = any(one.p99_ns is not None for one in view.cells)
     rows = [
         (
             title_of(matrix.plan.configurations[one.configuration]),
             one.batch,
             "" if one.length is None else one.length,
-            _with_interval(latency_ms(one)),
-            "" if one.p99_ns is None else number(one.p99_ns / 1e6),
+            latency_text(view.scope.device, one, interval=True),
+            *(["" if one.p99_ns is None else number(one.p99_ns / 1e6)] if tails else []),
             *([value(one.call_ns, 1e-6), value(one.sustained_ns, 1e-6)] if on_gpu else []),
             value(one.items_per_second),
             speedup(one.speedup),
@@ -236,19 +244,26 @@ def _cells(matrix: Matrix, view: View, on: doc.Format = doc.HTML) -> doc.Table:
     ]
     columns = (
         doc.Column("configuration"),
-        *doc.numbers("batch", "length", "latency, ms", "p99, ms", *(GPU_TIMES if on_gpu else ())),
+        *doc.numbers("batch", "length", "latency, ms", *(["p99, ms"] if tails else []), *(GPU_TIMES if on_gpu else [])),
         *doc.numbers("items/s", "speed-up"),
         *doc.numbers("TFLOP/s", "first call, s", "J per item", "cosine", "top-1"),
         *doc.names(""),
     )
-    return doc.Table(columns, rows, title="" if on is doc.HTML else view.label, grouped=True, on=on)
+    of_gpu = (
+        "Latency: one batch on the device. Whole call: with copies from pageable memory. Sustained: per batch while "
+        "the energy was measured."
+    )
+    title = "" if on is doc.HTML else view.label
+    return doc.Table(columns, rows, caption=of_gpu if on_gpu else "", title=title, grouped=True, on=on)
 
 
-def _with_interval(found: Estimate) -> str:
-    limits = found.interval
-    if limits is None:
-        return number(found.value)
-    return f"{measured(found.value, limits)} ({measured(limits[0], limits)}–{measured(limits[1], limits)})"
+def latency_text(device: str, one: CellResult, *, interval: bool = False) -> str:
+    """The latency in ms, with a mark where an engine on a GPU can only be timed with copies."""
+    found = latency_ms(one)
+    limits = found.interval if interval else None
+    low_high = "" if limits is None else f" ({measured(limits[0], limits)}–{measured(limits[1], limits)})"
+    copies = " with copies" if device != "cpu" and one.latency_ns == one.call_ns else ""
+    return f"{measured(found.value, found.interval)}{low_high}{copies}"
 
 
 def configurations_table(matrix: Matrix) -> doc.Section | None:
@@ -264,6 +279,7 @@ def configurations_table(matrix: Matrix) -> doc.Section | None:
             ", ".join(f"{step.file_bytes / 2**20:,.1f}" for step in one.conversions if step.file_bytes is not None),
         )
         for one in matrix.configurations
+        if one.description
     ]
     columns = (
         *doc.names("model", "configuration", "path", "version"),
@@ -303,14 +319,26 @@ def _number(given: object, scale: float) -> str:
 
 def refusals(matrix: Matrix) -> doc.Section | None:
     """Combinations that were asked for and not run, by reason."""
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[Configuration]] = {}
     for one in matrix.plan.refused:
-        asked = one.configuration
-        name = f"{scope_title(matrix, scope_of(asked))} {title_of(asked)}"
-        reasons.setdefault(one.reason, []).append(name)
-    rows = [(reason, len(names), ", ".join(names)) for reason, names in reasons.items()]
-    columns = (doc.Column("reason", "text"), *doc.numbers("count"), doc.Column("combinations", "text"))
+        reasons.setdefault(one.reason, []).append(one.configuration)
+    rows = [
+        (
+            reason,
+            len(asked),
+            _listed(engine_mode(one) for one in asked),
+            _listed(one.precision for one in asked),
+            _listed(scope_title(matrix, scope_of(one)) for one in asked),
+        )
+        for reason, asked in reasons.items()
+    ]
+    texts = (doc.Column(name, "text") for name in ("engine/mode", "precisions", "models"))
+    columns = (doc.Column("reason", "text"), *doc.numbers("count"), *texts)
     return doc.section("Refused combinations", doc.Table(columns, rows), on=doc.PAGES)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
 
 
 def failures(matrix: Matrix) -> doc.Section | None:

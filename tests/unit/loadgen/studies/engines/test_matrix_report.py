@@ -183,7 +183,7 @@ def test_the_terminal_is_short_and_nothing_is_cut(found: Matrix, width: int) -> 
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
     assert len(lines) < 10_000 / width
-    for part in ("COMPLETE", "leads in", "Questions of", "Break-even", "never"):
+    for part in ("COMPLETE", "fastest at", "Questions of", "Break-even", "never"):
         assert part in out.getvalue(), part
 
 
@@ -192,21 +192,20 @@ def test_markdown_leaves_the_cells_of_a_large_matrix_to_the_csv(found: Matrix) -
     assert "480 cells: see cells.csv" in text
     small = render_markdown(matrix_document(matrix(plan(TORCH, ONNX), SPEEDS)))
     assert "| onnxruntime/session fp32 | 8 |" in small
-    assert small.startswith("# COMPLETE")
+    assert ": COMPLETE" in small.splitlines()[0]
 
 
 def test_an_interrupted_run_says_what_is_missing() -> None:
     asked = plan(TORCH, ONNX, rounds=3)
     some = visits(asked, SPEEDS)[:3]
     text = render_markdown(matrix_document(analyse(asked, ENVIRONMENT, some, RunState(state="interrupted", phase="x"))))
-    assert text.startswith("# INCOMPLETE")
-    assert "6 measurements of cells are missing. The run did not finish; `abserve engines --resume`" in text.replace(
-        "\\", ""
-    )
+    assert "INCOMPLETE" in text.splitlines()[0]
+    assert "6 measurements of cells are missing" in text
+    assert "abserve engines \\-\\-resume" in text or "abserve engines --resume" in text
     for state in (None, FINISHED):
         empty = matrix_document(analyse(asked, ENVIRONMENT, [], state))
         assert "INCOMPLETE" in render_html(empty)
-        assert render_markdown(empty).startswith("# INCOMPLETE")
+        assert "INCOMPLETE" in render_markdown(empty).splitlines()[0]
 
 
 def test_failures_and_one_round_are_said() -> None:
