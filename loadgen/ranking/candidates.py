@@ -103,8 +103,10 @@ def from_matrix(name: str, matrix: Matrix) -> Read:
     machine = machine_of(matrix.environment).id
     candidates, left_out = [], []
     for place, found in enumerate(matrix.configurations):
-        own = configuration_name(found)
         cells = [cell for cell in matrix.cells if cell.configuration == place]
+        copied = found.configuration.device != "cpu" and any(cell.latency_ns == cell.call_ns for cell in cells)
+        own = configuration_name(found) + (" (with copies)" if copied else "")
+        payload = matrix.plan.settings.get("payload")
         if not cells:
             error = found.errors[0] if found.errors else "no cell was measured"
             left_out.append(LeftOut(result=name, what=f"{own}, {found.configuration.model}", reason=error))
@@ -134,9 +136,13 @@ def from_matrix(name: str, matrix: Matrix) -> Read:
                     precision=found.configuration.precision,
                     weights=_weights_of(found, matrix),
                     length=None if length is None else str(length),
+                    payload=None if payload is None else str(payload),
                     item=found.item,
                 )
                 candidates.append(Candidate(work=work, name=own, machine=machine, result=name, points=tuple(points)))
+    if matrix.state is None or matrix.state.state != "finished":
+        reason = "the run did not finish; continue it with abserve engines --resume DIR"
+        left_out.append(LeftOut(result=name, what="the rounds that are missing", reason=reason))
     refused = [
         LeftOut(result=name, what=_configured(one.configuration), reason=one.reason) for one in matrix.plan.refused
     ]

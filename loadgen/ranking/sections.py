@@ -22,8 +22,8 @@ NOTES = (
     f"{_FRONT} lists what is on the Pareto front: nothing else in the table is both cheaper and faster to answer.",
 )
 ALONE = (
-    "Engine alone: on a GPU throughput, latency and cost leave out copies to and from the host, which a server hides "
-    "behind the next batch; on a CPU they are of whole calls."
+    "Engine alone: on a GPU throughput, latency and cost leave out copies to and from the host unless the option says "
+    "so, and are those of short runs, which a GPU at its power limit cannot keep up. On a CPU they are of whole calls."
 )
 
 
@@ -45,7 +45,8 @@ def describe_work(work: Work) -> str:
     """torchvision:resnet50 in fp16, through an engine."""
     length = "" if work.length is None else f", length {work.length}"
     if work.source == "engines":
-        return f"{work.model} in {work.precision}{length}, engine alone"
+        payload = "" if work.payload is None else f" from {work.payload}"
+        return f"{work.model} in {work.precision}{payload}{length}, engine alone"
     return f"{work.model} in {work.precision}{length}, served over {work.transport} as {work.payload}"
 
 

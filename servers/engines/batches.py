@@ -45,11 +45,13 @@ def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
     return bucket_sizes(max_batch_size, halves=False)
 
 
-def axis_buckets(axis: Axis, pad_to: Sequence[int] = ()) -> tuple[int, ...]:
-    """Sizes to which batches are padded along the axis: `pad_to`, then powers of two and the axis' largest size."""
+def axis_buckets(axis: Axis, pad_to: Sequence[int] = (), *, only: bool = False) -> tuple[int, ...]:
+    """Sizes to which batches are padded along the axis: `pad_to`, then powers of two and the axis' largest size; with
+    `only` no sizes beyond `pad_to` and the one of the axis' default."""
     given = {size for size in pad_to if size <= axis.largest}
     powers = (2**n for n in range(SMALLEST_AXIS_BUCKET.bit_length() - 1, axis.largest.bit_length()))
-    return tuple(sorted(given | {size for size in (*powers, axis.largest) if size > max(given, default=0)}))
+    every = sorted(given | {size for size in (*powers, axis.largest) if size > max(given, default=0)})
+    return tuple(size for size in every if not only or size in given or size <= bucket_of(every, axis.default))
 
 
 def has_buckets(specification: ModelSpecification) -> bool:

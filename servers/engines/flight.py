@@ -37,6 +37,11 @@ The allocator of pinned memory takes longer than a small copy, and a large copy 
 """
 
 
+def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Two events that measure the device time between them."""
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def new_host_bytes(size: int, *, pinned: bool) -> Array:
     """New memory of the host, page-locked for a GPU."""
     array: Array = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()

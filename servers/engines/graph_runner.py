@@ -17,7 +17,7 @@ from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
 from servers.engines.copies import cut_copy
 from servers.engines.device_copies import CudaCopies, HostCopies
-from servers.engines.flight import COPIED_BYTES, TORCH_TYPES, Flight, Memory, new_host_bytes
+from servers.engines.flight import COPIED_BYTES, TORCH_TYPES, Flight, Memory, event_pair, new_host_bytes
 from servers.engines.interface import DeviceMemory, Finish, HostMemory, Request
 from servers.engines.padding import Padding, divide, fill_rows
 from servers.gpu.cuda_library import CudaError
@@ -25,11 +25,6 @@ from servers.models.specification import Axis, ModelSpecification
 
 FLIGHTS = 2
 """Batches that may be unfinished at once: one arrives while the other one is executed."""
-
-
-def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Two events that measure the device time between them."""
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 Enqueue = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
@@ -397,11 +392,7 @@ class GraphRunner:
             copies.order(flight.arrived, copies.incoming, copies.compute)
         if self._call is not None:
             with self._active():
-                found = self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
-                own = [
-                    output.to(TORCH_TYPES[tensor.datatype]).contiguous()
-                    for tensor, output in zip(self._specification.outputs, found, strict=True)
-                ]
+                own = self._outputs_of(flight, shapes)
             flight.kept += own
             return [(output.data_ptr(), tuple(output.shape)) for output in own]
         for read, arrived, shape in [] if direct else zip(self._inputs, flight.inputs, shapes, strict=True):
@@ -410,6 +401,13 @@ class GraphRunner:
         graph = self._graphs[bucket]
         graph.replay()
         return graph.outputs
+
+    def _outputs_of(self, flight: Flight, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Enqueue the call on what has arrived; its outputs have the specification's datatypes, as a graph's have."""
+        assert self._call is not None
+        found = self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
+        types = [TORCH_TYPES[tensor.datatype] for tensor in self._specification.outputs]
+        return [output.to(dtype).contiguous() for dtype, output in zip(types, found, strict=True)]
 
     def _fetch(self, flight: Flight, found: Sequence[tuple[int, tuple[int, ...]]], batch: _Batch) -> list[_Fetched]:
         """Enqueue the copies of the outputs to where the requests want them, without padding."""
@@ -495,6 +493,6 @@ class GraphRunner:
     def _repeat(self, rows: int) -> None:
         bucket, flight, shapes = self._executed[rows]
         if self._call is not None:
-            self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
+            self._outputs_of(flight, shapes)
         else:
             self._graphs[bucket].replay()

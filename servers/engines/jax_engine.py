@@ -122,7 +122,8 @@ class JaxEngine(Engine):
             raise EngineError(str(exc)) from exc
         executed = executed_module(specification, module)
         proof = proof_batch(specification, min(PROOF_ROWS, settings.max_batch_size), 1, PROOF_SHARE)
-        expected = proof.expected(partial(expected_answers, specification, executed))
+        with self.checking():
+            expected = proof.expected(partial(expected_answers, specification, executed))
         dtype = PARAMETER_TYPES[settings.precision]
         try:
             with jax.default_device(device):

@@ -171,6 +171,11 @@ def call_times_ns(
     return times
 
 
+def rows_of(reference: Reference) -> int:
+    """The number of its items."""
+    return len(next(iter(reference.inputs.values())))
+
+
 def compared(
     infer: Callable[[Mapping[str, Array]], Mapping[str, Array]],
     specification: ModelSpecification,
@@ -184,7 +189,7 @@ def compared(
     At least one batch is executed, then others until all rows were or the time is up. Rows are repeated to fill the
     last batch.
     """
-    count = len(next(iter(reference.inputs.values())))
+    count = rows_of(reference)
     rows = (np.arange(-(-count // batch) * batch) % count).reshape(-1, batch)
     deadline = time.perf_counter() + seconds
     parts: list[Mapping[str, Array]] = []
@@ -243,7 +248,7 @@ def matrix_tflops(device: str, precision: str) -> float | None:
         import torch
     except ImportError:
         return None
-    from servers.engines.graph_runner import event_pair
+    from servers.engines.flight import event_pair
     from servers.engines.torch_device import set_fp32_products
 
     generator = torch.Generator(device).manual_seed(0)

@@ -242,7 +242,7 @@ class OnnxRuntimeEngine(Engine):
     def _captured(self, session: Any, index: int) -> GraphExecution:
         specification, settings, axis = self._specification, self._settings, self._specification.padded_axis
         buckets = bucket_sizes(settings.max_batch_size, settings.buckets, halves=axis is None)
-        along = () if axis is None else axis_buckets(axis, settings.pad_to)
+        along = () if axis is None else axis_buckets(axis, settings.pad_to, only=bool(settings.buckets))
         try:
             return GraphExecution(session, specification, ("cuda", index), buckets, along, settings.precision)
         except EngineError:

@@ -89,14 +89,15 @@ class OpenVINOEngine(Engine):
         if settings.threads and used != threads:
             raise EngineError(f"OpenVINO uses {used} threads here instead of {threads}; use --threads {used}")
         proof = proof_batch(specification, min(PROOF_ROWS, settings.max_batch_size), 1, PROOF_SHARE)
-        expected = self._expected(proof)
+        with self.checking():
+            expected = self._expected(proof)
         self._ports = {name: port for port in self._compiled.outputs for name in port.get_names()}
         self._request = self._compiled.create_infer_request()
         self._products = _products(self._compiled)
         self._check_precision()
-        self._checked = disagreement(
-            specification, expected, proof.without_padding(self.infer(proof.inputs)), settings.precision
-        )
+        with self.checking():
+            answers = proof.without_padding(self.infer(proof.inputs))
+            self._checked = disagreement(specification, expected, answers, settings.precision)
         if self._checked.fault is not None:
             raise EngineError(
                 f"OpenVINO does not compute {path.name} as ONNX Runtime does: {self._checked.fault}; use the engine "

@@ -27,11 +27,11 @@ Read = Callable[[], float | None]
 
 
 class Energy(NamedTuple):
-    """What a device took during a number of runs."""
+    """What a device took during a number of runs; `seconds_per_run` is of those between which nothing was read."""
 
     joules: float
     runs: int
-    seconds: float
+    seconds_per_run: float
 
 
 class Resources:
@@ -85,7 +85,7 @@ class Resources:
         return torch.cuda if used and torch is not None else None
 
     def _gpu_joules(self) -> float | None:
-        return None if self._gpu is None else self._reader.reading(self._gpu).values.get("energy_joules")
+        return None if self._gpu is None else self._reader.energy_joules(self._gpu)
 
     def _processes(self) -> dict[int, int | None]:
         found = None if self._gpu is None else self._reader.edge(self._gpu).processes
@@ -124,10 +124,10 @@ def joules_of(read: Read, run: Callable[[], object], seconds: float) -> Energy |
     while not runs or perf_counter() < began + seconds:
         run()
         runs += 1
+    per_run = (perf_counter() - began) / runs
     before = read()
     end, further = (None, 0) if before is None else _next_step(read, before, run)
-    lasted = perf_counter() - began
-    return None if start is None or end is None or end <= start else Energy(end - start, runs + further, lasted)
+    return None if start is None or end is None or end <= start else Energy(end - start, runs + further, per_run)
 
 
 def _next_step(read: Read, before: float, run: Callable[[], object]) -> tuple[float | None, int]:

@@ -63,7 +63,7 @@ class TensorRTEngine(RunnerEngine):
             try:
                 axis = self._specification.padded_axis
                 rows = bucket_sizes(settings.max_batch_size, settings.buckets, halves=False)
-                sizes = () if axis is None else axis_buckets(axis, settings.pad_to)
+                sizes = () if axis is None else axis_buckets(axis, settings.pad_to, only=bool(settings.buckets))
                 self._start(self._build, rows, device, sizes=sizes)
             except RuntimeError as exc:
                 raise EngineError(f"the plan cannot be loaded on {device}: {first_line(exc)}") from exc

@@ -102,7 +102,9 @@ class TorchEngine(RunnerEngine):
         """Build the form of this mode from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
         proof = proof_batch(specification, min(PROOF_ROWS, largest), 1, PROOF_SHARE)
-        expected = proof.expected(partial(expected_answers, specification, executed_module(specification, module)))
+        with self.checking():  # the module's outputs too, before it is converted
+            own = executed_module(specification, module)
+            expected = proof.expected(partial(expected_answers, specification, own))
         if mode in GRAPH_MODES:
             fp8, compiled = self._settings.precision == "fp8", mode == "compile"
             tower = fast_tower(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
@@ -119,7 +121,8 @@ class TorchEngine(RunnerEngine):
             memory = (*tower.parameters, *module.buffers())
             self._shared_memory = frozenset(one.untyped_storage().data_ptr() for one in memory)
         if mode != "eager" or device.type != "cpu" or proof.lengths:  # else it is the module that gave these answers
-            self._check(proof, expected)
+            with self.checking():
+                self._check(proof, expected)
 
     def _axis_buckets(self) -> tuple[Sequence[int], Sequence[int]]:
         """Sizes of the padded axis: all buckets, and those that are prepared at load.

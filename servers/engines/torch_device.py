@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from servers.contract.tensors import Array
 from servers.engines.batches import valid_inputs
-from servers.engines.graph_runner import FLIGHTS, Build, Call, GraphRunner, event_pair
+from servers.engines.flight import event_pair
+from servers.engines.graph_runner import FLIGHTS, Build, Call, GraphRunner
 from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, Request, first_line
 from servers.engines.padding import Padding
 from servers.engines.processors import cuda_index

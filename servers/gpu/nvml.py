@@ -266,6 +266,10 @@ class NvmlReader:
             values.update(calls.run("gpm", lambda _: self._gpm[index].read(), handle) or {})
         return Reading(values=values, failed=calls.failed, lost=calls.lost)
 
+    def energy_joules(self, index: int) -> float | None:
+        """The energy so far alone, for callers whom a whole reading would hold up; None if it cannot be read."""
+        return (_Calls().run("energy", _READING_CALLS["energy"], self._handles[index]) or {}).get("energy_joules")
+
     def samples(self, index: int, since_us: int) -> SampleBatch:
         """New utilisation samples."""
         calls = _Calls()

@@ -80,7 +80,7 @@ def _result(plan: Plan, one: Cell, baseline: Cell | None) -> CellResult:
     device = plan.configurations[one.configuration].device
     energies = [m for m in measured if m.energy_joules and m.energy_items]
     energy = estimate([m.energy_joules / m.energy_items for m in energies if m.energy_joules])
-    sustained = estimate([m.energy_seconds / m.energy_items * m.batch * 1e9 for m in energies if m.energy_seconds])
+    sustained = estimate([float(m.sustained_ns) for m in energies if m.sustained_ns])
     waited = sustained is not None and sustained.value > MOST_WAITING * latency.value
     flops = next((m.flops_per_item for m in measured if m.flops_per_item is not None), None)
     fault = next((m.fault for m in measured if m.fault is not None), None)
@@ -128,8 +128,8 @@ def _rate(batch: int, latency: Estimate) -> Estimate:
 
 def _configuration(plan: Plan, place: int, visits: Sequence[Visit]) -> ConfigurationResult:
     own = sorted((one for one in visits if one.configuration == place), key=lambda one: one.round)
-    started = [one for one in own if one.error is None]
-    described = next((one for one in started if one.description), None)
+    started = [one for one in own if one.description]  # also those of which one cell failed
+    described = next(iter(started), None)
     timed = {(one.batch, one.length) for visit in own for one in visit.cells if one.calls_ns}
     untimed = dict.fromkeys(
         f"batch {one.batch}{'' if one.length is None else f', length {one.length}'}: {one.fault or 'no timed call'}"

@@ -1,30 +1,32 @@
 """After how many items a conversion has paid for itself.
 
-    one-time seconds = conversions + load + first call − (load + first call of the baseline)
+    start            = load + what the first calls of all shapes took beyond ordinary calls
+    one-time seconds = conversions + start − start of the baseline
     gain per item    = seconds per item of the baseline − seconds per item after the conversion
     items            = one-time seconds ÷ gain per item
 
-Conversions are export, quantise, build, extract, compile and package, each with the seconds that it took when it was
-made, also where this run found the artefact. Load and first call are what a new process pays for one shape. The
-baseline pays its own load and first call in any case, so only the difference counts; a path that starts sooner and runs
-faster pays from the first item.
+Conversions are the export, also quantised or packaged, and the build of a file, each with the seconds that it took when
+it was made, also where this run found it. The start is that of a process which serves all shapes of the matrix: some
+engines prepare them while they load, others in the first calls. The baseline starts in any case, so only the difference
+counts; a path that starts sooner and runs faster pays from the first item.
 
-The interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which load, first call and
-latency are measured together. Where the interval of the gain includes 0, the conversion may never pay: there is no
-upper bound. Where no gain was measured it never pays. Cells with wrong or too inaccurate answers have no break-even:
-they do not compute the same.
+The interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which start and latency are
+measured together; a kept process starts once, so there it is of the latency alone. Where the interval of the gain
+includes 0, the conversion may never pay: there is no upper bound. Where no gain was measured it never pays. Cells with
+wrong or too inaccurate answers have no break-even: they do not compute the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import numpy as np
 
 from loadgen.quantities import number
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t
-from loadgen.studies.engines.cells import Cell, Shape, baseline_of, first_call_ns, worst
+from loadgen.studies.engines.cells import Cell, Shape, baseline_of, worst
 from loadgen.studies.engines.records import (
     BreakEven,
     Configuration,
@@ -60,10 +62,7 @@ def break_even(
 ) -> tuple[BreakEven, ...]:
     """The break-even of every configuration that converts something, at every shape that its baseline has too."""
     by_place: dict[tuple[int, Shape], Cell] = {(one.configuration, one.shape): one for one in cells}
-    loads: dict[int, dict[int, float]] = {}
-    for visit in visits:
-        if visit.load_seconds is not None:
-            loads.setdefault(visit.configuration, {})[visit.round] = visit.load_seconds
+    starts = start_seconds(plan, visits)
     found = []
     for cell in cells:
         asked = plan.configurations[cell.configuration]
@@ -74,7 +73,7 @@ def break_even(
         conversions = math.fsum(one.seconds for one in configurations[cell.configuration].conversions)
         if not conversions and path_of(asked) == path_of(plan.configurations[base.configuration]):
             continue
-        costs, gains = _by_round(plan, cell, base, conversions, loads)
+        costs, gains = _by_round(cell, base, conversions, starts)
         if gains:
             found.append(
                 BreakEven(
@@ -92,26 +91,29 @@ def break_even(
     return tuple(found)
 
 
+def start_seconds(plan: Plan, visits: Sequence[Visit]) -> dict[int, dict[int, float]]:
+    """By configuration and round: load, and what the first calls took beyond the median call of their shape. A kept
+    process has started once, for all rounds."""
+    found: dict[int, dict[int, float]] = {}
+    for visit in sorted(visits, key=lambda one: one.round):
+        if visit.load_seconds is not None:
+            first = math.fsum(one.first_call_ns - median(one.calls_ns) for one in visit.cells if one.calls_ns)
+            rounds = range(plan.rounds) if plan.processes == "kept" else (visit.round,)
+            found.setdefault(visit.configuration, {}).update(dict.fromkeys(rounds, visit.load_seconds + first / 1e9))
+    return found
+
+
 def _by_round(
-    plan: Plan, cell: Cell, base: Cell, conversions: float, loads: Mapping[int, Mapping[int, float]]
+    cell: Cell, base: Cell, conversions: float, starts: Mapping[int, Mapping[int, float]]
 ) -> tuple[list[float], list[float]]:
-    """One-time seconds and seconds gained per item of every round that both cells have."""
+    """One-time seconds and seconds gained per item of every round in which both cells have a start and a latency."""
     costs, gains = [], []
+    of_cell, of_base = (starts.get(one.configuration, {}) for one in (cell, base))
     for number_, own_ns in cell.latencies_ns.items():
-        if number_ not in base.latencies_ns:
-            continue
-        start = [_start_seconds(plan, one, number_, loads.get(one.configuration, {})) for one in (cell, base)]
-        costs.append(conversions + start[0] - start[1])
-        gains.append(base.latencies_ns[number_] / base.batch / 1e9 - own_ns / cell.batch / 1e9)
+        if number_ in base.latencies_ns and number_ in of_cell and number_ in of_base:
+            costs.append(conversions + of_cell[number_] - of_base[number_])
+            gains.append(base.latencies_ns[number_] / base.batch / 1e9 - own_ns / cell.batch / 1e9)
     return costs, gains
-
-
-def _start_seconds(plan: Plan, cell: Cell, round_: int, loads: Mapping[int, float]) -> float:
-    """Load and first call of a round; a kept process has them once, in its first round."""
-    if plan.processes == "kept":
-        return (loads[min(loads)] if loads else 0.0) + first_call_ns(plan, cell) / 1e9
-    load = loads.get(round_, math.fsum(loads.values()) / len(loads) if loads else 0.0)
-    return load + cell.rounds[round_].first_call_ns / 1e9
 
 
 def mean_interval(values: Sequence[float]) -> Estimate:

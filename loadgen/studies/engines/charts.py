@@ -185,7 +185,7 @@ def batch_chart(matrix: Matrix) -> doc.Chart | None:
     return _chart(
         "engine-batches", "Latency and throughput against batch size",
         "Both axes are logarithmic. Bars are 95 % intervals over rounds; a hollow marker is a cell that is not ranked. "
-        "On a GPU both are without copies to and from the host.",
+        "On a GPU both are without copies to and from the host, where the engine can execute without them.",
         data, buttons,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal
 
 from loadgen.quantities import Interval, counted, number, ratio, ratio_interval
@@ -217,18 +217,18 @@ def half_of_bert(plan: Plan, cells: Sequence[Cell]) -> list[Answer]:
     scopes = _baseline_first(plan, ((engine_mode(one), one.precision, one.device) for one in plan.configurations))
     scopes.sort(key=lambda scope: scope[:2] != (plan.baseline, "fp32"))
     found = []
-    for mode, precision, device in scopes:
+    for (mode, precision, device), *pair in product(scopes, whole, small):
         of = {"engine_mode": mode, "precision": precision, "device": device}
-        large, less = (_select(plan, cells, model=one, **of) for one in (whole[0], small[0]))
+        large, less = (_select(plan, cells, model=one, **of) for one in pair)
         keys = [key for key in large if key in less]
         parts = [_speedups(large[key], less[key]) for key in keys]
         value = estimate(_mean_by_round(parts))
         if value is not None:
-            found.append(_half_answer(value, f"{mode} {precision} on {device}", len(keys)))
+            found.append(_half_answer(value, f"{mode} {precision} on {device}", len(keys), *map(short_name, pair)))
     return found or _unanswered(HALF, "No configuration has measured both models at the same batch size and length.")
 
 
-def _half_answer(value: Estimate, where: str, count: int) -> Answer:
+def _half_answer(value: Estimate, where: str, count: int, whole: str, small: str) -> Answer:
     interval = value.interval
     low, high = 0.5 / (1.0 + HALF_MARGIN), 0.5 * (1.0 + HALF_MARGIN)
     outcome: Outcome = "undetermined"
@@ -241,7 +241,7 @@ def _half_answer(value: Estimate, where: str, count: int) -> Answer:
         question=HALF,
         outcome=outcome,
         sentence=(
-            f"With {where}, DistilBERT takes {times(value)} the time of BERT (geometric mean over "
+            f"With {where}, {small} takes {times(value)} the time of {whole} (geometric mean over "
             f"{counted(count, 'pair')} of cells). About a half is {low:.3f} to {high:.3f}{why}."
         ),
     )

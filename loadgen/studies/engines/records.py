@@ -77,7 +77,7 @@ class Conversion(Record, frozen=True, kw_only=True):
     already lay there; its seconds are then those of its manifest."""
 
     step: str
-    """export, quantise, build, extract, compile or package."""
+    """export, quantise or build."""
     seconds: float
     made_now: bool = True
     file: str | None = None
@@ -113,8 +113,8 @@ class Measured(Record, frozen=True, kw_only=True):
     energy_joules: float | None = None
     """Of the device (GPU: NVML's counter; CPU: RAPL, if this user may read it) during `energy_items`."""
     energy_items: int = 0
-    energy_seconds: float | None = None
-    """How long these items took, one batch after the other."""
+    sustained_ns: int | None = None
+    """Time per batch while the energy was measured, one batch after the other."""
     kernels: tuple[dict[str, Any], ...] = ()
     """With --profile: name, count, seconds, share; the longest first."""
 
@@ -131,7 +131,8 @@ class Visit(Record, frozen=True, kw_only=True):
     error: str | None = None
     import_seconds: float | None = None
     load_seconds: float | None = None
-    """From the model's weights to an engine that is ready, without conversions that made an artefact."""
+    """From the model's weights to an engine that is ready, without conversions that made an artefact and without the
+    comparison of the answers."""
     conversions: tuple[Conversion, ...] = ()
     description: dict[str, Any] = msgspec.field(default_factory=dict)
     """The engine's description: version, precision, mode, device and threads in effect, details."""
@@ -221,7 +222,8 @@ class Winner(Record, frozen=True, kw_only=True):
 class BreakEven(Record, frozen=True, kw_only=True):
     """How many items a conversion has to serve before it pays, at one batch and length.
 
-    items = one-time seconds ÷ (seconds per item of the baseline − seconds per item after the conversion)
+    items = one-time seconds ÷ (seconds per item of the baseline − seconds per item after the conversion); the one-time
+    seconds are those of a process that serves all shapes of the matrix.
     """
 
     configuration: int

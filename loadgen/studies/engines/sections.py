@@ -14,6 +14,8 @@ from loadgen.studies.engines.questions import times
 from loadgen.studies.engines.records import Matrix, Winner
 from loadgen.studies.engines.tables import shape_text, value
 
+LONG_NS = 2e6
+"""Batches of which the host's launch and wait are a small share; sustained times include both."""
 SLOWER = 1.05
 """Sustained time over latency from which the overview says so: a GPU at its power limit lowers its clocks."""
 OUTCOMES: dict[str, doc.Style] = {"yes": "ok", "no": "note", "undetermined": "unknown"}
@@ -77,7 +79,7 @@ def overview(matrix: Matrix) -> doc.Section | None:
             doc.Text(f"{counted(excluded, 'cell')} not ranked: wrong answers, or below the limits ({limits}).")
         )
     if on_gpu(matrix):
-        notes.append(doc.Text(f"Latency is the {timed(matrix)}; the table of cells also has the whole call.", "note"))
+        notes.append(doc.Text("Times are without copies to and from the host; the table of cells has both.", "note"))
     if (slower := _slower_when_sustained(matrix)) is not None:
         notes.append(doc.Text(slower))
     if plan.refused:
@@ -96,7 +98,11 @@ def overview(matrix: Matrix) -> doc.Section | None:
 
 def _slower_when_sustained(matrix: Matrix) -> str | None:
     """How many cells cannot keep their latency for the longer time in which their energy was measured."""
-    factors = [one.sustained_ns.value / one.latency_ns.value for one in matrix.cells if one.sustained_ns is not None]
+    factors = [
+        one.sustained_ns.value / one.latency_ns.value
+        for one in matrix.cells
+        if one.sustained_ns is not None and one.latency_ns.value > LONG_NS
+    ]
     slower = [factor for factor in factors if factor > SLOWER]
     if not slower:
         return None
@@ -120,7 +126,12 @@ def on_gpu(matrix: Matrix) -> bool:
 
 def timed(matrix: Matrix) -> str:
     """What the times are of."""
-    return "time of one batch on the device, without copies to and from the host" if on_gpu(matrix) else "whole call"
+    if not on_gpu(matrix):
+        return "whole call"
+    return (
+        "time of one batch on the device, without copies to and from the host (torch between device events, ONNX "
+        "Runtime and JAX by the host until the device is done)"
+    )
 
 
 def _own_winners(matrix: Matrix, scope: Scope) -> list[Winner]:

@@ -94,11 +94,13 @@ def break_even_table(matrix: Matrix) -> doc.Section | None:
         shapes = [(*_break_even_row(matrix, one), one.batch, one.length or "") for one in own]
         table = doc.Table((*PAYS, *doc.numbers("batch", "length")), shapes, grouped=True)
         folds.append(doc.Fold(f"{view.label}: every batch and length", (table,), on=doc.HTML))
+    kept = ", in which the start, measured once, has no share" if matrix.plan.processes == "kept" else ""
     text = (
-        f"Against {matrix.plan.baseline} fp32 with the same threads. One-time: conversions, load and first call, "
-        "beyond the baseline's own load and first call. Items = one-time seconds ÷ seconds gained per item, with "
-        "Fieller's 95 % interval over rounds. A path in another precision is credited with the gain of the precision, "
-        "too: compare it with the baseline's mode in that precision. Cells that are not ranked are left out."
+        f"Against {matrix.plan.baseline} fp32 with the same threads. One-time: conversions, load, and what the first "
+        "calls of all shapes took beyond ordinary ones, less those of the baseline. Items = one-time seconds ÷ seconds "
+        f"gained per item, with Fieller's 95 % interval over rounds{kept}. A path in another precision is credited "
+        "with the gain of the precision, too: compare it with the baseline's mode in that precision. Cells that are "
+        "not ranked are left out."
     )
     if not matrix.break_even:
         return None
@@ -136,7 +138,7 @@ def _break_even_items(matrix: Matrix) -> list[doc.Block]:
             (one for one in own if one.items is not None), key=lambda one: one.items.value if one.items else 0
         )
         if not paying:
-            text = f"never in {counted(len(own), 'cell')}"
+            text = f"no gain in {counted(len(own), 'cell')}"
         else:
             ends = dict.fromkeys(number(one.items.value) for one in (paying[0], paying[-1]) if one.items)
             after = "at once" if list(ends) == ["0"] else f"after {' to '.join(ends)} items"

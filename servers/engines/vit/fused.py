@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from servers.engines.device_copies import capture
-from servers.engines.graph_runner import event_pair
+from servers.engines.flight import event_pair
 from servers.engines.vit import kernels
 from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans, product_sizes
 from servers.engines.vit.tower import LeanVisionTower, TowerShape, UnsupportedTowerError

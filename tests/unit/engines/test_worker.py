@@ -197,7 +197,7 @@ def test_energy_is_read_from_one_step_of_the_counter_to_another() -> None:
     found = joules_of(read, lambda: runs.append(None), 0.0)
     assert found is not None
     assert found.joules / found.runs == 10 / 4
-    assert found.seconds > 0
+    assert found.seconds_per_run > 0
 
 
 @pytest.mark.parametrize("readings", [[None], [5.0, 5.0], [5.0, 6.0, None]])

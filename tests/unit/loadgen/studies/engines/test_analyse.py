@@ -171,10 +171,10 @@ def test_a_cell_without_a_timed_call_is_an_error_of_its_configuration() -> None:
 def test_memory_is_the_largest_and_energy_the_mean_and_rates_come_from_the_latency() -> None:
     def change(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
         memory = {"allocated_bytes": 100 + number, "rss_bytes": 1000 - number, "flops_per_item": 10**9}
-        energy = {"energy_joules": 2.0 ** (number + 1), "energy_items": 16, "energy_seconds": seconds}
+        energy = {"energy_joules": 2.0 ** (number + 1), "energy_items": 16, "sustained_ns": sustained_ns}
         return fields | memory | energy
 
-    seconds = 0.2
+    sustained_ns = 10**8
     found = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
     assert found.sustained_ns.value == pytest.approx(1e8)
     assert (found.allocated_bytes, found.rss_bytes, found.reserved_bytes) == (102, 1000, None)
@@ -183,7 +183,7 @@ def test_memory_is_the_largest_and_energy_the_mean_and_rates_come_from_the_laten
     assert found.items_per_second.low == pytest.approx(8e9 / found.latency_ns.high)
     assert found.tflops == pytest.approx(8 * 1e9 / found.latency_ns.value / 1e3)
     assert found.p99_ns is None  # nine calls have no 99th percentile
-    seconds = 0.6  # three times as long as the latency: the device waited
+    sustained_ns = 3 * 10**8  # three times as long as the latency: the device waited
     found = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
     assert (found.joules_per_item, found.sustained_ns.value) == (None, pytest.approx(3e8))
 

@@ -20,7 +20,7 @@ def found(speed: float, **given: object) -> BreakEven:
 
 
 def test_it_is_the_closed_form() -> None:
-    """24 s of conversion, 3 − 1 s of load and 500 − 100 ms of first call; 10 ms per item become 5 ms."""
+    """24 s of conversion, 3 − 1 s of load; first calls take 460 and 20 ms longer than others; 10 ms become 5."""
     one = found(
         2.0,
         noise=1e-6,
@@ -28,12 +28,12 @@ def test_it_is_the_closed_form() -> None:
         load_seconds=lambda one: 3.0 if one.engine == "onnxruntime" else 1.0,
         first_call_ms=lambda one: 500.0 if one.engine == "onnxruntime" else 100.0,
     )
-    assert one.one_time_seconds == pytest.approx(26.4)
+    assert one.one_time_seconds == pytest.approx(26.44, abs=0.01)  # the drift of five rounds
     assert one.items is not None
-    assert one.items.value == pytest.approx(26.4 / 0.005, rel=0.1)  # the drift of five rounds
+    assert one.items.value == pytest.approx(26.44 / 0.005, rel=0.1)
     assert one.items.low is not None
     assert one.items.high is not None
-    assert one.items.low < 26.4 / 0.005 < one.items.high
+    assert one.items.low < 26.44 / 0.005 < one.items.high
     assert (one.path, one.batch, one.baseline) == ("PyTorch → ONNX → ONNX Runtime", 8, 0)
     assert one.parity == "cosine at least 0.999999, top-1 agreement 100 %, relative error at most 1e-06"
 
@@ -85,7 +85,21 @@ def test_few_rounds_have_no_interval() -> None:
 def test_a_kept_process_pays_its_start_once() -> None:
     asked = plan(TORCH, ONNX, batches=(8,), processes="kept")
     (one,) = matrix(asked, per_item({"onnxruntime": 2.0}), conversions=EXPORT).break_even
-    assert one.one_time_seconds == pytest.approx(24.0)
+    assert one.one_time_seconds == pytest.approx(24.04, abs=0.01)
+
+
+def test_an_engine_that_compiles_at_load_and_one_that_does_at_the_first_calls_pay_the_same() -> None:
+    """Three shapes of 2 s each, prepared while loading or at their first calls."""
+    lazy = configuration("jax", "jit")
+    paid = matrix(
+        plan(TORCH, ONNX, lazy, batches=(1, 4, 8)),
+        per_item({"onnxruntime": 2.0, "jax": 2.0}),
+        noise=1e-6,
+        load_seconds=lambda one: 7.0 if one.engine == "onnxruntime" else 1.0,
+        first_call_ms=lambda one: 2000.0 if one.engine == "jax" else 0.0,
+    ).break_even
+    assert len(paid) == 6
+    assert {round(one.one_time_seconds, 1) for one in paid} == {6.1}
 
 
 def test_without_a_conversion_or_a_baseline_there_is_none() -> None:
