@@ -142,14 +142,13 @@ def _request(arguments: Sequence[str]) -> Request | None:
     return request
 
 
-def _prepare(request: Request) -> dict[str, bool]:
-    """Make the model's own answers and the file that the engine executes: whether it executes one, and whether that was
-    made now."""
+def _prepare(request: Request) -> dict[str, object]:
+    """Make the model's own answers and the file that the engine executes: whether it executes one, and its steps."""
     specification = request.specification()
     weights = request.weights_source(specification)
     _references(request, specification, weights)
     conversions, path = _converted(request, specification, weights)
-    return {"file": path is not None, "made": any(one["made_now"] for one in conversions)}
+    return {"file": path is not None, "conversions": conversions}
 
 
 def _references(request: Request, specification: ModelSpecification, weights: WeightsSource) -> list[Reference]:
@@ -162,15 +161,14 @@ def _references(request: Request, specification: ModelSpecification, weights: We
 
 
 def _converted(
-    request: Request, specification: ModelSpecification, weights: WeightsSource
+    request: Request, specification: ModelSpecification, weights: WeightsSource, began: float | None = None
 ) -> tuple[list[dict[str, Any]], Path | None]:
     """The steps from the model to the file that the engine executes, and the file; the steps of a TensorRT plan have
     no manifest, so they are known only when it is made."""
     from servers.engines.command import artefact
 
-    began, started_ns = time.time(), time.perf_counter_ns()
-    settings = request.settings()
-    executed = artefact(specification, weights, settings, Path(request.artefacts))
+    began, started_ns = began or time.time(), time.perf_counter_ns()
+    executed = artefact(specification, weights, request.settings(), Path(request.artefacts))
     seconds = (time.perf_counter_ns() - started_ns) / 1e9
     if executed is None or executed.path == specification.file:
         return [], None if executed is None else executed.path
@@ -178,12 +176,12 @@ def _converted(
     made_now = status.st_mtime >= began
     if manifest is None and not made_now:
         return [], executed.path
+    name, source = "build" if manifest is None else "export", list[dict[str, Any]]()
     if manifest is not None and manifest.quantisation is not None:
-        source, _ = _converted(msgspec.structs.replace(request, precision="fp32"), specification, weights)
-    else:
-        source = []
+        plain = msgspec.structs.replace(request, precision="fp32")
+        name, (source, _) = "quantise", _converted(plain, specification, weights, began)
     step = {
-        "step": "build" if manifest is None else "quantise" if manifest.quantisation is not None else "export",
+        "step": name,
         "seconds": seconds if manifest is None else manifest.seconds,
         "made_now": made_now,
         "file": executed.path.name,

@@ -20,7 +20,7 @@ from loadgen.records.run import RunState
 from loadgen.storage.store import StorageError
 from loadgen.studies.engines.plan import Cell, Turn, schedule
 from loadgen.studies.engines.progress import Progress, name_of
-from loadgen.studies.engines.records import Configuration, Measured, Plan, Visit
+from loadgen.studies.engines.records import Configuration, Conversion, Measured, Plan, Visit
 from loadgen.studies.engines.store import MatrixStore
 from loadgen.studies.engines.worker_process import (
     LIMITS,
@@ -82,7 +82,7 @@ class _Run:
         self._preparing: deque[tuple[_Files, Preparation]] = deque()
         self._started: set[int] = set()
         self._failures: dict[int, int] = {}
-        self._prepared: dict[_Files, bool | str] = {}
+        self._prepared: dict[_Files, tuple[Conversion, ...] | str] = {}
         self._fileless: set[str] = set()
         self._broken: dict[int, str] = {}
         self._began = monotonic()
@@ -162,7 +162,7 @@ class _Run:
         answered = {key[0] for key in self._prepared}
         self._make({key[0]: key for key in wanted if key[0] not in answered}.values())
         for key in wanted:
-            self._prepared.setdefault(key, False)
+            self._prepared.setdefault(key, ())
 
     def _make(self, keys: Iterable[_Files]) -> None:
         """Prepare these, as far as they are not, up to `MADE_SIDE_BY_SIDE` at once."""
@@ -226,7 +226,7 @@ class _Run:
                 if keeps:
                     self._kept[turn.configuration], self._current = process, None
                 process.wait_until_ready()
-            base = self._with_costs(base, turn.configuration, process, made_now=prepared is True)
+            base = self._with_costs(base, turn.configuration, process, () if isinstance(prepared, str) else prepared)
             for cell in turn.cells:
                 try:
                     cells.append(process.measure(cell, self._seconds, energy=energy))
@@ -243,17 +243,15 @@ class _Run:
             self._end(turn.configuration)
         return msgspec.structs.replace(base, error=error, cells=tuple(cells))
 
-    def _with_costs(self, base: Visit, place: int, process: EngineProcess, *, made_now: bool) -> Visit:
-        """What the process cost until its engine was ready; with kept processes of its first visit alone. The first
-        one is told whether the run made the file, which its process only found."""
+    def _with_costs(self, base: Visit, place: int, process: EngineProcess, prepared: tuple[Conversion, ...]) -> Visit:
+        """What the process cost until its engine was ready; with kept processes of its first visit alone. The first one
+        has the steps of the preparation, of whose file its process may know less."""
         first, ready = place not in self._started, process.ready
         self._started.add(place)
         base = msgspec.structs.replace(base, description=ready.description, item=ready.item)
         if self._plan.processes == "kept" and not first:
             return base
-        conversions = tuple(
-            msgspec.structs.replace(one, made_now=one.made_now or (first and made_now)) for one in ready.conversions
-        )
+        conversions = prepared if first and prepared else ready.conversions
         return msgspec.structs.replace(
             base, import_seconds=ready.import_seconds, load_seconds=ready.load_seconds, conversions=conversions
         )

@@ -62,7 +62,7 @@ class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: Measured | None = None
     profiled: tuple[tuple[dict[str, Any], ...], ...] | None = None
     file: bool | None = None
-    made: bool | None = None
+    conversions: tuple[Conversion, ...] | None = None
     error: str | None = None
 
 
@@ -172,12 +172,12 @@ class Preparation:
         self._limits = limits
         self._process = _started([*worker, "--prepare", _text(request)], log_path)
 
-    def wait(self) -> tuple[bool, bool]:
-        """Whether the engine executes a file, and whether that was made now."""
+    def wait(self) -> tuple[bool, tuple[Conversion, ...]]:
+        """Whether the engine executes a file, and the steps that made it."""
         answer = _read(self._process, self._limits.prepare)
-        if answer.error is not None or answer.made is None or answer.file is None:
+        if answer.error is not None or answer.conversions is None or answer.file is None:
             raise WorkerError(one_line(answer.error or "answered something else than that its files are made"))
-        return answer.file, answer.made
+        return answer.file, answer.conversions
 
     def stop(self) -> None:
         """Stop it. Idempotent."""

@@ -137,6 +137,14 @@ def assert_measured(cell: Measured, *, null: bool) -> None:
     assert cell.relative_error is not None
 
 
+def test_an_int8_file_costs_its_export_and_its_quantisation(tmp_path: Path) -> None:
+    settings = {"engines": ("onnxruntime",), "precisions": ("int8",), "baseline": "none", "batches": (2,), "rounds": 1}
+    (visit,) = measured(tmp_path, planned(tmp_path, write_model(tmp_path), **settings))["onnxruntime/session"]
+    assert visit.error is None
+    assert [one.step for one in visit.conversions] == ["export", "quantise"]
+    assert all(one.seconds > 0 and one.made_now for one in visit.conversions)
+
+
 def test_wrong_answers_are_a_fault_and_a_second_run_finds_the_file(tmp_path: Path) -> None:
     """The engine's process computes something else than the one that made the references."""
     model = write_model(tmp_path, "* (1 if 'prepare' in ' '.join(__import__('sys').argv) else 2)")
