@@ -178,7 +178,7 @@ def _converted(
         return [], executed.path
     name, source = "build" if manifest is None else "export", list[dict[str, Any]]()
     if manifest is not None and manifest.quantisation is not None:
-        plain = msgspec.structs.replace(request, precision="fp32")
+        plain = msgspec.structs.replace(request, engine="openvino", precision="fp32")  # the file that INT8 is made from
         name, (source, _) = "quantise", _converted(plain, specification, weights, began)
     step = {
         "step": name,
