@@ -53,5 +53,6 @@ def check_capability(found: tuple[int, int], name: str) -> None:
 
 
 def fits(layer: nn.Linear) -> bool:
-    """Whether FP8 products exist for the layer's sizes."""
-    return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
+    """Whether FP8 products exist for the layer; torchao has none for the last product of nn.MultiheadAttention."""
+    of_attention = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return not of_attention and layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0

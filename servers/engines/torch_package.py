@@ -38,15 +38,28 @@ class AOTInductorEngine(TorchEngine):
         """As in the torch engine; the parameters are in the package, and its metadata is shown instead."""
         found = super().describe()
         assert self._tower is not None  # see TorchEngine.describe
-        details = {name: value for name, value in found.details.items() if not name.startswith("parameters")}
+        others = ("compiled", "plans")  # of a module that torch compiles at load
+        details = {
+            name: value
+            for name, value in found.details.items()
+            if name not in others and not name.startswith("parameters")
+        }
         return replace(found, details={**details, "package": dict(self._tower.plans())})
 
 
 def _tower(path: Path, device: torch.device, dtype: torch.dtype) -> DeviceTower:
-    from torch._inductor import aoti_load_package
+    from torch._inductor import aoti_load_package, config
 
     try:
-        package = aoti_load_package(str(path), device_index=-1 if device.index is None else device.index)
+        # The check of instructions compiles a file per set of them, and serves a warning only.
+        with config.patch({"cpp.vec_isa_ok": True}):
+            package = aoti_load_package(
+                str(path),
+                # By default an execution waits on the host for the one before it. On a GPU the stream keeps the order
+                # of executions, and one thread at a time starts them.
+                run_single_threaded=device.type != "cpu",
+                device_index=-1 if device.index is None else device.index,
+            )
         metadata = package.get_metadata()
     except FAILURES as exc:
         raise EngineError(f"torch cannot load {path.name}: {reason_of(exc)}; delete it and export it again") from exc

@@ -20,8 +20,9 @@ from servers.models.specification import ModelSpecification
 if TYPE_CHECKING:
     import torch
 
-CONFIGURATION = {"cpp.dynamic_threads": True}
-"""Else the number of threads at compilation would be a constant of the machine code."""
+CONFIGURATION = {"cpp.dynamic_threads": True, "aot_inductor.weight_use_caching_allocator": True}
+"""Else the number of threads at compilation would be a constant of the machine code, and the weights would lie beside
+torch's allocator, so that no figure of memory would include them."""
 
 
 def target_of(device: str) -> str:
@@ -58,6 +59,8 @@ def write_package(
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.cpp_extension import CUDA_HOME
 
     from servers.engines.torch import PARAMETER_TYPES
     from servers.engines.torch_device import set_fp32_products
@@ -70,6 +73,11 @@ def write_package(
         raise ExportError(
             "AOTInductor needs a C++ compiler, and none was found; run: sudo apt-get install g++, or name one in CXX"
         ) from exc
+    if device != "cpu" and not Path(CUDA_HOME or "/", "include", "cuda.h").is_file():
+        raise ExportError(
+            f"AOTInductor needs the headers of a CUDA toolkit, and {CUDA_HOME or 'the environment'} has no "
+            "include/cuda.h; install the toolkit, and set CUDA_HOME to its folder"
+        )
     dtype = getattr(torch, PARAMETER_TYPES[precision])
     if device != "cpu":
         set_fp32_products(tf32=precision == "tf32")
@@ -80,7 +88,10 @@ def write_package(
     given = tuple(one.to(dtype) if one.is_floating_point() else one for one in example)
     try:
         with quiet_exporter(), torch.no_grad():
-            program = torch.export.export(executed, given, dynamic_shapes=(*dynamic_shapes(specification),))
+            # On a GPU a fused attention pads its mask to a multiple of 8, which export takes for a condition of the
+            # axis. The program keeps the operator, and the compiler chooses how to compute it.
+            with sdpa_kernel(SDPBackend.MATH):
+                program = torch.export.export(executed, given, dynamic_shapes=(*dynamic_shapes(specification),))
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(CONFIGURATION))
     except Exception as exc:  # the model's own code runs here, and the compiler's errors share no base class
         raise ExportError(

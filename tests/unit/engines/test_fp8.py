@@ -25,3 +25,9 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
 @pytest.mark.parametrize(("sizes", "wanted"), [((32, 16), True), ((32, 1000), False), ((30, 16), False)])
 def test_layers_of_other_sizes_stay_in_bf16(sizes: tuple[int, int], wanted: bool) -> None:
     assert fits(nn.Linear(*sizes)) is wanted
+
+
+def test_the_last_product_of_an_attention_stays_in_bf16() -> None:
+    """torchao's weights have no product for the way in which nn.MultiheadAttention calls it."""
+    attention = nn.MultiheadAttention(32, 4)
+    assert not fits(attention.out_proj)
