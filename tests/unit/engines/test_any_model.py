@@ -300,6 +300,8 @@ def test_axis_buckets() -> None:
     assert axis_buckets(axis) == (16, 32, 64, 128, 256, 512)
     assert axis_buckets(axis, (100, 200)) == (100, 200, 256, 512)
     assert axis_buckets(axis, (64, 512, 1024)) == (64, 512)
+    assert axis_buckets(axis, (32, 100, 384), only=True) == (32, 100, 384)
+    assert axis_buckets(axis, (32,), only=True) == (32, 64, 128)  # the default's is compared with the module
     assert axis_buckets(Axis("sequence", 5, 9, {})) == (9,)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from loadgen.studies.engines import plan as plan_of
 from loadgen.studies.engines.records import Measured
 from loadgen.studies.engines.worker_process import Ready
+from servers.contract.tensors import Array
 from servers.engines.environment import VARIABLE
 from servers.engines.interface import EngineError
 from servers.engines.measurement import Reference, rotation_rows
@@ -28,7 +30,7 @@ from servers.engines.request import Checked, Request, checked, offers, resolved_
 from servers.engines.resources import Resources, _RaplCounter, joules_of, peak_rss_bytes
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import TorchEngine
-from servers.engines.worker import Command, _measured
+from servers.engines.worker import LEAST_CALLS, Command, _measured
 from servers.gpu.readings import EdgeReading, GpuProcess
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
@@ -123,6 +125,29 @@ def test_both_sides_name_the_same_fields() -> None:
     measured = msgspec.convert(json.loads(msgspec.json.encode(cell)), Measured)
     assert measured.fault == "the null engine computes no model"
     assert set(Ready.__struct_fields__) == {"import_seconds", "load_seconds", "conversions", "description", "item"}
+
+
+@pytest.mark.parametrize(("slow_calls", "timed"), [(1, LEAST_CALLS), (9, 1)])
+def test_a_first_call_that_compiles_does_not_make_a_batch_slow(
+    slow_calls: int, timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("servers.engines.worker.SLOW_SECONDS", 0.05)
+    made: list[None] = []
+
+    class Compiles(NullEngine):
+        def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+            made.append(None)
+            time.sleep(0.1 if len(made) <= slow_calls else 0.0)
+            return super().infer(inputs)
+
+    specification = get_specification(IMAGE)
+    inputs = {"pixel_values": np.zeros((1, 3, 224, 224), np.float32)}
+    engine = Compiles(specification, EngineSettings(kind="null"))
+    pool = {name: np.repeat(array, rotation_rows(1), axis=0) for name, array in inputs.items()}
+    command = Command(batch=1, seconds=0.0)
+    cell = _measured(engine, specification, Reference(inputs, None), pool, command, Resources("cpu"))
+    assert len(cell["calls_ns"]) == timed
+    assert cell["first_call_ns"] > 0.1e9
 
 
 @pytest.mark.parametrize("checks", [["--check"], ["--offers", "cpu"]])

@@ -245,3 +245,19 @@ def test_the_best_point_is_the_one_with_the_highest_throughput_whatever_its_kind
         ((option,),) = [group.options for group in rank([found], []).groups]
         assert option.point.name == "x"
         assert (option.slo is not None) == (kind == "slo")
+
+
+def test_an_option_that_could_only_be_timed_with_copies_says_so() -> None:
+    gpu = [configuration(device="cuda:0", threads=None), configuration("onnxruntime", mode="session", device="cuda:0")]
+    copied = cell(1, 100)
+    cells = [cell(0, 200), replace(copied, call_ns=copied.latency_ns)]
+    found = options(rank([read("r", gpu, cells, H200)], []).groups)
+    assert [name.endswith("(with copies)") for name in found] == [False, True]
+
+
+def test_a_matrix_that_did_not_finish_says_so_and_payloads_are_kept_apart() -> None:
+    whole = matrix([configuration()], [cell(0, 100)])
+    bytes_ = replace(whole, plan=replace(whole.plan, settings={**whole.plan.settings, "payload": "uint8"}), state=None)
+    found = rank([from_matrix("a", whole), from_matrix("b", bytes_)], [])
+    assert sorted(str(group.work.payload) for group in found.groups) == ["None", "uint8"]
+    assert [one.result for one in found.left_out if "did not finish" in one.reason] == ["b"]
