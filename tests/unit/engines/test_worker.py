@@ -30,7 +30,7 @@ from servers.engines.request import Checked, Request, checked, offers, resolved_
 from servers.engines.resources import Resources, _RaplCounter, joules_of, peak_rss_bytes
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import TorchEngine
-from servers.engines.worker import LEAST_CALLS, Command, _measured
+from servers.engines.worker import LEAST_CALLS, Command, _measured, _own_compilations
 from servers.gpu.readings import EdgeReading, GpuProcess
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
@@ -148,6 +148,20 @@ def test_a_first_call_that_compiles_does_not_make_a_batch_slow(
     cell = _measured(engine, specification, Reference(inputs, None), pool, command, Resources("cpu"))
     assert len(cell["calls_ns"]) == timed
     assert cell["first_call_ns"] > 0.1e9
+
+
+def test_a_process_compiles_into_a_folder_of_its_own_unless_the_user_has_chosen_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
+    with _own_compilations():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    with _own_compilations():
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert list(folder.iterdir()) == []
+    assert not folder.exists()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
 
 
 @pytest.mark.parametrize("checks", [["--check"], ["--offers", "cpu"]])
