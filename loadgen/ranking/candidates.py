@@ -16,6 +16,7 @@ from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of
 from loadgen.result.checks.registry import complaints
 from loadgen.result.result_file import Result
 from loadgen.statistics.ratios import geometric_mean, interval_of_mean
+from loadgen.studies.engines.cells import has_copies
 from loadgen.studies.engines.records import ConfigurationResult, Estimate, Matrix
 from loadgen.studies.gpu_proof.analyse import GpuFound
 from loadgen.studies.rate_search.records import RatesFound
@@ -104,7 +105,7 @@ def from_matrix(name: str, matrix: Matrix) -> Read:
     candidates, left_out = [], []
     for place, found in enumerate(matrix.configurations):
         cells = [cell for cell in matrix.cells if cell.configuration == place]
-        copied = found.configuration.device != "cpu" and any(cell.latency_ns == cell.call_ns for cell in cells)
+        copied = any(has_copies(cell, found.configuration.device) for cell in cells)
         own = configuration_name(found) + (" (with copies)" if copied else "")
         payload = matrix.plan.settings.get("payload")
         if not cells:

@@ -343,15 +343,9 @@ def _bounds(estimate: Estimate | None) -> tuple[float | None, float | None, floa
     return (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
 
 
-def _value(estimate: Estimate) -> str:
-    low, high = estimate.low, estimate.high
-    return measured(estimate.value, None if low is None or high is None else (low, high))
-
-
 def _with_interval(estimate: Estimate | None) -> tuple[str, str]:
     """A value and its interval; empty where there is none."""
     if estimate is None:
         return "", ""
-    bounds = [bound for bound in (estimate.low, estimate.high) if bound is not None]
-    interval = (bounds[0], bounds[1]) if len(bounds) == 2 else None
-    return _value(estimate), "–".join(measured(bound, interval) for bound in bounds) if interval else ""
+    interval = estimate.interval
+    return measured(estimate.value, interval), "–".join(measured(bound, interval) for bound in interval or ())

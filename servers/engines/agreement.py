@@ -168,10 +168,9 @@ def _row_by_row(want: Array, got: Array) -> Float64Array:
     for start in range(0, len(want), step):
         w, g = (array[start : start + step].astype(np.float64) for array in (want, got))
         apart = g - w
-        norms = (np.linalg.norm(one, axis=1) for one in (w, g, apart))
+        norm_w, norm_g, error = (np.linalg.norm(one, axis=1) for one in (w, g, apart))
         largest = (np.abs(one).max(axis=1) for one in (w, apart))
-        of_want, of_got, error = norms
-        parts.append(np.stack([of_want, of_got, np.einsum("ij,ij->i", w, g), error, *largest]))
+        parts.append(np.stack([norm_w, norm_g, np.einsum("ij,ij->i", w, g), error, *largest]))
     return np.concatenate(parts, axis=1)
 
 

@@ -95,6 +95,8 @@ class Engine(ABC):
     registers as an entry point of `servers.engines.settings.ENTRY_POINTS`; see docs/engines.md.
     """
 
+    check_seconds: float = 0.0
+    """The part of `load` that only compares answers, which a server without such a check would not take."""
     flights: int = 1
     """How many started batches may be unfinished at once."""
 
@@ -118,9 +120,6 @@ class Engine(ABC):
         """`weights` only label an engine that executes the file at `path`."""
         self._specification, self._settings, self._path = specification, settings, path
         self._weights = weights
-
-    check_seconds: float = 0.0
-    """The part of `load` that only compares answers, which a server without such a check would not take."""
 
     @contextmanager
     def checking(self) -> Iterator[None]:

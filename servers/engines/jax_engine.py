@@ -304,14 +304,14 @@ class JaxEngine(Engine):
 
         if (shapes := self._executed.get(rows)) is None:
             return None
-        specification = self._specification
-        sizes = {
-            axis.name: shape[axis.places[tensor.name]]
-            for axis in specification.axes
-            for tensor, shape in zip(specification.inputs, shapes, strict=True)
-            if tensor.name in axis.places
-        }
         if shapes not in self._given:  # those of one shape are kept, for many runs one by one
+            specification = self._specification
+            sizes = {
+                axis.name: shape[axis.places[tensor.name]]
+                for axis in specification.axes
+                for tensor, shape in zip(specification.inputs, shapes, strict=True)
+                if tensor.name in axis.places
+            }
             inputs = random_inputs(specification, shapes[0][0], 0, sizes)
             arrays = [_with_32_bits(one.name, inputs[one.name]) for one in specification.inputs]
             self._given = {shapes: jax.block_until_ready(jax.device_put(arrays, self._device))}

@@ -295,9 +295,8 @@ def _measured(
     in_effect = engine.describe()
     found = compared(timed, specification, batch, reference, in_effect.precision, command.seconds)
     null = in_effect.kind == "null"
-    calls_ns = call_times_ns(
-        engine, inputs, 0.0, 1
-    )  # the first call may have compiled, so this one says how slow it is
+    # The first call may have compiled, so this one tells whether the batch is slow.
+    calls_ns = call_times_ns(engine, inputs, 0.0, 1)
     if calls_ns[0] <= SLOW_SECONDS * 1e9:
         if len(first_ns) == 1 and batch < rows_of(reference):  # compiling took the time for the other rows
             found = compared(engine.infer, specification, batch, reference, in_effect.precision, command.seconds)

@@ -48,6 +48,16 @@ def _instructions() -> str:
     return hashlib.sha256(" ".join(sorted(flags.partition(":")[2].split())).encode()).hexdigest()[:8]
 
 
+def _check_cuda_headers() -> None:
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if not Path(CUDA_HOME or "/", "include", "cuda.h").is_file():
+        raise ExportError(
+            f"AOTInductor needs the headers of a CUDA toolkit, and {CUDA_HOME or 'the environment'} has no "
+            "include/cuda.h; install the toolkit, and set CUDA_HOME to its folder"
+        )
+
+
 def write_package(
     specification: ModelSpecification, module: torch.nn.Module, path: Path, precision: str, device: str
 ) -> float:
@@ -60,7 +70,6 @@ def write_package(
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.cpp_extension import CUDA_HOME
 
     from servers.engines.torch import PARAMETER_TYPES
     from servers.engines.torch_device import set_fp32_products
@@ -73,13 +82,9 @@ def write_package(
         raise ExportError(
             "AOTInductor needs a C++ compiler, and none was found; run: sudo apt-get install g++, or name one in CXX"
         ) from exc
-    if device != "cpu" and not Path(CUDA_HOME or "/", "include", "cuda.h").is_file():
-        raise ExportError(
-            f"AOTInductor needs the headers of a CUDA toolkit, and {CUDA_HOME or 'the environment'} has no "
-            "include/cuda.h; install the toolkit, and set CUDA_HOME to its folder"
-        )
     dtype = getattr(torch, PARAMETER_TYPES[precision])
     if device != "cpu":
+        _check_cuda_headers()
         set_fp32_products(tf32=precision == "tf32")
         module = copy.deepcopy(module)  # the original still gives the expected answers
     executed = to_precision(executed_module(specification, module).to(device), dtype)

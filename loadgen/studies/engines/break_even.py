@@ -12,8 +12,8 @@ counts; a path that starts sooner and runs faster pays from the first item.
 
 The interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which start and latency are
 measured together; a kept process starts once, so there it is of the latency alone. Where the interval of the gain
-includes 0, the conversion may never pay: there is no upper bound. Without a measured gain there is no number. Cells
-with wrong or too inaccurate answers have no break-even: they do not compute the same.
+includes 0, the conversion may never pay, and the number has no upper bound. A path without a measured gain has no
+number. Cells with wrong or too inaccurate answers have no break-even: they do not compute the same.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from loadgen.statistics.ratios import geometric_mean, interval_of_mean
-from loadgen.studies.engines.records import Configuration, Estimate, Measured, Plan, Visit
+from loadgen.studies.engines.records import CellResult, Configuration, Estimate, Measured, Plan, Visit
 
 Shape = tuple[int, int | None]
 """Batch size and length."""
@@ -69,6 +69,11 @@ def samples_ns(measured: Measured, device: str) -> tuple[int, ...]:
     memory, which take longer than many models and vary more, and which a server hides behind the next batch. On a CPU,
     and for an engine without such times, those of whole calls."""
     return measured.calls_ns if device == "cpu" else measured.executions_ns or measured.calls_ns
+
+
+def has_copies(one: CellResult, device: str) -> bool:
+    """Whether a cell on a GPU could only be timed with copies to and from the host."""
+    return device != "cpu" and one.latency_ns == one.call_ns
 
 
 def reason_against(plan: Plan, measured: Sequence[Measured]) -> str | None:

@@ -212,10 +212,10 @@ class _Run:
         """The visit, with its error if there is one and the cells that were measured before or beside it."""
         base = Visit(round=turn.round, configuration=turn.configuration, started_at=utc_now())
         prepared = self._prepared[_files_of(configuration)]
-        broken = self._broken.get(turn.configuration, prepared)
-        if isinstance(broken, str):
+        broken = self._broken.get(turn.configuration)
+        if isinstance(prepared, str) or broken is not None:
             self._failures[turn.configuration] = MOST_FAILURES  # no round would change it
-            return msgspec.structs.replace(base, error=broken)
+            return msgspec.structs.replace(base, error=broken or str(prepared))
         cells: list[Measured] = []
         energy = self._plan.processes == "fresh" or turn.round == self._plan.rounds - 1
         error: str | None = None
@@ -226,7 +226,7 @@ class _Run:
                 if keeps:
                     self._kept[turn.configuration], self._current = process, None
                 process.wait_until_ready()
-            base = self._with_costs(base, turn.configuration, process, () if isinstance(prepared, str) else prepared)
+            base = self._with_costs(base, turn.configuration, process, prepared)
             for cell in turn.cells:
                 try:
                     cells.append(process.measure(cell, self._seconds, energy=energy))

@@ -26,6 +26,7 @@ DIP = "Is there a dip of throughput at a batch size?"
 STEEP = 1.5
 """The exponent from which growth is called quadratic: half way between linear (1) and quadratic (2)."""
 HALF_MARGIN = 0.10
+FEW_ROUNDS = "fewer than two rounds have all these cells"
 SMALL_DIP = 0.05
 """Where no dip was found, one larger than this share of the throughput must be excluded for a plain "no"."""
 
@@ -153,7 +154,7 @@ def _above(interval: Interval | None, limit: float) -> Outcome:
 def _why_undetermined(interval: Interval | None, limit: float) -> str:
     """Why `_above` says so, to end a sentence; "" if it says something else."""
     if interval is None:
-        return ", without an interval: fewer than two rounds have all these cells"
+        return f", without an interval: {FEW_ROUNDS}"
     return f", and the interval includes {limit:g}" if interval[0] <= limit <= interval[1] else ""
 
 
@@ -232,7 +233,7 @@ def _half_answer(value: Estimate, where: str, count: int, whole: str, small: str
     interval = value.interval
     low, high = 0.5 / (1.0 + HALF_MARGIN), 0.5 * (1.0 + HALF_MARGIN)
     outcome: Outcome = "undetermined"
-    why = "; the interval is partly outside" if interval else "; fewer than two rounds have all these cells"
+    why = "; the interval is partly outside" if interval else f"; {FEW_ROUNDS}"
     if interval is not None and low <= interval[0] and interval[1] <= high:
         outcome, why = "yes", ""
     elif interval is not None and (interval[1] < low or high < interval[0]):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import loadgen.report.document as doc
 from loadgen.quantities import counted, measured, number, ratio, share
 from loadgen.studies.engines.break_even import path_of
-from loadgen.studies.engines.cells import engine_mode
+from loadgen.studies.engines.cells import engine_mode, has_copies
 from loadgen.studies.engines.charts import Scope, View, latency_ms, scope_of, scope_title, shown_length, title_of, views
 from loadgen.studies.engines.questions import times
 from loadgen.studies.engines.records import BreakEven, CellResult, Configuration, ConfigurationResult, Estimate, Matrix
@@ -264,7 +264,7 @@ def latency_text(device: str, one: CellResult, *, interval: bool = False) -> str
     found = latency_ms(one)
     limits = found.interval if interval else None
     low_high = "" if limits is None else f" ({measured(limits[0], limits)}–{measured(limits[1], limits)})"
-    copies = " with copies" if device != "cpu" and one.latency_ns == one.call_ns else ""
+    copies = " with copies" if has_copies(one, device) else ""
     return f"{measured(found.value, found.interval)}{low_high}{copies}"
 
 
