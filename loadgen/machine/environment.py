@@ -20,8 +20,9 @@ from loadgen.headers import without_secrets
 from loadgen.records.run import Environment
 
 PACKAGES = (
-    "abserve", "fastapi", "gevent", "locust", "numpy", "nvidia-pytriton", "onnx", "onnxruntime", "onnxruntime-gpu",
-    "open_clip_torch", "timm", "torch", "torchvision", "transformers", "tritonclient", "uvicorn",
+    "abserve", "fastapi", "gevent", "jax", "jax2onnx", "jaxlib", "locust", "numpy", "nvidia-pytriton", "onnx",
+    "onnxruntime", "onnxruntime-gpu", "open_clip_torch", "openvino", "tensorrt", "timm", "torch", "torchao", "torchax",
+    "torchvision", "transformers", "tritonclient", "uvicorn",
 )  # fmt: skip
 """Packages whose versions affect a result."""
 

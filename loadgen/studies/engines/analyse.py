@@ -8,6 +8,7 @@ agreement is below the plan's limits, is shown and never wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -167,7 +168,7 @@ def winners(plan: Plan, found: Sequence[Cell]) -> tuple[Winner, ...]:
     drafts = [_winner(plan, cells) for cells in groups.values()]
     adjusted = adjust_holm([p_value for _, p_value in drafts])
     return tuple(
-        replace(winner, certain=p_value is not None and p_value < SIGNIFICANCE)
+        replace(winner, certain=True, unbeaten=None) if p_value is not None and p_value < SIGNIFICANCE else winner
         for (winner, _), p_value in zip(drafts, adjusted, strict=True)
     )
 
@@ -182,8 +183,8 @@ def _winner(plan: Plan, cells: Sequence[Cell]) -> tuple[Winner, float | None]:
     }
     known = {place: one for place, one in tests.items() if one.ratio is not None}
     runner_up = min(known, key=lambda place: known[place].ratio or 0.0, default=None)
-    beaten = [one.p_value if (one.ratio or 0.0) > 1.0 else 1.0 for one in tests.values()]
-    p_values = [value for value in beaten if value is not None]
+    p_values = {place: _p_value(one) for place, one in tests.items()}
+    unbeaten = max(p_values, key=lambda place: p_values[place], default=None)
     configuration = plan.configurations[best.configuration]
     winner = Winner(
         model=configuration.model,
@@ -195,8 +196,16 @@ def _winner(plan: Plan, cells: Sequence[Cell]) -> tuple[Winner, float | None]:
         runner_up=runner_up,
         ratio=None if runner_up is None else as_estimate(known[runner_up]),
         certain=False,
+        unbeaten=unbeaten,
     )
-    return winner, max(p_values) if p_values and len(p_values) == len(beaten) else None
+    return winner, None if unbeaten is None or p_values[unbeaten] == math.inf else p_values[unbeaten]
+
+
+def _p_value(found: RatioEstimate) -> float:
+    """The p of "it is not faster", two-sided because the winner comes from the same data; infinite without a test."""
+    if (found.ratio or 0.0) <= 1.0:
+        return 1.0
+    return math.inf if found.p_value is None else found.p_value
 
 
 def _over(one: Cell, other: Cell) -> float:

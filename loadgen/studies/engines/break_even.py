@@ -8,7 +8,8 @@
 Conversions are the export, also quantised or packaged, and the build of a file, each with the seconds that it took when
 it was made, also where this run found it. The start is that of a process which serves all shapes of the matrix: some
 engines prepare them while they load, others in the first calls. The baseline starts in any case, so only the difference
-counts; a path that starts sooner and runs faster pays from the first item.
+counts; a path that starts sooner and runs faster pays from the first item. The baseline is in the precision of the
+path where that was measured, or else the gain of the precision would count as one of the conversion.
 
 The interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which start and latency are
 measured together; a kept process starts once, so there it is of the latency alone. Where the interval of the gain
@@ -66,9 +67,8 @@ def break_even(
     found = []
     for cell in cells:
         asked = plan.configurations[cell.configuration]
-        place = baseline_of(plan, asked)
-        base = None if place is None else by_place.get((place, cell.shape))
-        if base is None or base is cell or cell.excluded or base.excluded:
+        base = _baseline(plan, by_place, cell)
+        if base is None or base is cell or cell.excluded:
             continue
         conversions = math.fsum(one.seconds for one in configurations[cell.configuration].conversions)
         if not conversions and path_of(asked) == path_of(plan.configurations[base.configuration]):
@@ -89,6 +89,14 @@ def break_even(
                 )
             )
     return tuple(found)
+
+
+def _baseline(plan: Plan, by_place: Mapping[tuple[int, Shape], Cell], cell: Cell) -> Cell | None:
+    """The ranked cell of the baseline at this shape, in the same precision, or else in FP32."""
+    asked = plan.configurations[cell.configuration]
+    places = (baseline_of(plan, asked, precision) for precision in dict.fromkeys((asked.precision, "fp32")))
+    found = (by_place.get((place, cell.shape)) for place in places if place is not None)
+    return next((one for one in found if one is not None and not one.excluded), None)
 
 
 def start_seconds(plan: Plan, visits: Sequence[Visit]) -> dict[int, dict[int, float]]:

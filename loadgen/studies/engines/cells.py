@@ -130,13 +130,9 @@ def is_baseline(plan: Plan, one: Configuration) -> bool:
     return one.precision == "fp32" and engine_mode(one) == plan.baseline
 
 
-def baseline_of(plan: Plan, one: Configuration) -> int | None:
-    """The place of the baseline for a configuration: of the same model, device and threads; None if not asked for."""
-    return next(
-        (
-            place
-            for place, other in enumerate(plan.configurations)
-            if is_baseline(plan, other) and (other.group, other.threads) == (one.group, one.threads)
-        ),
-        None,
-    )
+def baseline_of(plan: Plan, one: Configuration, precision: str = "fp32") -> int | None:
+    """The place of the baseline's engine and mode in a precision, for a configuration: of the same model, device and
+    threads; None if it is not measured."""
+    asked = (plan.baseline, precision, one.group, one.threads)
+    found = [(engine_mode(each), each.precision, each.group, each.threads) for each in plan.configurations]
+    return found.index(asked) if asked in found else None

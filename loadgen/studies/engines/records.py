@@ -217,6 +217,9 @@ class Winner(Record, frozen=True, kw_only=True):
     certain: bool
     """Whether it is faster than every other ranked configuration there, with a chance of at most 5 % of one false
     certain winner in the whole matrix (Holm)."""
+    unbeaten: int | None = None
+    """Of a winner that is not certain: the configuration that it beats least certainly. It can be a much slower one
+    whose time varies from round to round."""
 
 
 class BreakEven(Record, frozen=True, kw_only=True):

@@ -154,7 +154,8 @@ def _sentence(matrix: Matrix, view: View) -> str:
     if at.runner_up is not None and at.ratio is not None:
         other = title_of(configurations[at.runner_up])
         over += [f"{times(at.ratio)} that of {other}"] if not over or other != baseline else []
-    sure = sum(one.certain for one in won)
+    certain = sum(one.certain for one in won)
+    sure = {0: "none", len(won): "all"}.get(certain, certain)
     rate = f"{value(cell.items_per_second)} {items(matrix.configurations[most].item)}/s"
     return (
         f"{title_of(configurations[most])} is the fastest at {len(won)} of {counted(len(own), 'shape')}, certainly at "

@@ -10,7 +10,15 @@ from loadgen.studies.engines.break_even import path_of
 from loadgen.studies.engines.cells import engine_mode, has_copies
 from loadgen.studies.engines.charts import Scope, View, latency_ms, scope_of, scope_title, shown_length, title_of, views
 from loadgen.studies.engines.questions import times
-from loadgen.studies.engines.records import BreakEven, CellResult, Configuration, ConfigurationResult, Estimate, Matrix
+from loadgen.studies.engines.records import (
+    BreakEven,
+    CellResult,
+    Configuration,
+    ConfigurationResult,
+    Estimate,
+    Matrix,
+    Winner,
+)
 
 MANY = 5
 """Kernels shown per configuration."""
@@ -37,6 +45,12 @@ def shape_text(batch: int, length: int | None) -> str:
     return f"batch {batch}" + ("" if length is None else f", length {length}")
 
 
+def _doubt(matrix: Matrix, winner: Winner) -> str:
+    if winner.unbeaten is None:
+        return "not certain"
+    return f"not certain over {title_of(matrix.plan.configurations[winner.unbeaten])}"
+
+
 def winners_table(matrix: Matrix) -> doc.Section | None:
     """The winner of every batch size and length."""
     configurations = matrix.plan.configurations
@@ -52,7 +66,7 @@ def winners_table(matrix: Matrix) -> doc.Section | None:
             latency_text(one.device, cell),
             doc.Cell(speedup(one.ratio), short="" if one.ratio is None else ratio(one.ratio.value, one.ratio.interval)),
             "" if one.runner_up is None else title_of(configurations[one.runner_up]),
-            doc.Cell("certain", "ok") if one.certain else doc.Cell("not certain", "unknown", short="?"),
+            doc.Cell("certain", "ok") if one.certain else doc.Cell(_doubt(matrix, one), "unknown", short="?"),
         )
         for one, cell in zip(matrix.winners, own, strict=True)
     ]
@@ -68,7 +82,8 @@ def winners_table(matrix: Matrix) -> doc.Section | None:
     )
     caption = (
         "Ratio of throughputs, paired by round, with its 95 % interval. Certain: faster than every other ranked "
-        "configuration, with a chance of at most 5 % of one false winner in the whole table (Holm)."
+        "configuration, with a chance of at most 5 % of one false winner in the whole table (Holm). Not certain over: "
+        "the one that it beats least certainly, which may be a slow one whose time varies from round to round."
     )
     return doc.section(
         "The fastest configurations",
@@ -96,11 +111,10 @@ def break_even_table(matrix: Matrix) -> doc.Section | None:
         folds.append(doc.Fold(f"{view.label}: every batch and length", (table,), on=doc.HTML))
     kept = ", in which the start, measured once, has no share" if matrix.plan.processes == "kept" else ""
     text = (
-        f"Against {matrix.plan.baseline} fp32 with the same threads. One-time: conversions, load, and what the first "
-        "calls of all shapes took beyond ordinary ones, less those of the baseline. Items = one-time seconds ÷ seconds "
-        f"gained per item, with Fieller's 95 % interval over rounds{kept}. A path in another precision is credited "
-        "with the gain of the precision, too: compare it with the baseline's mode in that precision. Cells that are "
-        "not ranked are left out."
+        f"Over {matrix.plan.baseline} with the same threads, in the same precision where it was measured, or else in "
+        "fp32. One-time: conversions, load, and what the first calls of all shapes took beyond ordinary ones, less "
+        "those of the baseline. Items = one-time seconds ÷ seconds gained per item, with Fieller's 95 % interval over "
+        f"rounds{kept}. Cells that are not ranked are left out."
     )
     if not matrix.break_even:
         return None
@@ -112,6 +126,7 @@ def break_even_table(matrix: Matrix) -> doc.Section | None:
 PAYS = (
     doc.Column("configuration"),
     doc.Column("path"),
+    doc.Column("over"),
     *doc.numbers("one-time, s", "gain per item, ms", "pays after, items"),
 )
 
@@ -121,6 +136,7 @@ def _break_even_row(matrix: Matrix, one: BreakEven) -> tuple[doc.Value, ...]:
     return (
         title_of(matrix.plan.configurations[one.configuration]),
         one.path,
+        title_of(matrix.plan.configurations[one.baseline]),
         number(one.one_time_seconds) if one.one_time_seconds > 0 else "0",
         value(one.gain_seconds_per_item, 1e3) if one.gain_seconds_per_item.value > 0 else "none",
         doc.Cell(pays_after(one), "note", hint=one.parity),

@@ -69,6 +69,21 @@ def test_the_fastest_wins_with_its_ratio_to_the_next() -> None:
     assert [(one.batch, one.length) for one in found.winners] == [(1, None), (8, None)]
 
 
+def test_a_winner_that_is_not_certain_says_over_which() -> None:
+    """The slowest one, whose time in one round of three is almost the winner's."""
+
+    def vary(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+        if one.engine != "torch" or number != 1:
+            return fields
+        return fields | {"calls_ns": [round(0.55 * ns) for ns in fields["calls_ns"]]}
+
+    asked = plan(TORCH, ONNX, JAX, batches=(8,), rounds=3)
+    (winner,) = matrix(asked, FAST, change=vary).winners
+    assert (winner.configuration, winner.runner_up, winner.certain, winner.unbeaten) == (2, 1, False, 0)
+    (winner,) = matrix(asked, FAST).winners
+    assert (winner.certain, winner.unbeaten) == (True, None)
+
+
 def test_groups_are_not_mixed() -> None:
     two = configuration("onnxruntime", "session", threads=2)
     found = matrix(plan(TORCH, two, batches=(1,)), FAST)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -106,6 +108,27 @@ def test_without_a_conversion_or_a_baseline_there_is_none() -> None:
     half = configuration(precision="bf16")
     assert matrix(plan(TORCH, half), per_item({})).break_even == ()
     assert matrix(plan(ONNX), per_item({}), conversions=EXPORT).break_even == ()
+
+
+def test_the_gain_of_a_precision_is_not_one_of_the_conversion() -> None:
+    """The baseline is in the same precision if it is ranked there, otherwise in FP32."""
+    half, onnx_half = configuration(precision="fp16"), configuration("onnxruntime", "session", precision="fp16")
+    onnx_int8 = configuration("onnxruntime", "session", precision="int8")
+    asked = plan(TORCH, half, onnx_half, onnx_int8, batches=(1,))
+    ms = {"fp32": 10.0, "fp16": 5.0, "int8": 2.0}
+
+    def latency(one: Configuration, _batch: int, _length: int | None) -> float:
+        return ms[one.precision] - (1.0 if one.engine == "onnxruntime" else 0.0)
+
+    def inaccurate(one: Configuration, _round: int, fields: dict[str, Any]) -> dict[str, Any]:
+        return fields | {"cosine_min": 0.5} if one == half else fields
+
+    def gains(**given: Any) -> dict[int, tuple[int, float]]:
+        paid = matrix(asked, latency, noise=1e-6, conversions=EXPORT, **given).break_even
+        return {one.configuration: (one.baseline, round(one.gain_seconds_per_item.value * 1e3)) for one in paid}
+
+    assert gains() == {2: (1, 1), 3: (0, 9)}
+    assert gains(change=inaccurate) == {2: (0, 6), 3: (0, 9)}
 
 
 @pytest.mark.parametrize(
