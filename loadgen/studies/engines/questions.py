@@ -23,6 +23,8 @@ QUADRATIC = "Does latency turn quadratic in the sequence length?"
 HALF = "Does DistilBERT take half the time of BERT?"
 DIP = "Is there a dip of throughput at a batch size?"
 
+MORE = 1.05
+"""From this ratio one gain is called larger than another; with quiet times smaller differences are certain, too."""
 STEEP = 1.5
 """The exponent from which growth is called quadratic: half way between linear (1) and quadratic (2)."""
 HALF_MARGIN = 0.10
@@ -136,11 +138,12 @@ def _gain_answer(plan: Plan, cells: Sequence[Cell], models: tuple[str, str], mod
     batches = sorted({shape[0] for _, shape in keys})
     return Answer(
         question=FP16_GAIN,
-        outcome=_above(found.interval, 1.0),
+        outcome=_above(found.interval, MORE),
         sentence=(
             f"With {mode} on {device}, FP16 makes {transformer} {times(means[0])} and {cnn} "
             f"{times(means[1])} as fast as FP32 (geometric mean over {_listed('batch size', batches)}); the "
-            f"transformer's gain is {times(found)} the CNN's{_why_undetermined(found.interval, 1.0)}."
+            f"transformer's gain is {times(found)} the CNN's{_why_undetermined(found.interval, MORE)}. It counts as "
+            f"more from {MORE:g}×."
         ),
     )
 

@@ -31,7 +31,7 @@ def answer(question: str, configurations: list[Configuration], latency: Latency,
     return found[0]
 
 
-@pytest.mark.parametrize(("gain", "outcome"), [(3.0, "yes"), (1.2, "no"), (2.0, "undetermined")])
+@pytest.mark.parametrize(("gain", "outcome"), [(3.0, "yes"), (1.2, "no"), (2.02, "no"), (2.1, "undetermined")])
 def test_fp16_of_the_transformer_and_of_the_cnn(gain: float, outcome: str) -> None:
     gains = {(VIT, "fp16"): gain, (RESNET, "fp16"): 2.0}
     found = answer(
