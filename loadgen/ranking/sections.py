@@ -81,9 +81,9 @@ def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
     names = [(option.name, option.machine) for option in group.options]
     loads = {frozenset(point.name for point in option.points) for option in group.options}
     columns = (
-        *doc.numbers("#"), *doc.texts("option", "machine"),
+        *doc.numbers("#"), *doc.names("option", "machine"),
         doc.Column("result", "text", on=doc.PAGES),
-        *doc.texts("at"),
+        *doc.names("at"),
         *doc.numbers(unit, "95 % interval"),
         doc.Column(f"{latency}, ms", "number", short="ms"),
         doc.Column("95 % interval of the latency, ms", "number", on=doc.PAGES),
@@ -133,7 +133,7 @@ def _costs(group: Group, currency: str, ranking: Ranking) -> Iterator[doc.Block 
     priced.sort(key=lambda one: (one[1].rank, one[0].name, one[0].machine))
     names = [(option.name, option.machine) for option, _ in priced]
     columns = (
-        *doc.numbers("#"), *doc.texts("option", "machine"),
+        *doc.numbers("#"), *doc.names("option", "machine"),
         doc.Column("price", "text", on=doc.PAGES),
         doc.Column(f"{currency}/h", "number"),
         doc.Column("at 100 %", "number"), *doc.numbers("95 % interval"),
