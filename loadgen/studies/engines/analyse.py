@@ -9,7 +9,7 @@ agreement is below the plan's limits, is shown and never wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 from msgspec.structs import replace
@@ -20,8 +20,7 @@ from loadgen.statistics.ratios import SIGNIFICANCE, RatioEstimate, adjust_holm, 
 from loadgen.studies.engines.break_even import break_even
 from loadgen.studies.engines.cells import (
     Cell,
-    Shape,
-    baseline_of,
+    baseline_cell,
     cells_of,
     estimate,
     first_call_ns,
@@ -57,19 +56,11 @@ def analyse(plan: Plan, environment: Environment, visits: Sequence[Visit], state
         environment=environment,
         plan=plan,
         configurations=configurations,
-        cells=tuple(_result(plan, one, _baseline_cell(plan, one, by_place)) for one in found),
+        cells=tuple(_result(plan, one, baseline_cell(plan, by_place, one)) for one in found),
         winners=winners(plan, found),
-        break_even=break_even(plan, configurations, visits, found),
+        break_even=break_even(plan, configurations, visits, by_place),
         answers=answers(plan, found),
     )
-
-
-def _baseline_cell(plan: Plan, one: Cell, by_place: Mapping[tuple[int, Shape], Cell]) -> Cell | None:
-    """The baseline's cell of the same shape; None for the baseline itself, where it was not measured, and where its
-    answers are wrong."""
-    place = baseline_of(plan, plan.configurations[one.configuration])
-    found = None if place in (None, one.configuration) else by_place.get((place, one.shape))
-    return None if found is None or found.excluded else found
 
 
 def _result(plan: Plan, one: Cell, baseline: Cell | None) -> CellResult:

@@ -27,7 +27,7 @@ import numpy as np
 
 from loadgen.quantities import number
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t
-from loadgen.studies.engines.cells import Cell, Shape, baseline_of, worst
+from loadgen.studies.engines.cells import Cell, Shape, baseline_cell, worst
 from loadgen.studies.engines.records import (
     BreakEven,
     Configuration,
@@ -59,16 +59,18 @@ def path_of(one: Configuration) -> str:
 
 
 def break_even(
-    plan: Plan, configurations: Sequence[ConfigurationResult], visits: Sequence[Visit], cells: Sequence[Cell]
+    plan: Plan,
+    configurations: Sequence[ConfigurationResult],
+    visits: Sequence[Visit],
+    by_place: Mapping[tuple[int, Shape], Cell],
 ) -> tuple[BreakEven, ...]:
     """The break-even of every configuration that converts something, at every shape that its baseline has too."""
-    by_place: dict[tuple[int, Shape], Cell] = {(one.configuration, one.shape): one for one in cells}
     starts = start_seconds(plan, visits)
     found = []
-    for cell in cells:
+    for cell in by_place.values():
         asked = plan.configurations[cell.configuration]
-        base = _baseline(plan, by_place, cell)
-        if base is None or base is cell or cell.excluded:
+        base = baseline_cell(plan, by_place, cell, (asked.precision, "fp32"))
+        if base is None or cell.excluded:
             continue
         conversions = math.fsum(one.seconds for one in configurations[cell.configuration].conversions)
         if not conversions and path_of(asked) == path_of(plan.configurations[base.configuration]):
@@ -89,14 +91,6 @@ def break_even(
                 )
             )
     return tuple(found)
-
-
-def _baseline(plan: Plan, by_place: Mapping[tuple[int, Shape], Cell], cell: Cell) -> Cell | None:
-    """The ranked cell of the baseline at this shape, in the same precision, or else in FP32."""
-    asked = plan.configurations[cell.configuration]
-    places = (baseline_of(plan, asked, precision) for precision in dict.fromkeys((asked.precision, "fp32")))
-    found = (by_place.get((place, cell.shape)) for place in places if place is not None)
-    return next((one for one in found if one is not None and not one.excluded), None)
 
 
 def start_seconds(plan: Plan, visits: Sequence[Visit]) -> dict[int, dict[int, float]]:

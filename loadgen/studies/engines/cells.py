@@ -125,14 +125,21 @@ def engine_mode(one: Configuration) -> str:
     return f"{one.engine}/{one.mode}"
 
 
-def is_baseline(plan: Plan, one: Configuration) -> bool:
-    """Whether speed-ups divide by this configuration."""
-    return one.precision == "fp32" and engine_mode(one) == plan.baseline
-
-
 def baseline_of(plan: Plan, one: Configuration, precision: str = "fp32") -> int | None:
     """The place of the baseline's engine and mode in a precision, for a configuration: of the same model, device and
     threads; None if it is not measured."""
     asked = (plan.baseline, precision, one.group, one.threads)
     found = [(engine_mode(each), each.precision, each.group, each.threads) for each in plan.configurations]
     return found.index(asked) if asked in found else None
+
+
+def baseline_cell(
+    plan: Plan, by_place: Mapping[tuple[int, Shape], Cell], one: Cell, precisions: Sequence[str] = ("fp32",)
+) -> Cell | None:
+    """The baseline's cell of the same shape, in the first of these precisions in which it is ranked; None for that cell
+    itself."""
+    asked = plan.configurations[one.configuration]
+    places = (baseline_of(plan, asked, precision) for precision in precisions)
+    found = (by_place.get((place, one.shape)) for place in places if place is not None)
+    base = next((each for each in found if each is not None and not each.excluded), None)
+    return None if base is one else base

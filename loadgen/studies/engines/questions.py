@@ -15,7 +15,7 @@ from typing import Literal
 from loadgen.quantities import Interval, counted, number, ratio, ratio_interval
 from loadgen.statistics.ratios import SIGNIFICANCE, RatioEstimate, adjust_holm, estimate_ratio
 from loadgen.studies.engines.break_even import mean_interval
-from loadgen.studies.engines.cells import Cell, Shape, engine_mode, estimate, is_baseline, ratios
+from loadgen.studies.engines.cells import Cell, Shape, baseline_of, engine_mode, estimate, ratios
 from loadgen.studies.engines.records import Answer, Configuration, Estimate, Plan
 
 FP16_GAIN = "Does FP16 gain more for the transformer than for the CNN?"
@@ -171,7 +171,7 @@ def quadratic_length(plan: Plan, cells: Sequence[Cell]) -> list[Answer]:
     found = []
     for place, asked in enumerate(plan.configurations):
         own = [one for one in cells if one.configuration == place and one.length is not None]
-        if is_baseline(plan, asked) and own:
+        if baseline_of(plan, asked) == place and own:
             largest = max(one.batch for one in own)
             if answer := _slope_answer(plan, asked, [one for one in own if one.batch == largest]):
                 found.append(answer)
