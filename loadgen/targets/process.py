@@ -52,6 +52,7 @@ class ChildProcess:
                 os._exit(127)
 
         with log_path.open("ab") as log:
+            self._log_start = log.tell()
             self.started_ns = perf_counter_ns()
             try:
                 self.popen = subprocess.Popen(
@@ -114,13 +115,16 @@ class ChildProcess:
         return self.failure() or "closed its output"
 
     def last_words(self) -> str:
-        """Where the log is, and why the server could not load a model if it says so, else the log's end in one line."""
+        """Where the log is, and why the server could not load a model if it says so, else the log's end in one line.
+
+        What earlier processes wrote to the same log is left out.
+        """
         tail: list[str] = []
         with suppress(OSError), self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+            log.seek(max(self._log_start, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
             tail = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
         if not tail:
-            return f"its log {self.log_path} is empty"
+            return f"it wrote nothing to its log {self.log_path}"
         if causes := [found["triton"] or found["native"] for found in map(_NOT_LOADED.fullmatch, tail) if found]:
             return f"see {self.log_path}, which says: {causes[-1]}"
         return f"see {self.log_path}, which ends with: {' | '.join(tail[-_LOG_TAIL_LINES:])}"

@@ -6,8 +6,8 @@ from servers.engines.settings import EngineKind
 
 KIND = EngineKind(
     "servers.engines.torch_package:AOTInductorEngine",
-    {"cpu": ("package",), "cuda": ("package",)},
-    {"cpu": ("fp32",), "cuda": ("fp32", "tf32", "fp16", "bf16")},
+    {"cpu": ("package",)},
+    {"cpu": ("fp32",)},
     ("torch",),
     executes="package",
 )

@@ -160,7 +160,6 @@ def artefact(
             weights,
             root,
             max_batch_size=settings.max_batch_size,
-            device=settings.device,
         )
     except (ExportError, FolderError) as exc:
         raise EngineError(str(exc)) from exc

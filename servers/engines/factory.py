@@ -7,6 +7,7 @@ from pathlib import Path
 
 from servers.engines.interface import Engine, EngineError, export_command
 from servers.engines.settings import EngineSettings, engine_kind
+from servers.export.file_form import Operators, why_not_through_jax
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
@@ -14,11 +15,13 @@ from servers.models.weights import WeightsSource
 def check_engine(specification: ModelSpecification, settings: EngineSettings) -> None:
     """Raise `EngineError` for settings or a variant that no machine can execute; imports no library."""
     settings.check()
-    if specification.file is not None and settings.kind in ("torch", "aotinductor"):
+    if specification.file is not None and settings.kind in ("torch", "aotinductor", "jax"):
         raise EngineError(
             f"{specification.name} is an ONNX file, which the {settings.kind} engine does not execute; use --engine "
             "onnxruntime"
         )
+    if engine_kind(settings.kind).executes == Operators.JAX and (reason := why_not_through_jax(specification)):
+        raise EngineError(f"{reason}; use --engine onnxruntime")
     if specification.executed is not specification:
         raise EngineError(
             f"no engine decodes images; use {specification.executed.name} instead of {specification.name}"

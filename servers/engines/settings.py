@@ -129,6 +129,8 @@ class EngineSettings:
         kind = engine_kind(self.kind)
         if self.device not in ("auto", "cpu") and cuda_index(self.device) is None:
             raise EngineError(f"unknown device {self.device!r}; use auto, cpu or cuda:N")
+        if self.device != "auto":
+            self._check_runs_on("cpu" if self.device == "cpu" else "cuda")
         if self.max_batch_size < 1:
             raise EngineError(f"max_batch_size {self.max_batch_size}: it must be at least 1")
         if self.buckets and not 1 <= min(self.buckets) <= max(self.buckets) <= self.max_batch_size:
@@ -159,11 +161,8 @@ class EngineSettings:
 
     def mode_on(self, device: str) -> str:
         """The mode to execute in on "cpu" or "cuda". Raises `EngineError` if the engine does not offer it there."""
+        self._check_runs_on(device)
         kind = engine_kind(self.kind)
-        if device not in kind.modes:
-            raise EngineError(
-                f"the {self.kind} engine does not run on {device}; use --device {' or '.join(kind.modes)}"
-            )
         mode = kind.modes[device][0] if self.mode == "auto" else self.mode
         for name, value, offered in (
             ("mode", mode, ("auto", *kind.modes[device])),
@@ -176,3 +175,7 @@ class EngineSettings:
                     f"the {self.kind} engine does not offer {name} {value} on {device}{reason}; use one of: {listed}"
                 )
         return mode
+
+    def _check_runs_on(self, device: str) -> None:
+        if device not in (modes := engine_kind(self.kind).modes):
+            raise EngineError(f"the {self.kind} engine does not run on {device}; use --device {' or '.join(modes)}")

@@ -12,6 +12,7 @@ ends the process with exit status 0. An answer with `error` says why there is no
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
@@ -62,6 +63,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def main(arguments: Sequence[str]) -> int:
     """Run one of the four forms; the exit status is 1 when the last answer was an error."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the native server executes; see its __main__
+    faulthandler.enable()  # a crash in a library writes the Python stack to the log
     request: Request | Exception | None
     try:
         request = _request(arguments)

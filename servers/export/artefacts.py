@@ -32,10 +32,19 @@ from servers.engines.interface import Engine
 from servers.engines.proof import Answer
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
-from servers.export.file_form import OPSETS, PACKAGE, PLAIN, PRECISIONS, FileForm, Operators, executed_form
+from servers.export.file_form import (
+    OPSETS,
+    PACKAGE,
+    PLAIN,
+    PRECISIONS,
+    FileForm,
+    Operators,
+    executed_form,
+    why_not_through_jax,
+)
 from servers.export.manifest import Manifest, package_versions, read_manifest
 from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
-from servers.export.package import target_of, write_package
+from servers.export.package import target, write_package
 from servers.export.parity import assert_parity, measure_parity
 from servers.export.quantisation import quantise
 from servers.export.tensorrt_plan import PlanRequest, ensure_plan, gpu_kind, profile_shapes
@@ -134,8 +143,8 @@ def check_form(specification: ModelSpecification, form: FileForm) -> None:
         raise ExportError(f"unknown operators {form.operators!r}; {choose_from(form.operators, OPSETS)}")
     if form.precision == "int8" and form.operators != Operators.STANDARD:
         raise ExportError("an INT8 file has standard operators; leave --operators out")
-    if form.operators == Operators.JAX and specification.file is not None:
-        raise ExportError(f"{specification.name} is an ONNX file, which has no JAX function; leave --operators jax out")
+    if form.operators == Operators.JAX and (reason := why_not_through_jax(specification)):
+        raise ExportError(f"{reason}; use --operators standard")
 
 
 def ensure_artefact(
@@ -181,17 +190,16 @@ def executed_file(
     *,
     max_batch_size: int = defaults.MAX_BATCH_SIZE,
     release: str | None = None,
-    device: str = defaults.DEVICE,
 ) -> ExecutedFile:
     """The file for an engine that executes one, made first when it is missing or out of date.
 
-    `device` is that of a package, auto, cpu or cuda:N. `release` is the TensorRT that executes a plan; default:
-    Python's. Raises the errors of `ensure_artefact` and `ensure_plan`.
+    `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of `ensure_artefact` and
+    `ensure_plan`.
     """
     plan_release = (release or bindings_version() or _imported_release()) if engine == "tensorrt" else ""
     form = executed_form(engine, precision)
     if form.operators == PACKAGE:
-        form = replace(form, target=target_of(device))
+        form = replace(form, target=target())
     artefact = ensure_artefact(specification, weights, root, form=form, progress=progress)
     if not plan_release:
         return ExecutedFile(artefact.path, artefact.manifest)
@@ -374,7 +382,7 @@ def _original(
             return quantised(plain, path)
         if form.operators == PACKAGE:
             progress("compiling with AOTInductor")
-            seconds = write_package(specification, module, path, form.precision, _device(form))
+            seconds = write_package(specification, module, path)
             return {"seconds": round(seconds, 3), "operators": PACKAGE}
         progress("exporting to ONNX")
         seconds, operators = write_onnx(specification, module, path, form)
@@ -387,18 +395,13 @@ def _original(
 @contextmanager
 def _loaded(specification: ModelSpecification, weights: WeightsSource, path: Path, form: FileForm) -> Iterator[Engine]:
     kind = "aotinductor" if form.operators == PACKAGE else "onnxruntime"
-    settings = EngineSettings(kind=kind, device=_device(form), precision=form.precision)
+    settings = EngineSettings(kind=kind, device="cpu", precision=form.precision)
     engine = build_engine(specification, weights, settings, path)
     try:
         engine.load()
         yield engine
     finally:
         engine.close()
-
-
-def _device(form: FileForm) -> str:
-    """The device on which the file is executed for the comparison: that of a package, else the CPU."""
-    return "cpu" if form.target is None else form.target.partition("-")[0]
 
 
 def _opset(operators: str) -> int | None:

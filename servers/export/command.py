@@ -55,8 +55,8 @@ class ExportSettings(ModelOptions):
     payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str = Field(
         defaults.PRECISION,
-        description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32, for AOTInductor what its engine "
-        "offers; auto: what servers here execute by default.",
+        description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32, for AOTInductor fp32; auto: what "
+        "servers here execute by default.",
     )
     operators: Operators | None = Field(
         None,
@@ -73,7 +73,7 @@ def export(**options: object) -> None:
     """Export a model from torch to ONNX, check that both compute the same, and write a manifest beside the file.
 
     With --to tensorrt also build the plan with TensorRT's Python package or trtexec, and print a container command that
-    builds it. With --to aotinductor compile a package for the first GPU, else for this CPU.
+    builds it. With --to aotinductor compile a package for this CPU.
     """
     from servers.export.artefacts import check_form, ensure_artefact
 
@@ -143,14 +143,13 @@ def _form(settings: ExportSettings) -> tuple[str, FileForm]:
 
 
 def _package_form(settings: ExportSettings) -> tuple[str, FileForm]:
-    """For the first GPU, else the CPU."""
-    from servers.export.package import target_of
+    from servers.export.package import target
 
     if settings.operators is not None:
         raise ExportError("a package of AOTInductor has no ONNX operators; leave --operators out")
     requested = EngineSettings("aotinductor", settings.precision)
     requested.check_here()
-    return requested.precision, executed_form("aotinductor", requested.precision, target_of(requested.device_here()))
+    return requested.precision, executed_form("aotinductor", requested.precision, target())
 
 
 def _build_plan(

@@ -30,16 +30,11 @@ _MOST_POOLED = 3
 def write_jax_graph(specification: ModelSpecification, module: torch.nn.Module, path: Path, opset: int) -> float:
     """Write the module that takes this variant's inputs to `path`; returns the seconds taken.
 
-    Raises `ExportError` for a model that torchax or jax2onnx does not cover.
+    The model's items have one size (see `why_not_through_jax`). Raises `ExportError` for a model that torchax or
+    jax2onnx does not cover.
     """
     import onnx
 
-    for tensor in (*specification.inputs, *specification.outputs):
-        if -1 in tensor.item_shape:
-            raise ExportError(
-                f"{specification.name} cannot be exported through JAX: only its batch could have any size, and "
-                f"{tensor.name} has items of several sizes; {_REMEDY}"
-            )
     started_ns = time.perf_counter_ns()
     try:
         model = _traced(specification, module, opset)

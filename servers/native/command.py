@@ -129,6 +129,5 @@ def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> 
         root,
         progress=lambda step: typer.echo(step, err=True),
         max_batch_size=launch.settings.max_batch_size,
-        device=launch.settings.device,
     )
     return found.path.absolute(), None if found.manifest is None else found.manifest.to_dict()

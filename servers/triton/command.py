@@ -141,7 +141,6 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
                 console.print,
                 max_batch_size=engine.max_batch_size,
                 release=release,
-                device=engine.device,
             )
         file = made[executed.name]
         models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))

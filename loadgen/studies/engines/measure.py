@@ -169,12 +169,13 @@ class _Run:
         for key in keys:
             if key in self._prepared:
                 continue
-            one = next(one for one in self._plan.configurations if _files_of(one) == key)
+            place, one = next(found for found in enumerate(self._plan.configurations) if _files_of(found[1]) == key)
             if len(self._preparing) >= MADE_SIDE_BY_SIDE:
                 self._finish_preparation()
             self._progress.now(f"preparing {one.model} for {one.engine} in {one.precision}")
             try:
-                started = Preparation(self._request(one), self._store.log_path("prepare"), self._worker, self._limits)
+                log_path = self._store.log_path(f"{place:03d}-{one.engine}-prepare")
+                started = Preparation(self._request(one), log_path, self._worker, self._limits)
                 self._preparing.append((key, started))
             except WorkerError as exc:
                 self._prepared[key] = str(exc)

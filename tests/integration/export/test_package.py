@@ -69,7 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(root: Path) -> Artefact:
-    found = executed_file("aotinductor", "fp32", scores(), WEIGHTS, root, device="cpu")
+    found = executed_file("aotinductor", "fp32", scores(), WEIGHTS, root)
     assert found.manifest is not None
     return Artefact(found.path, found.manifest, made_now=True)
 
@@ -77,7 +77,7 @@ def made(root: Path) -> Artefact:
 @pytest.fixture
 def engine(made: Artefact) -> Iterator[Engine]:
     threads = torch.get_num_threads()
-    settings = EngineSettings("aotinductor", "fp32", device="cpu", threads=1)
+    settings = EngineSettings("aotinductor", "fp32", threads=1)
     unloadable = replace(scores(), load_module=lambda _: pytest.fail("the package needs no module"))
     loaded = build_engine(unloadable, WEIGHTS, settings, made.path)
     loaded.load()
@@ -88,7 +88,7 @@ def engine(made: Artefact) -> Iterator[Engine]:
 
 def test_the_package_is_an_artefact_of_this_processor(made: Artefact, root: Path) -> None:
     manifest = made.manifest
-    target = package.target_of("cpu")
+    target = package.target()
     assert (manifest.kind, manifest.operators, manifest.opset) == ("aotinductor", PACKAGE, None)
     assert (manifest.target, made.path.name) == (target, "model.pt2")
     assert made.path.parent.name.endswith(f"-package-{target}")
@@ -126,7 +126,7 @@ def test_the_description_is_read_back_from_the_package(engine: Engine) -> None:
 
 
 def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
-    settings = EngineSettings("aotinductor", device="cpu")
+    settings = EngineSettings("aotinductor")
     for content, message in ((None, r"run: abserve export .*--to aotinductor"), (b"no archive", "torch cannot load")):
         path = tmp_path / "model.pt2"
         if content is not None:
@@ -151,7 +151,7 @@ def test_a_missing_compiler_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(
         ExportError, match=r"needs a C\+\+ compiler, .* run: sudo apt-get install g\+\+, or name one in CXX"
     ):
-        executed_file("aotinductor", "fp32", scores(), WEIGHTS, tmp_path, device="cpu")
+        executed_file("aotinductor", "fp32", scores(), WEIGHTS, tmp_path)
 
 
 def test_a_model_that_cannot_be_exported_names_the_engine_that_takes_it(tmp_path: Path) -> None:
@@ -161,4 +161,4 @@ def test_a_model_that_cannot_be_exported_names_the_engine_that_takes_it(tmp_path
 
     fixed = replace(scores(), load_module=lambda _: Fixed().eval())
     with pytest.raises(ExportError, match=r"torch cannot compile scores to a package: .*; use the engine torch"):
-        executed_file("aotinductor", "fp32", fixed, WEIGHTS, tmp_path, device="cpu")
+        executed_file("aotinductor", "fp32", fixed, WEIGHTS, tmp_path)

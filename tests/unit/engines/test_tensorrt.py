@@ -37,7 +37,7 @@ def test_without_tensorrt_the_remedy_is_named(specification: ModelSpecification,
     [
         ({"mode": "eager"}, "has no mode 'eager'; use one of: auto, graph"),
         ({"precision": "bf16"}, "has no precision 'bf16'; did you mean"),
-        ({"precision": "fp16", "device": "cpu"}, "no TensorRT plan at missing.plan"),
+        ({"precision": "fp16", "device": "cpu"}, "does not run on cpu; use --device cuda"),
         (
             {"precision": "fp16"},
             "missing.plan; run: abserve export --model open_clip:ViT-B-32 --to tensorrt",

@@ -63,6 +63,8 @@ def test_what_can_be_measured_is_resolved() -> None:
         ({"mode": "session"}, "the torch engine has no mode 'session'", False),
         ({"model": TEXT, "lengths": (600,)}, "sequence 600: bert_base_uncased takes at most 512; leave it out", False),
         ({"device": "cuda:0"}, "this machine has no NVIDIA GPU", False),
+        ({"engine": "aotinductor", "device": "cuda:0"}, "the aotinductor engine does not run on cuda", False),
+        ({"model": TEXT, "engine": "onnxruntime-jax"}, "cannot be exported through JAX: only its batch could", False),
         ({"model": "torchvision:resnet55"}, "resnet50", True),
         ({"weights": "random:x"}, "the seed must be a whole number", True),
     ],

@@ -49,6 +49,14 @@ def test_a_dead_process_tells_how_and_what_it_said(tmp_path: Path) -> None:
     assert "port taken" in (process.failure() or "")
 
 
+def test_what_an_earlier_process_said_is_not_its_successors_last_word(tmp_path: Path) -> None:
+    for words in ("port taken", ""):
+        process = ChildProcess([sys.executable, "-c", f"print({words!r}, end='')"], log_path=tmp_path / "log")
+        process.popen.wait(10)
+    assert "port taken" in (tmp_path / "log").read_text()
+    assert "wrote nothing" in process.last_words()
+
+
 TRITON_SAYS = "| bert  | 1       | UNAVAILABLE: Internal: EngineError: no GPU here |"
 NATIVE_SAYS = "20:33:28 [error    ] the model cannot be served     reason='EngineError: no GPU here'"
 
@@ -68,8 +76,7 @@ def test_a_killed_process_names_the_signal(tmp_path: Path) -> None:
     assert process.failure() is None
     process.popen.kill()
     await_true(process.failure)
-    assert "was killed by SIGKILL; its log" in (process.failure() or "")
-    assert "is empty" in (process.failure() or "")
+    assert "was killed by SIGKILL; it wrote nothing" in (process.failure() or "")
     process.stop()
 
 

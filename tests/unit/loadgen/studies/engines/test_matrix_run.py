@@ -132,6 +132,15 @@ def test_a_model_that_cannot_be_prepared_fails_once(tmp_path: Path) -> None:
     assert [visit.error for visit in store.visits()] == ["no such weights"] * 2
 
 
+def test_a_preparation_that_crashes_cites_its_own_log(tmp_path: Path) -> None:
+    for _ in range(2):  # the second run writes to the same logs
+        store = run(make_plan(tmp_path, "unpreparable", rounds=1), tmp_path)
+    for configuration, engine in enumerate(("good", "bad")):
+        (visit,) = of(store, configuration)
+        assert "killed by SIGSEGV" in str(visit.error)
+        assert str(visit.error).endswith(f"ends with: {engine} has no such operator")
+
+
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "artefacts").mkdir()
     plan = make_plan(tmp_path, "interrupts", rounds=3)
