@@ -27,7 +27,8 @@ MORE = 1.05
 """From this ratio one gain is called larger than another; with quiet times smaller differences are certain, too."""
 STEEP = 1.5
 """The exponent from which growth is called quadratic: half way between linear (1) and quadratic (2)."""
-HALF_MARGIN = 0.10
+HALF_LIMITS = 0.5 / 1.1, 0.5 * 1.1
+"""What counts as about a half."""
 FEW_ROUNDS = "fewer than two rounds have all these cells"
 SMALL_DIP = 0.05
 """Where no dip was found, one larger than this share of the throughput must be excluded for a plain "no"."""
@@ -220,35 +221,39 @@ def half_of_bert(plan: Plan, cells: Sequence[Cell]) -> list[Answer]:
         return _unanswered(HALF, "This needs BERT and DistilBERT.")
     scopes = _baseline_first(plan, ((engine_mode(one), one.precision, one.device) for one in plan.configurations))
     scopes.sort(key=lambda scope: scope[:2] != (plan.baseline, "fp32"))
-    found = []
-    for (mode, precision, device), *pair in product(scopes, whole, small):
+    alike: dict[tuple[str, str, str, str, Outcome, str, bool], list[str]] = {}
+    for (mode, precision, device), bert, distilbert in product(scopes, whole, small):
         of = {"engine_mode": mode, "precision": precision, "device": device}
-        large, less = (_select(plan, cells, model=one, **of) for one in pair)
+        large, less = (_select(plan, cells, model=one, **of) for one in (bert, distilbert))
         keys = [key for key in large if key in less]
-        parts = [_speedups(large[key], less[key]) for key in keys]
-        value = estimate(_mean_by_round(parts))
+        value = estimate(_mean_by_round([_speedups(large[key], less[key]) for key in keys]))
         if value is not None:
-            found.append(_half_answer(value, f"{mode} {precision} on {device}", len(keys), *map(short_name, pair)))
-    return found or _unanswered(HALF, "No configuration has measured both models at the same batch size and length.")
+            outcome, why = _about_half(value.interval)
+            pairs, alone = counted(len(keys), "pair"), not alike  # the first answer stands alone
+            group = (short_name(bert), short_name(distilbert), device, pairs, outcome, why, alone)
+            alike.setdefault(group, []).append(f"{mode} {precision} {times(value)}")
+    low, high = HALF_LIMITS
+    return [
+        Answer(
+            question=HALF,
+            outcome=outcome,
+            sentence=f"On {device} {distilbert} takes this share of the time of {bert} (geometric mean over {pairs} of "
+            f"cells): {'; '.join(found)}. About a half is {low:.3f} to {high:.3f}{why}.",
+        )
+        for (bert, distilbert, device, pairs, outcome, why, _), found in alike.items()
+    ] or _unanswered(HALF, "No configuration has measured both models at the same batch size and length.")
 
 
-def _half_answer(value: Estimate, where: str, count: int, whole: str, small: str) -> Answer:
-    interval = value.interval
-    low, high = 0.5 / (1.0 + HALF_MARGIN), 0.5 * (1.0 + HALF_MARGIN)
-    outcome: Outcome = "undetermined"
-    why = "; the interval is partly outside" if interval else f"; {FEW_ROUNDS}"
-    if interval is not None and low <= interval[0] and interval[1] <= high:
-        outcome, why = "yes", ""
-    elif interval is not None and (interval[1] < low or high < interval[0]):
-        outcome, why = "no", ""
-    return Answer(
-        question=HALF,
-        outcome=outcome,
-        sentence=(
-            f"With {where}, {small} takes {times(value)} the time of {whole} (geometric mean over "
-            f"{counted(count, 'pair')} of cells). About a half is {low:.3f} to {high:.3f}{why}."
-        ),
-    )
+def _about_half(interval: Interval | None) -> tuple[Outcome, str]:
+    """Whether a ratio is about a half, and why it is undetermined, to end a sentence."""
+    if interval is None:
+        return "undetermined", f"; {FEW_ROUNDS}"
+    low, high = HALF_LIMITS
+    if low <= interval[0] and interval[1] <= high:
+        return "yes", ""
+    if interval[1] < low or high < interval[0]:
+        return "no", ""
+    return "undetermined", "; an interval is partly outside"
 
 
 def batch_dip(plan: Plan, cells: Sequence[Cell]) -> list[Answer]:

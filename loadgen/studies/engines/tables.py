@@ -46,7 +46,7 @@ def shape_text(batch: int, length: int | None) -> str:
 
 
 def _doubt(matrix: Matrix, winner: Winner) -> str:
-    if winner.unbeaten is None:
+    if winner.unbeaten in (None, winner.runner_up):
         return "not certain"
     return f"not certain over {title_of(matrix.plan.configurations[winner.unbeaten])}"
 
@@ -82,8 +82,8 @@ def winners_table(matrix: Matrix) -> doc.Section | None:
     )
     caption = (
         "Ratio of throughputs, paired by round, with its 95 % interval. Certain: faster than every other ranked "
-        "configuration, with a chance of at most 5 % of one false winner in the whole table (Holm). Not certain over: "
-        "the one that it beats least certainly, which may be a slow one whose time varies from round to round."
+        "configuration, with a chance of at most 5 % of one false winner in the whole table (Holm). Not certain: it "
+        "may not beat the runner-up, or the one that is named, whose time may vary from round to round."
     )
     return doc.section(
         "The fastest configurations",

@@ -76,7 +76,23 @@ def test_an_exponent_at_the_limit_is_undetermined() -> None:
 def test_distilbert_is_half_of_bert(part: float, outcome: str) -> None:
     found = answer(HALF, TEXTS, lambda one, batch, _length: 10.0 * batch * (part if one.model == DISTILBERT else 1.0))
     assert found.outcome == outcome
-    assert "torch/eager fp32 on cpu" in found.sentence
+    assert "torch/eager fp32" in found.sentence
+
+
+def test_configurations_with_the_same_answer_share_it() -> None:
+    slow = [configuration("onnxruntime", "session", model=model) for model in (BERT, DISTILBERT)]
+    half = [configuration(engine, "latency", model=model) for engine in ("x", "y") for model in (BERT, DISTILBERT)]
+
+    def latency(one: Configuration, batch: int, _length: int | None) -> float:
+        return batch * (1.0 if one.model == BERT else 0.8 if one.engine == "onnxruntime" else 0.5)
+
+    found = [one for one in matrix(plan(*slow, *half, *TEXTS), latency).answers if one.question == HALF]
+    assert [one.outcome for one in found] == ["yes", "no", "yes"]
+    assert "torch/eager" in found[0].sentence
+    assert "x/latency" not in found[0].sentence
+    assert "onnxruntime/session" in found[1].sentence
+    assert "x/latency fp32" in found[2].sentence
+    assert "y/latency fp32" in found[2].sentence
 
 
 def test_bert_is_not_roberta() -> None:
