@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -52,15 +53,15 @@ KIND = EngineKind(
     LIBRARIES,
     install=INSTALL,
 )
-ONNX_KIND = EngineKind(
-    "servers.engines.onnxruntime:OnnxRuntimeEngine",
-    KINDS["onnxruntime"].modes,
-    KINDS["onnxruntime"].precisions,
-    ("onnxruntime", *LIBRARIES, "jax2onnx"),
-    executes="jax",
-    install=INSTALL,
-)
-"""ONNX Runtime executing the file that jax2onnx makes from the JAX function."""
+
+
+def _of_the_jax_file(kind: EngineKind, install: str) -> EngineKind:
+    """An engine that executes an ONNX file, executing the one that jax2onnx makes from the JAX function."""
+    return replace(kind, libraries=(*kind.libraries, *LIBRARIES, "jax2onnx"), executes="jax", install=install)
+
+
+ONNX_KIND = _of_the_jax_file(KINDS["onnxruntime"], INSTALL)
+TENSORRT_KIND = _of_the_jax_file(KINDS["tensorrt"], f"{INSTALL} && .venv-engines/bin/pip install 'abserve[tensorrt]'")
 
 MATRIX_PRECISIONS = {"fp32": "highest", "tf32": "tensorfloat32", "fp16": "highest", "bf16": "highest"}
 """By precision, JAX's for products of FP32 values; it does not change those of halves."""

@@ -30,7 +30,7 @@ from servers.engines.agreement import TOLERANCE
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine
 from servers.engines.proof import Answer
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import KINDS, EngineSettings, engine_kind
 from servers.export.errors import ExportError
 from servers.export.file_form import (
     OPSETS,
@@ -196,7 +196,8 @@ def executed_file(
     `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of `ensure_artefact` and
     `ensure_plan`.
     """
-    plan_release = (release or bindings_version() or _imported_release()) if engine == "tensorrt" else ""
+    of_plans = engine_kind(engine).engine == KINDS["tensorrt"].engine
+    plan_release = (release or bindings_version() or _imported_release()) if of_plans else ""
     form = executed_form(engine, precision)
     if form.operators == PACKAGE:
         form = replace(form, target=target())

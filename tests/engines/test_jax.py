@@ -17,12 +17,13 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.engines.torch_towers import expected_answers
-from servers.export.artefacts import ensure_artefact, find_artefact
+from servers.export.artefacts import ensure_artefact, executed_file, find_artefact
 from servers.export.errors import ExportError
 from servers.export.file_form import FileForm, Operators, executed_form
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from tests.scripted_trtexec import ScriptedTrtexec
 
 pytest.importorskip("jax", reason="JAX is not installed in this environment; run: make test-engines")
 
@@ -243,6 +244,16 @@ def test_the_way_back_to_onnx_keeps_the_answers(models: Path, name: str, tmp_pat
     for output, answer in engine.infer(inputs).items():
         close(answer, expected[output])
     assert engine.describe().kind == "onnxruntime-jax"
+
+
+def test_tensorrt_gets_a_plan_of_the_jax_file(models: Path, tmp_path: Path, trtexec: ScriptedTrtexec) -> None:
+    def plan(engine: str) -> Path:
+        return executed_file(engine, "fp32", variant(models, "pooled"), WEIGHTS, tmp_path, release="10.13.3").path
+
+    of_jax = plan("tensorrt-jax")
+    assert "-jax/model.onnx" in of_jax.read_text()
+    assert plan("tensorrt") != of_jax
+    assert trtexec.built == 2
 
 
 @pytest.mark.parametrize(

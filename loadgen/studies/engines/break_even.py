@@ -49,6 +49,7 @@ PATHS: Mapping[str, str] = {
     "openvino": "PyTorch → ONNX → OpenVINO",
     "jax": "PyTorch → JAX",
     "onnxruntime-jax": "PyTorch → JAX → ONNX → ONNX Runtime",
+    "tensorrt-jax": "PyTorch → JAX → ONNX → TensorRT",
 }
 """By engine, or by engine and mode where the mode converts. A new engine is one line; without it its name is shown."""
 

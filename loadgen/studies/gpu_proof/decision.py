@@ -57,7 +57,7 @@ def _judge(runtime: Mapping[str, Any], config: Mapping[str, Any], thresholds: Th
         return _from_parameters(params, _number(mapping(runtime.get("kernel_probe")).get("kernel_count")))
     if placement.get("result") == "cpu":
         return "cpu", 1.0, "the server says that it executes on the CPU"
-    if runtime.get("kind") == "tensorrt":
+    if str(runtime.get("kind")).startswith("tensorrt"):
         return "gpu", 0.0, "TensorRT executes on a GPU or not at all"
     if runtime.get("kind") not in (None, "triton"):
         return "unknown", None, "the server does not report where its model is"

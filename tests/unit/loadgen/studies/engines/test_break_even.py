@@ -138,6 +138,7 @@ def test_the_gain_of_a_precision_is_not_one_of_the_conversion() -> None:
         (configuration(mode="compile"), "PyTorch → torch.compile"),
         (configuration("tensorrt", "graph"), "PyTorch → ONNX → TensorRT"),
         (configuration("onnxruntime-jax", "session"), "PyTorch → JAX → ONNX → ONNX Runtime"),
+        (configuration("tensorrt-jax", "graph"), "PyTorch → JAX → ONNX → TensorRT"),
         (configuration("mine", "fast"), "PyTorch → mine"),
     ],
 )
