@@ -11,14 +11,6 @@ from servers.export.file_form import Operators, why_not_through_jax
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
-EXPORTS = {
-    "tensorrt": "--to tensorrt",
-    "tensorrt-jax": "--to tensorrt --operators jax",
-    "onnxruntime-jax": "--operators jax",
-    "aotinductor": "--to aotinductor",
-}
-"""By engine, the options of `abserve export` that make its file; others need none."""
-
 
 def check_engine(specification: ModelSpecification, settings: EngineSettings) -> None:
     """Raise `EngineError` for settings or a variant that no machine can execute; imports no library."""
@@ -50,7 +42,7 @@ def build_engine(
     check_engine(specification, settings)
     kind = engine_kind(settings.kind)
     if kind.executes is not None and artefact_path is None:
-        command = export_command(specification, EXPORTS.get(settings.kind, ""))
+        command = export_command(specification, settings.kind)
         raise EngineError(f"the {settings.kind} engine needs an exported file; run: {command}")
     module, _, name = kind.engine.partition(":")
     try:

@@ -277,8 +277,17 @@ def first_line(exc: BaseException) -> str:
     return str(exc).partition("\n")[0]
 
 
-def export_command(specification: ModelSpecification, options: str = "") -> str:
-    """The command that makes the file of a model."""
+EXPORTS = {
+    "tensorrt": "--to tensorrt",
+    "tensorrt-jax": "--to tensorrt --operators jax",
+    "onnxruntime-jax": "--operators jax",
+    "aotinductor": "--to aotinductor",
+}
+"""By engine, the options of `abserve export` that make its file; others need none."""
+
+
+def export_command(specification: ModelSpecification, engine: str, options: str = "") -> str:
+    """The command that makes the file of a model for an engine."""
     payload = " --payload uint8" if specification.payload == "uint8" else ""
     model = specification.reference or specification.name
-    return f"abserve export --model {model}{payload}{f' {options}' if options else ''}"
+    return " ".join(filter(None, (f"abserve export --model {model}{payload}", EXPORTS.get(engine), options)))

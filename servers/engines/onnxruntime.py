@@ -78,9 +78,8 @@ class OnnxRuntimeEngine(Engine):
 
         specification, settings, path = self._specification, self._settings, self._file
         if not path.is_file():
-            raise EngineError(
-                f"no ONNX file for {specification.name} at {path.name}; run: {export_command(specification)}"
-            )
+            command = export_command(specification, settings.kind)
+            raise EngineError(f"no ONNX file for {specification.name} at {path.name}; run: {command}")
         ort.set_default_logger_severity(3)  # without a GPU, device discovery warns at every start
         index = self._resolve_cuda_index()
         self._mode = self._resolve_mode(index)
@@ -105,7 +104,7 @@ class OnnxRuntimeEngine(Engine):
             remedy = f"use --precision {self._file_precision}" if path == specification.file else ""
             raise EngineError(
                 f"{path.name} holds {self._file_precision}, but the precision is {settings.precision}; "
-                + (remedy or f"run: {export_command(specification, option)}")
+                + (remedy or f"run: {export_command(specification, settings.kind, option)}")
             )
         if index is not None:
             self._placement = verified_placement(session, lambda folder: self._profile(folder, index))

@@ -65,9 +65,8 @@ class OpenVINOEngine(Engine):
         if any(one.datatype == "BYTES" for one in (*specification.inputs, *specification.outputs)):
             raise EngineError("the openvino engine takes no strings; use the engine onnxruntime")
         if not path.is_file():
-            raise EngineError(
-                f"no ONNX file for {specification.name} at {path.name}; run: {export_command(specification)}"
-            )
+            command = export_command(specification, settings.kind)
+            raise EngineError(f"no ONNX file for {specification.name} at {path.name}; run: {command}")
         core = openvino.Core()
         if settings.precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             raise EngineError("this processor has no BF16 instructions (AVX512_BF16 or AMX); use --precision fp32")

@@ -116,7 +116,7 @@ class TensorRTEngine(RunnerEngine):
                 )
 
     def _command(self, options: str) -> str:
-        return export_command(self._specification, f"--to tensorrt {options}")
+        return export_command(self._specification, self._settings.kind, options)
 
     def _build(self, bucket: Bucket) -> Enqueue:
         """Each bucket has its own context: a captured graph is valid only while its context keeps its shapes."""

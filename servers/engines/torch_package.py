@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from servers.engines.interface import EngineDescription, EngineError, export_command
+from servers.engines.processors import thread_count
 from servers.engines.torch import TorchEngine
 from servers.engines.torch_towers import FAILURES, DeviceTower, check_datatypes, reason_of
 
@@ -21,12 +22,13 @@ class AOTInductorEngine(TorchEngine):
 
     def load(self) -> None:
         """Load the package."""
-        path = self._path
+        settings, path = self._settings, self._path
         check_datatypes(self._specification)
-        self._enter_device()
+        self._device, self._mode = torch.device("cpu"), settings.mode_on("cpu")
+        torch.set_num_threads(thread_count(settings.threads))
         assert path is not None  # see build_engine
         if not path.is_file():
-            command = export_command(self._specification, "--to aotinductor")
+            command = export_command(self._specification, settings.kind)
             raise EngineError(f"no package for {self._specification.name} at {path.name}; run: {command}")
         self._tower = _tower(path)
 

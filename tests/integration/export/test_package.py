@@ -125,6 +125,16 @@ def test_the_description_is_read_back_from_the_package(engine: Engine) -> None:
     assert "parameters" not in described.details  # they are in the package, and their number is unknown
 
 
+def test_beside_a_gpu_it_runs_on_the_cpu(made: Artefact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("servers.engines.settings.nvidia_device_present", lambda: True)
+    engine = build_engine(scores(), WEIGHTS, EngineSettings("aotinductor"), made.path)
+    engine.load()
+    assert (engine.describe().device, engine.describe().precision) == ("cpu", "fp32")
+    with pytest.raises(EngineError, match="does not run on cuda; use --device cpu"):
+        build_engine(scores(), WEIGHTS, EngineSettings("aotinductor", device="cuda:0"), made.path)
+
+
 def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
     settings = EngineSettings("aotinductor")
     for content, message in ((None, r"run: abserve export .*--to aotinductor"), (b"no archive", "torch cannot load")):
