@@ -30,12 +30,15 @@ def supported_decimals(low: float, high: float) -> int:
 
 
 def measured(value: float | None, interval: Interval | None) -> str:
-    """A value with the digits that its interval supports; three significant digits without one."""
+    """A value with the digits that its interval supports, at least one; three significant digits without one."""
     if value is None:
         return "–"
     if interval is None:
         return number(value)
-    decimals = min(supported_decimals(*interval), 3 - math.floor(math.log10(abs(value))) if value else MAX_DECIMALS)
+    decimals = supported_decimals(*interval)
+    if value:
+        leading = -math.floor(math.log10(abs(value)))
+        decimals = min(max(decimals, leading), leading + 3)
     text = f"{round(value, decimals):,.{min(max(decimals, 0), MAX_DECIMALS)}f}"
     return text if float(text.replace(",", "")) or not value else number(value, 1)
 
