@@ -7,7 +7,6 @@ from pathlib import Path
 
 from servers.engines.interface import Engine, EngineError, export_command
 from servers.engines.settings import EngineSettings, engine_kind
-from servers.export.file_form import Operators, why_not_through_jax
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
@@ -20,12 +19,25 @@ def check_engine(specification: ModelSpecification, settings: EngineSettings) ->
             f"{specification.name} is an ONNX file, which the {settings.kind} engine does not execute; use --engine "
             "onnxruntime"
         )
-    if engine_kind(settings.kind).executes == Operators.JAX and (reason := why_not_through_jax(specification)):
+    if engine_kind(settings.kind).executes == "jax" and (reason := why_not_through_jax(specification)):
         raise EngineError(f"{reason}; use --engine onnxruntime")
     if specification.executed is not specification:
         raise EngineError(
             f"no engine decodes images; use {specification.executed.name} instead of {specification.name}"
         )
+
+
+def why_not_through_jax(specification: ModelSpecification) -> str | None:
+    """Why the model has no ONNX file made from its JAX function, as a clause; None for one that may have one."""
+    if specification.file is not None:
+        return f"{specification.name} is an ONNX file, which has no JAX function"
+    for tensor in (*specification.inputs, *specification.outputs):
+        if -1 in tensor.item_shape:
+            return (
+                f"{specification.name} cannot be exported through JAX: only its batch could have any size, and "
+                f"{tensor.name} has items of several sizes"
+            )
+    return None
 
 
 def build_engine(

@@ -27,21 +27,12 @@ from typing import Any
 
 from servers import defaults
 from servers.engines.agreement import TOLERANCE
-from servers.engines.factory import build_engine
+from servers.engines.factory import build_engine, why_not_through_jax
 from servers.engines.interface import Engine
 from servers.engines.proof import Answer
 from servers.engines.settings import KINDS, EngineSettings, engine_kind
 from servers.export.errors import ExportError
-from servers.export.file_form import (
-    OPSETS,
-    PACKAGE,
-    PLAIN,
-    PRECISIONS,
-    FileForm,
-    Operators,
-    executed_form,
-    why_not_through_jax,
-)
+from servers.export.file_form import OPSETS, PACKAGE, PLAIN, PRECISIONS, FileForm, Operators, executed_form
 from servers.export.manifest import Manifest, package_versions, read_manifest
 from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
 from servers.export.package import target, write_package

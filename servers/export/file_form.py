@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from servers.engines.settings import engine_kind
-from servers.models.specification import ModelSpecification
 
 PRECISIONS = ("fp32", "fp16", "int8")
 """Of an ONNX file."""
@@ -60,16 +59,3 @@ def executed_form(engine: str, precision: str, target: str | None = None) -> Fil
     if precision == "int8":
         return FileForm("int8")
     return FileForm("fp16" if precision == "fp16" else "fp32", operators)
-
-
-def why_not_through_jax(specification: ModelSpecification) -> str | None:
-    """Why the model has no file with the operators `jax`, as a clause; None for one that may have one."""
-    if specification.file is not None:
-        return f"{specification.name} is an ONNX file, which has no JAX function"
-    for tensor in (*specification.inputs, *specification.outputs):
-        if -1 in tensor.item_shape:
-            return (
-                f"{specification.name} cannot be exported through JAX: only its batch could have any size, and "
-                f"{tensor.name} has items of several sizes"
-            )
-    return None
