@@ -66,7 +66,7 @@ class TorchEngine(RunnerEngine):
         """Build the executable module on the device, in the precision; check it there; set torch's threads."""
         settings, specification = self._settings, self._specification
         check_datatypes(specification)
-        device = self._enter_device()
+        device = self._enter_device(settings.device)
         assert self._weights is not None
         try:
             module = specification.load_module(self._weights)
@@ -77,9 +77,9 @@ class TorchEngine(RunnerEngine):
         except FAILURES as exc:  # torch.OutOfMemoryError is a RuntimeError
             raise EngineError(f"the model cannot be loaded on {device}: {first_line(exc)}") from exc
 
-    def _enter_device(self) -> torch.device:
+    def _enter_device(self, requested: str) -> torch.device:
         """Choose the device and the mode on it, and set torch's threads or how it multiplies."""
-        self._device = device = resolve_device(self._settings.device)
+        self._device = device = resolve_device(requested)
         self._mode = self._mode_on(device)
         if device.type == "cpu":
             torch.set_num_threads(thread_count(self._settings.threads))

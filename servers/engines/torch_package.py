@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from servers.engines.interface import EngineDescription, EngineError, export_command
-from servers.engines.processors import thread_count
 from servers.engines.torch import TorchEngine
 from servers.engines.torch_towers import FAILURES, DeviceTower, check_datatypes, reason_of
 
@@ -22,13 +21,12 @@ class AOTInductorEngine(TorchEngine):
 
     def load(self) -> None:
         """Load the package."""
-        settings, path = self._settings, self._path
+        path = self._path
         check_datatypes(self._specification)
-        self._device, self._mode = torch.device("cpu"), settings.mode_on("cpu")
-        torch.set_num_threads(thread_count(settings.threads))
+        self._enter_device("cpu")
         assert path is not None  # see build_engine
         if not path.is_file():
-            command = export_command(self._specification, settings.kind)
+            command = export_command(self._specification, self._settings.kind)
             raise EngineError(f"no package for {self._specification.name} at {path.name}; run: {command}")
         self._tower = _tower(path)
 

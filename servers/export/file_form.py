@@ -51,7 +51,7 @@ def executed_form(engine: str, precision: str, target: str | None = None) -> Fil
     FP32, and BF16 how a CPU does.
 
     ONNX Runtime gets fused operators: with torch's export it leaves shape arithmetic on the CPU of a GPU session. An
-    INT8 file has standard operators for every engine. A package, for the processor `target`, has every precision.
+    INT8 file has standard operators for every engine. A package is for the CPU `target`.
     """
     operators = engine_kind(engine).executes or Operators.STANDARD
     if operators == PACKAGE:

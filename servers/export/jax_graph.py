@@ -22,7 +22,6 @@ from servers.models.specification import ModelSpecification
 if TYPE_CHECKING:
     import torch
 
-_REMEDY = "use --operators standard"
 _MOST_POOLED = 3
 """The most dimensions that ONNX Runtime's MaxPool has, besides batch and channels."""
 
@@ -46,7 +45,8 @@ def write_jax_graph(specification: ModelSpecification, module: torch.nn.Module, 
     except Exception as exc:  # the model's own code runs here, and jax2onnx and JAX raise errors of every kind
         reason = first_line(exc)
         raise ExportError(
-            f"jax2onnx cannot export {specification.name} to ONNX: {type(exc).__name__}: {reason}; {_REMEDY}"
+            f"jax2onnx cannot export {specification.name} to ONNX: {type(exc).__name__}: {reason}; use --operators "
+            "standard"
         ) from exc
     return (time.perf_counter_ns() - started_ns) / 1e9
 

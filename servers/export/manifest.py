@@ -38,7 +38,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     `weights_revision` is the commit of the hub's repository that the file came from.
 
     `operators` are those in the file: `standard` also where fused ones were requested and do not cover the model.
-    A package has no `opset`; `target` is the kind of processor that it was compiled for.
+    A package has no `opset`; `target` is the kind of CPU that it was compiled for.
     `quantisation` says how an INT8 file was made; its parity shows what that lost.
     `model_sha256` is the specification's `definition_sha256`. A user's ONNX file that is executed unchanged has no
     `parity`, which compares a file with the model that it was made from.

@@ -42,6 +42,7 @@ CPU = "CPUExecutionProvider"
             0.001,
         ),
         (runtime("tensorrt"), "gpu", 0.0),
+        (runtime("tensorrt-jax"), "gpu", 0.0),
         (runtime("onnxruntime", result="cpu"), "cpu", 1.0),
     ],
 )
