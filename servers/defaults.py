@@ -7,7 +7,7 @@ PRECISION: Final = "auto"
 MODE = "auto"
 DEVICE = "auto"
 MAX_BATCH_SIZE = 32
-MAX_QUEUE_DELAY_US = 2000
+MAX_QUEUE_DELAY_US = 0
 QUEUE_SIZE = 512
 ARTEFACTS = ".artefacts"
 

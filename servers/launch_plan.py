@@ -21,6 +21,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """None where only the running server tells."""
     artefact: dict[str, object] | None = None
     """The manifest of the exported file, if the server executes one."""
+    tuning: dict[str, str] = {}
+    """Settings that only affect the server's speed and differ from its own defaults, with their values."""
 
     def to_json(self) -> bytes:
         """One line of JSON."""

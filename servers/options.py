@@ -16,6 +16,7 @@ from servers import defaults
 from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL
+from servers.tuning import ALL, keeps
 
 S = TypeVar("S", bound=BaseSettings)
 
@@ -26,6 +27,15 @@ PadTo = Annotated[
         title="Batching",
         description="Sizes of the model's variable axis, such as 32,64,128: requests of any size share a batch padded "
         "to one of them; empty: only requests of equal shapes do.",
+    ),
+]
+
+Tuning = Annotated[
+    str,
+    Field(
+        title="Output",
+        description="Which of the settings that only affect speed apply: all, none (the server's own defaults), or a "
+        "list of their names. abserve compare uses it to find a setting that makes a server slow.",
     ),
 ]
 
@@ -40,6 +50,8 @@ class Option:
     """True: the help does not show it."""
     of_model: bool = False
     """True: where it is not given, the model decides, and the command passes None on."""
+    tunes: bool = False
+    """True: it only affects the speed, and the server is meant to be fast without it."""
 
 
 def settings_of(prefix: str) -> SettingsConfigDict:
@@ -100,6 +112,23 @@ def checked(kind: type[S], options: Mapping[str, Any]) -> S:
         return kind(**options)
     except ValidationError as exc:
         fail(validation_sentence(exc), exc, status=2)
+
+
+def tuning_of(settings: BaseSettings) -> dict[str, str]:
+    """The options that tune the server and differ from its defaults, with their values."""
+    return {
+        flag_of(name)[2:]: str(value)
+        for name, field in type(settings).model_fields.items()
+        if _option(field).tunes and (value := getattr(settings, name)) != field.default
+    }
+
+
+def with_tuning(settings: S, tuning: str) -> S:
+    """The settings with the chosen tuning only; `tuning_of` names its options. Raises `TuningError`."""
+    have = tuning_of(settings)
+    left_out = [name.replace("-", "_") for name in have.keys() - keeps(tuning, have)]
+    fields = type(settings).model_fields
+    return settings.model_copy(update={"tuning": ALL, **{name: fields[name].default for name in left_out}})
 
 
 def validation_sentence(error: ValidationError) -> str:

@@ -44,6 +44,9 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--startup-ms", type=float, default=0)
     parser.add_argument("--delay-ms", type=float, default=0)
     parser.add_argument("--slots", type=int, default=0, help="requests under way at once; others wait. 0: no limit")
+    parser.add_argument("--handicap-ms", type=float, default=0, help="of every inference; a setting that tunes it")
+    parser.add_argument("--harmless", help="a setting that tunes it and does nothing; die-without: a crash without it")
+    parser.add_argument("--tuning", default="all", help="all, none, or one of these two settings")
     parser.add_argument("--max-queue-delay-us", type=float, help="waited by every request; it says 2000 without it")
     parser.add_argument("--engine", default="fake", help="null: no --delay-ms")
     parser.add_argument("--allow-shared-memory", action="store_true", help="taken, and not offered")
@@ -73,6 +76,11 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", help="the only version, also under /versions/…; without it there are no versions")
     parser.add_argument("--children", type=int, default=0, help="child processes that just sleep")
     settings = parser.parse_args(argv)
+    if settings.tuning not in ("all", "handicap-ms"):
+        settings.handicap_ms = 0.0
+    settings.crash |= settings.tuning == "none" and settings.harmless == "die-without"
+    if settings.tuning not in ("all", "harmless"):
+        settings.harmless = None
     settings.model = {"open_clip:ViT-B-32": MODEL}.get(settings.model, settings.model)
     return settings
 
@@ -199,6 +207,8 @@ class FakeServer:
         into_second = (time.monotonic() - self.started) % 1.0
         if into_second < settings.stall_ms / 1000:
             await asyncio.sleep(settings.stall_ms / 1000 - into_second)
+        if settings.handicap_ms:
+            await asyncio.sleep(settings.handicap_ms / 1e3)
         if settings.max_queue_delay_us:
             await asyncio.sleep(settings.max_queue_delay_us / 1e6)
         if settings.delay_ms and settings.engine != "null":
@@ -308,6 +318,10 @@ def main(argv: list[str]) -> None:
             "metrics_url": "",
             "model": settings.model,
             "title": f"fake {settings.kind}",
+            "tuning": {
+                **({"handicap-ms": str(settings.handicap_ms)} if settings.handicap_ms else {}),
+                **({"harmless": settings.harmless} if settings.harmless else {}),
+            },
         }
         sys.stdout.write(json.dumps(plan) + "\n")
         return

@@ -88,6 +88,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             threads=own.threads,
             processes=own.processes,
             gpu_control=own.gpu_control,
+            handicap_check=own.handicap_check,
             restarts=own.restarts,
             minutes=minutes if has_load else None,
             until_decided=own.until == "decided",

@@ -295,6 +295,11 @@ class ExperimentSettings(Settings):
     gpu_control: bool = _measurement(
         True, description="With a GPU, also run one arm on the CPU to prove that the GPU verification notices it."
     )
+    handicap_check: bool = _measurement(
+        True,
+        description="Compare each arm that abserve starts with the same server at its own defaults; a slower one makes "
+        "the run INVALID. Without it the arms are compared as configured.",
+    )
     explain_minutes: float = _measurement(10.0, gt=0.0, description="Most minutes for the ablations of --explain.")
     ceiling: bool | None = _measurement(
         None, description="Measure each engine alone, without its server (default: with --preset full)."

@@ -237,6 +237,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Whether ablations test the causes of the differences after the load."""
     explain_seconds: float = 600.0
     """Time limit of the ablations."""
+    handicap_check: bool = True
+    """Whether every arm that abserve starts is compared with the same server at its own defaults."""
     ceiling: bool = False
     """Whether the engines of embedded servers are measured alone after the servers are stopped."""
     precision: str | None = None

@@ -92,6 +92,10 @@ class StoredRun:
         """Return a study's own record, or None. Raises `StoredRunError`."""
         return _one(self.directory, kind)
 
+    def blocks_in(self, folder: str, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
+        """Read a study's own blocks, in the order in which they ran. Raises `StoredRunError`."""
+        return _read_blocks(self.directory / folder, workloads)
+
 
 def read_run(directory: Path) -> StoredRun:
     """Read DIR. Raises `StoredRunError` if it holds no run or a record is unreadable."""

@@ -24,7 +24,17 @@ from loadgen.records.run import Experiment, Found
 
 STUDIES = tuple(
     f"loadgen.studies.{name}"
-    for name in ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start")
+    for name in (
+        "fairness",
+        "handicap",
+        "load",
+        "rate_search",
+        "answers",
+        "gpu_proof",
+        "causes",
+        "ceiling",
+        "cold_start",
+    )
 )
 
 

@@ -31,6 +31,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     max_batch_size: int | None = None
     artefact: dict[str, object] | None = None
+    tuning: dict[str, str] = {}
 
 
 class EmbeddedDeployment(Deployment):
@@ -58,6 +59,7 @@ class EmbeddedDeployment(Deployment):
         plan = self._make_plan()
         self.url, self.grpc_address, self.metrics_url = plan.http_url, plan.grpc_address, plan.metrics_url
         self.model, self.title, self.argv, self.artefact = plan.model, plan.title, plan.argv, plan.artefact
+        self.tuning = plan.tuning
         try:
             self._process = ChildProcess(plan.argv, log_path=self._log_path, env=plan.env | self.environment)
         except ProcessError as exc:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, perf_counter_ns, sleep
 
@@ -61,6 +61,8 @@ class Deployment:
     argv: tuple[str, ...] | None = None
     artefact: dict[str, object] | None = None
     """The manifest of the exported file that it executes."""
+    tuning: Mapping[str, str] = {}
+    """Settings of a launched server that only affect its speed and differ from its own defaults."""
     started_ns: int | None = None
     processes_unknown: str | None = None
     """Why `pids` is empty, as the end of a sentence."""

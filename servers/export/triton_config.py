@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from servers.contract.tensors import TensorSpec
-from servers.defaults import MAX_QUEUE_DELAY_US, QUEUE_SIZE
+from servers.defaults import MAX_QUEUE_DELAY_US
 from servers.engines.batches import axis_buckets, warm_up_sizes
 from servers.engines.processors import cuda_index
 from servers.models.preprocessing import MAX_PIXELS
@@ -37,8 +37,8 @@ NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 
 BACKENDS = ("onnx", "tensorrt")
 QUEUE_TIMEOUT_US = 600_000_000
-"""Of a request without a timeout of its own: far beyond any latency. Triton's idle batcher wakes up every 0.5 s, so a
-timeout near that rejects single requests that met its sleep."""
+"""With a queue limit, of a request without its own timeout: far beyond any latency. Triton ignores the timeouts of
+requests without a default, and its batcher may sleep for 0.5 s, so a timeout near that rejects single requests."""
 
 
 def artefact_name(specification: ModelSpecification, suffix: str) -> str:
@@ -52,7 +52,8 @@ class BatchingSettings:
 
     max_batch_size: int
     max_queue_delay_us: int = MAX_QUEUE_DELAY_US
-    queue_size: int = QUEUE_SIZE
+    queue_size: int = 0
+    """Most waiting requests; 0: no limit, and no queue policy, with which Triton's batcher is slower."""
 
 
 def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
@@ -124,7 +125,7 @@ default_model_filename: {quote(artefact_name(specification, "onnx"))}
 {_dynamic_batching(batching or BatchingSettings(largest))}
 {_parameter_lines(parameters)}{where}
 {warm}
-{_NO_CACHE}"""
+"""
 
 
 def tensorrt_config(
@@ -161,7 +162,7 @@ default_model_filename: {quote(artefact_name(specification, "plan"))}
 }} }}
 # READY only after each graph has run: the first execution of a graph is slower than the others.
 {_warmup(specification, sizes, along, count=5)}
-{_NO_CACHE}"""
+"""
 
 
 def preprocess_name(specification: ModelSpecification) -> str:
@@ -184,8 +185,8 @@ input [ {", ".join(map(_tensor, specification.inputs))} ]
 output [ {", ".join(map(_tensor, specification.executed.inputs))} ]
 # The threads of one process decode on the CPU.
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
-# Waiting requests are decoded together; no request waits for others here, only in the next step.
-dynamic_batching {{ max_queue_delay_microseconds: 0 }}
+# Waiting requests are decoded together.
+dynamic_batching {{ }}
 parameters {{ key: "model" value: {{ string_value: {quote(specification.label)} }} }}
 # 0: one thread per core, at most four.
 parameters {{ key: "decode_threads" value: {{ string_value: "0" }} }}
@@ -237,7 +238,7 @@ backend: "python"
 instance_group [ {{ {group} }} ]
 {_dynamic_batching(batching)}
 # The model compares these with the settings of its engine. No model_warmup: the model warms its engine itself.
-{_parameter_lines(parameters)}{_NO_CACHE}"""
+{_parameter_lines(parameters)}"""
 
 
 def quote(text: str) -> str:
@@ -248,10 +249,6 @@ def quote(text: str) -> str:
 
 _EXACT_SIZES = """
   # Items of other sizes than these run without a graph: a graph would take their values for those of a larger item."""
-
-_NO_CACHE = """# An answer from a cache would not be an inference.
-response_cache { enable: false }
-"""
 
 
 def _header(specification: ModelSpecification, parameters: Mapping[str, str] = NO_PARAMETERS) -> str:
@@ -299,20 +296,15 @@ def _listed(shape: Iterable[int]) -> str:
 
 
 def _dynamic_batching(batching: BatchingSettings) -> str:
-    policy = (
-        f"timeout_action: REJECT default_timeout_microseconds: {QUEUE_TIMEOUT_US} "
-        f"allow_timeout_override: true max_queue_size: {batching.queue_size}"
-    )
-    return f"""# No preferred_batch_size: Triton advises against it unless sizes have profiles of their own.
-# REJECT: a request that waited too long, or finds the queue full, gets status 503 at once instead of a late answer.
-# 600 s, far beyond any latency: without a default Triton ignores the timeout of a request, and one of 0.5 s would
-# reject single requests that meet the 0.5 s sleep of its idle batcher.
-dynamic_batching {{
-  max_queue_delay_microseconds: {batching.max_queue_delay_us}
-  default_queue_policy {{
-    {policy}
-  }}
-}}"""
+    """Only what was asked for: each further line costs speed (docs/triton.md#what-each-line-costs)."""
+    delay = f" max_queue_delay_microseconds: {batching.max_queue_delay_us}" if batching.max_queue_delay_us else ""
+    if not batching.queue_size:
+        return f"dynamic_batching {{{delay} }}"
+    return f"""# A queue policy, which was asked for: with any of these lines a waiting request may sleep up to 0.5 s.
+dynamic_batching {{{delay} default_queue_policy {{
+  timeout_action: REJECT default_timeout_microseconds: {QUEUE_TIMEOUT_US}
+  allow_timeout_override: true max_queue_size: {batching.queue_size}
+}} }}"""
 
 
 def _axis_sizes(specification: ModelSpecification) -> tuple[int | None, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,8 @@ from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.native.settings import NativeSettings, artefact_field, to_argv
-from servers.options import fail, takes_settings, validation_sentence
+from servers.options import fail, takes_settings, tuning_of, validation_sentence, with_tuning
+from servers.tuning import TuningError
 
 Artefact = tuple[Path, dict[str, object] | None]
 """An exported file and its manifest."""
@@ -40,6 +41,7 @@ class Launch:
     settings: NativeSettings
     specifications: tuple[ModelSpecification, ...]
     weights: WeightsSource
+    tuning: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def needs_artefacts(self) -> tuple[ModelSpecification, ...]:
@@ -65,12 +67,14 @@ class Launch:
             title=f"native {settings.engine} {settings.precision}",
             max_batch_size=settings.max_batch_size,
             artefact=artefacts[first.executed.name][1] if artefacts else None,
+            tuning=dict(self.tuning),
         )
 
 
 def check(options: Mapping[str, Any]) -> Launch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
     given = NativeSettings(**{name: value for name, value in options.items() if value is not None})
+    given = with_tuning(given, given.tuning)
     specifications = get_variants(given.model, given.payloads)
     first = specifications[0]
     settings = given.resolved(first)
@@ -86,7 +90,8 @@ def check(options: Mapping[str, Any]) -> Launch:
     check_free(settings.host, settings.grpc_port, "--grpc-port")
     # A path is absolute: a supervisor may start the server from another folder.
     model = first.reference if first.reference.startswith("/") else settings.model
-    return Launch(settings.model_copy(update={"weights": weights.text, "model": model}), specifications, weights)
+    settings = settings.model_copy(update={"weights": weights.text, "model": model})
+    return Launch(settings, specifications, weights, tuning_of(given))
 
 
 @takes_settings(NativeSettings)
@@ -106,7 +111,7 @@ def serve_native(
         plan = launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
     except ValidationError as exc:
         fail(validation_sentence(exc), exc, status=2)
-    except (UnknownModelError, WeightsError, ListenerError, EngineError) as exc:
+    except (UnknownModelError, WeightsError, ListenerError, EngineError, TuningError) as exc:
         fail(str(exc), exc, status=2)
     except (ExportError, FolderError) as exc:
         fail(str(exc), exc)

@@ -18,7 +18,8 @@ from servers.engines.settings import EngineError, EngineSettings, engine_kind
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
-from servers.options import Option, PadTo, flag_of, settings_of
+from servers.options import Option, PadTo, Tuning, flag_of, settings_of
+from servers.tuning import ALL
 
 MAX_TIMEOUT_US = 3_600_000_000
 """Longest timeout in the queue that the server or a request may set."""
@@ -76,7 +77,7 @@ class NativeSettings(BaseSettings):
         title="Batching",
         description="Largest batch that is executed or accepted; default: the model's.",
     )
-    max_queue_delay_us: int = Field(
+    max_queue_delay_us: Annotated[int, Option(tunes=True)] = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         le=10_000_000,
@@ -137,7 +138,7 @@ class NativeSettings(BaseSettings):
     keep_alive_timeout_s: float = Field(
         75, gt=0, title="Limits", description="How long an idle connection stays open, HTTP or gRPC."
     )
-    decode_threads: int = Field(
+    decode_threads: Annotated[int, Option(tunes=True)] = Field(
         0, ge=0, le=256, title="Limits", description="Threads that decode JPEG files; 0: one per core, up to four."
     )
     max_image_pixels: int = Field(
@@ -152,7 +153,7 @@ class NativeSettings(BaseSettings):
     shutdown_timeout_s: float = Field(
         30, gt=0, le=3600, title="Access and process", description="Time to finish accepted work after SIGTERM (s)."
     )
-    fronts: int | None = Field(
+    fronts: Annotated[int | None, Option(tunes=True)] = Field(
         None,
         ge=0,
         le=64,
@@ -161,10 +162,11 @@ class NativeSettings(BaseSettings):
         "Default: 0 on a CPU; on GPUs the number of cores less one per GPU and one more, at most eight. With several "
         "devices at least 1.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(tunes=True)] = Field(
         "info", title="Access and process", description="Lowest level that is logged."
     )
-    added_delay_ms: Annotated[float, Option(hidden=True)] = Field(
+    tuning: Tuning = ALL
+    added_delay_ms: Annotated[float, Option(hidden=True, tunes=True)] = Field(
         0,
         ge=0,
         le=60_000,

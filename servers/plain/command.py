@@ -14,8 +14,9 @@ from servers.launch_plan import LaunchPlan, host_in_url
 from servers.listener import ListenerError, bind
 from servers.models.registry import UnknownModelError
 from servers.models.weights import WeightsError, parse_weights, pin
-from servers.options import checked, fail, takes_settings
+from servers.options import checked, fail, takes_settings, tuning_of, with_tuning
 from servers.plain.settings import PlainSettings, to_argv
+from servers.tuning import TuningError
 
 PrintLaunch = Annotated[
     bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
@@ -38,8 +39,9 @@ def serve_litserve(print_launch: PrintLaunch = False, **options: object) -> None
 
 def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> None:
     try:
+        given = with_tuning(given, given.tuning)
         settings, name = _resolved(given)
-    except (UnknownModelError, WeightsError, ListenerError, EngineError) as exc:
+    except (UnknownModelError, WeightsError, ListenerError, EngineError, TuningError) as exc:
         fail(str(exc), exc, status=2)
     url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
     assert settings.max_batch_size is not None
@@ -51,6 +53,7 @@ def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> N
         model=name,
         title=f"{title} torch {settings.precision}",
         max_batch_size=settings.max_batch_size,
+        tuning=tuning_of(given),
     )
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Annotated
 
 from pydantic import Field
 from pydantic_settings import BaseSettings
@@ -11,7 +12,8 @@ from pydantic_settings import BaseSettings
 from servers import defaults
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
-from servers.options import flag_of, settings_of
+from servers.options import Option, Tuning, flag_of, settings_of
+from servers.tuning import ALL
 
 
 class PlainSettings(BaseSettings):
@@ -34,7 +36,8 @@ class PlainSettings(BaseSettings):
     max_batch_size: int | None = Field(
         None, ge=1, le=4096, title="Batching", description="Largest batch; default: the model's."
     )
-    max_queue_delay_us: int = Field(
+    tuning: Tuning = ALL
+    max_queue_delay_us: Annotated[int, Option(tunes=True)] = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         le=10_000_000,

@@ -34,6 +34,7 @@ from servers.triton.launch import (
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
 from servers.triton.watch import TritonProcess
+from servers.tuning import TuningError
 
 READY_SECONDS = 330.0
 HEALTH_SECONDS = 0.5
@@ -62,7 +63,7 @@ def serve_triton(
                 results.write(plan.to_json())
                 return
             _run(plan, settings.log_file or settings.folder / "tritonserver.log", console)
-        except (TritonOptionError, UnknownModelError, WeightsError) as exc:
+        except (TritonOptionError, TuningError, UnknownModelError, WeightsError) as exc:
             fail(str(exc), exc, status=2)
         except (TritonError, EngineError, ExportError, FolderError) as exc:
             if isinstance(exc, TritonDiedError):

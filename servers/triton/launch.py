@@ -33,7 +33,9 @@ from servers.triton.leftovers import (
 )
 from servers.triton.repository import PlacedModel, Repository, Serving, assert_usable, lay_out, link_installation
 from servers.triton.settings import TritonSettings
+from servers.triton.tuning import apply
 from servers.triton.wheel import find_wheel
+from servers.tuning import ALL
 
 STUB_TIMEOUT_SECONDS = 300
 EXIT_TIMEOUT_SECONDS = 20
@@ -131,6 +133,8 @@ def prepare(
     serving = Serving(engine, weights, batching, settings.decoding, backend)
     repository = lay_out(settings.folder, installation, models, serving)
     first = models[0]
+    names = [serving.name(model.specification) for model in models]
+    tuning = apply(repository.models, names, settings.tuning, repository.models)
     executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
     more = [
         # No client may load, unload or replace a model; a model that fails to load ends the server.
@@ -147,10 +151,11 @@ def prepare(
         http_url=f"http://{_reachable(settings)}:{settings.http_port}",
         grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
         metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
-        model=serving.name(first.specification),
+        model=names[0],
         title=f"{installation.title}, {backend} backend, {executes}",
         max_batch_size=engine.max_batch_size,
         artefact=dict(first.manifest) if first.manifest is not None else None,
+        tuning=tuning,
     )
 
 
@@ -167,6 +172,9 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     assert_ready(settings)
     _clean_up()
     repository = link_installation(settings.folder, installation)
+    models = folder.expanduser().absolute()
+    served = models if settings.tuning == ALL else repository.models
+    tuning = apply(models, [settings.model], settings.tuning, served)
     config = read_config(model) if (model / CONFIG).is_file() else None
     backend = "" if config is None else config.backend or config.platform
     if backend == "python":
@@ -175,7 +183,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     return LaunchPlan(
-        argv=_argv(settings, installation, repository, folder.expanduser().absolute(), more),
+        argv=_argv(settings, installation, repository, served, more),
         env=_environment(installation, repository),
         http_url=f"http://{_reachable(settings)}:{settings.http_port}",
         grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
@@ -183,6 +191,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         model=settings.model,
         title=f"{installation.title}{f', {backend} backend' if backend else ''}, your {settings.model}",
         max_batch_size=None if config is None else max(1, config.max_batch_size),
+        tuning=tuning,
     )
 
 

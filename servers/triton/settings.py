@@ -14,7 +14,8 @@ from servers.engines.processors import thread_count
 from servers.engines.settings import EngineError, EngineSettings
 from servers.models.image_decoder import DecodingSettings
 from servers.models.registry import get_variants
-from servers.options import EngineOptions, PadTo, settings_of
+from servers.options import EngineOptions, PadTo, Tuning, settings_of
+from servers.tuning import ALL
 
 DECODING = DecodingSettings()
 NATIVE_MODES = {"onnxruntime": "session", "tensorrt": "graph"}
@@ -55,7 +56,13 @@ class TritonSettings(EngineOptions):
         description="Maximum time a batch waits for more requests (µs).",
     )
     pad_to: PadTo = ""
-    queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, title="Limits", description="Waiting requests; more get 503.")
+    tuning: Tuning = ALL
+    queue_size: int = Field(
+        0,
+        ge=0,
+        title="Limits",
+        description="Most waiting requests, more get 503; 0: no limit, since a limit makes Triton's batcher slow.",
+    )
     decode_threads: int = Field(DECODING.threads, ge=0, title="Limits", description="JPEG decoder threads; 0: up to 4.")
     max_image_pixels: int = Field(DECODING.max_pixels, ge=1, title="Limits", description="Largest JPEG, in pixels.")
     work_dir: Path | None = Field(

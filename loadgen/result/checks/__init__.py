@@ -5,5 +5,6 @@ from loadgen.result.checks import gpu  # noqa: F401 (the order of these lines is
 from loadgen.result.checks import run  # noqa: F401
 from loadgen.result.checks import generator  # noqa: F401
 from loadgen.result.checks import arms  # noqa: F401
+from loadgen.result.checks import handicap  # noqa: F401
 from loadgen.result.checks import machine  # noqa: F401
 from loadgen.result.checks import interpretation  # noqa: F401

@@ -22,9 +22,22 @@ ROOMS: dict[str, set[str]] = {
     "plain": {"contract", "models", "gpu"},
     "triton": {"contract", "models", "engines", "export"},
 }
-ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener", "worker"}
+ENTRY_MODULES = {
+    "cli",
+    "doctor",
+    "command",
+    "launch_plan",
+    "finding",
+    "options",
+    "defaults",
+    "tuning",
+    "listener",
+    "worker",
+}
 
-STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start", "engines")
+STUDIES = (
+    "fairness", "handicap", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start", "engines",
+)  # fmt: skip
 MEASURING = ("containers", "worker_process", "measure")
 """Modules of a study that drive servers and engines."""
 

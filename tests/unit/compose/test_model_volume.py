@@ -118,7 +118,7 @@ def test_both_servers_of_a_gpu_volume_get_the_same_batching(volume: Path) -> Non
     for config in (volume / "repository").glob("*/config.pbtxt"):
         text = config.read_text()
         assert "\nmax_batch_size: 6\n" in text
-        assert "max_queue_delay_microseconds: 700\n" in text
+        assert "max_queue_delay_microseconds: 700 " in text
     (shapes,) = json.loads((volume / "plan/request.json").read_text())["profile"].values()
     assert [shape[0] for shape in shapes] == [1, 6, 6]
 

@@ -1,0 +1,1 @@
+"""Whether an arm that abserve starts is slower than the same server with its own defaults."""
