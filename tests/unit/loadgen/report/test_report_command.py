@@ -16,7 +16,7 @@ from tests.golden.synthetic_run import Plan, write_run
 
 app = typer.Typer()
 app.command()(report)
-PACKED = gzip.compress(b'{"schema": 1}')
+PACKED = gzip.compress(b'{"schema": 1}', mtime=0)
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -70,7 +70,11 @@ def test_a_compressed_result_is_reported_as_the_plain_one(tmp_path: Path) -> Non
     assert not (published / "result.json").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", PACKED[:-4], PACKED[:10] + b"x" * 99, PACKED])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", PACKED[:-4], PACKED[:10] + b"x" * 99, PACKED],
+    ids=["empty", "not compressed", "cut off", "damaged", "no result"],
+)
 def test_a_broken_compressed_result_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "result.json.gz").write_bytes(content)
     status, output = run(str(tmp_path))
