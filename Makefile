@@ -76,9 +76,10 @@ reference: setup ## regenerate the JSON Schema of result.json and docs/commands.
 	@$(BIN)/python .ci/command_reference.py > docs/commands.md.new
 	@mv docs/commands.md.new docs/commands.md
 
-picture: ## regenerate the README's picture from the published report (needs Chromium)
+picture: setup ## regenerate the README's picture from the published report (needs Chromium)
 	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1400,1250 --screenshot=docs/images/report.png \
 		"file://$(CURDIR)/$(REPORT)" 2>/dev/null
+	@$(BIN)/python -c 'import sys; from PIL import Image; Image.open(sys.argv[1]).convert("RGB").quantize(dither=0).save(sys.argv[1], optimize=True)' docs/images/report.png
 	@ls -l docs/images/report.png
 
 docs: ## build the documentation site into site/html, with every link checked

@@ -6,6 +6,9 @@ only here.
 
 from __future__ import annotations
 
+import gzip
+import zlib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,6 +40,24 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
+def stored_path(path: Path) -> Path:
+    """The file itself, or its compressed copy NAME.gz where only that exists, as in published runs."""
+    packed = path.with_name(f"{path.name}.gz")
+    return packed if packed.exists() and not path.exists() else path
+
+
+def read_stored(path: Path) -> bytes:
+    """Read a stored file, unpacked if it is compressed. Raises `OSError` and `DocumentError`."""
+    path = stored_path(path)
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        with gzip.open(path) as file:
+            return file.read(MOST_RECORD_BYTES + 1)  # one byte over the limit, which the decoder refuses
+    except (EOFError, zlib.error, gzip.BadGzipFile) as exc:
+        raise DocumentError(f"it is not a whole gzip file ({exc})") from exc
 
 
 def read_json(content: bytes | memoryview) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from loadgen.documents import one_line
+from loadgen.documents import one_line, stored_path
 from loadgen.ranking.candidates import configuration_name
 from loadgen.records.run import Environment
 from loadgen.result.result_file import FILE_NAME, Result
@@ -242,8 +242,8 @@ def _write(
             _log(client, child, one.params, one.metrics, {})
             client.set_terminated(child)
         for file in _FILES:
-            if (folder / file).is_file():
-                client.log_artifact(parent, str(folder / file))
+            if (path := stored_path(folder / file)).is_file():
+                client.log_artifact(parent, str(path))
         status = "FINISHED"
     finally:
         client.set_terminated(parent, status)

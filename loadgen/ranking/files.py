@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json
+from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path
 from loadgen.ranking.candidates import Read, from_matrix, from_result
 from loadgen.ranking.records import Ranking
 from loadgen.ranking.sections import CSV_OPTIONS, CSV_POINTS
@@ -65,7 +65,7 @@ def _results_in(path: Path) -> Iterator[Path]:
 def _result_of(folder: Path) -> Path | None:
     """The matrix or the result of a folder; the folder itself where the result was not made yet."""
     for name in (Matrix.FILE, FILE_NAME):
-        if (folder / name).is_file():
+        if stored_path(folder / name).is_file():
             return folder / name
     return folder if (folder / "experiment.json").is_file() else None
 
@@ -88,7 +88,7 @@ def _read(path: Path) -> Read:
 
 def _schema(path: Path) -> str:
     try:
-        peek: _Peek = decode_json(path.read_bytes(), _Peek, most_bytes=MOST_RECORD_BYTES)
+        peek: _Peek = decode_json(read_stored(path), _Peek, most_bytes=MOST_RECORD_BYTES)
     except OSError as exc:
         raise UnreadableError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
     except DocumentError as exc:

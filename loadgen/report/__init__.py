@@ -13,6 +13,7 @@ EXPERIMENT_FILE = "experiment.yaml"
 def write_reports(out_dir: Path, result: Result) -> list[Path]:
     """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`, each whole or not at
     all; returns their paths, report.html first. An equal result.json of an older version is kept. Raises `OSError`."""
+    from loadgen.documents import stored_path
     from loadgen.experiment.file import write_content
     from loadgen.report.contents import result_document
     from loadgen.report.renderers.html import render_html
@@ -34,4 +35,4 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     for name, content in contents.items():
         if name != FILE_NAME or stored != result:
             write_atomically(out_dir / name, content)
-    return [out_dir / name for name in contents]
+    return [stored_path(out_dir / name) for name in contents]

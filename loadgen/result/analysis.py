@@ -14,7 +14,7 @@ from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.stages import break_down
 from loadgen.comparison.summaries import summarise_blocks, summarise_workload
-from loadgen.documents import one_line
+from loadgen.documents import one_line, stored_path
 from loadgen.records.run import Found
 from loadgen.result.checks.registry import make_checks, reason_against
 from loadgen.result.noise_floor import apply_floor, floor_sentence, is_self_comparison
@@ -96,7 +96,7 @@ def stored_result(directory: Path) -> Result:
 
     Without samples the records cannot be analysed again. Raises `StoredRunError` and `ResultError`.
     """
-    if (directory / FILE_NAME).exists() and not _records_are_kept(directory):
+    if stored_path(directory / FILE_NAME).exists() and not _records_are_kept(directory):
         return read_result(directory / FILE_NAME)
     runs = sorted(path.parent.name for path in directory.glob("*/experiment.json"))
     if runs and not (directory / "experiment.json").exists():

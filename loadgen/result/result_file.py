@@ -16,7 +16,7 @@ import msgspec
 from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.stages import LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
-from loadgen.documents import DocumentError, read_record
+from loadgen.documents import DocumentError, read_record, read_stored
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Record, RunState
@@ -69,11 +69,12 @@ def encode_result(result: Result) -> bytes:
 
 
 def read_result(path: Path) -> Result:
-    """Read a `result.json`. Raises `ResultError` for a missing file, another schema or an unknown field."""
+    """Read a `result.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
+    field."""
     from loadgen.studies.registry import finding_types
 
     try:
-        result = cast("Result", read_record(path.read_bytes(), Result))
+        result = cast("Result", read_record(read_stored(path), Result))
         kinds = finding_types()
         found = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
         return msgspec.structs.replace(result, studies=found)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from loadgen.documents import read_stored
+
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "docs/results/2026-11-23-h200/three-arms/result.json"
 SCENARIOS = {
@@ -42,7 +44,7 @@ def rounded_like(shown: str, value: float) -> str:
 
 
 def test_the_table_of_the_readme_has_the_published_figures() -> None:
-    result = json.loads(PUBLISHED.read_text())
+    result = json.loads(read_stored(PUBLISHED))
     comparisons = {
         (one["scenario"], one["baseline"] + one["arm"]): one
         for one in result["comparisons"]

@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
+from loadgen.documents import read_stored
+from loadgen.report import write_reports
+from loadgen.result.analysis import analyse, stored_result
+from tests.golden.synthetic_run import Plan, write_run
+
 ROOT = Path(__file__).resolve().parents[2]
+PACK = ROOT / ".ci/pack_results.py"
+EXAMPLE = "docs/results/2026-11-23-h200/three-arms/report.html"
+MOST_BYTES = 20_000_000
 MANIFESTS = sorted((ROOT / "docs/results").glob("*/manifest.json"))
+
+
+def files_below(folder: Path) -> dict[str, dict[str, object]]:
+    """The files that a manifest in this folder should list, as it lists them."""
+    contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    del contents["manifest.json"]
+    return {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.parent.name)
 def test_every_file_is_listed_with_its_hash(manifest: Path) -> None:
-    folder, document = manifest.parent, json.loads(manifest.read_text())
-    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"manifest.json"}
-    assert present == set(document["files"])
-    for name, facts in document["files"].items():
-        content = (folder / name).read_bytes()
-        assert (len(content), hashlib.sha256(content).hexdigest()) == (facts["bytes"], facts["sha256"]), name
+    document = json.loads(manifest.read_text())
+    assert document["files"] == files_below(manifest.parent)
     for fact in ("date", "hardware", "software", "weights", "commands"):
         assert document[fact], fact
 
 
 def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None:
-    result = json.loads((ROOT / "docs/results/2026-11-22-h200/http-uint8/result.json").read_text())
+    result = json.loads(read_stored(ROOT / "docs/results/2026-11-22-h200/http-uint8/result.json"))
     findings = {
         (e["label"], e["control"], e["workload"]): e["finding"]
         for e in result["studies"]["gpu_proof"]["evidence"]["records"]
@@ -33,6 +51,40 @@ def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None
     assert result["valid"]
     assert {findings[label, False, None] for label in "ab"} == {"GPU_VERIFIED"}
     assert {finding for (_, control, _), finding in findings.items() if control} == {"CPU_FALLBACK"}
+
+
+def test_the_repository_stays_small_with_one_report_as_an_example() -> None:
+    """A larger tree cannot be carried to a rented machine, and is slow to clone."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git and a checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = listed.rstrip("\0").split("\0")
+    assert [name for name in names if name.endswith("report.html")] == [EXAMPLE]
+    assert f"REPORT := {EXAMPLE}\n" in (ROOT / "Makefile").read_text()
+    sizes = {name: path.stat().st_size for name in names if (path := ROOT / name).is_file()}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
+    assert sum(sizes.values()) <= MOST_BYTES, f"see CONTRIBUTING.md, Publish a result; the largest files are {largest}"
+
+
+@pytest.mark.parametrize("example", [False, True])
+def test_a_packed_run_is_reported_as_before_and_loses_no_record(tmp_path: Path, example: bool) -> None:
+    run = write_run(tmp_path / "run", Plan(pairs=2))
+    result = analyse(run)
+    write_reports(run, result)
+    records = {path.name: path.read_bytes() for path in [*run.glob("*.json"), *run.glob("blocks/*")]}
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text('{\n "date": "2026-11-25"\n}\n')
+    command = [sys.executable, str(PACK), *(["--example"] if example else []), str(tmp_path)]
+    for _ in range(2):  # the second time changes nothing
+        subprocess.run(command, check=True)
+        left = {"summary.md", "result.json.gz", "records.tar.xz"}
+        assert {path.name for path in run.iterdir()} == left | ({"report.html"} if example else set())
+        assert json.loads(manifest.read_text()) == {"date": "2026-11-25", "files": files_below(tmp_path)}
+    assert read_stored(run / "result.json") == records.pop("result.json")
+    with tarfile.open(run / "records.tar.xz") as tar:
+        packed = {Path(entry.name).name: file.read() for entry in tar if (file := tar.extractfile(entry)) is not None}
+    assert packed == records
+    assert stored_result(run) == result
 
 
 def test_there_is_something_to_check() -> None:

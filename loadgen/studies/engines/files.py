@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from loadgen.documents import DocumentError, read_record
+from loadgen.documents import DocumentError, read_record, read_stored, stored_path
 from loadgen.records.run import Environment, RunState
 from loadgen.report.renderers.csv import field
 from loadgen.report.renderers.html import render_html
@@ -50,7 +50,7 @@ class Column(NamedTuple):
 
 def is_matrix(directory: Path) -> bool:
     """Whether a folder holds an engine matrix."""
-    return any((directory / name).exists() for name in (Plan.FILE, Matrix.FILE))
+    return any(stored_path(directory / name).exists() for name in (Plan.FILE, Matrix.FILE))
 
 
 def stored_matrix(directory: Path) -> Matrix:
@@ -59,7 +59,7 @@ def stored_matrix(directory: Path) -> Matrix:
     Raises `StoredRunError` and `ResultError`.
     """
     visits = sorted((directory / "visits").glob("*.json"))
-    if not visits and (directory / Matrix.FILE).exists():
+    if not visits and stored_path(directory / Matrix.FILE).exists():
         return read_matrix(directory / Matrix.FILE)
     plan, environment = _read(directory / Plan.FILE, Plan), _read(directory / Environment.FILE, Environment)
     if plan is None or environment is None:
@@ -84,9 +84,10 @@ def _read(path: Path, kind: type[R]) -> R | None:
 
 
 def read_matrix(path: Path) -> Matrix:
-    """Read a `matrix.json`. Raises `ResultError` for a missing file, another schema or an unknown field."""
+    """Read a `matrix.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
+    field."""
     try:
-        return cast("Matrix", read_record(path.read_bytes(), Matrix))
+        return cast("Matrix", read_record(read_stored(path), Matrix))
     except (OSError, DocumentError) as exc:
         raise ResultError(f"{path} is not an engine matrix of this version of abserve: {exc}") from exc
 

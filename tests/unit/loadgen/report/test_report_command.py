@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.golden.synthetic_run import Plan, write_run
 
 app = typer.Typer()
 app.command()(report)
+PACKED = gzip.compress(b'{"schema": 1}', mtime=0)
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -54,6 +56,30 @@ def test_where_the_samples_are_not_kept_the_result_stays_what_it_was(tmp_path: P
     assert run(str(tmp_path))[0] == 0
     for name in ("result.json", "report.html", "summary.md"):
         assert (tmp_path / name).read_bytes() == first[name], name
+
+
+def test_a_compressed_result_is_reported_as_the_plain_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(pairs=2))
+    run(str(tmp_path / "run"))
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "result.json.gz").write_bytes(gzip.compress((tmp_path / "run/result.json").read_bytes()))
+    assert run(str(published))[0] == 0
+    for name in ("report.html", "summary.md"):
+        assert (published / name).read_bytes() == (tmp_path / "run" / name).read_bytes(), name
+    assert not (published / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", PACKED[:-4], PACKED[:10] + b"x" * 99, PACKED],
+    ids=["empty", "not compressed", "cut off", "damaged", "no result"],
+)
+def test_a_broken_compressed_result_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "result.json.gz").write_bytes(content)
+    status, output = run(str(tmp_path))
+    assert (status, "is not a result of this version of abserve" in " ".join(output.split())) == (2, True)
+    assert "Traceback" not in output
 
 
 def test_of_a_matrix_one_run_must_be_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
@@ -310,8 +311,11 @@ def test_the_report_command_remakes_everything_from_the_visits(tmp_path: Path) -
     assert files.read_matrix(tmp_path / "matrix.json") == analyse(asked, ENVIRONMENT, visits(asked, SPEEDS), FINISHED)
 
 
-def test_a_published_folder_needs_its_matrix_alone(tmp_path: Path, found: Matrix) -> None:
-    (tmp_path / "matrix.json").write_bytes(files.encode_matrix(found))
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_published_folder_needs_its_matrix_alone(tmp_path: Path, found: Matrix, compressed: bool) -> None:
+    content = files.encode_matrix(found)
+    path = tmp_path / ("matrix.json.gz" if compressed else "matrix.json")
+    path.write_bytes(gzip.compress(content) if compressed else content)
     assert run(str(tmp_path))[0] == 0
     assert files.read_matrix(tmp_path / "matrix.json") == found
     assert (tmp_path / "summary.md").exists()
