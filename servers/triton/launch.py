@@ -33,7 +33,7 @@ from servers.triton.leftovers import (
 )
 from servers.triton.repository import PlacedModel, Repository, Serving, assert_usable, lay_out, link_installation
 from servers.triton.settings import TritonSettings
-from servers.triton.tuning import apply
+from servers.triton.tuning import apply, merge
 from servers.triton.wheel import find_wheel
 from servers.tuning import ALL
 
@@ -133,6 +133,9 @@ def prepare(
     serving = Serving(engine, weights, batching, settings.decoding, backend)
     repository = lay_out(settings.folder, installation, models, serving)
     first = models[0]
+    if settings.merge_config:
+        for executed in dict.fromkeys(serving.name(model.specification.executed) for model in models):
+            merge(repository.models, executed, settings.merge_config)
     names = [serving.name(model.specification) for model in models]
     tuning = apply(repository.models, names, settings.tuning, repository.models)
     executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
@@ -169,6 +172,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     model = folder.expanduser() / settings.model
     if not model.is_dir():
         raise TritonOptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
+    if settings.merge_config:
+        raise TritonOptionError("--merge-config changes generated configs; edit the one in your own repository")
     assert_ready(settings)
     _clean_up()
     repository = link_installation(settings.folder, installation)

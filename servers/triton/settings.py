@@ -56,6 +56,12 @@ class TritonSettings(EngineOptions):
         description="Maximum time a batch waits for more requests (µs).",
     )
     pad_to: PadTo = ""
+    merge_config: str = Field(
+        "",
+        title="Batching",
+        description="Text that is merged into the generated config.pbtxt of the executed model, such as "
+        "'dynamic_batching { preferred_batch_size: 8 }'.",
+    )
     tuning: Tuning = ALL
     queue_size: int = Field(
         0,

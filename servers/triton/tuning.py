@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from servers.models.sources.triton_repository import CONFIG, read_config
-from servers.tuning import keeps
+from servers.tuning import TuningError, keeps
 
 BATCHING = "dynamic_batching"
 FIELDS = (
@@ -61,6 +61,21 @@ def apply(models: Path, names: Sequence[str], tuning: str, target: Path) -> dict
         if left_out or target != models:
             _write(target / one / CONFIG, config, keep=not left_out, source=models / one / CONFIG)
     return {field: value for field, value in present.items() if field in kept}
+
+
+def merge(models: Path, name: str, text: str) -> None:
+    """Merge `text` into the config of a model: fields are set, repeated ones get more entries, and comments are lost.
+
+    Raises `TuningError` for a text that is not part of a config.
+    """
+    from google.protobuf import text_format
+
+    config = read_config(models / name)
+    try:
+        text_format.Merge(text, config)
+    except text_format.ParseError as exc:
+        raise TuningError(f"--merge-config {text}: {exc}; write it as in a config.pbtxt") from exc
+    (models / name / CONFIG).write_text(text_format.MessageToString(config), encoding="utf-8")
 
 
 def tuning_of(config: Any) -> dict[str, str]:

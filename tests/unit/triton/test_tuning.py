@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 from servers.export.triton_config import BatchingSettings, onnxruntime_config, python_config, tensorrt_config
 from servers.models.registry import get_specification
 from servers.models.sources.triton_repository import read_config
-from servers.triton.tuning import apply, tuning_of
+from servers.triton.tuning import apply, merge, tuning_of
 from servers.tuning import TuningError
 
 SLOW = """
@@ -112,6 +112,15 @@ def test_a_model_that_could_batch_and_does_not_is_given_a_batcher(models: Path, 
     assert read_config(tmp_path / "plain" / "serial").HasField("dynamic_batching")
     add(models, "alone", 'backend: "onnxruntime" max_batch_size: 0')
     assert apply(models, ["alone"], "all", models) == {}
+
+
+def test_text_is_merged_into_a_config(models: Path) -> None:
+    merge(models, "slow", "dynamic_batching { preferred_batch_size: 2 } instance_group [ { count: 3 } ]")
+    config = read_config(models / "slow")
+    assert list(config.dynamic_batching.preferred_batch_size) == [4, 8, 2]
+    assert [group.count for group in config.instance_group] == [2, 3]
+    with pytest.raises(TuningError, match="no field named"):
+        merge(models, "slow", "dynamic_batching { speed: 9 }")
 
 
 def test_a_setting_that_is_not_in_effect_is_refused_with_those_that_are(models: Path) -> None:
