@@ -51,6 +51,7 @@ def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> N
         model=name,
         title=f"{title} torch {settings.precision}",
         max_batch_size=settings.max_batch_size,
+        cannot_pad=f"the {title} server does not pad",
     )
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())
