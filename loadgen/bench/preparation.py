@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.experiment.padding import default_sizes, has_mixed_lengths
 from loadgen.invocation import ABSERVE
 from loadgen.records.payloads import OWN_TENSORS, reference
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for
@@ -33,8 +34,6 @@ from loadgen.transport.inputs import (
 
 READY_SECONDS = 300.0
 """Time limit for a launched server to start."""
-PAD_TO = (32, 64, 128, 256, 512)
-"""Sizes to which batches of texts are padded where no others are asked for."""
 Inputs = Mapping[str, SampleInputs]
 """Sample inputs by payload, all made from the same pictures."""
 
@@ -183,6 +182,8 @@ def prepare_inputs(
     described = {payload: read_inputs(place, payload) for payload in experiment.payloads}
     samples = next(iter(described.values()))
     padded = _with_padding(experiment, samples, place)
+    if not starts:  # the running servers pad as they are configured
+        padded = msgspec.structs.replace(padded, pad_to=None)
     if not own:
         return padded, described
     signature = signature_of(place, experiment.payload_of(experiment.baseline))
@@ -202,15 +203,18 @@ def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -
     if samples.axis is None:
         if option := next((option for option, value in asked if value), None):
             raise InputError(f"{experiment.model} has no inputs of variable length; leave {option} out")
-        return msgspec.structs.replace(experiment, pad_to=None)
+        return msgspec.structs.replace(experiment, pad_to=None, cannot_pad={})
+    largest = largest_length(folder)
+    if experiment.pad_to and 0 < largest < experiment.pad_to[-1]:
+        raise InputError(
+            f"--pad-to {experiment.pad_to[-1]}: the largest {samples.axis} of {experiment.model} is {largest}"
+        )
     for length in experiment.lengths:
         samples.groups(length)
     if experiment.pad_to is not None:
         return experiment
-    if experiment.sequence_length not in (None, "text"):
-        return msgspec.structs.replace(experiment, pad_to=())
-    largest = max(min(PAD_TO[-1], largest_length(folder)), *samples.lengths)
-    return msgspec.structs.replace(experiment, pad_to=(*(size for size in PAD_TO if size < largest), largest))
+    alike = bool(experiment.cannot_pad) or not has_mixed_lengths(experiment)
+    return msgspec.structs.replace(experiment, pad_to=() if alike else default_sizes(largest, samples.lengths))
 
 
 def make_inputs(experiment: Experiment, folder: Path, signature: Signature) -> Inputs:

@@ -23,6 +23,9 @@ class Progress:
     def now(self, text: str) -> None:
         """The current step."""
 
+    def padding_decided(self, rule: str) -> None:
+        """How the servers pad batches, in a sentence, before they start."""
+
     def inputs_ready(self, about: Mapping[str, str | int]) -> None:
         """The inputs are made, as described in the stored environment."""
 

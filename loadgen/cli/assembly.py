@@ -10,6 +10,9 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
+
+from loadgen.experiment.padding import decide_padding
 from loadgen.experiment.plan import (
     AS_SERVED,
     Combination,
@@ -139,38 +142,45 @@ def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combinatio
         raise PlanError(f"--inputs {settings.inputs} are of one payload; give one --payload")
 
 
-def check_servers(experiments: Sequence[Experiment]) -> None:
+def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
-    the model, the weights and every option of the others; then the user's inputs and lengths. Raises `PlanError`."""
+    the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
+    with the padding that every arm can do. Raises `PlanError`."""
     from loadgen.bench.preparation import make_deployment, model_name, prepare_inputs
     from loadgen.storage.store import RunStore
     from loadgen.targets.interface import Deployment, DeploymentError
     from loadgen.transport.endpoint import EndpointError
 
-    checked = set()
+    checked: dict[tuple[Label, str], Deployment] = {}
+    decided = []
     with TemporaryDirectory(prefix="abserve-check-") as folder:
         for experiment in experiments:
             deployments: dict[Label, Deployment] = {}
+            unpadded = msgspec.structs.replace(experiment, pad_to=None)  # the servers first say whether they can
             for arm in sorted(experiment.arms, key=lambda one: not one.embedded):  # these tell the model's name
                 key = (arm.label, experiment.payload_of(arm))
                 if key in checked:
                     continue
-                checked.add(key)
                 try:
-                    deployment = make_deployment(arm, experiment, RunStore(Path(folder)), Path(folder))
-                    deployments[arm.label] = deployment
+                    deployment = make_deployment(arm, unpadded, RunStore(Path(folder)), Path(folder))
+                    checked[key] = deployments[arm.label] = deployment
                     deployment.check(model_name(arm, experiment, deployments))
                 except (DeploymentError, EndpointError) as exc:
                     reason = str(exc).removeprefix(f"abserve serve {arm.target} cannot start: ")
                     raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
+            known = {arm.label: checked[arm.label, experiment.payload_of(arm)] for arm in experiment.arms}
+            cannot_pad = {label: one.cannot_pad for label, one in known.items() if one.cannot_pad is not None}
+            pads_to = {label: one.pads_to for label, one in known.items()}
+            decided.append(decide_padding(experiment, cannot_pad, pads_to))
         try:
-            for number, experiment in enumerate(experiments):
+            for number, experiment in enumerate(decided):
                 started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
                 # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
                 if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
                     prepare_inputs(experiment, Path(folder) / str(number) / "samples")
         except InputError as exc:
             raise PlanError(str(exc)) from exc
+    return decided
 
 
 def check_out(out: Path | None) -> None:

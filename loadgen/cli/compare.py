@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,7 +69,7 @@ def compare(
         settings = effective_settings(file, given_options(context, options))
         plan = plan_experiment(settings)
         if not print_experiment:
-            check_run(plan, out, {"--junit": junit, "--csv": csv})
+            plan = check_run(plan, out, {"--junit": junit, "--csv": csv})
             check_export(mlflow)
     except PlanError as exc:
         fail(str(exc))
@@ -84,12 +85,14 @@ def compare(
     raise typer.Exit(_write_formats(results, junit, csv, status))
 
 
-def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path | None]) -> None:
-    """Check the places to write to (`files` by their options) and the servers. Raises `PlanError`; a file that cannot
-    be written ends the command."""
+def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path | None]) -> ExperimentPlan:
+    """Check the places to write to (`files` by their options) and the servers. Returns the plan with what the servers
+    decide. Raises `PlanError`; a file that cannot be written ends the command."""
     check_out(out)
     check_files(files)
-    check_servers([experiment for _, experiment in plan.runs])
+    experiments = check_servers([experiment for _, experiment in plan.runs])
+    combinations = [combination for combination, _ in plan.runs]
+    return replace(plan, runs=tuple(zip(combinations, experiments, strict=True)))
 
 
 def _run_matrix(

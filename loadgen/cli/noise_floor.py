@@ -92,7 +92,7 @@ def _measured(
     plan = plan_experiment(settings)
     if plan.is_matrix:
         raise PlanError("the noise floor needs one transport and one payload; give one of each")
-    check_run(plan, out, {})
+    plan = check_run(plan, out, {})
     status, result = run_and_report(plan.runs[0][1], out or default_out(settings.model))
     return result, status
 

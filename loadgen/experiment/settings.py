@@ -235,7 +235,8 @@ class ExperimentSettings(Settings):
     )
     pad_to: Buckets | None = _target(
         None,
-        description="Pad batches of different lengths to these sizes, or none (default: 32,64,128,256,512 for text).",
+        description="Pad batches of different lengths to these sizes, or none (default: 32,64,128,256,512 for text, if "
+        "every arm can).",
     )
     threads: int = _target(0, ge=0, description="Engine threads of each server; 0 uses all cores.")
     matrix: bool = _target(False, description="Run every transport with every payload.")

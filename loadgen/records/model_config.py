@@ -93,6 +93,34 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
     return settings
 
 
+def reported_padding(config: Mapping[str, Any] | None) -> str | None:
+    """The sizes to which requests of different lengths are padded, as in 32,64; "none" if only requests of equal
+    lengths share a batch; None: not reported.
+
+    Triton merges requests of different shapes only where an input has `allow_ragged_batch`.
+    """
+    if config is None:
+        return None
+    if (reported := effective_settings(config).get("pad_to")) is not None:
+        return str(reported)
+    inputs = [mapping(one) for one in listed(config.get("input"))]
+    varies = any(str(size) == "-1" for one in inputs for size in listed(one.get("dims")))
+    ragged = any(one.get("allow_ragged_batch") is True for one in inputs)
+    return "none" if varies and not ragged and backend_name(config) != "ensemble" else None
+
+
+def pad_sizes(rule: str) -> tuple[int, ...]:
+    """The sizes of a reported rule, ascending; empty for "none" and for anything that is not a list of sizes."""
+    found = {whole(part.strip()) for part in rule.split(",")}
+    return tuple(sorted(size for size in found if size)) if all(found) else ()
+
+
+def padding_in_effect(arm: ArmRecord) -> str | None:
+    """An arm's padding as `reported_padding` reads it."""
+    reported = arm.in_effect.get("pad_to")
+    return reported_padding(arm.model_config) if reported is None else str(reported)
+
+
 def _device(config: Mapping[str, Any], backend: str) -> str | None:
     """The device that the kinds of all instances imply; none for KIND_AUTO and where a Python model may ignore them."""
     kinds = {str(group.get("kind")) for group in groups(config)}

@@ -113,6 +113,10 @@ class RichProgress(MovingLine, Progress):
         """Name the server behind an arm."""
         self._say(f"{shown(record.label)} is {record.title} at {record.url}")
 
+    def padding_decided(self, rule: str) -> None:
+        """Say what may share a batch."""
+        self._say(rule)
+
     def inputs_ready(self, about: Mapping[str, str | int]) -> None:
         """Name what is sent."""
         self._unit = per_second(str(about.get("item", "item")))

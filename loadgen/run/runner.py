@@ -24,6 +24,7 @@ from loadgen.bench.interruption import interruptible, uninterrupted
 from loadgen.bench.load_runner import LoadError
 from loadgen.bench.preparation import PreparationError, describe_inputs, export_artefacts, make_inputs, prepare_inputs
 from loadgen.bench.progress import Progress
+from loadgen.experiment.padding import padding_in_words
 from loadgen.experiment.plan import sized
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.generator.process import GeneratorError
@@ -107,9 +108,10 @@ class _Run(Bench):
         experiment = self.experiment
         store.write(experiment)
         make_arms(self)
-        store.write(
-            read_environment({"status": "unknown"}, {} if inputs is None else describe_inputs(inputs, experiment.seed))
-        )
+        about = {} if inputs is None else describe_inputs(inputs, experiment.seed)
+        store.write(read_environment({"status": "unknown"}, about))
+        if rule := padding_in_words(experiment, int(about.get("length_max", 0))):
+            progress.padding_decided(rule)
         if experiment.deployment == "embedded":
             self.enter("exporting the model")
             export_artefacts(experiment, store, progress.now, self.abserve)

@@ -30,6 +30,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     title: str
     max_batch_size: int | None = None
+    cannot_pad: str | None = None
     artefact: dict[str, object] | None = None
     tuning: dict[str, str] = {}
 
@@ -67,9 +68,10 @@ class EmbeddedDeployment(Deployment):
         self.started_ns = self._process.started_ns
 
     def check(self, model: str) -> None:  # noqa: ARG002 - the options name the model
-        """Plan a launch and start nothing; then the model's name is known."""
+        """Plan a launch and start nothing; then the model's name is known, and whether the server can pad."""
         try:
-            self.model = self._make_plan().model
+            plan = self._make_plan()
+            self.model, self.cannot_pad = plan.model, plan.cannot_pad
         finally:
             self.stop()
 

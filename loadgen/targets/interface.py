@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, perf_counter_ns, sleep
+from typing import Any
 
+from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.run import DEFAULT_ACCESS, Access
 from loadgen.targets.listeners import Roots, cpu_ns, find_listeners, tree
 from loadgen.transport.endpoint import Endpoint
@@ -63,6 +65,10 @@ class Deployment:
     """The manifest of the exported file that it executes."""
     tuning: Mapping[str, str] = {}
     """Settings of a launched server that only affect its speed and differ from its own defaults."""
+    cannot_pad: str | None = None
+    """Why abserve cannot make it pad batches, as a clause; None: it takes the option pad-to. Known after `check`."""
+    pads_to: tuple[int, ...] = ()
+    """The sizes to which a running server pads by its configuration."""
     started_ns: int | None = None
     processes_unknown: str | None = None
     """Why `pids` is empty, as the end of a sentence."""
@@ -138,7 +144,9 @@ class RemoteDeployment(Deployment):
         to its gRPC."""
         self.wait_ready(model, RUNNING_READY_SECONDS)
         endpoint = Endpoint(self.url, access=self.access)
-        limit = (endpoint.config(model) or {}).get("max_batch_size")
+        config = endpoint.config(model)
+        self._read_padding(config)
+        limit = (config or {}).get("max_batch_size")
         if self.largest_batch > 1 and not endpoint.signature(model).batched:
             raise DeploymentError(
                 f"the load has batches of {self.largest_batch}, but model {model} has no batch dimension; leave "
@@ -155,6 +163,14 @@ class RemoteDeployment(Deployment):
                 raise DeploymentError(f"gRPC: {exc}{remedy}") from exc
             finally:
                 grpc.close()
+
+    def _read_padding(self, config: Mapping[str, Any] | None) -> None:
+        rule = reported_padding(config)
+        self.pads_to = pad_sizes(rule or "")
+        if rule is None:
+            self.cannot_pad = "its server does not report whether it pads"
+        else:
+            self.cannot_pad = f"its server {f'pads to {rule}' if self.pads_to else 'merges only equal lengths'}"
 
     def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
         """Wait until the server is ready; the error says what its owner can do."""

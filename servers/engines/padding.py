@@ -61,7 +61,7 @@ def padding_of(specification: ModelSpecification, sizes: Sequence[int]) -> Paddi
         return None
     axis = specification.padded_axis
     if axis is None:
-        raise EngineError(f"--pad-to: items of {specification.name} cannot be padded; leave the option out")
+        raise EngineError(f"--pad-to: {specification.cannot_pad}; leave the option out")
     if sizes[-1] > axis.largest:
         raise EngineError(f"--pad-to {sizes[-1]}: the largest {axis.name} of {specification.name} is {axis.largest}")
     return Padding(axis, tuple(sizes))

@@ -163,6 +163,11 @@ class ModelSpecification:
         return next((axis for axis in self.axes if axis.padded), None)
 
     @property
+    def cannot_pad(self) -> str | None:
+        """Why its items cannot be padded to share a batch, as a clause; None: they can."""
+        return f"items of {self.name} cannot be padded" if self.padded_axis is None else None
+
+    @property
     def main_axis(self) -> Axis | None:
         """The axis along which items have their length: the padded one, else the first."""
         return self.padded_axis or next(iter(self.axes), None)

@@ -66,6 +66,7 @@ class Launch:
             model=first.name,
             title=f"native {settings.engine} {settings.precision}",
             max_batch_size=settings.max_batch_size,
+            cannot_pad=first.cannot_pad,
             artefact=artefacts[first.executed.name][1] if artefacts else None,
             tuning=dict(self.tuning),
         )

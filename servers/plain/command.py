@@ -54,6 +54,7 @@ def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> N
         title=f"{title} torch {settings.precision}",
         max_batch_size=settings.max_batch_size,
         tuning=tuning_of(given),
+        cannot_pad=f"the {title} server does not pad",
     )
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())

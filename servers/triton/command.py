@@ -26,6 +26,7 @@ from servers.triton.launch import (
     assert_python,
     assert_ready,
     choose_backend,
+    does_not_pad,
     find_installation,
     is_loopback,
     prepare,
@@ -104,7 +105,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     try:
         engine = settings.resolved_engine(backend)
         check_engine(specifications[0].executed, engine)
-        padding_of(specifications[0], engine.pad_to)
+        padding_of(specifications[0], parse_pad_to(settings.pad_to))
         engine.check_here()
         elsewhere = backend == "python" and environment_of(engine.kind) is not None
     except EngineError as exc:
@@ -118,7 +119,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         if any(one.payload == "jpeg" for one in specifications):
             assert_python(installation, "decoding JPEG")
         if parse_pad_to(settings.pad_to):
-            console.print(f"the {backend} backend pads nothing: only requests of equal lengths share a batch")
+            raise TritonOptionError(f"--pad-to: {does_not_pad(backend)}; leave the option out, or use --backend python")
     release = library_version() if backend == "tensorrt" else None  # the python backend's is found with the bindings
     if backend == "tensorrt" and release is None:
         raise TritonOptionError(

@@ -157,6 +157,7 @@ def prepare(
         model=names[0],
         title=f"{installation.title}, {backend} backend, {executes}",
         max_batch_size=engine.max_batch_size,
+        cannot_pad=first.specification.cannot_pad or does_not_pad(backend),
         artefact=dict(first.manifest) if first.manifest is not None else None,
         tuning=tuning,
     )
@@ -197,7 +198,13 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         title=f"{installation.title}{f', {backend} backend' if backend else ''}, your {settings.model}",
         max_batch_size=None if config is None else max(1, config.max_batch_size),
         tuning=tuning,
+        cannot_pad="your model repository is served unchanged",
     )
+
+
+def does_not_pad(backend: str) -> str | None:
+    """Why a backend cannot pad batches, as a clause; None for the python backend, whose engine does it."""
+    return None if backend == "python" else f"Triton's {backend} backend does not pad"
 
 
 def _assert_numpy(installation: Installation, model: Path) -> None:

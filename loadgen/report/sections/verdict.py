@@ -8,6 +8,7 @@ import loadgen.report.document as doc
 from loadgen.comparison.comparisons import leading_comparisons
 from loadgen.quantities import counted, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
@@ -84,8 +85,10 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
 
 def _padding(result: Result) -> str:
     """Which items may share a batch; empty where the servers report no rule."""
-    rules = _per_arm(result, lambda arm: str(arm.in_effect.get("pad_to") or ""))
-    return {"": "", "none": "only equal lengths share a batch"}.get(rules, f"batches padded to {rules}")
+    if not any(arm.in_effect.get("pad_to") for arm in result.arms):
+        return ""
+    words = {None: "padding not reported", "none": "only equal lengths share a batch"}
+    return _per_arm(result, lambda arm: words.get(rule := padding_in_effect(arm), f"batches padded to {rule}"))
 
 
 def _per_arm(result: Result, describe: Callable[[ArmRecord], str]) -> str:

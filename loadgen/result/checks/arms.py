@@ -13,11 +13,21 @@ from typing import Any
 
 from loadgen.comparison.claims import do_not, join
 from loadgen.comparison.facts import Facts
+from loadgen.experiment.padding import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
-from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
+from loadgen.records.model_config import (
+    accelerators,
+    backend_of,
+    groups,
+    kind_of,
+    listed,
+    mapping,
+    padding_in_effect,
+    whole,
+)
 from loadgen.records.payloads import base_name, without_backend
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload, asked_for, setting_key, shown
-from loadgen.result.checks.registry import Outcome, Severity, fairness, per_arm
+from loadgen.result.checks.registry import Outcome, Severity, check, fairness, per_arm
 
 NATIVE = "abserve-native"
 _MOST_NUMBER = 1e12
@@ -32,9 +42,9 @@ UNREPORTED = Outcome(None, "does not report its configuration")
 def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
     """Compare every arm with the baseline, or with the first arm that reports the setting.
 
-    One outcome for unrequested differences, one for requested ones, one for arms that do not report the setting; a
-    single one if all values are equal. A difference invalidates unless it was requested: then the run compares
-    settings, and the report says so.
+    One outcome for unrequested differences, one for accepted ones, one for arms that do not report the setting; a
+    single one if all values are equal. A difference invalidates unless it was requested, when the run compares
+    settings, or nobody but the servers' owner can remove it; the report then says so.
     """
     experiment, arms = facts.run.experiment, {arm.label: arm for arm in facts.run.arms}
     have = {label: _reported(arms.get(label), key) for label in experiment.labels}
@@ -43,29 +53,35 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
     known = {label: _comparable(str(value), key, experiment) for label, value in have.items() if value is not None}
     outcomes = []
     first, *rest = known or [experiment.baseline.label]
-    for on_purpose in (False, True):
-        wanted = _asked_for(experiment.arm(first), key)
-        apart = [
-            label
-            for label in rest
-            if not _equal(known[first], known[label])
-            and (_asked_for(experiment.arm(label), key) != wanted) == on_purpose
-        ]
-        if apart:
-            text = ", ".join(f"{shown(label)} {known[label]}" for label in (first, *apart))
-            why = "which was not requested"
-            if on_purpose and key in ("model", "weights"):
-                why = "as requested: only the parity check shows whether they compute the same"
-            elif on_purpose:
-                why = "as requested: this compares settings, not only servers"
-            outcomes.append(
-                Outcome(
-                    False, f"the arms differ in {noun} ({text}), {why}", text, severity="warns" if on_purpose else None
-                )
-            )
+    reasons = {
+        label: _reason_to_accept(experiment, experiment.arm(first), experiment.arm(label), key)
+        for label in rest
+        if not _equal(known[first], known[label])
+    }
+    for reason in sorted(set(reasons.values())):
+        apart = [label for label in reasons if reasons[label] == reason]
+        text = ", ".join(f"{shown(label)} {known[label]}" for label in (first, *apart))
+        detail = f"the arms differ in {noun} ({text}), {reason or 'which was not requested'}"
+        outcomes.append(Outcome(False, detail, text, severity="warns" if reason else None))
     if silent := [shown(label) for label in have if label not in known]:
         outcomes.append(Outcome(None, f"{do_not(silent, 'report')} it"))
     return outcomes or [Outcome(True, known[first], known[first])]
+
+
+def _reason_to_accept(experiment: Experiment, baseline: ArmRequest, arm: ArmRequest, key: str) -> str:
+    """Why the verdict stands although the arms differ in a setting; empty where it does not."""
+    if _asked_for(arm, key) != _asked_for(baseline, key):
+        if key in ("model", "weights"):
+            return "as requested: only the parity check shows whether they compute the same"
+        return "as requested: this compares settings, not only servers"
+    if key == "pad_to" and not all(_is_configured(experiment, one) for one in (baseline, arm)):
+        return "as the servers that abserve does not configure are set: this compares settings, not only servers"
+    return ""
+
+
+def _is_configured(experiment: Experiment, arm: ArmRequest) -> bool:
+    """Whether abserve decides the arm's settings: not those of a URL, a stack or a model repository of the user."""
+    return arm.embedded and experiment.deployment == "embedded" and not arm.own_repository
 
 
 def _asked_for(arm: ArmRequest, key: str) -> str | None:
@@ -85,7 +101,7 @@ def _reported(arm: ArmRecord | None, key: str) -> object:
         return None
     if key == "model" and "model" not in arm.in_effect:
         return (arm.model_config or {}).get("name")
-    return arm.in_effect.get(key)
+    return padding_in_effect(arm) if key == "pad_to" else arm.in_effect.get(key)
 
 
 def _equal(wanted: str, have: object) -> bool:
@@ -126,7 +142,8 @@ for _one in _SAME:
 @fairness(
     "same padding of batches",
     "invalidates",
-    "Give every arm the same --pad-to: padding decides which requests share a batch, and how much each computes.",
+    "Give every arm the same pad-to, and none where one of them cannot pad: padding decides which requests share a "
+    "batch, and how much each computes.",
     unknown="warns",
     threshold="equal",
 )
@@ -134,6 +151,22 @@ def same_pad_to(facts: Facts) -> list[Outcome]:
     """Skipped where no arm has a padded axis."""
     known = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
     return _compare(facts, "pad_to", "padding of batches") if known else []
+
+
+@check(
+    "every arm can pad batches",
+    "informs",
+    "Let the arms that can pad do so by an option of their own, or leave the arm that cannot out.",
+    caveat=("failed",),
+)
+def padding_held_back(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where no load merges requests of different lengths, and where no arm could pad more than it does."""
+    environment, experiment = facts.run.environment, facts.run.experiment
+    merging = [workload for workload in experiment.workloads if workload.concurrency > 1]
+    if environment is None or not any(map(environment.is_mixed, merging)) or not held_back(experiment):
+        return
+    longest = environment.inputs.get("length_max")
+    yield Outcome(False, padding_in_words(experiment, longest if isinstance(longest, int) else 0))
 
 
 @fairness(

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
 from tests.tiny_bert import write_tiny_bert
@@ -101,6 +103,34 @@ def test_a_users_onnx_file_against_the_module_that_it_was_exported_from(tmp_path
     assert "logits" in result["parity"]["kinds"].values()
 
 
+def refused(folder: Path, *options: str) -> str:
+    """What a comparison says that ends with status 2 before it writes anything."""
+    command = [*UNWATCHED_ABSERVE, "compare", "--out", str(folder / "run"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=folder)
+    assert (done.returncode, (folder / "run").exists()) == (2, False), done.stderr
+    return " ".join(done.stderr.split())
+
+
+def test_sizes_that_an_arm_cannot_pad_to_are_refused_before_a_server_starts(tmp_path: Path) -> None:
+    write_tiny_bert(tmp_path)
+    null = ("--a-option", "engine=null")
+    plain = ("--model", "tiny", "--a", "native", *null, "--b", "fastapi")
+    words = "B (fastapi) cannot pad batches, because the FastAPI server does not pad"
+    assert words in refused(tmp_path, *plain, "--pad-to", "32,64")
+    native = ("--model", "tiny", "--a", "native", *null, "--b", "native", "--b-option", "engine=null")
+    assert "the largest sequence of tiny is 128" in refused(tmp_path, *native, "--pad-to", "32,256")
+
+
+def test_a_file_with_a_variable_axis_is_compared_without_options_of_padding(tmp_path: Path) -> None:
+    """Its items cannot be padded, so no server is asked to."""
+    shapes = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "length"]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "axis", shapes[:1], shapes[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "a.onnx")
+    result = compare(tmp_path / "run", "--model", "a.onnx", "--a", "native", "--b", "native", "--scenarios", "single")
+    assert not [one for one in result["checks"] if one["name"] in ("same_pad_to", "padding_held_back")]
+    assert result["experiment"]["pad_to"] == []
+
+
 def test_inputs_that_the_model_cannot_take_are_refused_before_a_server_starts(tmp_path: Path) -> None:
     """A server describes the lengths that its model takes without being started."""
     write_tiny_bert(tmp_path)
@@ -108,10 +138,5 @@ def test_inputs_that_the_model_cannot_take_are_refused_before_a_server_starts(tm
     tensors: dict[str, Any] = {name: np.ones((4, 200), "i8") for name in names}
     np.savez(tmp_path / "long.npz", **tensors)
     null = ("--a", "native", "--a-option", "engine=null", "--b", "native", "--b-option", "engine=null")
-    command = [*UNWATCHED_ABSERVE, "compare", "--model", "tiny", *null, "--out", str(tmp_path / "run")]
-    done = subprocess.run(
-        [*command, "--inputs", "long.npz"], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
-    )
     words = "item 1 has the length 200, and the model takes at most 128"
-    assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
-    assert not (tmp_path / "run").exists()
+    assert words in refused(tmp_path, "--model", "tiny", *null, "--inputs", "long.npz")

@@ -96,6 +96,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["grpc_address"] is None
+    assert plan["cannot_pad"].endswith("server does not pad")
     process = subprocess.Popen(plan["argv"], cwd=folder)
     found = Plain(plan["http_url"], plan["model"], plan["title"], process)
 

@@ -28,7 +28,9 @@ from servers.models.weights import RandomWeights
 from servers.triton.installation import STUB
 from servers.triton.watch import TritonProcess
 from servers.triton.wheel import find_wheel
+from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
 from tests.integration.triton.conftest import free_ports
+from tests.tiny_bert import write_tiny_bert
 
 pytestmark = pytest.mark.triton
 READY_SECONDS = 120
@@ -195,3 +197,35 @@ def test_your_own_python_model_that_would_answer_with_empty_tensors_is_refused(
     with pytest.raises(subprocess.CalledProcessError):
         start("--triton-repository", str(tmp_path / "mine"), "--model", "doubles")
     assert "model.py uses as_numpy or pb_utils.Tensor" in capfd.readouterr().err
+
+
+def test_a_text_model_is_compared_without_options(installed: Path, tmp_path: Path) -> None:
+    """A native backend does not pad, so no arm does, and the arms do not differ."""
+    write_tiny_bert(tmp_path)
+    load = ("--scenarios", "single,concurrent", "--concurrency", "4", "--rounds", "2", "--threads", "1")
+    options = ("--model", "tiny", "--tritonserver", str(installed), *load)
+    command = [*UNWATCHED_ABSERVE, "compare", "--out", "run", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before_start = done.stdout.partition("starting the servers")[0]
+    assert "cannot make B (Triton's onnxruntime backend does not pad) do so" in before_start
+    result = json.loads((tmp_path / "run" / "result.json").read_bytes())
+    assert result["verdict"]["valid"], result["verdict"]["failed"]
+    assert [arm["in_effect"]["pad_to"] for arm in result["arms"]] == ["none", "none"]
+    assert result["arms"][1]["in_effect"]["backend"] == "onnxruntime"
+    states = {check["name"]: check["state"] for check in result["checks"]}
+    assert (states["same_pad_to"], states["padding_held_back"]) == ("passed", "failed")
+    assert any("--a-option pad-to=" in caveat for caveat in result["verdict"]["caveats"])
+
+
+@pytest.mark.parametrize(
+    "options", [("--pad-to", "32,64"), ("--b-option", "pad-to=32,64")], ids=["all arms", "that arm"]
+)
+def test_padding_that_a_native_backend_cannot_do_is_refused_before_a_server_starts(
+    installed: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    write_tiny_bert(tmp_path)
+    command = [*UNWATCHED_ABSERVE, "compare", "--model", "tiny", "--tritonserver", str(installed), "--out", "run"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "run").exists()) == (2, False), done.stdout
+    assert "Triton's onnxruntime backend does not pad" in " ".join(done.stderr.split())

@@ -101,6 +101,8 @@ def test_the_model_chooses_engine_and_weights_that_the_user_did_not(tmp_path: Pa
         "--pad-to": "32,64",
         "--model": "transformers:distilbert-base-uncased",
     }
+    assert launch.plan({}).cannot_pad is None
+    assert check({}).plan({}).cannot_pad == "items of openclip_vit_b32 cannot be padded"
     file = replace(get_specification(DEFAULT_MODEL), file=tmp_path / "model.onnx")
     assert NativeSettings().resolved(file).engine == "onnxruntime"
     assert NativeSettings(engine="tensorrt", weights="random:7").resolved(file).engine == "tensorrt"

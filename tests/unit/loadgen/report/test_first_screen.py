@@ -145,6 +145,13 @@ def test_the_second_line_names_the_inputs_and_what_shares_a_batch(
         first, second = conditions_in_brief(msgspec.structs.replace(changed, arms=arms))
         assert f" · {rule} · 2026" in second
         assert first.startswith("bert:base · ")
+    a, b = changed.arms
+    apart = (
+        msgspec.structs.replace(a, in_effect={**a.in_effect, "pad_to": "32,64"}),
+        msgspec.structs.replace(b, model_config={"input": [{"dims": [-1]}]}),
+    )
+    _, second = conditions_in_brief(msgspec.structs.replace(changed, arms=apart))
+    assert " · A batches padded to 32,64, B only equal lengths share a batch · " in second
 
 
 def test_what_a_server_does_not_report_is_not_claimed(result: Result) -> None:

@@ -207,7 +207,8 @@ def test_the_faults_above_are_the_whole_registry() -> None:
     searches = {"searches_ended"}  # tests/unit/loadgen/studies/rate_search/test_search_checks.py
     ceilings = {"engine_ceiling"}  # test_ceilings
     processors = {"cpu_steal", "other_processes"}  # test_taken_processors
-    covered = {fault[0] for fault in FAULTS} | elsewhere | fairness | searches | ceilings | processors
+    padding = {"padding_held_back"}  # test_checks_of_several_arms
+    covered = {fault[0] for fault in FAULTS} | elsewhere | fairness | searches | ceilings | processors | padding
     assert covered == set(CHECKS)
 
 

@@ -89,7 +89,54 @@ def test_the_padding_of_batches_is_compared_where_there_is_any() -> None:
     assert before(run_of(a=padded, b=padded, c=padded), "same_pad_to") == [(True, "invalidates", "32,64")]
     ((ok, effect, text),) = before(run_of(a=padded, b={"pad_to": "none"}, c=padded), "same_pad_to")
     assert (ok, effect) == (False, "invalidates")
-    assert "the arms differ in padding of batches (A 32,64, B none)" in text
+    assert "the arms differ in padding of batches (A 32,64, B none), which was not requested" in text
+
+
+def test_a_difference_in_padding_that_abserve_cannot_remove_is_named() -> None:
+    padded: dict[str, object] = {"pad_to": "32,64"}
+    asked = run_of(asked={"a": {"pad-to": "32,64"}}, a=padded, b={"pad_to": "none"}, c={"pad_to": "none"})
+    ((ok, effect, text),) = before(asked, "same_pad_to")
+    assert (ok, effect) == (False, "warns")
+    assert text.endswith("(A 32,64, B none, C none), as requested: this compares settings, not only servers")
+    run = run_of(a=padded, b={"pad_to": "none"}, c=padded)
+    by_url = ArmRequest(label="b", target="http://127.0.0.1:1")
+    with_url = msgspec.structs.replace(run.experiment, arms=(run.experiment.arms[0], by_url, run.experiment.arms[2]))
+    stack = msgspec.structs.replace(run.experiment, deployment="compose")
+    for experiment in (with_url, stack):
+        ((ok, effect, text),) = before(replace(run, experiment=experiment), "same_pad_to")
+        assert (ok, effect) == (False, "warns")
+        assert "(A 32,64, B none), as the servers that abserve does not configure are set" in text
+
+
+def test_a_triton_that_merges_no_requests_of_different_shapes_pads_nothing() -> None:
+    none: dict[str, object] = {"pad_to": "none"}
+    run = run_of(a=none, b=none, c=none)
+    config = {"backend": "onnxruntime", "input": [{"name": "ids", "dims": [-1]}]}
+    first, second, third = run.arms
+    silent = msgspec.structs.replace(second, in_effect={}, model_config=config)
+    assert before(replace(run, arms=(first, silent, third)), "same_pad_to") == [(True, "invalidates", "none")]
+    ragged = msgspec.structs.replace(silent, model_config={"input": [{"dims": [-1], "allow_ragged_batch": True}]})
+    assert before(replace(run, arms=(first, ragged, third)), "same_pad_to") == [(None, "warns", "B does not report it")]
+
+
+def test_an_arm_that_could_pad_and_does_not_is_named(tmp_path: Path) -> None:
+    """The caveat stands only where requests of different lengths wait for each other."""
+    path = write_run(tmp_path, PLAN)
+
+    def caveats(lengths: tuple[int, int], cannot_pad: dict[str, str]) -> list[str]:
+        edit_json(path / "experiment.json", pad_to=[], cannot_pad=cannot_pad)
+        inputs = {"kind": "token ids", "length_min": lengths[0], "length_max": lengths[1]}
+        edit_json(path / "environment.json", inputs=inputs)
+        result = analyse(path)
+        assert result.verdict.valid
+        assert len(checks(result, "padding_held_back")) == sum("pad batches" in one for one in result.verdict.caveats)
+        return [one for one in result.verdict.caveats if "pad batches" in one]
+
+    (caveat,) = caveats((6, 40), {"b": "it does not pad"})
+    assert "cannot make B (it does not pad) do so" in caveat
+    assert "add --a-option pad-to=32,40 --c-option pad-to=32,40 to let A and C pad" in caveat
+    assert caveats((40, 40), {"b": "it does not pad"}) == []
+    assert caveats((6, 40), dict.fromkeys("abc", "it does not pad")) == []
 
 
 def test_what_was_asked_for_is_told_apart_from_what_was_not() -> None:
