@@ -89,11 +89,11 @@ def _padding(result: Result) -> str:
 
 
 def _per_arm(result: Result, describe: Callable[[ArmRecord], str]) -> str:
-    """The description that all arms share, or one per arm."""
+    """The description that all arms share, or one per arm; empty if no arm has one."""
     found = {arm.label: describe(arm) for arm in result.arms}
     if len(set(found.values())) <= 1:
         return next(iter(found.values()), "")
-    return ", ".join(f"{shown(label)} {words}" for label, words in found.items())
+    return ", ".join(f"{shown(label)} {words or 'not reported'}" for label, words in found.items())
 
 
 def _hardware(result: Result, arm: ArmRecord) -> str:

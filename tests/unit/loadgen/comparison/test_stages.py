@@ -145,7 +145,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     assert breakdown.differences == ()
     reasons = explain_stages(breakdown)
     assert len(reasons) == 1
-    assert reasons[0].startswith("B's own statistics contradict the measured latency (13.")
+    assert reasons[0].startswith("B's own statistics do not account for the measured latency (13.")
     assert words in reasons[0]
     verdict = next(one for one in result.verdict.scenarios if one.scenario == "single")
     assert not any("executing the model" in reason for reason in verdict.reasons)
@@ -162,7 +162,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
         render_markdown(result_document(result)),
         render_html(result_document(result)),
     ):
-        assert "own statistics contradict the measured latency" in shown.replace("&#39;", "'")
+        assert "own statistics do not account for the measured latency" in shown.replace("&#39;", "'")
         assert "executing the model +" not in shown
 
 

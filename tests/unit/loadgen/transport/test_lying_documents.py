@@ -12,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loadgen.bench.arms import Arm, requests_seen, stage_totals
+from loadgen.bench.arms import Arm
+from loadgen.bench.server_statistics import requests_seen, stage_totals
 from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
 from loadgen.records.machine import own_devices, used_gpu
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload
+from loadgen.records.server import StageTotals
 from loadgen.result.checks.registry import check_before_load
 from loadgen.storage.stored_run import StoredRun
 from loadgen.studies.fairness.measure import as_condition
