@@ -29,7 +29,7 @@ Statistics = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The statistics of a model (`model_stats[0]`) and of the models that it calls; None: they cannot be read."""
+    """The statistics of a model and of the models that it calls; None: they cannot be read."""
 
     own: Statistics
     steps: tuple[Statistics | None, ...] = ()
@@ -135,8 +135,8 @@ def requests_seen(statistics: Statistics) -> int:
 
 
 def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
-    """The growth between two snapshots (`model_stats[0]` each). A counter that the server does not report is None; one
-    that it reports since its first use was 0 before. None when a number is impossible for a block of load."""
+    """The growth between two readings of one model. A counter that the server does not report is None; one that it
+    reports since its first use was 0 before. None when a number is impossible for a block of load."""
     differences: list[int] = []
 
     def grown(*path: str) -> int | None:

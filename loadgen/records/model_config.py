@@ -21,6 +21,7 @@ DECODING_SETTINGS = ("model", "decode_threads", "max_image_pixels")
 """The parameters of a step that decodes which hold for the ensemble."""
 _PIXEL_DIMENSIONS = 3
 _MOST_INSTANCES = 2**31
+_MOST_DELAY_US = 2**53
 _MOST_TEXT = 120
 
 
@@ -91,15 +92,28 @@ def _ensemble_settings(own: Mapping[str, object], steps: Sequence[StepRecord]) -
     settings.pop("dynamic_batching", None)
     settings.pop("max_queue_delay_us", None)
     if steps and all(step.config is not None for step in steps):
-        batchers = [one for step in steps if (one := effective_settings(step.config))["dynamic_batching"]]
         settings["dynamic_batching"] = any(part["dynamic_batching"] for part in parts)
-        delays = [one.get("max_queue_delay_us") for one in batchers]
-        if delays and all(isinstance(delay, int) for delay in delays):  # a request waits in one step after the other
-            settings["max_queue_delay_us"] = sum(delay for delay in delays if isinstance(delay, int))
+        delay_us = _delay_us(steps)
+        if delay_us is not None:
+            settings["max_queue_delay_us"] = delay_us
     if steps:
         named = (f"{step.model} ({backend_name(step.config or {}) or 'unknown'})" for step in steps)
         settings["steps"] = " → ".join(named)[: 4 * _MOST_TEXT]
     return settings
+
+
+def _delay_us(steps: Sequence[StepRecord]) -> int | None:
+    """How long a lone request waits in the queues of all steps, one after the other; None if no step has a dynamic
+    batcher, or one does not say it."""
+    total_us = None
+    for step in steps:
+        own = effective_settings(step.config)
+        if own["dynamic_batching"]:
+            delay_us = own.get("max_queue_delay_us")
+            if not isinstance(delay_us, int):
+                return None
+            total_us = (total_us or 0) + step.calls * delay_us
+    return None if total_us is None or total_us > _MOST_DELAY_US else total_us
 
 
 def step_calls(config: Mapping[str, Any] | None) -> dict[tuple[str, str | None], int]:

@@ -92,10 +92,11 @@ def _asked_for(arm: ArmRequest, key: str) -> str | None:
 def _model_name(value: str, arm: ArmRecord, experiment: Experiment) -> str:
     """A model's name without its payload variant, and in a compose stack also without its backend; a name on another
     server, which reports no reference, without the backend that executes it and the payload that is sent."""
-    if experiment.deployment == "compose":
+    backend = arm.in_effect.get("backend")
+    if experiment.deployment == "compose" or ("model" not in arm.in_effect and backend is None):
         value = without_backend(value)
-    elif "model" not in arm.in_effect:
-        value = value.removesuffix(BACKEND_ENDINGS.get(str(arm.in_effect.get("backend")), ""))
+    if "model" not in arm.in_effect:
+        value = value.removesuffix(BACKEND_ENDINGS.get(str(backend), ""))
         value = value.removesuffix(f"_{experiment.payload_of(experiment.arm(arm.label))}")
     return base_name(value) if len(experiment.payloads) > 1 else value
 
