@@ -161,6 +161,12 @@ def executed_models(arm: ArmRecord) -> list[ArmRecord]:
     ] or [arm]
 
 
+def executed_config(arm: ArmRecord) -> Mapping[str, Any] | None:
+    """The configuration of the model that executes an arm's requests; of an ensemble with several of them its own."""
+    models = executed_models(arm)
+    return models[0].model_config if len(models) == 1 else arm.model_config
+
+
 def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
     """The settings that a model's configuration contains: its `parameters`, batching and instances."""
     if config is None:

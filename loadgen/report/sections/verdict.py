@@ -60,7 +60,7 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     """Two lines: model, weights, precision and hardware; inputs, transport, batches and date."""
     experiment = result.experiment
     model = _per_arm(result, lambda arm: str(arm.in_effect.get("model") or experiment.model))
-    weights = _per_arm(result, lambda arm: str(arm.in_effect.get("weights") or ""))
+    weights = _per_arm(result, lambda arm: str(arm.in_effect.get("weights") or ""), "weights not reported")
     precision = _per_arm(result, lambda arm: str(arm.in_effect.get("precision") or "precision not reported"))
     sizes = sorted({workload.batch_size for workload in experiment.workloads if workload.has_blocks})
     started = result.environment.started_at if result.environment else ""
@@ -88,12 +88,12 @@ def _padding(result: Result) -> str:
     return {"": "", "none": "only equal lengths share a batch"}.get(rules, f"batches padded to {rules}")
 
 
-def _per_arm(result: Result, describe: Callable[[ArmRecord], str]) -> str:
-    """The description that all arms share, or one per arm; empty if no arm has one."""
+def _per_arm(result: Result, describe: Callable[[ArmRecord], str], missing: str = "not reported") -> str:
+    """The description that all arms share, or one per arm, `missing` without one; empty if no arm has one."""
     found = {arm.label: describe(arm) for arm in result.arms}
     if len(set(found.values())) <= 1:
         return next(iter(found.values()), "")
-    return ", ".join(f"{shown(label)} {words or 'not reported'}" for label, words in found.items())
+    return ", ".join(f"{shown(label)} {words or missing}" for label, words in found.items())
 
 
 def _hardware(result: Result, arm: ArmRecord) -> str:

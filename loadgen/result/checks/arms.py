@@ -19,6 +19,7 @@ from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import (
     accelerators,
     backend_of,
+    executed_config,
     executed_models,
     groups,
     kind_of,
@@ -106,8 +107,8 @@ def _reported(arm: ArmRecord | None, key: str) -> object:
         return None
     if key == "model" and "model" not in arm.in_effect:
         return (arm.model_config or {}).get("name")
-    if key == "max_batch_size" and len(models := executed_models(arm)) == 1:  # an ensemble itself merges no requests
-        return models[0].in_effect.get(key)
+    if key == "max_batch_size" and arm.steps:  # an ensemble itself merges no requests
+        return (executed_config(arm) or {}).get(key)
     return arm.in_effect.get(key)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from loadgen.records.model_config import executed_models, read_triton, split_steps, step_calls
+from loadgen.records.model_config import executed_config, executed_models, read_triton, split_steps, step_calls
 from loadgen.records.run import ArmRecord
 from loadgen.records.server import StepRecord
 
@@ -159,6 +160,9 @@ def test_the_models_that_execute_are_judged_as_arms() -> None:
     assert (unknown.model_config, unknown.in_effect) == (None, {})
     (whole,) = executed_models(onnx)
     assert whole is onnx
+    assert executed_config(arm) == ENSEMBLE
+    assert executed_config(msgspec.structs.replace(arm, steps=arm.steps[:2])) == ONNX
+    assert executed_config(onnx) == ONNX
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,21 @@ def test_the_models_are_compared_without_what_their_names_say_of_the_server(
     assert same(native(a), b, payload=payload) is ok
 
 
+@pytest.mark.parametrize(
+    ("record", "python"),
+    [
+        (arm({**ONNX, "backend": "python"}), True),
+        (ensemble(DECODER, {**ONNX, "backend": "python"}), True),
+        (ensemble(DECODER, ONNX), False),
+        (ensemble({**ONNX, "backend": "python"}, ONNX), False),
+        (ensemble(DECODER, None), False),
+    ],
+)
+def test_an_ensemble_measures_the_python_backend_if_nothing_else_executes_it(record: ArmRecord, python: bool) -> None:
+    checks = CHECKS["native_backend"].checks(Facts(StoredRun(Path(), EXPERIMENT, None, (record,))))
+    assert [check.ok for check in checks] == ([False] if python else [])
+
+
 def test_an_ensemble_merges_as_many_requests_as_its_step() -> None:
     assert same(arm(ONNX, "a"), ensemble(DECODER, ONNX), "max_batch_size") is True
     assert same(arm(ONNX, "a"), ensemble(DECODER, {**ONNX, "max_batch_size": 64}), "max_batch_size") is False
