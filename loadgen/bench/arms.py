@@ -142,11 +142,13 @@ class Arm:
         )
 
     def statistics(self) -> ServerStatistics:
-        """Where the statistics of its model are, and of the models that it calls if it is an ensemble."""
-        config = None
-        with suppress(EndpointError):
-            config = self.endpoint.config(self.model)
-        return ServerStatistics(self.deployment.url, self.deployment.access, self.model, self._steps(config))
+        """Where the statistics of its model are, and of the models that it calls if it is an ensemble, which stays
+        unknown if its configuration cannot be read."""
+        try:
+            steps = self._steps(self.endpoint.config(self.model))
+        except EndpointError:
+            steps = (StepRecord(model=self.model, config=None),)
+        return ServerStatistics(self.deployment.url, self.deployment.access, self.model, steps)
 
     def _steps(self, config: Mapping[str, Any] | None) -> tuple[StepRecord, ...]:
         """The models that an ensemble calls, in order, those of an ensemble among them in its place. If there are too

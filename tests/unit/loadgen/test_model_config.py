@@ -115,12 +115,14 @@ def test_steps_that_differ_leave_a_setting_open_and_the_delays_add_up() -> None:
     many = {**ONNX, "instance_group": [{**GPU_0[0], "count": 3}]}
     found = read_triton(ENSEMBLE, None, steps(ONNX, many)).settings
     assert (found["max_queue_delay_us"], found["backend"], "instances" in found) == (4000, "onnxruntime", False)
+    thrice = [msgspec.structs.replace(one, calls=3) for one in steps(ONNX)]
+    assert read_triton(ENSEMBLE, None, thrice).settings["max_queue_delay_us"] == 6000
     alone = {name: value for name, value in ONNX.items() if name != "dynamic_batching"}
     found = read_triton(ENSEMBLE, None, steps(alone, alone)).settings
     assert (found["dynamic_batching"], "max_queue_delay_us" in found) == (False, False)
 
 
-@pytest.mark.parametrize("unknown", [steps(DECODER, None), steps(None, ONNX), []])
+@pytest.mark.parametrize("unknown", [steps(DECODER, None), steps(None, ONNX), steps(ONNX, None), []])
 def test_a_step_that_cannot_be_read_leaves_open_what_depends_on_it(unknown: list[StepRecord]) -> None:
     found = read_triton(ENSEMBLE, "2.51.0", unknown).settings
     assert not {"dynamic_batching", "max_queue_delay_us", "instances", "backend"} & set(found)

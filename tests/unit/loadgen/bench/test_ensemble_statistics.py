@@ -103,6 +103,13 @@ def test_a_step_whose_configuration_is_missing_may_be_an_ensemble_itself(server:
     assert "dynamic_batching" not in record.in_effect
 
 
+def test_a_configuration_that_cannot_be_read_may_be_that_of_an_ensemble(server: HostileServer) -> None:
+    server.answers[f"/v2/models/{ENSEMBLE}/config"] = (200, {}, b"{")
+    assert growth(server).queue_ns is None
+    del server.answers[f"/v2/models/{ENSEMBLE}/config"]  # a server without that extension has no ensembles
+    assert growth(server).queue_ns == 41_148
+
+
 def test_the_record_has_the_settings_of_the_steps(server: HostileServer) -> None:
     record = arm_of(server).record()
     assert read_record(msgspec.json.encode(record), ArmRecord) == record
