@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 import msgspec
 
+from loadgen.bench.server_statistics import ServerStatistics
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
-from loadgen.records.model_config import effective_settings, listed, mapping, read_triton, step_names, whole
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Transport, Workload
+from loadgen.records.model_config import effective_settings, read_triton, step_calls
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Transport, Workload
 from loadgen.records.samples import NS_PER_MS
+from loadgen.records.server import StepRecord
 from loadgen.targets.interface import Deployment
 from loadgen.transport.endpoint import Endpoint, EndpointError, Signature
 from loadgen.transport.transports import Target
@@ -24,16 +27,11 @@ REQUEST_TIMEOUT_S = 60.0
 BODIES_PER_TURN = 13
 """Odd, so that successive rounds of a workload begin with each of its 4, 8, 16 or 32 bodies."""
 _MOST_STEPS = 16
+"""Models of an ensemble whose configurations are read, those of an ensemble among them included."""
+_MOST_CALLS = 2**31
 _MOST_TITLE = 120
 TRITON = "triton"
 """The name that a Triton server gives itself."""
-OWN_STAGES = "abserve_stages"
-"""The native server's own object in its statistics: receive, decode, queue, compute, encode."""
-
-_MOST_NS = 2**53
-"""104 days in nanoseconds."""
-
-Statistics = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +119,10 @@ class Arm:
         with suppress(EndpointError):
             gpu_info = endpoint.document("/gpu-info")
         if server.get("name") == TRITON:
-            triton = read_triton(config, _text(server.get("version")), self._step_configs(config))
+            triton = read_triton(config, _text(server.get("version")), steps := self._steps(config))
             in_effect, title = triton.settings, one_line(triton.title, _MOST_TITLE)
         else:
-            in_effect = effective_settings(config)
+            in_effect, steps = effective_settings(config), ()
             title = _title(server, in_effect)
         return ArmRecord(
             label=self.request.label,
@@ -140,16 +138,37 @@ class Arm:
             model_config=config,
             gpu_info=gpu_info,
             artefact=self.deployment.artefact,
+            steps=steps,
         )
 
-    def _step_configs(self, config: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-        """The configurations of an ensemble's models, as far as the server has them."""
-        access = msgspec.structs.replace(self.deployment.access, version=None)
-        endpoint, found = Endpoint(self.deployment.url, access=access), []
-        for name in step_names(config)[:_MOST_STEPS]:
-            with suppress(EndpointError):
-                found.append(endpoint.config(name) or {})
-        return found
+    def statistics(self) -> ServerStatistics:
+        """Where the statistics of its model are, and of the models that it calls if it is an ensemble, which stays
+        unknown if its configuration cannot be read."""
+        try:
+            steps = self._steps(self.endpoint.config(self.model))
+        except EndpointError:
+            steps = (StepRecord(model=self.model, config=None),)
+        return ServerStatistics(self.deployment.url, self.deployment.access, self.model, steps)
+
+    def _steps(self, config: Mapping[str, Any] | None) -> tuple[StepRecord, ...]:
+        """The models that an ensemble calls, in order, those of an ensemble among them in its place. If there are too
+        many, the last one stands for all further ones, with an unknown configuration."""
+        found: dict[tuple[str, str | None], StepRecord] = {}
+        waiting, read = deque(step_calls(config).items()), 0
+        while waiting and read <= _MOST_STEPS:
+            (name, version), calls = waiting.popleft()
+            step_config = None
+            read += 1
+            if read <= _MOST_STEPS:
+                access = msgspec.structs.replace(self.deployment.access, version=version)
+                with suppress(EndpointError):
+                    step_config = Endpoint(self.deployment.url, access=access).config(name)
+            if called := step_calls(step_config):
+                waiting.extendleft((key, min(calls * n, _MOST_CALLS)) for key, n in reversed(called.items()))
+            else:
+                before = found[name, version].calls if (name, version) in found else 0
+                found[name, version] = StepRecord(model=name, version=version, calls=before + calls, config=step_config)
+        return tuple(found.values())
 
 
 def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
@@ -160,59 +179,3 @@ def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
 
 def _text(value: object) -> str | None:
     return None if value is None else one_line(str(value), _MOST_TITLE)
-
-
-def requests_seen(statistics: Statistics) -> int:
-    """Requests that a server has finished, good or bad."""
-    counts = (_value(statistics, "inference_stats", outcome, "count") for outcome in ("success", "fail"))
-    return sum(count or 0 for count in counts)
-
-
-def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
-    """The growth between two snapshots (`model_stats[0]` each). A counter that the server does not report is None; one
-    that it reports since its first use was 0 before. None when a number is impossible for a block of load."""
-    differences: list[int] = []
-
-    def grown(*path: str) -> int | None:
-        now = _value(after, *path)
-        if now is None:
-            return None
-        differences.append(now - (_value(before, *path) or 0))
-        return differences[-1]
-
-    def stage(name: str) -> int | None:
-        return grown("inference_stats", name, "ns")
-
-    executed_before, executed_after = _batches(before), _batches(after)
-    batches = {size: count - executed_before.get(size, 0) for size, count in executed_after.items()}
-    differences += batches.values()
-    totals = StageTotals(
-        requests=grown("inference_stats", "success", "count"),
-        items=grown("inference_count"),
-        executions=grown("execution_count"),
-        queue_ns=stage("queue"),
-        compute_input_ns=stage("compute_input"),
-        compute_infer_ns=stage("compute_infer"),
-        compute_output_ns=stage("compute_output"),
-        receive_ns=grown(OWN_STAGES, "receive", "ns"),
-        decode_ns=grown(OWN_STAGES, "decode", "ns"),
-        encode_ns=grown(OWN_STAGES, "encode", "ns"),
-        batches={size: count for size, count in sorted(batches.items()) if count},
-    )
-    return totals if all(abs(difference) < _MOST_NS for difference in differences) else None
-
-
-def _batches(statistics: Statistics) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for entry in map(mapping, listed(statistics.get("batch_stats"))):
-        size = whole(entry.get("batch_size"))
-        if size is not None:
-            found[size] = _value(entry, "compute_infer", "count") or 0
-    return found
-
-
-def _value(statistics: Statistics, *path: str) -> int | None:
-    value: Any = statistics
-    for key in path:
-        value = mapping(value).get(key)
-    return whole(value)

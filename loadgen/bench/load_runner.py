@@ -9,10 +9,11 @@ from time import monotonic, perf_counter_ns, sleep, time_ns
 from typing import Any
 
 from loadgen.bench.answers import AnswersUnderLoad
-from loadgen.bench.arms import Arm, requests_seen, stage_totals
+from loadgen.bench.arms import Arm
 from loadgen.bench.gpu_recording import GpuRecording
 from loadgen.bench.machine_watch import MachineWatch
 from loadgen.bench.progress import Progress
+from loadgen.bench.server_statistics import Snapshot
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.arrivals import schedule_seed
 from loadgen.experiment.forecast import Forecast
@@ -20,7 +21,8 @@ from loadgen.experiment.schedule import ScheduledBlock
 from loadgen.generator.messages import Open, Outcome
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.machine.environment import utc_now
-from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
+from loadgen.records.run import BlockRecord, Label, MachineLoad, Workload, shown
+from loadgen.records.server import StageTotals
 from loadgen.storage.store import RunStore, StorageError, storage_sentence
 from loadgen.storage.stored_run import StoredBlock, read_block
 
@@ -186,12 +188,14 @@ class _Readings:
     """The readings right before and right after a block: the server's statistics and CPU time, the machine, the GPU."""
 
     def __init__(self, block: ScheduledBlock, arm: Arm, watch: MachineWatch, gpu: GpuRecording | None) -> None:
+        """Asks the server what its model calls."""
         self._entry = block
         self._arm = arm
+        self._source = arm.statistics()
         self._watch = watch
         self._gpu = gpu
         self._started_at = ""
-        self._statistics: Mapping[str, Any] | None = None
+        self._statistics: Snapshot | None = None
         self._cpu_ns: int | None = None
         self._clock_ns = 0
         self._server_cpu_ns: int | None = None
@@ -203,7 +207,7 @@ class _Readings:
     def begin(self) -> None:
         """Call it when the users are connected."""
         self._read_gpu("before")
-        self._statistics = self._arm.endpoint.statistics(self._arm.model)
+        self._statistics = self._source.read()
         self._cpu_ns = self._arm.deployment.cpu_ns()
         self._started_at = utc_now()
         self._clock_ns = _wall_clock_ahead_ns()
@@ -227,15 +231,15 @@ class _Readings:
             self._gpu.processes(self._entry.label, deployment.pids(), deployment.processes_unknown)
             self._gpu.edge(f"block {self._entry.index} {moment}")
 
-    def _totals(self, before: Mapping[str, Any], requests: int) -> StageTotals | None:
+    def _totals(self, before: Snapshot, requests: int) -> StageTotals | None:
         """Servers may count a request a moment after its answer: ask until the last request is counted."""
         deadline = monotonic() + _SETTLED_SECONDS
         while True:
-            after = self._arm.endpoint.statistics(self._arm.model)
+            after = self._source.read()
             if after is None:
                 return None
-            if requests_seen(after) - requests_seen(before) >= requests or monotonic() > deadline:
-                return stage_totals(before, after)
+            if self._source.settled(before, after, requests) or monotonic() > deadline:
+                return self._source.totals(before, after)
             sleep(0.005)
 
     def record(self, outcome: Outcome) -> BlockRecord:

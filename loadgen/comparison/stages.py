@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 
 from loadgen.quantities import number
-from loadgen.records.run import Label, Pairing, Record, StageTotals
+from loadgen.records.run import Label, Pairing, Record
 from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
+from loadgen.records.server import StageTotals
 from loadgen.storage.stored_run import StoredBlock
 
 STAGES = (
@@ -152,26 +153,44 @@ def contradictions_in(block: StoredBlock) -> dict[str, str]:
     stages = block.record.stages
     if stages is None or block.samples is None:
         return {}
-    values = msgspec.structs.asdict(stages)
-    numbers = [value for name, value in values.items() if name != "batches"] + list(stages.batches.values())
-    if any(value is not None and value < 0 for value in numbers):
+    reported = (stages, *(step.totals for step in stages.steps if step.totals is not None))
+    if any(value < 0 for totals in reported for value in _numbers(totals)):
         return {"counters": "its counters ran backwards"}
+    if unread := next((step for step in stages.steps if step.totals is None), None):
+        return {"steps": f"the configuration or the statistics of its step {unread.model} cannot be read"}
     answers = good(block.samples)
-    found = {}
     sent_items, good_items, size = (
         int(block.samples["batch"].sum()),
         int(answers["batch"].sum()),
         block.workload.batch_size,
     )
+    found, cooled = {}, block.record.cool_down
     for name, counted, seen, sent, single in (
         ("requests", stages.requests, len(answers), len(block.samples), 1),
         ("items", stages.items, good_items, sent_items, size),
-    ):  # the server may also have counted a request that failed on its way back
-        seen, sent = seen + block.record.cool_down * single, sent + block.record.cool_down * single
-        tolerance = max(COUNT_LIMIT * seen, single)
-        if counted is not None and not seen - tolerance <= counted <= sent + tolerance:
-            found[name] = f"it counted {counted:,} {name} where {seen:,} were answered"
+    ):
+        if not _plausible(counted, seen + cooled * single, sent + cooled * single, single):
+            found[name] = f"it counted {counted:,} {name} where {seen + cooled * single:,} were answered"
+    for step in stages.steps:
+        calls, counted = step.calls, None if step.totals is None else step.totals.requests
+        seen, sent = calls * (len(answers) + cooled), calls * (len(block.samples) + cooled)
+        if not _plausible(counted, seen, sent, calls):
+            more = ", so others send it requests" if (counted or 0) > sent else ""
+            name = f"step {step.model}"
+            found[name] = f"its {name} counted {counted:,} requests where {seen:,} were expected{more}"
     return found
+
+
+def _plausible(counted: int | None, answered: int, sent: int, single: int) -> bool:
+    """Whether a count fits; the server may also have counted a request that failed on its way back."""
+    tolerance = max(COUNT_LIMIT * answered, single)
+    return counted is None or answered - tolerance <= counted <= sent + tolerance
+
+
+def _numbers(totals: StageTotals) -> list[int]:
+    """All counters that the server reports."""
+    values = msgspec.structs.asdict(totals).values()
+    return [value for value in (*values, *totals.batches.values()) if isinstance(value, int)]
 
 
 def _client_means_ms(samples: Samples) -> dict[str, float | None]:

@@ -227,7 +227,11 @@ def summarise_workload(
     batches: Counter[int] = Counter()
     for stages in reported:
         batches.update(stages.batches)
-    counted = [(one.items, one.executions) for one in reported if one.items is not None and one.executions is not None]
+    counted = [
+        (one.executed_items, one.executions)
+        for one in reported
+        if one.executed_items is not None and one.executions is not None
+    ]
     executed, executions = sum(items for items, _ in counted), sum(times for _, times in counted)
     kept = [(summary.reconnects, summary.requests) for summary in own if summary.reconnects is not None]
     cores = [summary.server_cpu_cores for summary in own if summary.server_cpu_cores is not None]

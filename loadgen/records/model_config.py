@@ -5,15 +5,23 @@ Missing parts are empty: another server may return anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from loadgen.records.run import ArmRecord
+from loadgen.records.server import StepRecord
 
 GPU_ONLY_BACKENDS = ("tensorrt",)
 """Triton backends that execute on a GPU or not at all."""
+DECODING_SETTINGS = ("model", "decode_threads", "max_image_pixels")
+"""The parameters of a step that decodes which hold for the ensemble."""
+_PIXEL_DIMENSIONS = 3
 _MOST_INSTANCES = 2**31
+_MOST_DELAY_US = 2**53
 _MOST_TEXT = 120
 
 
@@ -32,25 +40,20 @@ class TritonModel:
     """All settings in effect: parameters, instances, batching, optimization, device, precision."""
 
 
-def read_triton(
-    config: Mapping[str, Any] | None, version: str | None, steps: Sequence[Mapping[str, Any]] = ()
-) -> TritonModel:
-    """Read a model's configuration. `version`: of the server; `steps`: the configurations of an ensemble's models."""
+def read_triton(config: Mapping[str, Any] | None, version: str | None, steps: Sequence[StepRecord] = ()) -> TritonModel:
+    """Read a model's configuration. `version`: of the server; `steps`: the models that an ensemble calls, whose
+    settings are its own: of each setting the value that all of them have which do not only decode."""
     config = config or {}
-    parts = [read_triton(step, None) for step in steps]
-    settings = effective_settings(config) if config else {}
     backend = backend_name(config)
-    device, precision = settings.get("device") or _device(config, backend), settings.get("precision")
-    if parts:
-        devices = [part.device for part in parts]
-        device = next((one for one in devices if one and one.startswith("cuda")), None)
-        device = device or ("cpu" if set(devices) == {"cpu"} else None)
-        precisions = {part.precision for part in parts} - {None}
-        precision = precisions.pop() if len(precisions) == 1 else None
-    precision = precision or _precision(config)
+    ensemble = backend == "ensemble" or bool(steps)
+    settings = effective_settings(config) if config else {}
+    if ensemble:
+        settings = _ensemble_settings(settings, steps)
+    device = settings.get("device") or (None if ensemble else _device(config, backend))
+    precision = settings.get("precision") or _precision(config)
     found = {"device": device, "precision": precision, "optimization": _optimization(config)}
     settings |= {name: str(value)[:_MOST_TEXT] for name, value in found.items() if value}
-    backends = list(dict.fromkeys(part.backend for part in parts if part.backend))
+    backends = list(dict.fromkeys(name for step in steps if (name := backend_name(step.config or {}))))
     kind = f"{backend} backend" if backend and backend != "ensemble" else backend
     if backends:
         kind = f"ensemble of the {' and '.join(backends)} backend{'s' if len(backends) > 1 else ''}"
@@ -64,10 +67,104 @@ def read_triton(
     )
 
 
-def step_names(config: Mapping[str, Any] | None) -> list[str]:
-    """The models of an ensemble's steps, without repetition; empty for other models."""
-    steps = listed(mapping((config or {}).get("ensemble_scheduling")).get("step"))
-    return list(dict.fromkeys(str(name) for step in steps if (name := mapping(step).get("model_name"))))
+def _ensemble_settings(own: Mapping[str, object], steps: Sequence[StepRecord]) -> dict[str, object]:
+    """The settings in effect of an ensemble. `own` are those of its own configuration, which has no batcher and no
+    instances. What depends on a step that cannot be read is left out."""
+    decoding, executing = split_steps(steps)
+    parts = [read_triton(step.config, None).settings for step in executing]
+    shared = {
+        name: value
+        for name, value in (parts[0] if parts else {}).items()
+        if name not in ("platform", "max_batch_size", "payload") and all(part.get(name) == value for part in parts)
+    }
+    devices, precisions = ([part.get(name) for part in parts] for name in ("device", "precision"))
+    if gpu := next((device for device in devices if str(device).startswith("cuda")), None):
+        shared["device"] = gpu
+    if len(known := set(map(str, filter(None, precisions)))) == 1:
+        shared["precision"] = known.pop()
+    settings: dict[str, object] = {
+        name: value
+        for step in decoding
+        for name, value in effective_settings(step.config).items()
+        if name in DECODING_SETTINGS
+    }
+    settings |= shared | {name: value for name, value in own.items() if name not in ("dynamic_batching", "instances")}
+    settings.pop("dynamic_batching", None)
+    settings.pop("max_queue_delay_us", None)
+    if steps and all(step.config is not None for step in steps):
+        settings["dynamic_batching"] = any(part["dynamic_batching"] for part in parts)
+        delay_us = _delay_us(steps)
+        if delay_us is not None:
+            settings["max_queue_delay_us"] = delay_us
+    if steps:
+        named = (f"{step.model} ({backend_name(step.config or {}) or 'unknown'})" for step in steps)
+        settings["steps"] = " → ".join(named)[: 4 * _MOST_TEXT]
+    return settings
+
+
+def _delay_us(steps: Sequence[StepRecord]) -> int | None:
+    """How long a lone request waits in the queues of all steps, one after the other; None if no step has a dynamic
+    batcher, or one does not say it."""
+    total_us = None
+    for step in steps:
+        own = effective_settings(step.config)
+        if own["dynamic_batching"]:
+            delay_us = own.get("max_queue_delay_us")
+            if not isinstance(delay_us, int):
+                return None
+            total_us = (total_us or 0) + step.calls * delay_us
+    return None if total_us is None or total_us > _MOST_DELAY_US else total_us
+
+
+def step_calls(config: Mapping[str, Any] | None) -> dict[tuple[str, str | None], int]:
+    """The models that an ensemble's own steps call and their versions (None: the latest), in order, each with the
+    number of its calls; empty for other models."""
+    found: Counter[tuple[str, str | None]] = Counter()
+    for step in map(mapping, listed(mapping((config or {}).get("ensemble_scheduling")).get("step"))):
+        if name := step.get("model_name"):
+            version = whole(step.get("model_version"))
+            found[str(name), None if version is None else str(version)] += 1
+    return dict(found)
+
+
+def split_steps(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
+    """The steps that only decode, and those that execute; all execute if otherwise none would."""
+    decoding = [step for step in steps if step.config is not None and _decodes(step.config)]
+    executing = [step for step in steps if step not in decoding]
+    return (decoding, executing) if executing else ([], list(steps))
+
+
+def _decodes(config: Mapping[str, Any]) -> bool:
+    """Whether a model turns files or texts into pixels or numbers: it takes bytes, and returns only integers or tensors
+    of three dimensions. Scores and vectors are what a model computes from them."""
+    takes = [mapping(tensor).get("data_type") for tensor in listed(config.get("input"))]
+    returns = [mapping(tensor) for tensor in listed(config.get("output"))]
+    return (
+        "TYPE_STRING" in takes
+        and bool(returns)
+        and all(
+            str(tensor.get("data_type")).removeprefix("TYPE_").startswith(("INT", "UINT"))
+            or (tensor.get("data_type") != "TYPE_STRING" and len(listed(tensor.get("dims"))) >= _PIXEL_DIMENSIONS)
+            for tensor in returns
+        )
+    )
+
+
+def executed_models(arm: ArmRecord) -> list[ArmRecord]:
+    """The models that execute an arm's requests, each as if it was the arm's only one: of an ensemble the steps that
+    do not only decode."""
+    return [
+        msgspec.structs.replace(
+            arm, model_config=step.config, in_effect=read_triton(step.config, None).settings, steps=()
+        )
+        for step in split_steps(arm.steps)[1]
+    ] or [arm]
+
+
+def executed_config(arm: ArmRecord) -> Mapping[str, Any] | None:
+    """The configuration of the model that executes an arm's requests; of an ensemble with several of them its own."""
+    models = executed_models(arm)
+    return models[0].model_config if len(models) == 1 else arm.model_config
 
 
 def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:

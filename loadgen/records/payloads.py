@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
@@ -41,6 +42,11 @@ def is_default(model: str) -> bool:
 def reference(model: str) -> str:
     """The model as `abserve` takes it with the payload beside it."""
     return base_name(model) if is_default(model) else model
+
+
+def served_as(model: str) -> str:
+    """The name under which abserve serves a reference; a name on a server is its own."""
+    return DEFAULT_NAME if is_default(model) else re.sub(r"[^a-z0-9]+", "_", model.lower()).strip("_")
 
 
 def is_reference(model: str) -> bool:

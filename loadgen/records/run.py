@@ -25,6 +25,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 import msgspec
 
 from loadgen.records.payloads import served_name
+from loadgen.records.record import Record as Record
+from loadgen.records.server import StageTotals, StepRecord
 
 Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
@@ -39,13 +41,6 @@ PLAIN = ("fastapi", "litserve")
 """Of these, the servers as people write them: HTTP alone, and no padding."""
 MODEL_WEIGHTS = "the model's default"
 """Recorded as the weights when none were asked for."""
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything stored: immutable; unknown fields are refused."""
-
-    FILE: ClassVar[str]
-    """Path of the record, or of the list of all records of this kind, relative to DIR."""
 
 
 def shown(label: Label) -> str:
@@ -115,7 +110,7 @@ class ArmRequest(Record, frozen=True, kw_only=True):
 
     label: Label
     target: str
-    settings: dict[str, str] = {}
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
     """Options for `abserve serve …` in addition to the shared ones, without the leading dashes."""
     payload: str | None = None
     """If it differs from the experiment's; such a pair does not compare servers."""
@@ -300,27 +295,6 @@ class Experiment(Record, frozen=True, kw_only=True):
         return own or served_name(self.model, self.payload_of(arm))
 
 
-class StageTotals(Record, frozen=True, kw_only=True):
-    """A server's own statistics of a block: differences of its counters, summed over the block's requests.
-
-    The names are Triton's. What a server does not report is None; a negative number means that its counters ran
-    backwards. `receive` and `encode` are the native server's HTTP stages; `decode` is part of compute_input on Triton.
-    """
-
-    requests: int | None
-    items: int | None
-    executions: int | None
-    queue_ns: int | None
-    compute_input_ns: int | None
-    compute_infer_ns: int | None
-    compute_output_ns: int | None
-    receive_ns: int | None = None
-    decode_ns: int | None = None
-    encode_ns: int | None = None
-    batches: dict[int, int] = msgspec.field(default_factory=dict)
-    """Executed batch size → number of executions."""
-
-
 class WorkerRecord(Record, frozen=True, kw_only=True):
     """One process of a distributed generator in a block. Its times are on the clock of its machine."""
 
@@ -471,6 +445,8 @@ class ArmRecord(Record, frozen=True, kw_only=True):
     gpu_info: dict[str, object] | None
     artefact: dict[str, object] | None
     """The manifest of the exported file that the arm executes."""
+    steps: tuple[StepRecord, ...] = ()
+    """The models that an ensemble calls, in order; those of an ensemble among them in its place."""
 
 
 class RunState(Record, frozen=True, kw_only=True):

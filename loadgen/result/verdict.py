@@ -191,8 +191,9 @@ def explain_stages(breakdown: LatencyBreakdown) -> list[str]:
     """The stages that make up the difference of the mean latencies, the largest first; empty unless both arms report
     them. If a server contradicts the measurement, the contradiction instead."""
     if refused := [
-        f"{shown(arm.label)}'s own statistics contradict the measured latency ({number(arm.client_total_ms)} ms on "
-        f"average), so no latency breakdown is shown: {'; '.join(arm.contradictions[:MAX_STAGES])}."
+        f"{shown(arm.label)}'s own statistics do not account for the measured latency "
+        f"({number(arm.client_total_ms)} ms on average), so no latency breakdown is shown: "
+        f"{'; '.join(arm.contradictions[:MAX_STAGES])}."
         for arm in breakdown.sides
         if arm is not None and arm.contradictions
     ]:

@@ -17,6 +17,7 @@ from loadgen.transport.requests import Address, Request, request_head
 
 _MOST_VALUES = 2**28
 """Values of one item of one input or output."""
+_MOST_DIGITS = 20
 
 
 class EndpointError(Exception):
@@ -117,13 +118,21 @@ class Endpoint:
         return Signature(model, inputs, outputs, version)
 
     def statistics(self, model: str) -> dict[str, Any] | None:
-        """`model_stats[0]` of the statistics extension; None if the server does not have it."""
+        """One entry of the statistics extension's `model_stats`: without a version that of the latest, which answers
+        requests. None if the server does not have it."""
         try:
             document = self.document(f"{self.address.model_path(model)}/stats")
         except EndpointError:
             return None
         entries = (document or {}).get("model_stats")
-        return entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else None
+        found = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        return max(found, key=_version, default=None)
+
+
+def _version(entry: Mapping[str, Any]) -> int:
+    """The version of an entry of the statistics; 0 if it is not a number."""
+    version = str(entry.get("version"))
+    return int(version) if version.isascii() and version.isdecimal() and len(version) < _MOST_DIGITS else 0
 
 
 def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:

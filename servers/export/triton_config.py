@@ -176,7 +176,9 @@ def preprocess_files(specification: ModelSpecification) -> Mapping[str, str]:
     return {"model.py": MODEL_PY, **private}
 
 
-def preprocess_config(specification: ModelSpecification) -> str:
+def preprocess_config(
+    specification: ModelSpecification, decode_threads: int = 0, max_image_pixels: int = MAX_PIXELS
+) -> str:
     """`specification` is the JPEG variant. A bad image is an INVALID_ARG of this step, so the ensemble answers 400."""
     return f"""{_header(specification)}name: {quote(preprocess_name(specification))}
 backend: "python"
@@ -189,8 +191,8 @@ instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 dynamic_batching {{ }}
 parameters {{ key: "model" value: {{ string_value: {quote(specification.label)} }} }}
 # 0: one thread per core, at most four.
-parameters {{ key: "decode_threads" value: {{ string_value: "0" }} }}
-parameters {{ key: "max_image_pixels" value: {{ string_value: "{MAX_PIXELS}" }} }}
+parameters {{ key: "decode_threads" value: {{ string_value: "{decode_threads}" }} }}
+parameters {{ key: "max_image_pixels" value: {{ string_value: "{max_image_pixels}" }} }}
 """
 
 

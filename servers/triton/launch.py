@@ -139,6 +139,8 @@ def prepare(
     names = [serving.name(model.specification) for model in models]
     tuning = apply(repository.models, names, settings.tuning, repository.models)
     executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
+    decodes = backend != "python" and first.specification.decodes_to is not None
+    how = f"ensemble of the python and {backend} backends" if decodes else f"{backend} backend"
     more = [
         # No client may load, unload or replace a model; a model that fails to load ends the server.
         "--model-control-mode=none",
@@ -155,7 +157,7 @@ def prepare(
         grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
         metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
         model=names[0],
-        title=f"{installation.title}, {backend} backend, {executes}",
+        title=f"{installation.title}, {how}, {executes}",
         max_batch_size=engine.max_batch_size,
         cannot_pad=first.specification.cannot_pad or does_not_pad(backend),
         artefact=dict(first.manifest) if first.manifest is not None else None,
@@ -183,6 +185,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     tuning = apply(models, [settings.model], settings.tuning, served)
     config = read_config(model) if (model / CONFIG).is_file() else None
     backend = "" if config is None else config.backend or config.platform
+    how = f"{backend} backend" if backend not in ("", "ensemble") else backend
     if backend == "python":
         assert_python(installation, f"model {settings.model}")
         _assert_numpy(installation, model)
@@ -195,7 +198,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
         metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
         model=settings.model,
-        title=f"{installation.title}{f', {backend} backend' if backend else ''}, your {settings.model}",
+        title=", ".join(filter(None, (installation.title, how, f"your {settings.model}"))),
         max_batch_size=None if config is None else max(1, config.max_batch_size),
         tuning=tuning,
         cannot_pad="your model repository is served unchanged",

@@ -141,7 +141,7 @@ def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
 def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     """The exported file behind a native backend; for JPEG the model that decodes, and the ensemble of both."""
     specification = replace(model.specification, max_batch_size=serving.batching.max_batch_size)
-    executed = specification.executed
+    executed = replace(specification.executed, max_batch_size=specification.max_batch_size)
     assert model.artefact is not None
     config_of, suffix = NATIVE[serving.backend]
     config = config_of(executed, serving.batching, serving.engine.device, _parameters(model, serving, executed))
@@ -150,11 +150,11 @@ def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     artefact = folder / "1" / artefact_name(executed, suffix)
     if not artefact.is_symlink():  # JPEG and UINT8 execute the same file
         artefact.symlink_to(model.artefact.absolute())
-    if executed is not specification:
+    if specification.decodes_to is not None:
         name = serving.name(specification)
-        _write(
-            models / preprocess_name(specification), preprocess_config(specification), preprocess_files(specification)
-        )
+        decoding = serving.decoding
+        decoder = preprocess_config(specification, decoding.thread_count, decoding.max_pixels)
+        _write(models / preprocess_name(specification), decoder, preprocess_files(specification))
         _write(models / name, ensemble_config(specification, name, serving.name(executed)), {})
 
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.parity import ParityCase, ParityRecord
-from loadgen.records.run import ArmRequest, BlockRecord, Experiment, MachineLoad, RunState, StageTotals, Workload
+from loadgen.records.run import ArmRequest, BlockRecord, Experiment, MachineLoad, RunState, Workload
 from loadgen.records.samples import SAMPLE_DTYPE
+from loadgen.records.server import StageTotals
 from loadgen.statistics.agreement import tolerance_of
 from loadgen.studies.answers.records import AnswersCompared
 from loadgen.studies.cold_start.records import ColdStart

@@ -61,7 +61,7 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     """Two lines: model, weights, precision and hardware; inputs, transport, batches and date."""
     experiment = result.experiment
     model = _per_arm(result, lambda arm: str(arm.in_effect.get("model") or experiment.model))
-    weights = _per_arm(result, lambda arm: str(arm.in_effect.get("weights") or ""))
+    weights = _per_arm(result, lambda arm: str(arm.in_effect.get("weights") or ""), "weights not reported")
     precision = _per_arm(result, lambda arm: str(arm.in_effect.get("precision") or "precision not reported"))
     sizes = sorted({workload.batch_size for workload in experiment.workloads if workload.has_blocks})
     started = result.environment.started_at if result.environment else ""
@@ -91,12 +91,12 @@ def _padding(result: Result) -> str:
     return _per_arm(result, lambda arm: words.get(rule := padding_in_effect(arm), f"batches padded to {rule}"))
 
 
-def _per_arm(result: Result, describe: Callable[[ArmRecord], str]) -> str:
-    """The description that all arms share, or one per arm."""
+def _per_arm(result: Result, describe: Callable[[ArmRecord], str], missing: str = "not reported") -> str:
+    """The description that all arms share, or one per arm, `missing` without one; empty if no arm has one."""
     found = {arm.label: describe(arm) for arm in result.arms}
     if len(set(found.values())) <= 1:
         return next(iter(found.values()), "")
-    return ", ".join(f"{shown(label)} {words}" for label, words in found.items())
+    return ", ".join(f"{shown(label)} {words or missing}" for label, words in found.items())
 
 
 def _hardware(result: Result, arm: ArmRecord) -> str:

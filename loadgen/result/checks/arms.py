@@ -8,7 +8,9 @@ tensorrt backends.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from loadgen.comparison.claims import do_not, join
@@ -18,6 +20,8 @@ from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import (
     accelerators,
     backend_of,
+    executed_config,
+    executed_models,
     groups,
     kind_of,
     listed,
@@ -25,9 +29,9 @@ from loadgen.records.model_config import (
     padding_in_effect,
     whole,
 )
-from loadgen.records.payloads import base_name, without_backend
+from loadgen.records.payloads import BACKEND_ENDINGS, base_name, served_as, without_backend
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload, asked_for, setting_key, shown
-from loadgen.result.checks.registry import Outcome, Severity, check, fairness, per_arm
+from loadgen.result.checks.registry import Find, Outcome, Severity, check, fairness, per_arm
 
 NATIVE = "abserve-native"
 _MOST_NUMBER = 1e12
@@ -50,13 +54,18 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
     have = {label: _reported(arms.get(label), key) for label in experiment.labels}
     if key == "threads" and all(str(_reported(arms.get(label), "device") or "").startswith("cuda") for label in have):
         return [Outcome(True, "every arm runs on a GPU: no threads to compare")]
-    known = {label: _comparable(str(value), key, experiment) for label, value in have.items() if value is not None}
+    known = {
+        label: _model_name(str(value), arms[label], experiment) if key == "model" else str(value)
+        for label, value in have.items()
+        if value is not None
+    }
     outcomes = []
     first, *rest = known or [experiment.baseline.label]
     reasons = {
         label: _reason_to_accept(experiment, experiment.arm(first), experiment.arm(label), key)
         for label in rest
         if not _equal(known[first], known[label])
+        and not (key == "model" and served_as(known[first]) == served_as(known[label]))
     }
     for reason in sorted(set(reasons.values())):
         apart = [label for label in reasons if reasons[label] == reason]
@@ -89,11 +98,16 @@ def _asked_for(arm: ArmRequest, key: str) -> str | None:
     return asked_for(arm.settings, key) or (arm.model if key in ("model", "weights") else None)
 
 
-def _comparable(value: str, key: str, experiment: Experiment) -> str:
-    """A model's name without its payload variant, and in a compose stack also without its backend."""
-    if key == "model" and len(experiment.payloads) > 1:
-        value = base_name(value)
-    return without_backend(value) if key == "model" and experiment.deployment == "compose" else value
+def _model_name(value: str, arm: ArmRecord, experiment: Experiment) -> str:
+    """A model's name without its payload variant, and in a compose stack also without its backend; a name on another
+    server, which reports no reference, without the backend that executes it and the payload that is sent."""
+    backend = arm.in_effect.get("backend")
+    if experiment.deployment == "compose" or ("model" not in arm.in_effect and backend is None):
+        value = without_backend(value)
+    if "model" not in arm.in_effect:
+        value = value.removesuffix(BACKEND_ENDINGS.get(str(backend), ""))
+        value = value.removesuffix(f"_{experiment.payload_of(experiment.arm(arm.label))}")
+    return base_name(value) if len(experiment.payloads) > 1 else value
 
 
 def _reported(arm: ArmRecord | None, key: str) -> object:
@@ -101,6 +115,8 @@ def _reported(arm: ArmRecord | None, key: str) -> object:
         return None
     if key == "model" and "model" not in arm.in_effect:
         return (arm.model_config or {}).get("name")
+    if key == "max_batch_size" and arm.steps:  # an ensemble itself merges no requests
+        return (executed_config(arm) or {}).get(key)
     return padding_in_effect(arm) if key == "pad_to" else arm.in_effect.get(key)
 
 
@@ -112,6 +128,29 @@ def _equal(wanted: str, have: object) -> bool:
         return float(wanted) == float(str(have))
     except ValueError:
         return wanted.strip().lower() == str(have).strip().lower()
+
+
+def per_model(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
+    """Declare a check that judges each model that executes an arm's requests: for an ensemble the worst of them, by
+    name if there are several."""
+
+    @per_arm
+    @wraps(judge)
+    def find(arm: ArmRecord, facts: Facts) -> Outcome:
+        models = executed_models(arm)
+        outcomes = [(model, judge(model, facts)) for model in models]
+        worst = min((outcome.ok for _, outcome in outcomes), key=(False, None, True).index)
+        first, *more = [(model, outcome) for model, outcome in outcomes if outcome.ok is worst]
+        if len(models) == 1:
+            return first[1]
+        named = [f"{outcome.detail} (step {_step_name(model)})" for model, outcome in (first, *more)]
+        return replace(first[1], detail="; ".join(named))
+
+    return find
+
+
+def _step_name(model: ArmRecord) -> str:
+    return str((model.model_config or {}).get("name") or "of unknown name")
 
 
 def _declare_same(name: str, setting: str, title: str, severity: Severity) -> None:
@@ -253,7 +292,7 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
     'Set use_tf32 to "0" in the cuda accelerator of the configuration, or run every arm with precision tf32.',
     threshold="off under FP32",
 )
-@per_arm
+@per_model
 def tf32(arm: ArmRecord, _: Facts) -> Outcome:
     precision = arm.in_effect.get("precision")
     device = str(arm.in_effect.get("device") or "")
@@ -276,7 +315,7 @@ def tf32(arm: ArmRecord, _: Facts) -> Outcome:
     "Add model_warmup for every batch size. abserve warms up before the load, but not before a cold start.",
     threshold="every model warms up",
 )
-@per_arm
+@per_model
 def model_warm_up(arm: ArmRecord, _: Facts) -> Outcome:
     if arm.model_config is None:
         return UNREPORTED
@@ -321,12 +360,13 @@ def metrics(arm: ArmRecord, _: Facts) -> Outcome:
 )
 @per_arm
 def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
-    if arm.model_config is None:
+    configs = [arm.model_config, *(step.config for step in arm.steps)]
+    on = any(mapping((config or {}).get("response_cache")).get("enable") is True for config in configs)
+    if not on and None in configs:
         return UNREPORTED
-    cache = arm.model_config.get("response_cache")
+    cache = (arm.model_config or {}).get("response_cache")
     if cache is None and arm.server_name not in (NATIVE, "triton"):  # both leave out disabled options
         return Outcome(None, "does not report whether it has a response cache")
-    on = isinstance(cache, Mapping) and cache.get("enable") is True
     state = "on, so responses may come without an inference" if on else "off"
     return Outcome(not on, f"has its response cache {state}", "on" if on else "off")
 
@@ -337,7 +377,7 @@ def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
     "Remove the setting: only Triton's tensorrt backend reads it, and enable_cuda_graph is unsafe in Triton.",
     threshold="requested only where they take effect",
 )
-@per_arm
+@per_model
 def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
     """Fails if the setting is ignored, or if graphs replay stale inputs."""
     if arm.model_config is None:
@@ -359,7 +399,7 @@ def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
     "warns",
     "Add a graph_spec for each batch size, or a graph_lower_bound that covers it.",
 )
-@per_arm
+@per_model
 def graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
     """Requested batch sizes, and with concurrency any size that merging can give."""
     if arm.model_config is None:
@@ -411,7 +451,7 @@ def _largest(config: Mapping[str, Any]) -> int:
     "informs",
     "Remove preferred_batch_size, as Triton advises, unless each size has its own TensorRT profile.",
 )
-@per_arm
+@per_model
 def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
     if arm.model_config is None:
         return UNREPORTED

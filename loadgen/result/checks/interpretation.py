@@ -12,7 +12,7 @@ from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.quantities import detectable, number, share
-from loadgen.records.model_config import mapping, whole
+from loadgen.records.model_config import executed_models, mapping, whole
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, shown
 from loadgen.records.samples import SAMPLE_DTYPE, latencies_ms
 from loadgen.result.checks.registry import Outcome, Severity, check, per_comparison, per_load
@@ -278,7 +278,7 @@ def trained_weights(facts: Facts) -> Iterator[Outcome]:
 )
 def native_backend(facts: Facts) -> Iterator[Outcome]:
     for arm in facts.run.arms:
-        if (arm.model_config or {}).get("backend") == "python":
+        if {(model.model_config or {}).get("backend") for model in executed_models(arm)} == {"python"}:
             triton = f"Triton {arm.server_version}" if arm.server_version else "Triton"
             detail = (
                 f"{shown(arm.label)} is {triton} with its Python backend: this does not measure Triton's onnxruntime "

@@ -153,10 +153,9 @@ def _payload(experiment: Experiment, request: ArmRequest, other: str, why: str) 
 
 def _queue_delay(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Ablation | Untested:
     delay = arm.in_effect.get("max_queue_delay_us")
-    ensemble = arm.in_effect.get("platform") == "ensemble"  # its steps queue, and it does not report their settings
     if delay == 0:
         return Untested(cause="queue_delay", label=arm.label, reason="its queue delay is 0 already", moot=True)
-    if delay is None and arm.in_effect.get("dynamic_batching") is False and not ensemble:
+    if delay is None and arm.in_effect.get("dynamic_batching") is False:
         return Untested(cause="queue_delay", label=arm.label, reason="it has no dynamic batcher", moot=True)
     if (reason := _fixed_settings(experiment, request)) is not None:
         return Untested(cause="queue_delay", label=arm.label, reason=reason)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.claims import verdict_words
+from loadgen.comparison.claims import join, verdict_words
 from loadgen.comparison.comparisons import winner_of
 from loadgen.comparison.stages import STAGES, TITLES, LatencyBreakdown
 from loadgen.quantities import number, signed_ms
@@ -17,8 +18,7 @@ from loadgen.studies.causes.analyse import Cause, CausesFound, WorkloadCauses, p
 
 FOLDED = "folded"
 FOLDED_NOTE = (
-    "folded: only one arm reports this stage, so its time is counted in the stage where the other arm includes it: "
-    "decoding in preparing the batch, receiving and encoding in network and client."
+    "folded: only one arm reports this stage, so its time is counted in the stage where the other arm includes it"
 )
 
 
@@ -204,10 +204,24 @@ def stage_table(result: Result, breakdown: LatencyBreakdown, on: doc.Format = do
         (*doc.names("stage"), *doc.numbers(base, arm, f"{arm} − {base}", "share")),
         rows,
         title=f"Mean latency breakdown in {breakdown.workload}{_which(result, pairing)}",
-        caption=FOLDED_NOTE if any(FOLDED in row for row in rows) else "",
+        caption=" ".join(filter(None, (_folded_note(rows), _ensemble_note(result, breakdown)))),
         total=True,
         on=on,
     )
+
+
+def _folded_note(rows: Sequence[tuple[str, ...]]) -> str:
+    """Where the time of folded stages is counted; empty if none is folded."""
+    folded = [row[0] for row in rows if FOLDED in row]
+    decoding = "decoding in preparing the batch, " if any(name.endswith("(decode)") for name in folded) else ""
+    return f"{FOLDED_NOTE}: {decoding}receiving and encoding in network and client." if folded else ""
+
+
+def _ensemble_note(result: Result, breakdown: LatencyBreakdown) -> str:
+    """Which of the arms are ensembles; empty without."""
+    labels = {arm.label for arm in breakdown.sides if arm and not arm.contradictions}
+    found = [shown(arm.label) for arm in result.arms if arm.steps and arm.label in labels]
+    return "" if not found else f"On {join(found)}, an ensemble, a stage is the sum over the steps."
 
 
 def stage_rows(breakdown: LatencyBreakdown) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from loadgen.comparison.facts import Facts
 from loadgen.records.machine import used_gpu
-from loadgen.records.model_config import mapping
+from loadgen.records.model_config import executed_config, mapping
 from loadgen.records.run import ArmRecord, BlockRecord, Found, Label, Record
 from loadgen.records.samples import Samples
 from loadgen.storage.stored_run import StoredBlock
@@ -281,7 +281,7 @@ def assess_run(
             gaps=gaps,
             completions_ns=completions(samples),
             gpu_info=arm.gpu_info,
-            model_config=arm.model_config,
+            model_config=executed_config(arm),
             processes_unknown=processes_unknown,
             **more,
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
+from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import Comparison, advantage
 from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import items, measured, number, share
@@ -296,8 +297,8 @@ def measurements(result: Result) -> doc.Section | None:
 
 def _tokens_per_s(result: Result, summary: WorkloadSummary) -> str:
     """Throughput in tokens, without padding; empty where the inputs are no sequences."""
-    workload = next(one for one in result.experiment.workloads if one.name == summary.workload)
-    tokens = result.environment.tokens_per_item(workload) if result.environment else None
+    workload = next((one for one in result.experiment.workloads if one.name == summary.workload), None)
+    tokens = result.environment.tokens_per_item(workload) if result.environment and workload else None
     if tokens is None:
         return ""
     return measured(None if summary.throughput_per_s is None else tokens * summary.throughput_per_s, None)
@@ -342,7 +343,7 @@ def executed_batches(result: Result) -> doc.Section | None:
     )
     return doc.section(
         "Executed batches",
-        doc.Table(columns, rows, grouped=True),
+        doc.Table(columns, rows, grouped=True, caption=_of_ensembles(result)),
         charts.chart_by_scenario(
             result,
             traces,
@@ -357,6 +358,13 @@ def executed_batches(result: Result) -> doc.Section | None:
         ),
         on=doc.PAGES,
     )
+
+
+def _of_ensembles(result: Result) -> str:
+    """Whose executions these are where an arm is an ensemble; empty without."""
+    found = [shown(arm.label) for arm in result.arms if arm.steps]
+    names = f"{join(found)} {'is an ensemble' if len(found) == 1 else 'are ensembles'}"
+    return f"{names}: the batches are those of the step that executes the model." if found else ""
 
 
 def blocks(result: Result) -> doc.Section | None:

@@ -7,12 +7,14 @@ it is configured, is what the real one gets.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,9 @@ import pytest
 import simplejpeg
 import tritonclient.http as http_client
 
+from loadgen.bench.arms import Arm
+from loadgen.records.run import ArmRequest
+from loadgen.targets.interface import RemoteDeployment
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.launch_plan import LaunchPlan
@@ -72,6 +77,18 @@ class TritonPythonModel:
             doubled = 2 * numpy.from_dlpack(pb_utils.get_input_tensor_by_name(request, "values"))
             answers.append(pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack("doubled", doubled)]))
         return answers
+"""
+OWN_ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 4
+input [ { name: "values" data_type: TYPE_FP32 dims: [ 3 ] } ]
+output [ { name: "doubled" data_type: TYPE_FP32 dims: [ 3 ] } ]
+ensemble_scheduling { step [
+  { model_name: "STEP" model_version: -1
+    input_map { key: "values" value: "values" } output_map { key: "doubled" value: "once" } },
+  { model_name: "STEP" model_version: -1
+    input_map { key: "values" value: "once" } output_map { key: "doubled" value: "doubled" } }
+] }
 """
 OWN_CONFIG = """
 backend: "python"
@@ -169,6 +186,87 @@ def test_jpeg_goes_through_the_decoding_model(start: Callable[..., LaunchPlan]) 
     assert answer.shape == (1, 512)
     assert np.isfinite(answer).all()
     assert answer.any()
+    record = Arm(ArmRequest(label="b", target=plan.http_url), RemoteDeployment(plan.http_url), plan.model).record()
+    assert record.title == plan.title, "by its URL it is called as by the command that starts it"
+    assert {step.config and step.config["max_batch_size"] for step in record.steps} == {2}
+
+
+@pytest.mark.timeout(600)  # a minute on two busy cores
+def test_a_jpeg_ensemble_is_compared_by_its_steps(installed: Path, tmp_path: Path) -> None:
+    """Native PyTorch against the ensemble, as a user asks for it: valid, merged, with decoding and queues."""
+    out = tmp_path / "run"
+    command = [
+        *(*UNWATCHED_ABSERVE, "compare", "--payload", "jpeg", "--tritonserver", str(installed), "--out", str(out)),
+        *("--model", "torchvision:mobilenet_v3_small", "--b-option", f"artefacts={tmp_path}", "--threads", "1"),
+        *("--scenarios", "concurrent", "--concurrency", "6", "--requests", "24", "--rounds", "2"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    assert (out / "result.json").exists(), done.stderr
+    result = json.loads((out / "result.json").read_bytes())
+    assert result["verdict"]["valid"], result["verdict"]["failed"]
+    states = {check["name"]: check["state"] for check in result["checks"]}
+    same = [name for name in states if name.startswith("same_")]
+    assert {name: states[name] for name in (*same, "batching_formed")} == dict.fromkeys(
+        (*same, "batching_formed"), "passed"
+    )
+    summaries = {one["label"]: one for one in result["summaries"]}
+    assert summaries["b"]["executed_batch_mean"] > 1.1
+    (breakdown,) = result["stages"]
+    stages = breakdown["arm_stages"]["stages_ms"]
+    assert breakdown["arm_stages"]["contradictions"] == []
+    assert breakdown["differences"]
+    assert min(stages["decode"], stages["queue"], stages["compute_infer"]) > 0
+    for path in (out / "blocks").glob("*.json"):
+        block = json.loads(path.read_bytes())
+        if block["label"] == "b":
+            counted = [step["totals"]["requests"] for step in block["stages"]["steps"]]
+            assert counted == [block["requests"] + block["cool_down"]] * 2
+    names = {arm["label"]: arm["title"] for arm in result["arms"]}
+    assert names["b"] == "Triton 2.51, ensemble of the python and onnxruntime backends, fp32"
+    assert f"B ({names['b']})" in result["verdict"]["sentence"]
+    summary = (out / "summary.md").read_text()
+    assert not re.search(r"\b[AB] (,|·|\.|;)", summary)
+    assert "did not merge" not in summary
+    assert "no dynamic batcher" not in summary
+
+
+@pytest.mark.parametrize(("model", "calls"), [("fourfold", 2), ("sixteenfold", 4)])
+def test_your_own_ensembles_are_read_to_their_models(
+    start: Callable[..., LaunchPlan], tmp_path: Path, model: str, calls: int
+) -> None:
+    """Also an ensemble of ensembles, and a model that is called more than once."""
+    configs = {
+        "doubles": OWN_CONFIG,
+        "fourfold": OWN_ENSEMBLE.replace("STEP", "doubles"),
+        "sixteenfold": OWN_ENSEMBLE.replace("STEP", "fourfold"),
+    }
+    for name, config in configs.items():
+        (tmp_path / "mine" / name / "1").mkdir(parents=True)
+        (tmp_path / "mine" / name / "config.pbtxt").write_text(config)
+    (tmp_path / "mine" / "doubles" / "1" / "model.py").write_text(OWN_MODEL)
+    plan = start("--triton-repository", str(tmp_path / "mine"), "--model", model)
+    assert plan.title == f"Triton 2.51, ensemble, your {model}"
+    arm = Arm(ArmRequest(label="b", target=plan.http_url), RemoteDeployment(plan.http_url), plan.model)
+    record, source = arm.record(), arm.statistics()
+    assert record.title == "Triton 2.51, ensemble of the python backend"
+    assert [(step.model, step.calls) for step in record.steps] == [("doubles", calls)]
+    effect = {name: record.in_effect.get(name) for name in ("backend", "instances", "max_queue_delay_us")}
+    assert effect == {"backend": "python", "instances": 2, "max_queue_delay_us": 700 * calls}
+    before = source.read()
+    assert before is not None
+    for _ in range(3):
+        answer = infer(plan, "values", "FP32", np.array([[1, 2, 3]], np.float32), "doubled")
+        assert answer.tolist() == [[2**calls * value for value in (1, 2, 3)]]
+    deadline = monotonic() + 10
+    while (after := source.read()) is None or not source.settled(before, after, 3):
+        assert monotonic() < deadline
+    totals = source.totals(before, after)
+    assert totals is not None
+    (step,) = totals.steps
+    assert step.totals is not None
+    assert (totals.requests, step.totals.requests, totals.executions) == (3, 3 * calls, 3 * calls)
+    assert (totals.queue_ns or 0) >= 3 * calls * 700_000, "a lone request waits for the delay in each step"
+    assert totals.queue_ns == step.totals.queue_ns
 
 
 def test_your_own_python_model_runs_with_your_config(start: Callable[..., LaunchPlan], tmp_path: Path) -> None:

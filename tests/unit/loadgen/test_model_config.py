@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from loadgen.records.model_config import read_triton, step_names
+from loadgen.records.model_config import executed_config, executed_models, read_triton, split_steps, step_calls
+from loadgen.records.run import ArmRecord
+from loadgen.records.server import StepRecord
 
 GPU_0 = [{"name": "m_0", "kind": "KIND_GPU", "count": 2, "gpus": [0]}]
 ONNX: dict[str, Any] = {
@@ -69,16 +72,99 @@ def test_the_settings_in_effect() -> None:
     assert read_triton(two, "2.51.0").device == "cuda:0,cuda:1"
 
 
+STEPS = [{"model_name": "preprocess", "model_version": "-1"}, {"model_name": "m"}, {"model_name": "m"}]
+ENSEMBLE: dict[str, Any] = {"platform": "ensemble", "max_batch_size": 16, "ensemble_scheduling": {"step": STEPS}}
+PYTHON: dict[str, Any] = {"backend": "python", "instance_group": [{"kind": "KIND_CPU"}]}
+DECODER: dict[str, Any] = {
+    **PYTHON, "max_batch_size": 32, "dynamic_batching": {"max_queue_delay_microseconds": 30},
+    "input": [{"data_type": "TYPE_STRING", "dims": [1]}],
+    "output": [{"data_type": "TYPE_UINT8", "dims": [224, 224, 3]}],
+    "parameters": {"decode_threads": {"string_value": "2"}, "precision": {"string_value": "int8"}},
+}  # fmt: skip
+
+
+def steps(*configs: dict[str, Any] | None) -> list[StepRecord]:
+    return [StepRecord(model=f"step_{place}", config=config) for place, config in enumerate(configs)]
+
+
 def test_an_ensemble_is_what_its_steps_are() -> None:
-    steps = [{"model_name": "preprocess"}, {"model_name": "m"}, {"model_name": "m"}]
-    ensemble = {"platform": "ensemble", "ensemble_scheduling": {"step": steps}}
-    assert step_names(ensemble) == ["preprocess", "m"]
-    python = {"backend": "python", "instance_group": [{"kind": "KIND_CPU"}]}
-    found = read_triton(ensemble, "2.51.0", [python, {**ONNX, **HALF}])
+    assert step_calls(ENSEMBLE) == {("preprocess", None): 1, ("m", None): 2}
+    assert step_calls({"ensemble_scheduling": {"step": [{"model_name": "m", "model_version": "3"}]}}) == {("m", "3"): 1}
+    found = read_triton(ENSEMBLE, "2.51.0", steps(PYTHON, {**ONNX, **HALF}))
     assert found.title == "Triton 2.51, ensemble of the python and onnxruntime backends, fp16"
     assert (found.device, found.precision) == ("cuda:0", "fp16")
-    assert read_triton(ensemble, "2.51.0", [python]).device is None
-    assert read_triton(ensemble, "2.51.0").title == "Triton 2.51, ensemble"
+    assert read_triton(ENSEMBLE, "2.51.0", steps(PYTHON)).device is None
+    assert read_triton(ENSEMBLE, "2.51.0").title == "Triton 2.51, ensemble"
+
+
+def test_an_ensembles_settings_are_those_of_the_step_that_executes() -> None:
+    on_cpu = {"instance_group": [{"kind": "KIND_CPU"}], "parameters": {
+        name: {"string_value": value}
+        for name, value in {"model": "resnet", "threads": "2", "precision": "fp32", "payload": "uint8"}.items()
+    }}  # fmt: skip
+    found = read_triton(ENSEMBLE, "2.51.0", steps(DECODER, {**ONNX, **on_cpu}))
+    assert found.title == "Triton 2.51, ensemble of the python and onnxruntime backends, fp32"
+    assert found.settings == {
+        "platform": "ensemble", "backend": "onnxruntime", "max_batch_size": 16, "dynamic_batching": True,
+        "max_queue_delay_us": 2030, "instances": 1, "device": "cpu", "precision": "fp32", "model": "resnet",
+        "threads": "2", "decode_threads": "2", "steps": "step_0 (python) → step_1 (onnxruntime)",
+    }  # fmt: skip
+
+
+def test_steps_that_differ_leave_a_setting_open_and_the_delays_add_up() -> None:
+    many = {**ONNX, "instance_group": [{**GPU_0[0], "count": 3}]}
+    found = read_triton(ENSEMBLE, None, steps(ONNX, many)).settings
+    assert (found["max_queue_delay_us"], found["backend"], "instances" in found) == (4000, "onnxruntime", False)
+    thrice = [msgspec.structs.replace(one, calls=3) for one in steps(ONNX)]
+    assert read_triton(ENSEMBLE, None, thrice).settings["max_queue_delay_us"] == 6000
+    alone = {name: value for name, value in ONNX.items() if name != "dynamic_batching"}
+    found = read_triton(ENSEMBLE, None, steps(alone, alone)).settings
+    assert (found["dynamic_batching"], "max_queue_delay_us" in found) == (False, False)
+
+
+@pytest.mark.parametrize("unknown", [steps(DECODER, None), steps(None, ONNX), steps(ONNX, None), []])
+def test_a_step_that_cannot_be_read_leaves_open_what_depends_on_it(unknown: list[StepRecord]) -> None:
+    found = read_triton(ENSEMBLE, "2.51.0", unknown).settings
+    assert not {"dynamic_batching", "max_queue_delay_us", "instances", "backend"} & set(found)
+    assert (found["platform"], found["max_batch_size"]) == ("ensemble", 16)
+
+
+@pytest.mark.parametrize(
+    ("takes", "returns", "dims", "decodes"),
+    [
+        ("STRING", "UINT8", [224, 224, 3], True),
+        ("STRING", "FP32", [3, 224, 224], True),
+        ("STRING", "INT64", [-1], True),
+        ("STRING", "FP32", [1000], False),
+        ("STRING", "STRING", [1], False),
+        ("UINT8", "FP32", [3, 224, 224], False),
+    ],
+)
+def test_a_step_that_decodes_turns_bytes_into_numbers_or_pixels(
+    takes: str, returns: str, dims: list[int], decodes: bool
+) -> None:
+    config = {
+        "input": [{"data_type": f"TYPE_{takes}"}], "output": [{"data_type": f"TYPE_{returns}", "dims": dims}],
+    }  # fmt: skip
+    decoding, executing = split_steps(steps(config, ONNX))
+    assert ([one.model for one in decoding], len(executing)) == (["step_0"] if decodes else [], 1 if decodes else 2)
+    assert split_steps(steps(config)) == ([], steps(config)), "something executes"
+
+
+def test_the_models_that_execute_are_judged_as_arms() -> None:
+    arm = ArmRecord(
+        label="b", title="t", target="triton", url="", server_name="triton", server_version=None, launched=True,
+        argv=None, settings={}, in_effect={}, model_config=ENSEMBLE, gpu_info=None, artefact=None,
+        steps=tuple(steps(DECODER, ONNX, None)),
+    )  # fmt: skip
+    onnx, unknown = executed_models(arm)
+    assert (onnx.model_config, onnx.in_effect["max_queue_delay_us"]) == (ONNX, 2000)
+    assert (unknown.model_config, unknown.in_effect) == (None, {})
+    (whole,) = executed_models(onnx)
+    assert whole is onnx
+    assert executed_config(arm) == ENSEMBLE
+    assert executed_config(msgspec.structs.replace(arm, steps=arm.steps[:2])) == ONNX
+    assert executed_config(onnx) == ONNX
 
 
 @pytest.mark.parametrize(
@@ -91,4 +177,4 @@ def test_an_ensemble_is_what_its_steps_are() -> None:
 )  # fmt: skip
 def test_a_configuration_of_anything_is_read(config: dict[str, Any]) -> None:
     assert read_triton(config, None).title == "Triton"
-    assert step_names(config) == []
+    assert step_calls(config) == {}

@@ -10,6 +10,7 @@ import pytest
 
 from servers.engines.settings import EngineSettings
 from servers.export.triton_config import BatchingSettings
+from servers.models.image_decoder import DecodingSettings
 from servers.models.registry import get_specification, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -93,7 +94,7 @@ def test_a_folder_with_other_files_is_refused_and_kept(
 def native(folder: Path, interpreter: Interpreter, payload: str, backend: str, device: str) -> Path:
     specification = get_variant("open_clip:ViT-B-32", payload)
     engine = replace(ENGINE, kind=backend, device=device, precision="fp16")
-    serving = Serving(engine, RandomWeights(0), BatchingSettings(max_batch_size=8), backend=backend)
+    serving = Serving(engine, RandomWeights(0), BatchingSettings(8), DecodingSettings(threads=3), backend)
     model = PlacedModel(specification, Path("/artefacts/exported"), {"sha256": "ab12"})
     return lay_out(folder, find_wheel(interpreter), [model], serving).models
 
@@ -135,5 +136,8 @@ def test_jpeg_behind_a_native_backend_is_an_ensemble(tmp_path: Path, interpreter
         "openclip_vit_b32_preprocess",
         "openclip_vit_b32_uint8_onnx",
     ]
-    steps = parse((models / "openclip_vit_b32_jpeg_onnx" / "config.pbtxt").read_text()).ensemble_scheduling.step
+    configs = {path.name: parse((path / "config.pbtxt").read_text()) for path in models.iterdir()}
+    assert {config.max_batch_size for config in configs.values()} == {8}
+    assert configs["openclip_vit_b32_preprocess"].parameters["decode_threads"].string_value == "3"
+    steps = configs["openclip_vit_b32_jpeg_onnx"].ensemble_scheduling.step
     assert [step.model_name for step in steps] == ["openclip_vit_b32_preprocess", "openclip_vit_b32_uint8_onnx"]

@@ -27,9 +27,7 @@ def test_a_process_that_is_restarted_between_two_blocks_is_known_when_the_gpu_is
     """The GPU's list at an edge must not show a restarted engine as a foreign process."""
     running = {10, 11}
     deployment = SimpleNamespace(pids=lambda: tuple(running), processes_unknown=None, cpu_ns=lambda: None)
-    arm: Any = SimpleNamespace(
-        deployment=deployment, endpoint=SimpleNamespace(statistics=lambda _model: None), model="m"
-    )
+    arm: Any = SimpleNamespace(deployment=deployment, statistics=lambda: SimpleNamespace(read=lambda: None))
     block = ScheduledBlock(3, make_experiment().workloads[0], 0, "b", 0)
     recorded = Recorded()
     readings = _Readings(block, arm, MachineWatch(()), recorded)

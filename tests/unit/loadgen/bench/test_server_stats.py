@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loadgen.bench.arms import requests_seen, stage_totals
-from loadgen.records.run import StageTotals
+from loadgen.bench.server_statistics import requests_seen, stage_totals
+from loadgen.records.server import StageTotals
 
 
 def statistics(requests: int, **extra: object) -> dict:

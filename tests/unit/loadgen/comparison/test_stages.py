@@ -145,7 +145,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     assert breakdown.differences == ()
     reasons = explain_stages(breakdown)
     assert len(reasons) == 1
-    assert reasons[0].startswith("B's own statistics contradict the measured latency (13.")
+    assert reasons[0].startswith("B's own statistics do not account for the measured latency (13.")
     assert words in reasons[0]
     verdict = next(one for one in result.verdict.scenarios if one.scenario == "single")
     assert not any("executing the model" in reason for reason in verdict.reasons)
@@ -162,8 +162,52 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
         render_markdown(result_document(result)),
         render_html(result_document(result)),
     ):
-        assert "own statistics contradict the measured latency" in shown.replace("&#39;", "'")
+        assert "own statistics do not account for the measured latency" in shown.replace("&#39;", "'")
         assert "executing the model +" not in shown
+
+
+def as_ensemble(directory: Path, requests: float | None, calls: int = 1) -> None:
+    """B is an ensemble: per request to it, this many reach the only model that it calls; None: it cannot be read."""
+    for path in (directory / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        if block["label"] == "b":
+            stages = block["stages"]
+            seen = {} if requests is None else {"requests": round(requests * stages["requests"])}
+            step = {"model": "m", "calls": calls, "decodes": False, "executes": True}
+            stages["steps"] = [step | {"totals": None if requests is None else stages | seen}]
+            path.write_text(json.dumps(block))
+
+
+@pytest.mark.parametrize(
+    ("requests", "calls", "words"),
+    [
+        (None, 1, "the configuration or the statistics of its step m cannot be read in block 1"),
+        (2, 1, "its step m counted 132 requests where 66 were expected, so others send it requests in block 1"),
+        (0.5, 1, "its step m counted 33 requests where 66 were expected in block 1"),
+        (1, 2, "its step m counted 66 requests where 132 were expected in block 1"),
+    ],
+)
+def test_statistics_of_a_step_that_are_not_the_ensembles_are_no_reason(
+    tmp_path: Path, requests: float | None, calls: int, words: str
+) -> None:
+    write_run(tmp_path, Plan(pairs=3))
+    as_ensemble(tmp_path, requests, calls)
+    result = analyse(tmp_path)
+    breakdown = result.stages[0]
+    assert breakdown.differences == ()
+    assert [words in reason for reason in explain_stages(breakdown)] == [True]
+    assert {s.executed_batch_mean for s in result.summaries if s.label == "b"} == {None}
+    merged = next(c for c in result.checks if c.name == "batching_formed")
+    assert (merged.ok, merged.detail) == (None, "B does not report executed batches")
+
+
+@pytest.mark.parametrize(("requests", "calls"), [(1, 1), (2, 2)])
+def test_statistics_of_a_step_that_fit_are_the_ensembles(tmp_path: Path, requests: int, calls: int) -> None:
+    write_run(tmp_path, Plan(pairs=3))
+    as_ensemble(tmp_path, requests, calls)
+    result = analyse(tmp_path)
+    assert result.stages[0].differences
+    assert all(s.executed_batch_mean is not None for s in result.summaries)
 
 
 def test_batches_that_the_counts_contradict_are_not_told(tmp_path: Path) -> None:

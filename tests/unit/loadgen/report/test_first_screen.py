@@ -160,7 +160,7 @@ def test_what_a_server_does_not_report_is_not_claimed(result: Result) -> None:
     assert first == "openclip_vit_b32 · precision not reported · device not reported"
     mixed = (result.arms[0], msgspec.structs.replace(result.arms[1], in_effect={"precision": "fp16", "device": "cpu"}))
     first, _ = conditions_in_brief(msgspec.structs.replace(result, arms=mixed))
-    assert "A fp32, B fp16" in first
+    assert first.split(" · ")[1:3] == ["A random weights (seed 0), B weights not reported", "A fp32, B fp16"]
 
 
 def test_warnings_stand_beside_valid(result: Result) -> None:

@@ -12,8 +12,9 @@ import pytest
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.model_config import effective_settings
+from loadgen.records.model_config import effective_settings, read_triton
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
+from loadgen.records.server import StepRecord
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.result.analysis import analyse
 from loadgen.result.checks.arms import captured_sizes
@@ -74,6 +75,21 @@ def arm(config: dict[str, Any] | None, label: Label = "b", **changes: Any) -> Ar
     return msgspec.structs.replace(record, **changes)
 
 
+DECODER: dict[str, Any] = {
+    "name": "m_preprocess", "backend": "python", "max_batch_size": 32,
+    "input": [{"data_type": "TYPE_STRING", "dims": [1]}], "output": [{"data_type": "TYPE_UINT8", "dims": [2, 2, 3]}],
+    "instance_group": [{"kind": "KIND_CPU"}], "dynamic_batching": {"max_queue_delay_microseconds": 0},
+    "parameters": {"model": {"string_value": "m"}},
+}  # fmt: skip
+
+
+def ensemble(*configs: dict[str, Any] | None, **changes: Any) -> ArmRecord:
+    """A JPEG ensemble with these steps, as a run records it."""
+    steps = tuple(StepRecord(model=f"step_{place}", config=config) for place, config in enumerate(configs))
+    config = {"name": "m_jpeg_onnx", "platform": "ensemble", "max_batch_size": 32}
+    return arm(config, in_effect=read_triton(config, None, steps).settings, steps=steps, **changes)
+
+
 def native(config: dict[str, Any] | None = None) -> ArmRecord:
     return arm(config or NATIVE, "a", server_name="abserve-native", target="native")
 
@@ -99,7 +115,11 @@ def found(record: ArmRecord, name: str) -> Check:
     return check
 
 
-@pytest.mark.parametrize("record", [arm(ONNX), arm(TENSORRT), native()], ids=["onnxruntime", "tensorrt", "native"])
+@pytest.mark.parametrize(
+    "record",
+    [arm(ONNX), arm(TENSORRT), native(), ensemble(DECODER, ONNX), ensemble(DECODER, TENSORRT)],
+    ids=["onnxruntime", "tensorrt", "native", "ensemble of onnxruntime", "ensemble of tensorrt"],
+)
 def test_sound_settings_need_no_attention(record: ArmRecord) -> None:
     assert [check for check in of_settings(record) if check.ok is False] == []
 
@@ -146,6 +166,14 @@ def accelerated(**parameters: str) -> dict[str, Any]:
         (arm(batching(ONNX, preferred_batch_size=[64])), "preferred_sizes", "never form"),
         (native(with_parameter("threads", "3")), "cores", "A uses 3 threads"),
         (native({**NATIVE, "instance_group": [{"kind": "KIND_CPU", "count": 2}]}), "cores", "4 threads (2 × 2"),
+        (ensemble(DECODER, {**ONNX, "model_warmup": []}), "model_warm_up", "B has no model_warmup"),
+        (ensemble(ONNX, {**ONNX, "name": "n", "model_warmup": []}), "model_warm_up", "may be slow (step n)"),
+        (ensemble(DECODER, batching(ONNX, max_queue_delay_microseconds="900")), "serial_queue_delay", "of 900 µs"),
+        (ensemble(DECODER, {**ONNX, "response_cache": {"enable": True}}), "response_cache", "without an inference"),
+        (ensemble({**DECODER, "response_cache": {"enable": True}}, None), "response_cache", "without an inference"),
+        (ensemble(DECODER, accelerated()), "tf32", "turns TF32 on by default"),
+        (ensemble(DECODER, batching(ONNX, preferred_batch_size=[8])), "preferred_sizes", "wait for the whole queue"),
+        (ensemble(DECODER, {**ONNX, "optimization": {"cuda": {"graphs": True}}}), "cuda_graphs", "that ignores"),
     ],
 )  # fmt: skip
 def test_a_setting_that_misleads_is_named(record: ArmRecord, name: str, words: str) -> None:
@@ -172,6 +200,58 @@ def test_a_server_that_reports_nothing_is_unknown_in_everything() -> None:
     checks = of_settings(arm(None, argv=None, server_name=None))
     assert {check.ok for check in checks} == {None}
     assert all(check.severity == "informs" for check in checks)
+
+
+def test_a_step_that_cannot_be_read_is_unknown_in_everything_that_it_decides() -> None:
+    known = {"batch_limit", "metrics"}
+    checks = {check.name: check.ok for check in of_settings(ensemble(DECODER, None)) if check.name not in known}
+    assert set(checks.values()) == {None}, checks
+
+
+def same(a: ArmRecord, b: ArmRecord, what: str = "model", **changes: Any) -> bool | None:
+    """Whether the arms are found to have the same."""
+    run = StoredRun(Path(), msgspec.structs.replace(EXPERIMENT, **changes), None, (a, b))
+    return next(check.ok for check in CHECKS[f"same_{what}"].checks(Facts(run)))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "payload", "ok"),
+    [
+        (with_parameter("model", "m"), ensemble(DECODER, ONNX), "jpeg", True),
+        ({**NATIVE, "name": "m_jpeg"}, ensemble({**DECODER, "parameters": {}}, ONNX), "jpeg", True),
+        ({**NATIVE, "name": "m"}, ensemble({**DECODER, "parameters": {}}, ONNX), "jpeg", True),
+        (with_parameter("model", "open_clip:ViT-B-32"), arm({**ONNX, "name": "openclip_vit_b32_onnx"}), "fp32", True),
+        (with_parameter("model", "timm:vit_tiny"), arm({**ONNX, "name": "timm_vit_tiny_uint8_onnx"}), "uint8", True),
+        (with_parameter("model", "timm:vit_tiny"), arm({**ONNX, "name": "timm_vit_tiny_uint8_onnx"}), "fp32", False),
+        (with_parameter("model", "m"), arm({**ONNX, "name": "m_tensorrt"}), "fp32", False),
+        (with_parameter("model", "m"), ensemble({**DECODER, "parameters": {}}, None), "jpeg", True),
+        (with_parameter("model", "n"), ensemble(DECODER, ONNX), "jpeg", False),
+    ],
+)  # fmt: skip
+def test_the_models_are_compared_without_what_their_names_say_of_the_server(
+    a: dict[str, Any], b: ArmRecord, payload: str, ok: bool
+) -> None:
+    assert same(native(a), b, payload=payload) is ok
+
+
+@pytest.mark.parametrize(
+    ("record", "python"),
+    [
+        (arm({**ONNX, "backend": "python"}), True),
+        (ensemble(DECODER, {**ONNX, "backend": "python"}), True),
+        (ensemble(DECODER, ONNX), False),
+        (ensemble({**ONNX, "backend": "python"}, ONNX), False),
+        (ensemble(DECODER, None), False),
+    ],
+)
+def test_an_ensemble_measures_the_python_backend_if_nothing_else_executes_it(record: ArmRecord, python: bool) -> None:
+    checks = CHECKS["native_backend"].checks(Facts(StoredRun(Path(), EXPERIMENT, None, (record,))))
+    assert [check.ok for check in checks] == ([False] if python else [])
+
+
+def test_an_ensemble_merges_as_many_requests_as_its_step() -> None:
+    assert same(arm(ONNX, "a"), ensemble(DECODER, ONNX), "max_batch_size") is True
+    assert same(arm(ONNX, "a"), ensemble(DECODER, {**ONNX, "max_batch_size": 64}), "max_batch_size") is False
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loadgen.bench.arms import Arm, requests_seen, stage_totals
+from loadgen.bench.arms import Arm
+from loadgen.bench.server_statistics import requests_seen, stage_totals
 from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
 from loadgen.records.machine import own_devices, used_gpu
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload
+from loadgen.records.server import StageTotals
 from loadgen.result.checks.registry import check_before_load
 from loadgen.storage.stored_run import StoredRun
 from loadgen.studies.fairness.measure import as_condition
@@ -62,6 +64,11 @@ configs = some(
         execution_accelerators=some(gpu_execution_accelerator=st.lists(some(name=scalars, parameters=some()))),
     ),
     response_cache=some(enable=scalars),
+    input=st.lists(some(data_type=st.sampled_from(["TYPE_STRING", "TYPE_FP32"])), max_size=2),
+    output=st.lists(some(data_type=st.sampled_from(["TYPE_UINT8"]), dims=st.lists(scalars, max_size=3)), max_size=2),
+    ensemble_scheduling=some(
+        step=st.lists(some(model_name=st.sampled_from(["m", "n"]) | scalars, model_version=scalars), max_size=3)
+    ),
 )  # fmt: skip
 gpu_infos = some(
     runtime=some(
@@ -105,10 +112,13 @@ def kept(record: Any, kind: Any) -> None:
 
 
 @quickly
-@given(some(name=scalars, version=scalars), configs, gpu_infos)
-def test_any_description_of_an_arm(server: HostileServer, name: object, config: object, gpu_info: object) -> None:
+@given(some(name=st.sampled_from(["triton"]), version=scalars), configs, configs, gpu_infos)
+def test_any_description_of_an_arm(
+    server: HostileServer, name: object, config: object, step: object, gpu_info: object
+) -> None:
     put(server, "/v2", name)
     put(server, f"{MODEL}/config", config)
+    put(server, "/v2/models/n/config", step)
     put(server, "/gpu-info", gpu_info)
     deployment = RemoteDeployment(server.url)
     arms = [Arm(ArmRequest(label=label, target=server.url), deployment, "m") for label in "abc"]
@@ -160,6 +170,12 @@ def test_any_statistics(server: HostileServer, first: object, second: object) ->
         if totals is not None:
             kept(totals, StageTotals)
             kept([(totals.requests or 0) * 1000], list[int])
+
+
+def test_of_several_versions_the_latest_is_the_one_that_answers(server: HostileServer) -> None:
+    entries = [{"version": version, "inference_count": int(version)} for version in ("9", "10", "8")]
+    put(server, f"{MODEL}/stats", {"model_stats": [3, *entries, {"version": "x"}]})
+    assert Endpoint(server.url).statistics("m") == entries[1]
 
 
 @pytest.mark.parametrize("body", [DEEP, f'{{"name": {DEEP}', "[]", "9" * 5000, '"\\ud800"', "\xff", " " * 2**21])

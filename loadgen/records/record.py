@@ -1,0 +1,14 @@
+"""The base of all stored records."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything stored: immutable; unknown fields are refused."""
+
+    FILE: ClassVar[str]
+    """Path of the record, or of the list of all records of this kind, relative to DIR."""
