@@ -14,7 +14,17 @@ from typing import Any
 from loadgen.comparison.claims import do_not, join
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import load_workloads
-from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
+from loadgen.records.model_config import (
+    POLICY_EFFECT,
+    accelerators,
+    backend_of,
+    groups,
+    kind_of,
+    listed,
+    mapping,
+    queue_policy_of,
+    whole,
+)
 from loadgen.records.payloads import base_name, without_backend
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload, asked_for, setting_key, shown
 from loadgen.result.checks.registry import Outcome, Severity, fairness, per_arm
@@ -137,6 +147,20 @@ def same_pad_to(facts: Facts) -> list[Outcome]:
 
 
 @fairness(
+    "same thread spinning",
+    "warns",
+    "Triton's onnxruntime backend always spins: give a native onnxruntime arm spinning=on, or compare the CPU time per "
+    "request as well.",
+    threshold="equal",
+)
+def same_spinning(facts: Facts) -> list[Outcome]:
+    """Threads that spin while they wait for work answer sooner on idle cores, and take time from everything else on
+    busy ones. Skipped where no arm reports it, as on a GPU."""
+    known = any(arm.in_effect.get("spinning") is not None for arm in facts.run.arms)
+    return _compare(facts, "spinning", "thread spinning") if known else []
+
+
+@fairness(
     "no two arms share a server",
     "informs",
     "Compare each in a separate run, on a server with its model only, if memory or cold starts matter.",
@@ -212,6 +236,22 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
     if waits:
         detail += f", and in {_some(serial)} no other request can join a batch"
     return Outcome(not waits, detail, delay)
+
+
+@fairness(
+    "no queue policy slows Triton's batcher",
+    "warns",
+    "Remove the queue policy from dynamic_batching in the config.pbtxt.",
+    threshold="none",
+)
+@per_arm
+def queue_policy(arm: ArmRecord, _: Facts) -> Outcome:
+    if policy := queue_policy_of(arm):
+        remedy = f"Remove {policy} from dynamic_batching in the config.pbtxt of {shown(arm.label)}."
+        return Outcome(False, f"has {policy}, which {POLICY_EFFECT}", policy, remedy=remedy)
+    if arm.model_config is None:
+        return UNREPORTED
+    return Outcome(True, "has none" if arm.server_name == "triton" else "has another batcher than Triton's", "none")
 
 
 @fairness(

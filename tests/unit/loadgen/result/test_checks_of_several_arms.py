@@ -92,6 +92,15 @@ def test_the_padding_of_batches_is_compared_where_there_is_any() -> None:
     assert "the arms differ in padding of batches (A 32,64, B none)" in text
 
 
+def test_spinning_is_compared_where_an_arm_reports_it() -> None:
+    assert before(run_of(), "same_spinning") == []
+    off: dict[str, object] = {"spinning": "off"}
+    assert before(run_of(a=off, b=off, c=off), "same_spinning") == [(True, "warns", "off")]
+    ((ok, effect, text),) = before(run_of(a=off, b={"spinning": "on"}, c=off), "same_spinning")
+    assert (ok, effect) == (False, "warns")
+    assert "the arms differ in thread spinning (A off, B on)" in text
+
+
 def test_what_was_asked_for_is_told_apart_from_what_was_not() -> None:
     """B was asked for FP16, C fell to TF32 by itself."""
     run = run_of(asked={"b": {"precision": "fp16"}}, b={"precision": "fp16"}, c={"precision": "tf32"})
