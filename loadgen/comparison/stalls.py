@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
 
 import numpy as np
+from scipy import special
 
 from loadgen.records.samples import NS_PER_MS, SAMPLE_DTYPE, Samples, latencies_ms
 from loadgen.storage.stored_run import StoredBlock
@@ -65,7 +65,8 @@ def find_stalls(blocks: Sequence[StoredBlock]) -> Stalls | None:
     stalled = slow & (beyond >= STALL_MS[0])
     places = np.repeat(np.arange(len(stored)), [len(own) for _, own in stored])
     cases = np.array([row for place in range(len(stored)) for row in _cases(samples, slow & (places == place))], int)
-    if not len(cases) or _chance_of_last_third(int(stalled[cases].sum()), len(cases)) > SIGNIFICANCE:
+    chance = special.bdtrc(stalled[cases].sum() - 1, len(cases), 1.0 / 3.0) if len(cases) else 1.0
+    if chance > SIGNIFICANCE:
         stalled = np.zeros_like(stalled)
     others = latency[answered & ~stalled]
     return Stalls(
@@ -103,8 +104,3 @@ def _cases(samples: Samples, slow: _Mask) -> list[int]:
         if last is None or ended or samples["user"][row] == samples["user"][last]:
             cases.append(int(row))
     return cases
-
-
-def _chance_of_last_third(stalls: int, slow: int) -> float:
-    """Probability that at least so many of `slow` requests fall into the last third of an even range."""
-    return float(sum(comb(slow, n) * 2 ** (slow - n) for n in range(stalls, slow + 1)) / 3**slow)

@@ -92,6 +92,12 @@ def test_a_wait_without_a_queue_delay_is_no_queue_delay(tmp_path: Path) -> None:
     assert clause(edit_arms(tmp_path, {}, {**DELAY, "lone_requests_wait": "false"})) == ""
 
 
+def test_a_wait_beyond_the_queue_delay_is_not_the_delays(tmp_path: Path) -> None:
+    """B's requests wait 25 ms in its queue on average, because of its stalls, and its delay is 1 ms."""
+    result = result_of(tmp_path, QUICK, replace(QUICK, stall_share=0.05), b_in_effect={"max_queue_delay_us": 1000})
+    assert "stalls of 0.5 s on B" in clause(result)
+
+
 @pytest.mark.parametrize("name", ["single", "concurrent(16)"])
 def test_stalls_that_make_a_lead_are_named_with_their_factor(tmp_path: Path, name: str) -> None:
     stalling = replace(QUICK, stall_share=0.05)
