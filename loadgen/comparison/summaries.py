@@ -118,6 +118,8 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     figures do not include it."""
     reconnect_share: float | None = None
     """Share of the requests that had to reconnect because the server had closed the connection."""
+    server_cpu_ms: float | None = None
+    """CPU time of the server per request, in ms: over all blocks whose CPU time is known."""
 
 
 def summarise_latency(values_ms: np.ndarray[tuple[int], np.dtype[np.float64]]) -> LatencySummary:
@@ -236,6 +238,8 @@ def summarise_workload(
     kept = [(summary.reconnects, summary.requests) for summary in own if summary.reconnects is not None]
     cores = [summary.server_cpu_cores for summary in own if summary.server_cpu_cores is not None]
     payloads = [size for block in stored for size in block.record.body_payload_bytes]
+    worked = [(b.record.server_cpu_ns, b.record.requests + b.record.cool_down) for b in stored]
+    cpu_ns = [(ns, sent) for ns, sent in worked if ns is not None and sent]
     return WorkloadSummary(
         workload=workload,
         label=label,
@@ -258,6 +262,7 @@ def summarise_workload(
         payload_bytes=float(np.mean(payloads)) if payloads else None,
         first_answer_ms=_median([s.first_answer_ms for s in own if s.first_answer_ms is not None]),
         open_loop=pool_open_loops([summary.open_loop for summary in own if summary.open_loop is not None]),
+        server_cpu_ms=sum(ns for ns, _ in cpu_ns) / sum(sent for _, sent in cpu_ns) / NS_PER_MS if cpu_ns else None,
         reconnect_share=sum(times for times, _ in kept) / max(sum(sent for _, sent in kept), 1) if kept else None,
     )
 

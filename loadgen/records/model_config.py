@@ -53,6 +53,13 @@ def read_triton(config: Mapping[str, Any] | None, version: str | None, steps: Se
     precision = settings.get("precision") or _precision(config)
     found = {"device": device, "precision": precision, "optimization": _optimization(config)}
     settings |= {name: str(value)[:_MOST_TEXT] for name, value in found.items() if value}
+    parts = [read_triton(step.config, None).settings for step in steps]
+    policies = (queue_policy(config), *(str(part.get("queue_policy") or "") for part in parts))
+    if policy := " and ".join(dict.fromkeys(filter(None, policies))):
+        settings["queue_policy"] = policy
+    spinning = {_spinning(config, backend, device), *(part.get("spinning") for part in parts)} - {None}
+    if spinning:
+        settings["spinning"] = max(map(str, spinning))  # on, if any of them spins
     backends = list(dict.fromkeys(name for step in steps if (name := backend_name(step.config or {}))))
     kind = f"{backend} backend" if backend and backend != "ensemble" else backend
     if backends:
@@ -241,6 +248,15 @@ def _precision(config: Mapping[str, Any]) -> str | None:
     return floats.pop().lower() if floats in ({"FP16"}, {"BF16"}) else None
 
 
+def _spinning(config: Mapping[str, Any], backend: str, device: object) -> object:
+    """Whether threads spin while they wait, "on" or "off". The onnxruntime backend passes no setting of it on, so on a
+    CPU they do as ONNX Runtime's do by default; a single thread waits for none."""
+    parameters = mapping(config.get("parameters"))
+    if backend != "onnxruntime" or device != "cpu" or _accelerators(config, "cpu"):
+        return mapping(parameters.get("spinning")).get("string_value")
+    return "off" if mapping(parameters.get("intra_op_thread_count")).get("string_value") == "1" else "on"
+
+
 def _optimization(config: Mapping[str, Any]) -> str:
     """CUDA graphs and execution accelerators with their parameters; empty without."""
     graphs = mapping(mapping(config.get("optimization")).get("cuda")).get("graphs") is True
@@ -261,6 +277,33 @@ def _accelerators(config: Mapping[str, Any], processor: str) -> list[tuple[str, 
 def accelerators(arm: ArmRecord) -> list[tuple[str, Mapping[str, Any]]]:
     """Name and parameters of each execution accelerator for a GPU."""
     return _accelerators(arm.model_config or {}, "gpu")
+
+
+POLICY_EFFECT = (
+    "turns Triton's prefetching off, so a request that arrives before the instance waits again can sleep for 0.5 s"
+)
+"""The end of a sentence about a queue policy. See PriorityQueue in Triton's core, and the server's issue 8870."""
+
+
+def queue_policy(config: Mapping[str, Any]) -> str:
+    """What turns the prefetching of Triton's dynamic batcher off, as lines of a config.pbtxt; empty without."""
+    batching = mapping(config.get("dynamic_batching"))
+    policy, lines = mapping(batching.get("default_queue_policy")), []
+    for name in ("default_timeout_microseconds", "allow_timeout_override", "max_queue_size"):
+        value = "true" if policy.get(name) is True else whole(policy.get(name))
+        lines += [f"{name}: {value}"] if value else []
+    parts = [f"default_queue_policy {{ {' '.join(lines)} }}"] if lines else []
+    if levels := whole(batching.get("priority_levels")):
+        parts.append(f"priority_levels: {levels}")
+    return " and ".join(parts)
+
+
+def queue_policy_of(arm: ArmRecord) -> str:
+    """The queue policy in effect of a Triton server, also of an ensemble's models; empty without, and for servers that
+    have another batcher."""
+    if arm.server_name != "triton":
+        return ""
+    return str(arm.in_effect.get("queue_policy") or queue_policy(arm.model_config or {}))
 
 
 def groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -240,7 +240,7 @@ class Experiment(Record, frozen=True, kw_only=True):
     """The precision of all servers that abserve starts, unless an arm's settings have another; None: their default."""
     pad_to: tuple[int, ...] | None = None
     """Sizes to which they pad batches of items of different lengths; None: no such axis, or samples not read yet."""
-    cannot_pad: dict[Label, str] = {}
+    cannot_pad: dict[Label, str] = msgspec.field(default_factory=dict)
     """Why abserve cannot make these arms pad, so that no other arm pads by default; empty where that decided
     nothing."""
     inputs: str | None = None

@@ -5,7 +5,8 @@ Outcomes come from `comparisons` and validity from `checks`; no arm is called fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from loadgen.comparison.claims import claim, decided_besides, groups, join, place, places, weight
 from loadgen.comparison.comparisons import Comparison, Outcome, leading_comparisons
@@ -19,9 +20,12 @@ from loadgen.records.run import Experiment, Label, Record, Workload, shown
 from loadgen.result.checks.generator import RECONNECT_LIMIT
 from loadgen.result.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.result.checks.run import same_payload
+from loadgen.result.lead import beside
 from loadgen.studies.causes.analyse import CausesFound
 from loadgen.studies.load.analyse import FORMED_FACTOR
 
+Explain = Callable[[Comparison], str]
+"""What follows the claim of a comparison; see `beside`."""
 MIN_STAGE_SHARE = 0.05
 MAX_STAGES = 3
 
@@ -61,7 +65,7 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
     rankings = rank(facts.comparisons, experiment.baseline.label)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
-    said = _sentence(experiment, titles, facts.comparisons, rankings, failed)
+    said = _sentence(experiment, titles, facts.comparisons, rankings, failed, partial(beside, facts))
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     return Verdict(
@@ -89,6 +93,7 @@ def _sentence(
     comparisons: Sequence[Comparison],
     rankings: Sequence[Ranking],
     failed: Sequence[str],
+    explain: Explain,
 ) -> str:
     workloads = {workload.name: workload for workload in experiment.workloads}
     leading = leading_comparisons(comparisons)
@@ -105,9 +110,9 @@ def _sentence(
         before = "The run is not valid (see the failed checks); the workloads that are complete show: "
     names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
     if len(experiment.arms) == 2:
-        found = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin)
+        found = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin, explain)
     else:
-        found = _many_arms(comparisons, usable, rankings, workloads, names)
+        found = _many_arms(comparisons, usable, rankings, workloads, names, explain)
     begins_with_name = found.startswith(tuple(names.values()))
     return before + found if before or begins_with_name else sentence(found)
 
@@ -118,6 +123,7 @@ def _two_arms(
     workloads: dict[str, Workload],
     names: dict[Label, str],
     margin: float,
+    explain: Explain,
 ) -> str:
     """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
     loads = [c for c in usable if c.metric == "throughput"] or usable
@@ -129,7 +135,7 @@ def _two_arms(
         parts = [*groups(usable, workloads, margin), *besides]
         return f"no winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
     main = max(decided, key=lambda c: weight(workloads[c.scenario]))
-    first = claim(main, names, f" {place(workloads[main.scenario])}")
+    first = claim(main, names, f" {place(workloads[main.scenario])}") + explain(main)
     rest = groups([c for c in usable if c is not main], workloads, margin)
     return "; ".join([first, *rest, *besides]) + "."
 
@@ -140,6 +146,7 @@ def _many_arms(
     rankings: Sequence[Ranking],
     workloads: dict[str, Workload],
     names: dict[Label, str],
+    explain: Explain,
 ) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
     besides = decided_besides(comparisons, workloads)
@@ -148,7 +155,7 @@ def _many_arms(
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
     loads = [one for one in rankings if one.metric == "throughput"] or rankings
     main = max(loads, key=lambda one: weight(workloads[one.scenario]))
-    apart = [claim(one) for one in neighbours(comparisons, main) if one.winner]
+    apart = [claim(one) + explain(one) for one in neighbours(comparisons, main) if one.winner]
     first = f"by {METRICS[main.metric].title} {place(workloads[main.scenario])}: {main.words(names)}."
     same: dict[str, list[Workload]] = {}
     for one in rankings:

@@ -39,6 +39,7 @@ class EngineDescription:
     max_batch_size: int
     weights: str  # for a reader: "random weights (seed 0)", or a tag or file name
     details: Mapping[str, object] = field(default_factory=dict)
+    spinning: str | None = None  # whether intra-op threads spin while they wait, "on" or "off"; None: unknown, or a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,7 @@ class Engine(ABC):
         device: str,
         threads: int | None,
         details: Mapping[str, object],
+        spinning: str | None = None,
     ) -> EngineDescription:
         settings = self._settings
         label = "none" if self._weights is None else self._weights.label
@@ -255,6 +257,7 @@ class Engine(ABC):
             settings.max_batch_size,
             label,
             {**details, **probe},
+            spinning,
         )
 
 

@@ -140,7 +140,6 @@ class OnnxRuntimeEngine(Engine):
             "provider_options": options.get(providers[0], {}),
             "package": installed_packages()[0],
             "graph_optimization_level": str(session_options.graph_optimization_level).rpartition(".")[2],
-            "intra_op_spinning": session_options.get_session_config_entry(SPINNING) == "1",
             "nodes_by_provider": None,
         }
         if self._products is not None:
@@ -164,6 +163,7 @@ class OnnxRuntimeEngine(Engine):
             device="cpu" if cuda is None else f"cuda:{cuda['device_id']}",
             threads=session_options.intra_op_num_threads if cuda is None else None,
             details=details,
+            spinning=_spinning(session_options) if cuda is None else None,
         )
 
     def close(self) -> None:
@@ -299,9 +299,9 @@ class OnnxRuntimeEngine(Engine):
         options.intra_op_num_threads = thread_count(self._settings.threads)
         options.inter_op_num_threads = 1
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-        # Spinning between requests gained some 2 % latency on 2 quiet cores and cost a quarter more CPU, which an idle
-        # arm would take from the other arm and from the client.
-        options.add_session_config_entry(SPINNING, "0")
+        # Spinning gained 15 to 30 % on two quiet cores, and beside other work took 1.7 to 2 times as long; see
+        # docs/engines.md. The load generator is such work.
+        options.add_session_config_entry(SPINNING, "1" if self._settings.spinning else "0")
         if index is not None:
             options.add_session_config_entry(RECORD_PLACEMENT, "1")
         elif self._settings.precision == "fp16":
@@ -319,6 +319,12 @@ class OnnxRuntimeEngine(Engine):
         use_tf32 = "1" if self._settings.precision == "tf32" else "0"
         options = {"device_id": str(index), "use_tf32": use_tf32, "enable_cuda_graph": "1" if graphs else "0"}
         return [(CUDA_PROVIDER, options), CPU_PROVIDER]
+
+
+def _spinning(options: Any) -> str:
+    """A single thread waits for no other."""
+    spins = options.intra_op_num_threads != 1 and options.get_session_config_entry(SPINNING) == "1"
+    return "on" if spins else "off"
 
 
 def installed_packages() -> tuple[str, ...]:

@@ -13,6 +13,16 @@ def thread_count(requested: int) -> int:
     return requested if requested > 0 else len(os.sched_getaffinity(0))
 
 
+WAIT_POLICY = "OMP_WAIT_POLICY"
+"""Environment variable that libgomp, which torch loads, reads when it is loaded: PASSIVE threads sleep while they wait
+for each other, others spin. The servers set it to PASSIVE."""
+
+
+def openmp_spinning() -> str:
+    """Whether OpenMP's threads spin while they wait, "on" or "off"."""
+    return "off" if os.environ.get(WAIT_POLICY, "").upper() == "PASSIVE" else "on"
+
+
 def nvidia_device_present() -> bool:
     """Whether the kernel offers an NVIDIA device. Loads no library and does not prove that the GPU works."""
     return any(Path(path).exists() for path in _NVIDIA_DEVICES)

@@ -23,7 +23,7 @@ from servers.contract.tensors import Array
 from servers.engines.agreement import Disagreement, disagreement
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
 from servers.engines.interface import EngineDescription, EngineError, first_line
-from servers.engines.processors import thread_count
+from servers.engines.processors import openmp_spinning, thread_count
 from servers.engines.proof import Proof, proof_batch
 from servers.engines.torch_device import (
     RunnerEngine,
@@ -222,6 +222,7 @@ class TorchEngine(RunnerEngine):
             device=str(self._device),
             threads=torch.get_num_threads() if self._device.type == "cpu" else None,
             details=details,
+            spinning=openmp_spinning() if self._device.type == "cpu" else None,
         )
 
     def close(self) -> None:

@@ -107,6 +107,8 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
         parameters["pad_to"] = pad_to_text(service.settings.pad_sizes)
     if description.threads is not None:
         parameters["threads"] = str(description.threads)
+    if description.spinning is not None:
+        parameters["spinning"] = description.spinning
     if service.decoding is not None:
         parameters["decode_threads"] = str(service.decoding.thread_count)
         parameters["max_image_pixels"] = str(service.decoding.max_pixels)

@@ -64,6 +64,12 @@ class NativeSettings(BaseSettings):
         description="Intra-op threads on the CPU, for each engine process; 0: all cores that the server may use, "
         "divided between them.",
     )
+    spinning: Literal["off", "on"] = Field(
+        "off",
+        title="Engine",
+        description="Whether the threads of the onnxruntime engine spin while they wait for work, as they do in "
+        "Triton's onnxruntime backend.",
+    )
     artefact: Annotated[Path | None, Option(offered=False)] = Field(
         None, title="Engine", description="The file of the model's own inputs, for engines that execute one."
     )
@@ -218,8 +224,16 @@ class NativeSettings(BaseSettings):
 
     def engine_settings(self) -> EngineSettings:
         """The options as the engine on the first device takes them; of resolved settings only."""
-        engine, batch = self.engine, self.max_batch_size
-        return EngineSettings(engine, self.precision, self.mode, self.devices[0], self.threads, batch, self.pad_sizes)
+        return EngineSettings(
+            self.engine,
+            self.precision,
+            self.mode,
+            self.devices[0],
+            self.threads,
+            self.max_batch_size,
+            self.pad_sizes,
+            spinning=self.spinning == "on",
+        )
 
     @field_validator("engine")
     @classmethod

@@ -14,8 +14,9 @@ from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
-VERIFIED = ("engine", "precision", "mode", "device", "weights", "threads", "max_batch_size")
+VERIFIED = ("engine", "precision", "mode", "device", "weights", "threads", "spinning", "max_batch_size")
 """The parameters that the model compares with the loaded engine; decoding cannot turn out otherwise."""
+_OPEN = (("mode", "auto"), ("spinning", None))
 
 
 class EngineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,12 +85,13 @@ def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int)
 
 
 def contradictions(parameters: Mapping[str, str], max_batch_size: int, in_effect: EngineDescription) -> tuple[str, ...]:
-    """A phrase for each difference between config and engine; with mode "auto" the engine may choose."""
+    """A phrase for each difference between config and engine; with mode "auto" the engine may choose, and spinning may
+    be left out."""
     config = {**parameters, "max_batch_size": str(max_batch_size)}
     differences = []
     for name in VERIFIED:
         found = getattr(in_effect, "kind" if name == "engine" else name)
         found = None if found is None else str(found)
-        if found != config.get(name) and (name, config.get(name)) != ("mode", "auto"):
+        if found != config.get(name) and (name, config.get(name)) not in _OPEN:
             differences.append(f"{name} is {found!r}, the config says {config.get(name)!r}")
     return tuple(differences)

@@ -40,6 +40,10 @@ class SimulatedArm:
     reports_http: bool = True
     slow_requests: int = 0
     slow_request_extra_ms: float = 0.0
+    queue_delay_ms: float = 0.0
+    """A batch waits so long for more requests, also if none can come."""
+    stall_share: float = 0.0
+    """Share of the batches before which the server sleeps for 0.5 s."""
     ready_s: float = 3.0
 
 
@@ -250,7 +254,9 @@ def simulate(
     batches: dict[int, int] = {}
     half = arm.transport_ms / 2
     while arrivals:
-        start = max(free, arrivals[0][0] + half)
+        start = max(free, arrivals[0][0] + half) + arm.queue_delay_ms
+        if arm.stall_share and rng.random() < arm.stall_share:
+            start += 500.0
         waiting: list[tuple[float, int, bool]] = []
         while (
             arrivals

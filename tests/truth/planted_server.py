@@ -42,6 +42,7 @@ SEQUENCES = METADATA | {
 def options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of every request")
+    parser.add_argument("--queue-delay-ms", type=float, default=0.0, help="more, and reported as the batcher's")
     parser.add_argument("--cv", type=float, default=0.0, help="of a gamma distributed delay with that mean; 0: fixed")
     parser.add_argument("--tail-share", type=float, default=0.0, help="of requests that take --tail-factor as long")
     parser.add_argument("--tail-factor", type=float, default=1.0)
@@ -85,6 +86,7 @@ class Planted:
         self.settings = settings
         self.random = random.Random(settings.seed)
         self.requests = 0
+        self.served_ns = 0
         self.free_ns = 0
         self.under_way = 0
         self.known: Counter[bytes] = Counter()
@@ -111,6 +113,7 @@ class Planted:
             else:
                 await self.until(done_ns)
             most = max(most, self.under_way)
+            self.served_ns += time.monotonic_ns() - now_ns
         finally:
             self.under_way -= 1
         if settings.error_every and counted > 0 and counted % settings.error_every == 0:
@@ -127,6 +130,19 @@ class Planted:
         if settings.short_every and counted > 0 and counted % settings.short_every == 0:
             answer = answer[..., : OUTPUTS * 3 // 4]
         return np.ascontiguousarray(answer, dtype="<f4")
+
+    def batching(self) -> dict[str, object]:
+        """The dynamic batcher in the configuration, where a queue delay is planted."""
+        delay_us = int(self.settings.queue_delay_ms * 1000)
+        return {"dynamic_batching": {"max_queue_delay_microseconds": delay_us}} if delay_us else {}
+
+    def statistics(self) -> dict[str, object]:
+        """Of requests that each wait in the queue for the whole delay and are executed for the rest."""
+        queue_ns = int(self.requests * self.settings.queue_delay_ms * 1e6)
+        times_ns = {"success": self.served_ns, "queue": queue_ns, "compute_infer": self.served_ns - queue_ns}
+        counts = {name: {"count": self.requests, "ns": ns} for name, ns in times_ns.items()}
+        model = {"name": MODEL, "version": "1", "inference_count": self.requests, "execution_count": self.requests}
+        return {"model_stats": [{**model, "inference_stats": counts, "batch_stats": []}]}
 
     async def merged(self, items: int) -> int:
         """Wait for an execution together with the requests that wait by then; how many items it had."""
@@ -152,7 +168,7 @@ class Planted:
     def done_ns(self, now_ns: int) -> int:
         """When a request that arrives now is done."""
         settings = self.settings
-        delay_ms = settings.delay_ms
+        delay_ms = settings.delay_ms + settings.queue_delay_ms
         if settings.cv:
             delay_ms = self.random.gammavariate(1 / settings.cv**2, delay_ms * settings.cv**2)
         if settings.tail_share and self.random.random() < settings.tail_share:
@@ -215,8 +231,10 @@ class HttpDoor(asyncio.Protocol):
         documents = {
             "/v2": {"name": "planted", "version": "1.0", "extensions": ["binary_tensor_data"]},
             f"/v2/models/{MODEL}": SEQUENCES if self.planted.settings.sequences else METADATA,
-            f"/v2/models/{MODEL}/config": {"name": MODEL, "max_batch_size": LARGEST},
+            f"/v2/models/{MODEL}/config": {"name": MODEL, "max_batch_size": LARGEST, **self.planted.batching()},
         }
+        if self.planted.settings.queue_delay_ms:
+            documents[f"/v2/models/{MODEL}/stats"] = self.planted.statistics()
         if method == "post" and path == f"/v2/models/{MODEL}/infer":
             json_bytes = int(headers["inference-header-content-length"])
             try:

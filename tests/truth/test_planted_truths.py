@@ -7,6 +7,7 @@ prints a line for each, as a row of the table in docs/measurement.md; run it on 
 from __future__ import annotations
 
 import math
+import re
 import time
 
 import msgspec
@@ -77,6 +78,35 @@ def test_stalls_of_half_a_second_are_named_and_a_broad_latency_is_not(compare: C
     assert found.ok is False
     assert "requests to B" in found.detail
     assert "requests to A" not in found.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("a", "b", "cause", "planted"),
+    [
+        ("--delay-ms 10", "--delay-ms 10 --queue-delay-ms 20", "is B's queue delay", 3.0),
+        ("--delay-ms 30", "--delay-ms 30 --stall-ms 500 --stall-every-s 0.9", "is stalls of 0.5 s on B", 2.0),
+    ],
+)
+def test_the_headline_names_what_makes_a_lead(compare: Compare, a: str, b: str, cause: str, planted: float) -> None:
+    """B waits 20 of its 30 ms in its queue; or it serves nothing in 5 of 9 tenths of a second."""
+    load = msgspec.structs.replace(closed(20, 4), seconds=1.5)
+    result = compare(a, b, load)
+    found = metric(result, "throughput")
+    tell(cause, found)
+    if found.verdict != "baseline_better":
+        pytest.skip(f"this machine is too restless: {found.verdict}")
+    part = re.search(rf"(?:of which ([0-9.]+)× {cause}|all of which {cause} \(([0-9.]+)×\))", result.verdict.sentence)
+    assert part is not None, result.verdict.sentence
+    assert float(part[1] or part[2]) == pytest.approx(planted, rel=0.3)
+
+
+@pytest.mark.slow
+def test_identical_arms_have_no_cause_in_the_headline(compare: Compare) -> None:
+    options = "--delay-ms 3 --queue-delay-ms 5"
+    sentence = compare(options, options, closed(40, 4)).verdict.sentence
+    assert "of which" not in sentence
+    assert ", with" not in sentence
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from loadgen.comparison.claims import claim, figure, verdict_words
 from loadgen.comparison.comparisons import Comparison, Outcome, better_arm
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import neighbours
-from loadgen.quantities import Interval, detectable, inverse, ratio_interval, share
+from loadgen.quantities import Interval, detectable, inverse, measured, ratio_interval, share
 from loadgen.records.run import Pairing, shown
 from loadgen.report.charts import arm_style, several
 from loadgen.result.result_file import Result
@@ -160,6 +160,7 @@ def comparisons(result: Result) -> doc.Section | None:
         "Comparisons",
         comparison_table(result, against_baseline(result), counted),
         *notes,
+        _cpu_table(result),
         doc.Fold(
             f"{len(missing)} comparisons could not be made",
             (doc.Table((*doc.names("scenario", "metric", "arms"), *doc.texts("reason")), reasons),),
@@ -168,6 +169,20 @@ def comparisons(result: Result) -> doc.Section | None:
         doc.Table(doc.names(*CSV_FIELDS), [_values(one) for one in result.comparisons], name="comparisons", on=doc.CSV),
         _cases(result),
     )
+
+
+def _cpu_table(result: Result) -> doc.Table | None:
+    """CPU time per request, which tells arms apart that are equally fast; only where no arm is on a GPU."""
+    if any(str(arm.in_effect.get("device")).startswith("cuda") for arm in result.arms):
+        return None
+    found = {(one.workload, one.label): one.server_cpu_ms for one in result.summaries if one.server_cpu_ms is not None}
+    labels = result.experiment.labels
+    rows = [
+        (name, *(measured(found.get((name, label)), None) for label in labels))
+        for name in dict.fromkeys(workload for workload, _ in found)
+    ]
+    columns = (*doc.names("scenario"), *doc.numbers(*(f"{shown(label)}, ms" for label in labels)))
+    return doc.Table(columns, rows, title="CPU time of the server per request", on=doc.READ) if rows else None
 
 
 def _arms(result: Result, one: Comparison) -> str:

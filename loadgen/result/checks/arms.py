@@ -18,6 +18,7 @@ from loadgen.comparison.facts import Facts
 from loadgen.experiment.padding import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import (
+    POLICY_EFFECT,
     accelerators,
     backend_of,
     executed_config,
@@ -27,6 +28,7 @@ from loadgen.records.model_config import (
     listed,
     mapping,
     padding_in_effect,
+    queue_policy_of,
     whole,
 )
 from loadgen.records.payloads import BACKEND_ENDINGS, base_name, served_as, without_backend
@@ -209,6 +211,20 @@ def padding_held_back(facts: Facts) -> Iterator[Outcome]:
 
 
 @fairness(
+    "same thread spinning",
+    "warns",
+    "Triton's onnxruntime backend always spins: give a native onnxruntime arm spinning=on, or compare the CPU time per "
+    "request as well.",
+    threshold="equal",
+)
+def same_spinning(facts: Facts) -> list[Outcome]:
+    """Threads that spin while they wait for work answer sooner on idle cores, and take time from everything else on
+    busy ones. Skipped where no arm reports it, as on a GPU."""
+    known = any(arm.in_effect.get("spinning") is not None for arm in facts.run.arms)
+    return _compare(facts, "spinning", "thread spinning") if known else []
+
+
+@fairness(
     "no two arms share a server",
     "informs",
     "Compare each in a separate run, on a server with its model only, if memory or cold starts matter.",
@@ -284,6 +300,22 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
     if waits:
         detail += f", and in {_some(serial)} no other request can join a batch"
     return Outcome(not waits, detail, delay)
+
+
+@fairness(
+    "no queue policy slows Triton's batcher",
+    "warns",
+    "Remove the queue policy from dynamic_batching in the config.pbtxt.",
+    threshold="none",
+)
+@per_arm
+def queue_policy(arm: ArmRecord, _: Facts) -> Outcome:
+    if policy := queue_policy_of(arm):
+        remedy = f"Remove {policy} from dynamic_batching in the config.pbtxt of {shown(arm.label)}."
+        return Outcome(False, f"has {policy}, which {POLICY_EFFECT}", policy, remedy=remedy)
+    if arm.model_config is None:
+        return UNREPORTED
+    return Outcome(True, "has none" if arm.server_name == "triton" else "has another batcher than Triton's", "none")
 
 
 @fairness(

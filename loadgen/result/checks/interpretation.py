@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import comb
-
-import numpy as np
 
 from loadgen.comparison.claims import do_not, join
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import OVERLAP_LIMIT
+from loadgen.comparison.stalls import Stalls, find_stalls
 from loadgen.quantities import detectable, number, share
-from loadgen.records.model_config import executed_models, mapping, whole
+from loadgen.records.model_config import POLICY_EFFECT, executed_models, queue_policy_of
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, shown
-from loadgen.records.samples import SAMPLE_DTYPE, latencies_ms
 from loadgen.result.checks.registry import Outcome, Severity, check, per_comparison, per_load
 from loadgen.result.noise_floor import is_self_comparison
 from loadgen.studies.ceiling.analyse import CeilingsFound
@@ -27,15 +24,6 @@ LARGEST_SHARE = 1.05
 """Largest share of an engine's ceiling. More is not noise: the ceiling was measured under other conditions."""
 COVERING_RESTARTS = 5
 """With fewer restarts, Student's t is so wide that little is ever decided."""
-QUICK_MS = 200.0
-"""Median latency below which a wait of 0.5 s stands apart."""
-SLOW_MS, STALL_MS = 150.0, (450.0, 600.0)
-"""What a slow request takes beyond the median, and what a stalled one does: the last third of SLOW_MS to its end."""
-STALL_SIGNIFICANCE = 0.05
-NEAR_TIMEOUT_US = 1_000_000
-"""A queue timeout up to this one can end a request that waits for Triton's batcher."""
-UNAVAILABLE = (503, 1014)
-"""The status of a request whose time in the queue was over, in HTTP and gRPC."""
 
 
 @check("dynamic batching merged requests", "informs", "If you want batches, raise the concurrency or the queue delay.")
@@ -94,67 +82,47 @@ def queue_delay(load: WorkloadFacts, _: Facts) -> Outcome | None:
     return Outcome(part <= QUEUE_SHARE_LIMIT, detail, part)
 
 
-@check(
-    "no serial request stalled for 0.5 s",
-    "warns",
-    "On Triton set default_timeout_microseconds far above 500000, so that no request is rejected; in any other server "
-    "look for a timer of 0.5 s.",
-    threshold=0,
-)
+@check("no request stalled for 0.5 s", "warns", "Look for a timer of 0.5 s in the server that is named.", threshold=0)
 @per_load
 def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Outcome | None:
-    """Name waits of 0.5 s, as of a batcher that sleeps so long. A latency that is simply broad is not one: its tail
-    falls, so at most a third of its slow requests are in the last third of the range, and it fails only if more are
-    there than chance explains. That takes three stalls at least."""
-    if load.workload.concurrency > 1 or load.workload.is_open:
+    """Skipped in an open loop, whose latencies include the wait for a connection."""
+    if load.workload.is_open:
         return None
-    found, quick, most = [], [], 0
-    for arm in facts.run.arms:
-        blocks = [one.samples for one in load.stored if one.record.label == arm.label and one.samples is not None]
-        samples = np.concatenate(blocks) if blocks else np.empty(0, dtype=SAMPLE_DTYPE)
-        if not len(samples):
-            return Outcome(None, "no samples")
-        latency, answered = latencies_ms(samples), samples["error"] < 0
-        median = float(np.median(latency[answered])) if answered.any() else QUICK_MS
-        if median >= QUICK_MS:
-            continue
-        refused = ~answered & np.isin(samples["status"], UNAVAILABLE)
-        beyond = np.where(refused, latency, latency - median)[answered | refused]
-        stalled = (beyond >= STALL_MS[0]) & (beyond <= STALL_MS[1])
-        slow = int(np.sum((beyond >= SLOW_MS) & (beyond <= STALL_MS[1])))
-        stalls = int(stalled.sum())
-        quick.append(shown(arm.label))
-        if slow and _chance_of_last_third(stalls, slow) <= STALL_SIGNIFICANCE:
-            rejected = int(stalled[refused[answered | refused]].sum())
-            found.append(_stall_words(arm, stalls, len(samples), median, rejected))
-            most = max(most, stalls)
-    if found:
-        return Outcome(False, "; ".join(found), most)
-    return Outcome(True, f"no cluster of requests to {join(quick)} waited 0.5 s", 0) if quick else None
+    own = {arm.label: [block for block in load.stored if block.record.label == arm.label] for arm in facts.run.arms}
+    if any(not any(block.samples is not None and len(block.samples) for block in blocks) for blocks in own.values()):
+        return Outcome(None, "no samples")
+    judged = [(arm, found) for arm in facts.run.arms if (found := find_stalls(own[arm.label])) is not None]
+    if not judged:
+        return None
+    if stalled := [(arm, found) for arm, found in judged if found.stalled]:
+        return Outcome(
+            False,
+            "; ".join(_stall_words(arm, found) for arm, found in stalled),
+            max(found.stalled for _, found in stalled),
+            remedy=" ".join(dict.fromkeys(_stall_remedy(arm) for arm, _ in stalled)),
+        )
+    return Outcome(True, f"no cluster of requests to {join([shown(arm.label) for arm, _ in judged])} waited 0.5 s", 0)
 
 
-def _chance_of_last_third(stalls: int, slow: int) -> float:
-    """Probability that at least so many of `slow` requests fall into the last third of an even range."""
-    return float(sum(comb(slow, n) * 2 ** (slow - n) for n in range(stalls, slow + 1)) / 3**slow)
-
-
-def _stall_words(arm: ArmRecord, stalls: int, requests: int, median_ms: float, rejected: int) -> str:
+def _stall_words(arm: ArmRecord, found: Stalls) -> str:
     detail = (
-        f"{stalls:,} of {requests:,} requests to {shown(arm.label)} ({share(stalls / requests)}) waited about 0.5 s, "
-        f"where the median is {number(median_ms)} ms"
+        f"{found.stalled:,} of {found.requests:,} requests to {shown(arm.label)} "
+        f"({share(found.stalled / found.requests)}) waited about 0.5 s, where the median of the others is "
+        f"{number(found.median_ms)} ms; they make its mean latency {number(found.factor)} times as long"
     )
-    if rejected:
-        detail += f", and {rejected:,} of them were refused as unavailable (503)"
-    if arm.server_name != "triton":
-        return detail
-    policy = mapping(mapping((arm.model_config or {}).get("dynamic_batching")).get("default_queue_policy"))
-    timeout = whole(policy.get("default_timeout_microseconds"))
-    detail += ": Triton's idle batcher wakes up only every 0.5 s, and "
-    if timeout is None:
-        return f"{detail}a queue timeout near that would reject what waits (its own is unknown)"
-    if timeout <= NEAR_TIMEOUT_US:
-        return f"{detail}its queue timeout of {timeout:,} µs rejects what waits as long"
-    return f"{detail}its queue timeout of {timeout:,} µs is too long to reject what waits"
+    if found.refused:
+        detail += f", and {found.refused:,} of them were refused as unavailable (503)"
+    if policy := queue_policy_of(arm):
+        return f"{detail}: {policy} {POLICY_EFFECT}"
+    if arm.server_name == "triton" and arm.model_config is not None:
+        detail += ", and no queue policy in its configuration explains that"
+    return detail
+
+
+def _stall_remedy(arm: ArmRecord) -> str:
+    if policy := queue_policy_of(arm):
+        return f"Remove {policy} from dynamic_batching in the config.pbtxt of {shown(arm.label)}."
+    return f"Look for a timer of 0.5 s in the server of {shown(arm.label)}."
 
 
 @check(

@@ -58,6 +58,8 @@ class Outcome:
     scope: str = RUN
     severity: Severity | None = None
     """If it differs from the declared one."""
+    remedy: str | None = None
+    """If it differs from the declared one."""
 
 
 Find = Callable[[Facts], Iterable[Outcome]]
@@ -88,7 +90,7 @@ class CheckDefinition:
                 value=outcome.value,
                 threshold=self.threshold if outcome.threshold is None else outcome.threshold,
                 detail=outcome.detail,
-                remedy=self.remedy,
+                remedy=outcome.remedy or self.remedy,
             )
 
 

@@ -271,6 +271,7 @@ def measurements(result: Result) -> doc.Section | None:
             measured(s.executed_batch_mean, None),
             *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
             measured(s.server_cpu_cores, None),
+            measured(s.server_cpu_ms, None),
             share(s.generator_cpu_share_max),
         )
         for s in result.summaries
@@ -289,7 +290,7 @@ def measurements(result: Result) -> doc.Section | None:
             "p99 ms",
             "executed batch",
         ),
-        *doc.numbers("bytes sent", "bytes back", "server cores", "generator CPU"),
+        *doc.numbers("bytes sent", "bytes back", "server cores", "server CPU ms", "generator CPU"),
     )
     caption = "Complete blocks of each arm, pooled. A percentile needs enough samples: p50 11, p90 64, p99 662."
     return doc.section("Measurements", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)

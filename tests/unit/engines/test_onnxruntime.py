@@ -14,6 +14,7 @@ from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.onnxruntime import ELEMENT_TYPES, OnnxRuntimeEngine, stored_precision
+from servers.engines.processors import WAIT_POLICY, openmp_spinning
 from servers.engines.settings import EngineSettings
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
@@ -81,6 +82,31 @@ def test_every_datatype_goes_in_and_out_at_every_size(tmp_path: Path) -> None:
             np.testing.assert_array_equal(answer, batch[f"in_{datatype}"])
     assert isinstance(engine.infer(batch)["out_BYTES"][0, 0, 0], bytes)
     engine.close()
+
+
+@pytest.mark.parametrize(("asked", "threads", "in_effect"), [(False, 2, "off"), (True, 2, "on"), (True, 1, "off")])
+def test_spinning_is_read_back(tmp_path: Path, asked: bool, threads: int, in_effect: str) -> None:
+    specification = copying(tmp_path / "copying.onnx", datatypes=("FP32",))
+    settings = EngineSettings(kind="onnxruntime", device="cpu", threads=threads, spinning=asked)
+    settings.check()
+    engine = build_engine(specification, RandomWeights(0), settings, specification.file)
+    engine.load()
+    assert engine.describe().spinning == in_effect
+    engine.close()
+
+
+@pytest.mark.parametrize(("kind", "device"), [("torch", "cpu"), ("onnxruntime", "cuda:0")])
+def test_spinning_is_refused_where_it_has_no_effect(kind: str, device: str) -> None:
+    with pytest.raises(EngineError, match="only the onnxruntime engine on the CPU offers it"):
+        EngineSettings(kind=kind, device=device, spinning=True).check()
+
+
+@pytest.mark.parametrize(("policy", "spinning"), [("PASSIVE", "off"), ("passive", "off"), ("ACTIVE", "on"), ("", "on")])
+def test_openmps_threads_spin_unless_they_are_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, policy: str, spinning: str
+) -> None:
+    monkeypatch.setenv(WAIT_POLICY, policy)
+    assert openmp_spinning() == spinning
 
 
 def test_strings_that_are_no_text_are_refused_with_the_reason(tmp_path: Path) -> None:

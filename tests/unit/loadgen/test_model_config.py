@@ -87,6 +87,42 @@ def steps(*configs: dict[str, Any] | None) -> list[StepRecord]:
     return [StepRecord(model=f"step_{place}", config=config) for place, config in enumerate(configs)]
 
 
+ON_CPU: dict[str, Any] = {**ONNX, "instance_group": [{"kind": "KIND_CPU"}]}
+
+
+def with_parameter(config: dict[str, Any], name: str, value: str) -> dict[str, Any]:
+    return {**config, "parameters": {name: {"string_value": value}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "spinning"),
+    [
+        (ONNX, None),
+        (ON_CPU, "on"),
+        (with_parameter(ON_CPU, "intra_op_thread_count", "2"), "on"),
+        (with_parameter(ON_CPU, "intra_op_thread_count", "1"), "off"),
+        (ON_CPU | accelerated("openvino", "cpu"), None),
+        (with_parameter({**ON_CPU, "backend": "python"}, "spinning", "off"), "off"),
+        ({**ON_CPU, "backend": "python"}, None),
+        ({}, None),
+    ],
+)
+def test_onnxruntimes_threads_spin_on_a_cpu(config: dict[str, Any], spinning: str | None) -> None:
+    assert read_triton(config, "2.51.0").settings.get("spinning") == spinning
+    assert read_triton({"platform": "ensemble"}, "2.51.0", steps({}, config)).settings.get("spinning") == spinning
+
+
+def test_a_queue_policy_is_read_as_the_lines_that_make_it() -> None:
+    policy = {"timeout_action": "REJECT", "default_timeout_microseconds": "600", "max_queue_size": 0}
+    config = {**ONNX, "dynamic_batching": {"default_queue_policy": policy, "priority_levels": 2}}
+    lines = "default_queue_policy { default_timeout_microseconds: 600 } and priority_levels: 2"
+    assert read_triton(config, "2.51.0").settings["queue_policy"] == lines
+    assert (
+        read_triton({"platform": "ensemble"}, "2.51.0", steps(ONNX, config, config)).settings["queue_policy"] == lines
+    )
+    assert "queue_policy" not in read_triton(ONNX, "2.51.0").settings
+
+
 def test_an_ensemble_is_what_its_steps_are() -> None:
     assert step_calls(ENSEMBLE) == {("preprocess", None): 1, ("m", None): 2}
     assert step_calls({"ensemble_scheduling": {"step": [{"model_name": "m", "model_version": "3"}]}}) == {("m", "3"): 1}

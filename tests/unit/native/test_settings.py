@@ -59,6 +59,11 @@ def test_times_that_no_request_and_no_timer_takes_are_refused_at_the_start(name,
         NativeSettings(**{name: value})
 
 
+@pytest.mark.parametrize(("spinning", "spins"), [("off", False), ("on", True)])
+def test_spinning_reaches_the_engine(spinning, spins):
+    assert NativeSettings(engine="onnxruntime", device="cpu", spinning=spinning).engine_settings().spinning is spins
+
+
 def test_http_and_grpc_need_different_ports():
     with pytest.raises(ValidationError) as caught:
         NativeSettings(http_port=1234, grpc_port=1234)

@@ -106,6 +106,13 @@ def test_auto_leaves_the_engine_its_mode() -> None:
     assert contradictions({**PARAMETERS, "mode": "auto"}, 8, replace(IN_EFFECT, mode="compile")) == ()
 
 
+def test_spinning_is_verified_where_the_config_says_it() -> None:
+    spins = replace(IN_EFFECT, spinning="on")
+    assert contradictions(PARAMETERS, 8, spins) == ()
+    (phrase,) = contradictions({**PARAMETERS, "spinning": "off"}, 8, spins)
+    assert phrase == "spinning is 'on', the config says 'off'"
+
+
 def test_nothing_is_left_to_choose() -> None:
     engine = resolve_engine(EngineSettings(kind="onnxruntime", device="cpu"))
     assert engine.mode == "session"

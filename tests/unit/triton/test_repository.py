@@ -53,6 +53,19 @@ def test_everything_that_triton_reads(
     assert [path.name for path in repository.libraries.iterdir()] == ["libpython3.99.so.1.0"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "device", "spinning"),
+    [("onnxruntime", "cpu", "off"), ("torch", "cpu", "off"), ("openvino", "cpu", ""), ("onnxruntime", "cuda:0", "")],
+)
+def test_the_threads_of_the_python_backend_do_not_spin(
+    tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification, kind: str, device: str, spinning: str
+) -> None:
+    engine = replace(ENGINE, kind=kind, device=device)
+    models = laid_out(tmp_path / "work", interpreter, specification, engine).models
+    config = parse((models / specification.name / "config.pbtxt").read_text())
+    assert config.parameters["spinning"].string_value == spinning
+
+
 def test_only_sizes_to_pad_to_let_triton_merge_requests_of_different_sizes(
     tmp_path: Path, interpreter: Interpreter
 ) -> None:
@@ -126,6 +139,7 @@ def test_onnxruntime_on_the_cpu_says_so_and_has_its_threads(tmp_path: Path, inte
     config = parse((folder / "config.pbtxt").read_text())
     assert config.instance_group[0].kind == config.instance_group[0].KIND_CPU
     assert config.parameters["intra_op_thread_count"].string_value == "2"
+    assert "spinning" not in config.parameters, "the backend's own threads spin"
     assert not config.HasField("optimization")
 
 

@@ -139,6 +139,15 @@ def test_an_arm_that_could_pad_and_does_not_is_named(tmp_path: Path) -> None:
     assert caveats((6, 40), dict.fromkeys("abc", "it does not pad")) == []
 
 
+def test_spinning_is_compared_where_an_arm_reports_it() -> None:
+    assert before(run_of(), "same_spinning") == []
+    off: dict[str, object] = {"spinning": "off"}
+    assert before(run_of(a=off, b=off, c=off), "same_spinning") == [(True, "warns", "off")]
+    ((ok, effect, text),) = before(run_of(a=off, b={"spinning": "on"}, c=off), "same_spinning")
+    assert (ok, effect) == (False, "warns")
+    assert "the arms differ in thread spinning (A off, B on)" in text
+
+
 def test_what_was_asked_for_is_told_apart_from_what_was_not() -> None:
     """B was asked for FP16, C fell to TF32 by itself."""
     run = run_of(asked={"b": {"precision": "fp16"}}, b={"precision": "fp16"}, c={"precision": "tf32"})

@@ -36,7 +36,7 @@ EXPERIMENT = Experiment(
 
 SETTINGS = (
     "batch_limit", "serial_queue_delay", "tf32", "model_warm_up", "metrics", "response_cache", "cores", "cuda_graphs",
-    "graph_sizes", "preferred_sizes",
+    "graph_sizes", "preferred_sizes", "queue_policy",
 )  # fmt: skip
 MACHINE = ("client_distance", "machine_idle", "cpu_governor", "gpu_exclusive", "gpu_idle", "gpu_clocks")
 
@@ -60,7 +60,7 @@ NATIVE: dict[str, Any] = {
     "instance_group": [{"kind": "KIND_CPU", "count": 1, "gpus": []}],
     "parameters": {key: {"string_value": value} for key, value in
                    {"engine": "torch", "precision": "fp32", "device": "cpu", "threads": "2",
-                    "pad_to": "none"}.items()},
+                    "pad_to": "none", "spinning": "off"}.items()},
     "model_warmup": [],
 }  # fmt: skip
 
