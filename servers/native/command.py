@@ -29,6 +29,8 @@ from servers.models.weights import WeightsError, WeightsSource, parse_weights, p
 from servers.native.settings import NativeSettings, artefact_field, to_argv
 from servers.options import fail, takes_settings, validation_sentence
 
+CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
+"""How this server's log says why it ended."""
 Artefact = tuple[Path, dict[str, object] | None]
 """An exported file and its manifest."""
 
@@ -65,6 +67,7 @@ class Launch:
             title=f"native {settings.engine} {settings.precision}",
             max_batch_size=settings.max_batch_size,
             artefact=artefacts[first.executed.name][1] if artefacts else None,
+            causes=CAUSES,
         )
 
 

@@ -31,6 +31,7 @@ from servers.triton.leftovers import (
     remove_abandoned_folders,
     remove_abandoned_regions,
 )
+from servers.triton.log import CAUSES
 from servers.triton.repository import PlacedModel, Repository, Serving, assert_usable, lay_out, link_installation
 from servers.triton.settings import TritonSettings
 from servers.triton.wheel import find_wheel
@@ -151,6 +152,7 @@ def prepare(
         title=f"{installation.title}, {backend} backend, {executes}",
         max_batch_size=engine.max_batch_size,
         artefact=dict(first.manifest) if first.manifest is not None else None,
+        causes=CAUSES,
     )
 
 
@@ -183,6 +185,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         model=settings.model,
         title=f"{installation.title}{f', {backend} backend' if backend else ''}, your {settings.model}",
         max_batch_size=None if config is None else max(1, config.max_batch_size),
+        causes=CAUSES,
     )
 
 

@@ -22,20 +22,17 @@ from typing import BinaryIO
 
 import psutil
 
-from servers.launch_plan import LaunchPlan
+from servers.launch_plan import LaunchPlan, cause_in
 from servers.triton.errors import TritonDiedError, TritonOptionError
 from servers.triton.leftovers import remove_folders, remove_regions
+from servers.triton.log import read_log, relevant_lines
 
 STUB_NAME = "triton_python_backend_stub"
 POLL_SECONDS = 0.02
 STOP_SECONDS = 30.0
 KILL_SECONDS = 5.0
-LOG_LINES = 12
 
 _REGION_PREFIX = re.compile(r"--backend-config=python,shm-region-prefix-name=(.+)")
-_SEVERE = re.compile(r"^\S+ [EF] \d+ |^[EF]\d{4} |^error: |Error\b|^Traceback ")
-_LOAD_FAILURE = re.compile(r"\"failed to load '[^']+' version \d+: (?:\w+: )?(.+?)(?:\\n.*)?\"$", re.MULTILINE)
-_HARMLESS = ("CudaDriverHelper has not been initialized", "Failed to initialize NVML")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -85,10 +82,7 @@ class TritonProcess:
                 return True
             if asked_to_end.wait(POLL_SECONDS):
                 return False
-        raise TritonDiedError(
-            f"tritonserver was not ready after {timeout_seconds:.0f} s; its log is {self._log_file}",
-            relevant_lines(self._log_file),
-        )
+        raise self._died(f"tritonserver was not ready after {timeout_seconds:.0f} s")
 
     def is_ready(self) -> bool:
         """Whether the model, not only the server, reports ready."""
@@ -112,11 +106,10 @@ class TritonProcess:
                 self._process.wait(KILL_SECONDS)
         code = self._process.poll()
         if code is not None:
-            raise TritonDiedError(f"tritonserver ended {_how(code)}{self._reason()}", relevant_lines(self._log_file))
+            raise self._died(f"tritonserver ended {_how(code)}")
         if stub_died:
-            raise TritonDiedError(
-                "the process that executes the model in tritonserver died and is not restarted: every request fails",
-                relevant_lines(self._log_file),
+            raise self._died(
+                "the process that executes the model in tritonserver died and is not restarted, so every request fails"
             )
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> int:
@@ -149,9 +142,12 @@ class TritonProcess:
     def __exit__(self, *_exc: object) -> None:
         self.stop()
 
-    def _reason(self) -> str:
-        matches = _LOAD_FAILURE.findall(self._log_file.read_text(encoding="utf-8", errors="replace"))
-        return f": {matches[-1]}" if matches else ""
+    def _died(self, what: str) -> TritonDiedError:
+        """With the cause if the log has it, else with the lines that may show it."""
+        cause = cause_in(read_log(self._log_file), self._plan.causes)
+        if cause is not None:
+            return TritonDiedError(f"{what}: {cause}")
+        return TritonDiedError(f"{what}; its log is {self._log_file}", relevant_lines(self._log_file))
 
     def _find_stubs(self) -> list[psutil.Process]:
         """Every stub seen so far, including those that have ended."""
@@ -183,16 +179,6 @@ def _opened(log_file: Path) -> BinaryIO:
 def region_prefixes(argv: Sequence[str]) -> Iterator[str]:
     """The prefixes of the shared memory of a server with this command line."""
     return (match[1] for match in map(_REGION_PREFIX.fullmatch, argv) if match)
-
-
-def relevant_lines(log_file: Path, count: int = LOG_LINES) -> tuple[str, ...]:
-    """The last lines of a log that report an error; without any, the last lines outside tables."""
-    try:
-        lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ()
-    severe = [line for line in lines if _SEVERE.search(line) and not any(text in line for text in _HARMLESS)]
-    return tuple((severe or [line for line in lines if line.strip() and line[0] not in "+|"])[-count:])
 
 
 def _how(code: int) -> str:
