@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,8 +22,15 @@ from servers.listener import ListenerError, check_free
 from servers.models.sources.triton_repository import CONFIG, read_config
 from servers.models.weights import WeightsSource
 from servers.triton.errors import TritonOptionError
-from servers.triton.installation import Installation, find_folder, read_installation, takes_numpy_2
-from servers.triton.interpreter import current_interpreter
+from servers.triton.installation import (
+    CODE,
+    Installation,
+    find_folder,
+    missing_library,
+    read_installation,
+    takes_numpy_2,
+)
+from servers.triton.interpreter import current_interpreter, libpython_remedy
 from servers.triton.leftovers import (
     assert_space,
     new_prefix,
@@ -69,20 +76,33 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
             f"--backend {asked}: the tritonserver of {installation.origin} does not have it; its backends: "
             f"{', '.join(installation.backends) or 'none'}"
         )
-    if asked == "python":
-        assert_python(installation, "the python backend")
+    if installation.runs_in_python(asked):
+        assert_python(installation, f"the {asked} backend", "use another --backend")
     return asked
 
 
-def assert_python(installation: Installation, what: str) -> None:
-    """Raise `TritonOptionError` where the python backend cannot run this Python."""
-    if installation.stub is None:
-        found = installation.stub_python
+def assert_python(installation: Installation, what: str, instead: str) -> None:
+    """Raise `TritonOptionError` where the python backend's process cannot run here: Triton would wait minutes for it.
+
+    `instead` is what to do without it.
+    """
+    interpreter, stub, other = current_interpreter(), installation.stub, installation.stub_python
+    if stub is None and other is None:
         raise TritonOptionError(
-            f"{what} needs Python {found}, for which {installation.origin} has the process; install abserve with that "
-            "Python, or use another --backend"
-            if found is not None
-            else f"{what} needs the python backend, which {installation.origin} does not have"
+            f"{what} needs the python backend, which {installation.origin} does not have; {instead}"
+        )
+    if stub is None:
+        raise TritonOptionError(
+            f"{what} needs Python {other}, for which {installation.origin} has the process of its python backend; this "
+            f"is Python {interpreter.minor}: install abserve with Python {other}, or {instead}"
+        )
+    if missing := missing_library(stub, _path(*installation.library_path, os.environ.get("LD_LIBRARY_PATH"))):
+        remedy = f"install the whole tritonserver with its lib, or {instead}"
+        if missing.startswith(interpreter.libpython_name):
+            remedy = libpython_remedy(interpreter)
+        raise TritonOptionError(
+            f"{what} needs the python backend, whose process in {installation.origin} does not start: {missing}; "
+            f"{remedy}"
         )
 
 
@@ -171,9 +191,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     repository = link_installation(settings.folder, installation)
     config = read_config(model) if (model / CONFIG).is_file() else None
     backend = "" if config is None else config.backend or config.platform
-    if backend == "python":
-        assert_python(installation, f"model {settings.model}")
-        _assert_numpy(installation, model)
+    for step in _steps(folder.expanduser(), settings.model):
+        _assert_step(installation, step, settings.model)
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     return LaunchPlan(
@@ -187,6 +206,35 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         max_batch_size=None if config is None else max(1, config.max_batch_size),
         causes=CAUSES,
     )
+
+
+def _steps(repository: Path, name: str) -> Iterator[Path]:
+    """The folders of a model and of all that its ensembles name, as far as the repository has them."""
+    waiting, known = [name], {name}
+    while waiting:
+        folder = repository / waiting.pop()
+        yield folder
+        if (folder / CONFIG).is_file():
+            named = {step.model_name for step in read_config(folder).ensemble_scheduling.step}
+            waiting += sorted(one for one in named - known if (repository / one).is_dir())
+            known |= named
+
+
+def _assert_step(installation: Installation, folder: Path, model: str) -> None:
+    """Raise `TritonOptionError` for a model of the python backend that cannot load here."""
+    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    file = (config and config.default_model_filename) or CODE
+    has_code = any(folder.glob(f"*/{file}"))
+    backend = (config and (config.backend or config.platform)) or ("python" if has_code else "")
+    if not installation.runs_in_python(backend):
+        return
+    what = f"model {folder.name}" if folder.name == model else f"{folder.name}, a step of model {model},"
+    assert_python(installation, what, "serve a model without Python code")
+    if backend != "python":
+        return
+    if not has_code:
+        raise TritonOptionError(f"{what} has no {file} in its version folder {folder}/1, which the python backend runs")
+    _assert_numpy(installation, folder)
 
 
 def _assert_numpy(installation: Installation, model: Path) -> None:

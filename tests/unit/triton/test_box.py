@@ -20,10 +20,12 @@ def server(folder: Path, *backends: str, python: str = "") -> Installation:
     """An installed tritonserver; `python` is that of its stub."""
     for name in backends:
         (folder / "backends" / name).mkdir(parents=True)
+        (folder / "backends" / name / f"libtriton_{name}.so").touch()
     (folder / "TRITON_VERSION").write_text("2.61.0\n")
     if python:
         stub = folder / "backends" / "python" / STUB
         stub.parent.mkdir(parents=True)
+        (stub.parent / "libtriton_python.so").touch()
         stub.write_bytes(f"libpython{python}.so.1.0".encode())
     return read_installation(folder, HERE)
 
