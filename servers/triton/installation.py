@@ -49,13 +49,13 @@ class Installation:
         """The names of the backends, as a config names them. A folder without a library or code is not a backend."""
         found = self.backend_folder.glob("*")
         return tuple(
-            sorted(path.name for path in found if (path / _library(path.name)).is_file() or (path / CODE).is_file())
+            sorted(path.name for path in found if (path / library_name(path.name)).is_file() or (path / CODE).is_file())
         )
 
     def runs_in_python(self, backend: str) -> bool:
         """Whether a backend executes in the python backend's process: that backend itself, and one that is code."""
         folder = self.backend_folder / backend
-        return backend == "python" or ((folder / CODE).is_file() and not (folder / _library(backend)).is_file())
+        return backend == "python" or ((folder / CODE).is_file() and not (folder / library_name(backend)).is_file())
 
     @property
     def library_path(self) -> tuple[Path, ...]:
@@ -150,7 +150,8 @@ def _stub_for(interpreter: Interpreter, own: Path, others: Path) -> Path | None:
     return next((path for path in candidates if path.is_file() and stub_python(path) == interpreter.minor), None)
 
 
-def _library(backend: str) -> str:
+def library_name(backend: str) -> str:
+    """The file in a backend's folder that Triton loads."""
     return f"libtriton_{backend}.so"
 
 

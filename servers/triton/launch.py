@@ -96,7 +96,7 @@ def assert_python(installation: Installation, what: str, instead: str) -> None:
             f"{what} needs Python {other}, for which {installation.origin} has the process of its python backend; this "
             f"is Python {interpreter.minor}: install abserve with Python {other}, or {instead}"
         )
-    if missing := missing_library(stub, _path(*installation.library_path, os.environ.get("LD_LIBRARY_PATH"))):
+    if missing := missing_library(stub, search_path(installation)):
         remedy = f"install the whole tritonserver with its lib, or {instead}"
         if missing.startswith(interpreter.libpython_name):
             remedy = libpython_remedy(interpreter)
@@ -104,6 +104,11 @@ def assert_python(installation: Installation, what: str, instead: str) -> None:
             f"{what} needs the python backend, whose process in {installation.origin} does not start: {missing}; "
             f"{remedy}"
         )
+
+
+def search_path(installation: Installation) -> str:
+    """The loader's path for the processes of an installation."""
+    return _path(*installation.library_path, os.environ.get("LD_LIBRARY_PATH"))
 
 
 def assert_ready(settings: TritonSettings) -> None:
@@ -204,6 +209,23 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         model=settings.model,
         title=f"{installation.title}{f', {backend} backend' if backend else ''}, your {settings.model}",
         max_batch_size=None if config is None else max(1, config.max_batch_size),
+        causes=CAUSES,
+    )
+
+
+def prepare_trial(settings: TritonSettings, installation: Installation, models: Path) -> LaunchPlan:
+    """A launch of all models in a folder, which goes on without those that do not load. Raises `TritonError`."""
+    repository = link_installation(settings.folder, installation)
+    more = ["--model-control-mode=none", "--disable-auto-complete-config"]
+    argv = _argv(settings, installation, repository, models, more)
+    return LaunchPlan(
+        argv=tuple(word.replace("--exit-on-error=true", "--exit-on-error=false") for word in argv),
+        env=_environment(installation, repository),
+        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
+        grpc_address=None,
+        model="",
+        title=installation.title,
+        max_batch_size=None,
         causes=CAUSES,
     )
 

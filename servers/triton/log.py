@@ -11,11 +11,11 @@ from pathlib import Path
 
 LOG_LINES = 12
 
-_CODE = r"(?:(?:Internal|Invalid argument|Not found|Unavailable|Unsupported|Unknown|Already exists): )?"
+CODE_OF_ERROR = r"(?:(?:Internal|Invalid argument|Not found|Unavailable|Unsupported|Unknown|Already exists): )?"
 _REST = r'(?P<cause>.+?)(?:\\n.*)?"?$'
 CAUSES = (
-    rf"failed to load '[^']+' version \d+: {_CODE}{_REST}",
-    rf"failed to load model '[^']+': {_CODE}{_REST}",
+    rf"failed to load '[^']+' version \d+: {CODE_OF_ERROR}{_REST}",
+    rf"failed to load model '[^']+': {CODE_OF_ERROR}{_REST}",
     r'(?P<cause>Poll failed for model directory .+?)"?$',
     rf"Failed to (?:pre)?initialize Python stub(?: for auto-complete)?: {_REST}",
     r"(?P<cause>error while loading shared libraries: .+)$",

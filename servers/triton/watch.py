@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,8 +39,11 @@ _PR_SET_PDEATHSIG = 1
 class TritonProcess:
     """A tritonserver that this process started. Not thread-safe."""
 
-    def __init__(self, plan: LaunchPlan, log_file: Path) -> None:
-        """Start it, with all output to a new `log_file`. Raises `TritonOptionError` if that cannot be written."""
+    def __init__(self, plan: LaunchPlan, log_file: Path, *, needs_all: bool = True) -> None:
+        """Start it, with all output to a new `log_file`. Raises `TritonOptionError` if that cannot be written.
+
+        Without `needs_all` it may go on after a stub has ended.
+        """
         self._plan = plan
         self._log_file = log_file
         libc = ctypes.CDLL(None)
@@ -61,7 +64,7 @@ class TritonProcess:
                 preexec_fn=end_with_parent,
             )
         self._stubs: dict[int, psutil.Process] = {}
-        self._watches_stubs = "--disable-auto-complete-config" in plan.argv
+        self._watches_stubs = needs_all and "--disable-auto-complete-config" in plan.argv
 
     @property
     def pid(self) -> int:
@@ -73,23 +76,35 @@ class TritonProcess:
 
         Raises `TritonDiedError` if the server dies or takes too long.
         """
-        asked_to_end = asked_to_end or threading.Event()
+        ready = self._await(self.is_ready, timeout_seconds, asked_to_end or threading.Event())
+        self._watches_stubs = self._watches_stubs or ready
+        return ready
+
+    def wait_live(self, timeout_seconds: float) -> None:
+        """Wait until the server answers, which it does when it has tried to load every model.
+
+        Raises `TritonDiedError` like `wait_ready`.
+        """
+        self._await(lambda: self._answers("/v2/health/live"), timeout_seconds, threading.Event())
+
+    def is_ready(self) -> bool:
+        """Whether the model, not only the server, reports ready."""
+        return self._answers(f"/v2/models/{self._plan.model}/ready")
+
+    def _await(self, condition: Callable[[], bool], timeout_seconds: float, asked_to_end: threading.Event) -> bool:
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             self.assert_alive()
-            if self.is_ready():
-                self._watches_stubs = True
+            if condition():
                 return True
             if asked_to_end.wait(POLL_SECONDS):
                 return False
         raise self._died(f"tritonserver was not ready after {timeout_seconds:.0f} s")
 
-    def is_ready(self) -> bool:
-        """Whether the model, not only the server, reports ready."""
-        url = f"{self._plan.http_url}/v2/models/{self._plan.model}/ready"
+    def _answers(self, path: str) -> bool:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(url, timeout=1) as answer:
+            with opener.open(f"{self._plan.http_url}{path}", timeout=1) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
@@ -126,7 +141,8 @@ class TritonProcess:
                 self._process.kill()
                 self._process.wait()
         with contextlib.suppress(psutil.Error):
-            _, alive = psutil.wait_procs(stubs, timeout=KILL_SECONDS)  # a stub ends by itself after its server
+            # A stub ends by itself after its server, within seconds.
+            _, alive = psutil.wait_procs(stubs, timeout=min(KILL_SECONDS, timeout_seconds))
             for stub in alive:
                 stub.kill()
             psutil.wait_procs(alive, timeout=KILL_SECONDS)
