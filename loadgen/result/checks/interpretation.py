@@ -12,7 +12,8 @@ from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.quantities import detectable, number, share
-from loadgen.records.model_config import mapping, whole
+from loadgen.records.model_config import backend_of, mapping, whole
+from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, shown
 from loadgen.records.samples import SAMPLE_DTYPE, latencies_ms
 from loadgen.result.checks.registry import Outcome, Severity, check, per_comparison, per_load
@@ -270,18 +271,26 @@ def trained_weights(facts: Facts) -> Iterator[Outcome]:
 
 
 @check(
-    "Triton uses its onnxruntime or tensorrt backend",
+    "every Triton uses its onnxruntime or tensorrt backend",
     "informs",
-    "Compare with a Triton container to measure its onnxruntime and tensorrt backends.",
+    "Give a tritonserver that has them with --tritonserver DIR, or compare with a Triton container.",
     threshold="onnxruntime or tensorrt",
     caveat=("failed",),
 )
 def native_backend(facts: Facts) -> Iterator[Outcome]:
-    for arm in facts.run.arms:
-        if (arm.model_config or {}).get("backend") == "python":
-            triton = f"Triton {arm.server_version}" if arm.server_version else "Triton"
-            detail = (
-                f"{shown(arm.label)} is {triton} with its Python backend: this does not measure Triton's onnxruntime "
-                "and tensorrt backends"
-            )
-            yield Outcome(False, detail, "python")
+    """One outcome per version of Triton whose python backend executes a model."""
+    backends = {arm.label: backend_of(arm) for arm in facts.run.arms}
+    others = [
+        f"{shown(label)} measures the {backend} backend"
+        for label, backend in backends.items()
+        if backend in BACKEND_ENDINGS
+    ]
+    in_python = [arm for arm in facts.run.arms if backends[arm.label] == "python"]
+    for version in dict.fromkeys(arm.server_version for arm in in_python):
+        labels = [shown(arm.label) for arm in in_python if arm.server_version == version]
+        triton = f"Triton {version}" if version else "Triton"
+        detail = (
+            f"{join(labels)} {'are' if len(labels) > 1 else 'is'} {triton} with its python backend: "
+            f"{do_not(labels, 'measure')} Triton's onnxruntime and tensorrt backends"
+        )
+        yield Outcome(False, "; ".join([detail, *others]), "python")
