@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from servers.listener import bind
-from servers.triton.errors import TritonError
+from servers.triton.errors import TritonDiedError, TritonError
 from servers.triton.installation import CODE, STUB, Installation, library_name, missing_library
 from servers.triton.launch import prepare_trial, search_path
 from servers.triton.log import CODE_OF_ERROR
@@ -72,7 +72,7 @@ class Trial:
 
     @property
     def working(self) -> tuple[str, ...]:
-        """The backends that work, the fastest first."""
+        """The backends that work, in the order of `USED`."""
         return () if self.failure else tuple(name for name in USED if self.backends.get(name, "") is None)
 
 
@@ -100,7 +100,10 @@ def try_installation(installation: Installation, device: str = "cpu") -> Trial:
                     answers = {backend: _fault(plan.http_url, backend) for backend in tried}
                 finally:
                     server.stop(timeout_seconds=0)  # an orderly end takes seconds
-        except (TritonError, OSError) as exc:
+        except TritonDiedError as exc:
+            words = str(exc).removesuffix(f"; its log is {folder / 'log'}")  # which goes with the folder
+            failure = ": ".join((words, *exc.log_lines[-1:]))
+        except (TritonError, OSError, ValueError) as exc:
             failure = str(exc)
     return Trial(ready, failure, {**answers, **faults})
 
@@ -138,9 +141,10 @@ def _fault(url: str, backend: str) -> str | None:
     index = {row.get("name"): row for row in _post(f"{url}/v2/repository/index", {})}
     row = index.get(backend, {})
     if row.get("state") != "READY":
-        words = str(row.get("reason") or "its model was not loaded")
-        fault = re.sub(f"^{CODE_OF_ERROR}", "", words).splitlines()[0].partition(", try specifying")[0]
-        return fault if backend != "tensorrt" or _NOT_LOADED.search(words) else None
+        words = str(row.get("reason") or "Triton does not say why its model was not loaded")
+        if backend == "tensorrt" and "reason" in row and not _NOT_LOADED.search(words):
+            return None
+        return re.sub(f"^{CODE_OF_ERROR}", "", words).partition("\n")[0].partition(", try specifying")[0]
     try:
         tensor = {"name": "x", "shape": [2], "datatype": "FP32", "data": _SENT}
         answer = _post(f"{url}/v2/models/{backend}/infer", {"inputs": [tensor]})
