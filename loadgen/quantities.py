@@ -6,6 +6,9 @@ import math
 
 Interval = tuple[float, float]
 MAX_DECIMALS = 4
+WIDEST = 100.0
+"""An interval whose ends lie further apart than this factor does not say how large a value is."""
+NOT_DETERMINED = "not determined"
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -43,6 +46,13 @@ def measured(value: float | None, interval: Interval | None) -> str:
     return text if float(text.replace(",", "")) or not value else number(value, 1)
 
 
+def measured_interval(interval: Interval) -> str:
+    """The bounds of a positive value: "99–110", or "not determined" where they are further apart than `WIDEST`."""
+    if interval[1] > WIDEST * interval[0]:
+        return NOT_DETERMINED
+    return "–".join(measured(bound, interval) for bound in interval)
+
+
 def _ratio_decimals(low: float, high: float) -> int:
     """The decimals that an interval supports, and enough that a bound other than 1 does not read as 1."""
     decimals = min(max(supported_decimals(low, high), 1), MAX_DECIMALS)
@@ -63,10 +73,19 @@ def ratio(value: float | None, interval: Interval | None) -> str:
     return _factor(value, 2 if interval is None else _ratio_decimals(*interval)) + "×"
 
 
-def ratio_interval(interval: Interval | None) -> str:
-    """ "1.82–1.98" """
+def is_determined(interval: Interval) -> bool:
+    """Whether an interval of a ratio says anything about it: it does not where it includes 1 and spans more than
+    `WIDEST`, as that of two rounds that differ much does."""
+    low, high = interval
+    return not low <= 1.0 <= high or high <= WIDEST * low
+
+
+def ratio_interval(interval: Interval | None, rounds: int | None = None) -> str:
+    """ "1.82–1.98", or "not determined by 2 rounds" if the number of rounds is given."""
     if interval is None:
         return "–"
+    if not is_determined(interval):
+        return NOT_DETERMINED + ("" if rounds is None else f" by {counted(rounds, 'round')}")
     decimals = _ratio_decimals(*interval)
     return "–".join(_factor(bound, decimals) for bound in interval)
 

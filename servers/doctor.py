@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,12 @@ from servers.engines.settings import KINDS, EngineError, engine_kind, engine_nam
 from servers.finding import Finding, finding
 from servers.listener import ListenerError, check_free
 from servers.native.settings import NativeSettings
+from servers.options import fail
+from servers.triton.errors import TritonOptionError
 from servers.triton.settings import TritonSettings
+
+if TYPE_CHECKING:
+    from servers.triton.trial import Trial
 
 MIN_FREE_BYTES = 2 * 2**30
 """An export needs 0.4 GB and as much again while it is written; the samples and logs of a full run some tens of MB."""
@@ -55,10 +60,25 @@ GPU_REMEDIES = {
 
 
 def doctor(
+    tritonserver: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="ABSERVE_TRITON_TRITONSERVER",
+            metavar="DIR",
+            help="Folder of an installed tritonserver (default: on PATH or in /opt/tritonserver, else the wheel's).",
+            rich_help_panel="Target",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.", rich_help_panel="Output")] = False,
 ) -> None:
-    """Check this machine: Python, packages, Triton, GPU, ports, disk. Exit status 1 if something is missing."""
-    found = findings()
+    """Check this machine: Python, packages, Triton, GPU, ports, disk. Exit status 1 if something is missing.
+
+    Triton is started for a moment, with a small model for each of its backends.
+    """
+    try:
+        found = findings(tritonserver)
+    except TritonOptionError as exc:
+        fail(str(exc), exc, status=2)
     if json:
         import orjson
 
@@ -68,14 +88,11 @@ def doctor(
     raise typer.Exit(0 if all(one.ok for one in found) else 1)
 
 
-def findings() -> list[Finding]:
-    """Every finding, the required things first."""
+def findings(tritonserver: Path | None = None) -> list[Finding]:
+    """Every finding, the required things first. Raises `TritonOptionError` for a folder without a tritonserver."""
     from servers.container_findings import container_findings
     from servers.gpu.info import gpu_info
-    from servers.triton.box import installed_findings, next_command
-    from servers.triton.installation import find_folder, read_installation
-    from servers.triton.interpreter import current_interpreter
-    from servers.triton.wheel import diagnose
+    from servers.triton.box import next_command
 
     gpu: Mapping[str, Any] = gpu_info(None)
     python = finding(
@@ -85,13 +102,32 @@ def findings() -> list[Finding]:
         "make PYTHON=python3.12 setup",
     )
     here = [_gpu(gpu), *_ports(), _disk(), _shared_memory(), _exposure()]
-    folder, interpreter = find_folder(None), current_interpreter()
-    server = None if folder is None else read_installation(folder, interpreter)
-    triton = diagnose(interpreter) if server is None else installed_findings(server, interpreter)
+    has_gpu = gpu["status"] == "ok" and bool(gpu["devices"])
+    triton, installed = _triton(tritonserver, "cuda:0" if has_gpu else "cpu")
     containers = container_findings(gpu)
     has_docker = any(one.name == "container toolkit" and one.ok for one in containers)
-    next_step = next_command(server, gpu["status"] == "ok" and bool(gpu["devices"]), has_docker)
+    next_step = next_command(installed, has_gpu, has_docker)
     return [python, *_packages(), *_engines(), *triton, *here, *containers, next_step]
+
+
+def _triton(requested: Path | None, device: str) -> tuple[list[Finding], Trial | None]:
+    """What the tritonserver does here that a launch would start, and its trial if it is an installed one."""
+    from servers.triton.box import tensorrt_findings, trial_findings
+    from servers.triton.installation import find_folder, read_installation
+    from servers.triton.interpreter import current_interpreter
+    from servers.triton.trial import try_installation
+    from servers.triton.wheel import diagnose, find_wheel
+
+    folder, interpreter = find_folder(requested), current_interpreter()
+    if folder is not None:
+        server = read_installation(folder, interpreter)
+        trial = try_installation(server, device)
+        return [*trial_findings(server, interpreter, trial), *tensorrt_findings(trial)], trial
+    found = diagnose(interpreter)
+    if all(one.ok for one in found):
+        server = find_wheel(interpreter)
+        found += trial_findings(server, interpreter, try_installation(server))
+    return found, None
 
 
 def _packages() -> list[Finding]:

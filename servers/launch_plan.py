@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -26,10 +29,19 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest of the exported file, if the server executes one."""
     tuning: dict[str, str] = {}
     """Settings that only affect the server's speed and differ from its own defaults, with their values."""
+    causes: tuple[str, ...] = ()
+    """Regular expressions, the most telling first: where one matches in the log of a server that ended, its group
+    `cause` says why."""
 
     def to_json(self) -> bytes:
         """One line of JSON."""
         return msgspec.json.encode(self) + b"\n"
+
+
+def cause_in(log: str, causes: Iterable[str]) -> str | None:
+    """Why a server ended, by its log and the `causes` of its plan; None if the log does not say."""
+    found = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
+    return next((match["cause"].strip() for match in found if match), None)
 
 
 def host_in_url(host: str) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from loadgen.experiment.padding import default_sizes, has_mixed_lengths
 from loadgen.invocation import ABSERVE
 from loadgen.records.payloads import OWN_TENSORS, reference
-from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for
+from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for, option_of
 from loadgen.storage.store import RunStore
 from loadgen.targets.compose import ComposeDeployment
 from loadgen.targets.containers import PROJECT
@@ -62,7 +62,8 @@ def _deployment(
     arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str]
 ) -> Deployment:
     if not arm.embedded:
-        return RemoteDeployment(arm.target, arm.grpc if experiment.transport == "grpc" else None, arm.access)
+        grpc = arm.grpc if experiment.transport == "grpc" else None
+        return RemoteDeployment(arm.target, grpc, arm.access, model_option=option_of(arm.label, "model"))
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT, asked_for(arm.settings, "backend"))
     log_path = store.log_path(f"{arm.label}-{arm.target}")

@@ -22,6 +22,7 @@ from loadgen.experiment.plan import (
     check_restarts,
     check_stack,
     expects_gpu,
+    ignored_settings,
     make_arms,
     make_workloads,
     measurable_scenarios,
@@ -45,6 +46,8 @@ class ExperimentPlan:
 
     runs: tuple[tuple[Combination, Experiment], ...]
     is_matrix: bool
+    notes: tuple[str, ...] = ()
+    """Sentences about settings that are ignored."""
 
 
 def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
@@ -105,7 +108,8 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             settings_sha256=own.sha256(),
         )
 
-    return ExperimentPlan(tuple((one, experiment(one)) for one in combinations), is_matrix)
+    runs = tuple((one, experiment(one)) for one in combinations)
+    return ExperimentPlan(runs, is_matrix, ignored_settings(settings))
 
 
 def check_reachable(arm: ArmRequest, transport: Transport) -> None:

@@ -68,6 +68,8 @@ def compare(
     try:
         settings = effective_settings(file, given_options(context, options))
         plan = plan_experiment(settings)
+        for note in plan.notes:
+            complain(note, kind="note", style="yellow")
         if not print_experiment:
             plan = check_run(plan, out, {"--junit": junit, "--csv": csv})
             check_export(mlflow)

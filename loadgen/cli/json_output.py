@@ -19,11 +19,11 @@ def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
     raise typer.Exit(status)
 
 
-def complain(message: str, style: str = "bold red") -> None:
+def complain(message: str, style: str = "bold red", kind: str = "error") -> None:
     """Print one sentence on standard error."""
     from loadgen.report.console import make_console
 
-    make_console(sys.stderr).print(f"error: {message}", style=style, soft_wrap=True)
+    make_console(sys.stderr).print(f"{kind}: {message}", style=style, soft_wrap=True)
 
 
 def check_files(files: Mapping[str, str | Path | None]) -> None:

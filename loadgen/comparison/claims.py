@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from loadgen.comparison.comparisons import Comparison, Outcome, advantage, winner_of
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import WorkloadSummary
-from loadgen.quantities import measured, ratio, ratio_interval
+from loadgen.quantities import is_determined, measured, ratio, ratio_interval
 from loadgen.records.run import Label, Pairing, Workload, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
@@ -108,7 +108,8 @@ def _as_measured(comparison: Comparison) -> str:
         factor += f" in favour of {shown(found.better)}"
     if found.ci95 is None:
         return f"{factor}, no interval: {comparison.reason}"
-    return f"{factor}, 95 % interval {ratio_interval(found.ci95)}"
+    interval = ratio_interval(found.ci95, comparison.pairs)
+    return f"{factor}, 95 % interval {interval}" if is_determined(found.ci95) else f"{factor}, {interval}"
 
 
 def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], margin: float) -> list[str]:

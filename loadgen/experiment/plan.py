@@ -93,6 +93,8 @@ def make_arms(settings: ExperimentSettings) -> tuple[ArmRequest, ...]:
     """The arms, those of Triton with the options that all of them share. Raises `PlanError` as `make_arm` does."""
     names = ("tritonserver", "backend", "triton_repository")
     shared = {setting: value for setting in names if (value := getattr(settings, setting)) is not None}
+    if ignored_settings(settings):
+        shared.pop("tritonserver")
     if shared and not any(arm.target == "triton" for arm in settings.arms.values()):
         raise PlanError(f"--{next(iter(shared)).replace('_', '-')} has no effect, because no arm is triton")
     arms = [make_arm(label, arm) for label, arm in settings.arms.items()]
@@ -100,6 +102,15 @@ def make_arms(settings: ExperimentSettings) -> tuple[ArmRequest, ...]:
         msgspec.structs.replace(arm, settings=_with_shared(shared, arm.settings)) if arm.target == "triton" else arm
         for arm in arms
     )
+
+
+def ignored_settings(settings: ExperimentSettings) -> tuple[str, ...]:
+    """Notes about settings that do nothing and cannot mislead: where a tritonserver is on this machine says nothing
+    about a Triton that runs at a URL."""
+    targets = [arm.target for arm in settings.arms.values()]
+    if settings.tritonserver is None or "triton" in targets or set(targets) <= set(EMBEDDED):
+        return ()
+    return (f"--tritonserver {settings.tritonserver} is ignored: no arm is triton, and a server at a URL runs already",)
 
 
 def _with_shared(shared: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

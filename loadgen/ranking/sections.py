@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import loadgen.report.document as doc
-from loadgen.quantities import counted, items, measured, per_second
+from loadgen.quantities import counted, items, measured, measured_interval, per_second
 from loadgen.ranking.prices import ADD_A_PRICE
 from loadgen.ranking.records import Cost, Group, Machine, Option, Point, Ranking, Work
 from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
@@ -348,4 +348,4 @@ def _with_interval(estimate: Estimate | None) -> tuple[str, str]:
     if estimate is None:
         return "", ""
     interval = estimate.interval
-    return measured(estimate.value, interval), "–".join(measured(bound, interval) for bound in interval or ())
+    return measured(estimate.value, interval), "" if interval is None else measured_interval(interval)

@@ -199,7 +199,7 @@ def clock(seconds: float) -> str:
 
 
 def _better(one: LiveRatio) -> tuple[str, str]:
-    return better_of(Pairing(one.baseline, one.arm), one.ratio, one.ci95, _HIGHER_IS_BETTER[one.metric])
+    return better_of(Pairing(one.baseline, one.arm), one.ratio, one.ci95, _HIGHER_IS_BETTER[one.metric], one.pairs)
 
 
 def ratio_line(one: LiveRatio) -> str:

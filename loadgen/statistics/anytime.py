@@ -18,7 +18,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadgen.statistics.ratios import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimate, estimate_ratio, widening
+from loadgen.statistics.ratios import (
+    MIN_LOG_SPREAD,
+    SIGNIFICANCE,
+    RatioEstimate,
+    allowed_correlation,
+    estimate_ratio,
+    widening,
+)
 
 MIXTURE = 0.5
 """c². Smaller values detect large effects sooner and small ones later; between 0.2 and 2 the number of pairs hardly
@@ -79,7 +86,7 @@ def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float 
         p_equivalence=None if unbounded else p_equivalence,
         spread_log=plain.spread_log,
         units=plain.units,
-        correlation=max(correlation, 0.0),
+        correlation=allowed_correlation(correlation),
         reason=f"{plain.pairs} pairs are too few for an interval that stays valid after every round"
         if unbounded
         else None,

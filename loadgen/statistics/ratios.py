@@ -42,7 +42,7 @@ class RatioEstimate:
     units: int = 0
     """Number of observations behind the interval: the pairs, or the restarts if there are several."""
     correlation: float = 0.0
-    """Correlation of successive pairs, as far as the interval allows for it."""
+    """Correlation of successive pairs that the interval allows for, see `allowed_correlation`."""
     error_log: float | None = None
     """Standard error of the log ratio."""
     degrees: float = 0.0
@@ -53,7 +53,7 @@ def lag_one(ratios: Sequence[float]) -> float | None:
     """Correlation of each log ratio with the next, corrected for its bias; None for fewer than 4 or without spread.
 
     Taking the mean out makes the plain estimate r too low by about (1 + 4r)/n (Kendall, Biometrika 41, 1954; Marriott
-    and Pope, same volume).
+    and Pope, same volume). With few pairs that correction passes 1, which no correlation does.
     """
     if len(ratios) < LEAST_CORRELATED or any(value <= 0.0 or not math.isfinite(value) for value in ratios):
         return None
@@ -63,7 +63,12 @@ def lag_one(ratios: Sequence[float]) -> float | None:
     if whole < len(logs) * MIN_LOG_SPREAD**2:
         return None
     plain = float(np.sum(apart[1:] * apart[:-1])) / whole
-    return plain + (1.0 + 4.0 * plain) / len(logs)
+    return min(max(plain + (1.0 + 4.0 * plain) / len(logs), -1.0), 1.0)
+
+
+def allowed_correlation(correlation: float) -> float:
+    """What an interval allows for: a negative correlation counts as none, and the largest is `MOST_CORRELATION`."""
+    return min(max(correlation, 0.0), MOST_CORRELATION)
 
 
 def widening(count: int, correlation: float) -> tuple[float, float]:
@@ -72,7 +77,7 @@ def widening(count: int, correlation: float) -> tuple[float, float]:
 
     The variance of the mean is k·σ²/n with k of `grown`, and the sample variance is too low by (1 − k/n)·n/(n−1).
     """
-    phi = min(max(correlation, 0.0), MOST_CORRELATION)
+    phi = allowed_correlation(correlation)
     if phi == 0.0 or count < 2:
         return 1.0, count - 1.0
     k = grown(count, phi)
@@ -146,7 +151,7 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
         p_equivalence=max(below, above),
         spread_log=spread,
         units=count,
-        correlation=max(correlation, 0.0),
+        correlation=allowed_correlation(correlation),
         error_log=error,
         degrees=degrees,
     )

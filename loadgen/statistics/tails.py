@@ -32,7 +32,14 @@ import numpy.typing as npt
 from scipy import special
 
 from loadgen.statistics.percentiles import samples_needed
-from loadgen.statistics.ratios import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimate, critical_t, widening
+from loadgen.statistics.ratios import (
+    MIN_LOG_SPREAD,
+    SIGNIFICANCE,
+    RatioEstimate,
+    allowed_correlation,
+    critical_t,
+    widening,
+)
 
 Values = npt.NDArray[np.float64]
 _LEAST_P = 1e-12
@@ -147,7 +154,7 @@ def estimate_tail_ratio(
         p_equivalence=min(1.0, _smallest(lambda level: _within(_interval(a, b, between, 2.0 * level), bound)) / spent),
         spread_log=error * math.sqrt(units),
         units=units,
-        correlation=max(correlation, 0.0),
+        correlation=allowed_correlation(correlation),
         error_log=error,
         degrees=a.degrees,
     )

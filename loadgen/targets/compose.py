@@ -21,9 +21,6 @@ from loadgen.targets.containers import PROJECT, UP, LogLine, ServiceContainer, f
 from loadgen.targets.interface import Deployment, DeploymentError
 from loadgen.targets.listeners import tree
 from loadgen.transport.endpoint import Endpoint
-from loadgen.transport.exchange import ConnectionRefused
-from loadgen.transport.http import HttpConnection
-from loadgen.transport.requests import Address, Request, request_head
 
 PORTS = {"native": (8100, 8101), "triton": (8000, 8001)}
 """HTTP and gRPC inside the container."""
@@ -117,7 +114,9 @@ class ComposeDeployment(Deployment):
 
         Valid once the server is ready. Raises `DeploymentError` when it serves none or several of them.
         """
-        names = self._served_models()
+        names = Endpoint(self.url).served_models()
+        if names is None:
+            raise DeploymentError(f"{self.container.service} does not list its models")
         service, found = self.container.service, f"it serves {', '.join(names) or 'nothing'}"
         if self._backend is not None:
             if (wanted := asked_for + BACKEND_ENDINGS[self._backend]) in names:
@@ -137,20 +136,6 @@ class ComposeDeployment(Deployment):
         raise DeploymentError(
             f"{service} must serve exactly one variant of {asked_for}, or the arm must name one, but {found}; {remedy}"
         )
-
-    def _served_models(self) -> list[str]:
-        address = Address.parse(self.url)
-        head = request_head("POST", "/v2/repository/index", address, content_length=2)
-        connection = HttpConnection(address, timeout_s=10.0)
-        try:
-            exchange = connection.send(Request(head, b"{}"))
-            rows = read_json(exchange.body) if exchange.status == 200 else []
-        except (ConnectionRefused, DocumentError) as exc:
-            raise DeploymentError(f"{self.container.service} does not list its models: {exc}") from exc
-        finally:
-            connection.close()
-        entries = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        return sorted(str(row["name"]) for row in entries if "name" in row and row.get("state", "READY") == "READY")
 
     def _find_addresses(self) -> None:
         (inside, published), (grpc_inside, grpc_published) = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     cannot_pad: str | None = None
     artefact: dict[str, object] | None = None
     tuning: dict[str, str] = {}
+    causes: tuple[str, ...] = ()
+    """Regular expressions that find the cause in the log of a server that ended, as group `cause`."""
 
 
 class EmbeddedDeployment(Deployment):
@@ -62,7 +64,9 @@ class EmbeddedDeployment(Deployment):
         self.model, self.title, self.argv, self.artefact = plan.model, plan.title, plan.argv, plan.artefact
         self.tuning = plan.tuning
         try:
-            self._process = ChildProcess(plan.argv, log_path=self._log_path, env=plan.env | self.environment)
+            self._process = ChildProcess(
+                plan.argv, log_path=self._log_path, env=plan.env | self.environment, causes=plan.causes
+            )
         except ProcessError as exc:
             raise DeploymentError(str(exc)) from exc
         self.started_ns = self._process.started_ns
@@ -77,6 +81,15 @@ class EmbeddedDeployment(Deployment):
 
     def failure(self) -> str | None:
         return None if self._process is None else self._process.failure()
+
+    def wait_until(self, condition: Callable[[], bool], deadline_s: float, problem: Callable[[], str]) -> None:
+        """Like that of the base class; the problem at the deadline has what the log says."""
+
+        def explained() -> str:
+            cause = None if self._process is None else self._process.cause()
+            return f"{problem()}; see {self._log_path}" + ("" if cause is None else f", which says: {cause}")
+
+        super().wait_until(condition, deadline_s, explained)
 
     def pids(self) -> tuple[int, ...]:
         return () if self._process is None else tuple(process.pid for process in self._process.tree())

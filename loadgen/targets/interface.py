@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 
+from loadgen.documents import one_line
 from loadgen.records.model_config import pad_sizes, reported_padding
+from loadgen.records.payloads import without_backend
 from loadgen.records.run import DEFAULT_ACCESS, Access
 from loadgen.targets.listeners import Roots, cpu_ns, find_listeners, tree
-from loadgen.transport.endpoint import Endpoint
+from loadgen.transport.endpoint import Endpoint, named
 from loadgen.transport.exchange import ConnectionRefused, TlsRefused
 from loadgen.transport.grpc import GrpcConnection, parse_grpc_address
 from loadgen.transport.http import HttpConnection
@@ -131,12 +134,20 @@ class Deployment:
 class RemoteDeployment(Deployment):
     """A server at a URL that is already running. Cold starts cannot be measured on it."""
 
-    def __init__(self, url: str, grpc_address: str | None = None, access: Access = DEFAULT_ACCESS) -> None:
-        """Raises `AddressError` for anything but HTTP."""
+    def __init__(
+        self,
+        url: str,
+        grpc_address: str | None = None,
+        access: Access = DEFAULT_ACCESS,
+        *,
+        model_option: str = "--model",
+    ) -> None:
+        """`model_option` names the model on this server. Raises `AddressError` for anything but HTTP."""
         self._address = Address.parse(url, access)
         self.url = self._address.url
         self.grpc_address = grpc_address
         self.access = access
+        self._model_option = model_option
         self._listeners: Roots | None = None
 
     def check(self, model: str) -> None:
@@ -180,8 +191,28 @@ class RemoteDeployment(Deployment):
         try:
             return super().wait_ready(model, timeout_s)
         except DeploymentError as exc:
-            remedy = _tls_remedy(address, "https") or "; start it, or correct the URL or --model"
+            if other := self._other_models(model):
+                raise DeploymentError(other) from exc
+            remedy = _tls_remedy(address, "https") or f"; start it, or correct the URL or {self._model_option}"
             raise DeploymentError(f"{exc}{remedy}") from exc
+
+    def _other_models(self, model: str) -> str | None:
+        """What the server serves instead of a model, and the option to give; None if it does not say."""
+        rows = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).repository_index()
+        if rows is None or any(row.name == model and row.ready for row in rows):
+            return None
+        if row := next((row for row in rows if row.name == model), None):
+            state = one_line(": ".join(filter(None, (row.state, row.reason))))
+            return f"model {model} of the server at {self.url} is not ready: {state}"
+        served = sorted({row.name for row in rows if row.ready})
+        if not served:
+            return f"the server at {self.url} serves no model; load {model} there"
+        alike = [name for name in served if without_backend(name) == model]
+        close = alike or get_close_matches(model, served, n=1) or served
+        remedy = f"add {self._model_option} {named(close)}"
+        if len(close) > 1:
+            remedy = f"name one of them with {self._model_option}"
+        return f"the server at {self.url} serves {named(served)}, not {model}; {remedy}"
 
     def pids(self) -> tuple[int, ...]:
         """The processes that listen on its port, if it runs on this machine, with their descendants."""

@@ -21,11 +21,8 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOG_TAIL_BYTES = 8192
 _LOG_TAIL_LINES = 5
-_NOT_LOADED = re.compile(
-    r"\|.*\| UNAVAILABLE: (?:Internal: )?(?P<triton>.+?) *\|"
-    r"|.*the model cannot be served.* reason=(?P<quote>['\"])(?P<native>.+)(?P=quote)"
-)
-"""A row of Triton's table of models, or the native server's line; the lines of the end follow both."""
+_LOG_START_BYTES = 1 << 20
+"""The part of a log in which the cause of a failed start is looked for."""
 
 
 class ProcessError(Exception):
@@ -36,11 +33,18 @@ class ChildProcess:
     """One running program in its own session, so that Ctrl-C does not reach it."""
 
     def __init__(
-        self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None, pipes: bool = False
+        self,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        pipes: bool = False,
+        causes: Sequence[str] = (),
     ) -> None:
         """Start it. With `pipes` its standard input and output are pipes, else its output goes to
-        the log with its errors. Raises `ProcessError`."""
+        the log with its errors. `causes` are those of its launch plan. Raises `ProcessError`."""
         self.log_path = log_path
+        self._causes = causes
         self._unread = b""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
@@ -115,19 +119,28 @@ class ChildProcess:
         return self.failure() or "closed its output"
 
     def last_words(self) -> str:
-        """Where the log is, and why the server could not load a model if it says so, else the log's end in one line.
+        """Where the log is, and the cause of the end if the log has it, else the log's end in one line.
 
         What earlier processes wrote to the same log is left out.
         """
+        if cause := self.cause():
+            return f"see {self.log_path}, which says: {cause}"
         tail: list[str] = []
         with suppress(OSError), self.log_path.open("rb") as log:
             log.seek(max(self._log_start, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
             tail = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
         if not tail:
             return f"it wrote nothing to its log {self.log_path}"
-        if causes := [found["triton"] or found["native"] for found in map(_NOT_LOADED.fullmatch, tail) if found]:
-            return f"see {self.log_path}, which says: {causes[-1]}"
         return f"see {self.log_path}, which ends with: {' | '.join(tail[-_LOG_TAIL_LINES:])}"
+
+    def cause(self) -> str | None:
+        """Why the server ended or does not get ready, as far as the beginning of its log says."""
+        text = ""
+        with suppress(OSError), self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read(_LOG_START_BYTES).decode("utf-8", "replace")
+        found = (re.search(pattern, text, re.MULTILINE) for pattern in self._causes)
+        return next((match["cause"].strip() for match in found if match), None)
 
     def tree(self) -> tuple[psutil.Process, ...]:
         """This process and all its descendants that are alive now."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from loadgen.documents import MOST_BYTES, DocumentError, read_json
+from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 from loadgen.transport.exchange import ConnectionRefused, Exchange
 from loadgen.transport.http import HttpConnection
@@ -18,6 +18,7 @@ from loadgen.transport.requests import Address, Request, request_head
 _MOST_VALUES = 2**28
 """Values of one item of one input or output."""
 _MOST_DIGITS = 20
+_MOST_NAMES, _MOST_NAME = 8, 80
 
 
 class EndpointError(Exception):
@@ -46,6 +47,20 @@ class Signature:
     which takes one item, leaves it out."""
 
 
+class IndexRow(msgspec.Struct, frozen=True):
+    """One version of a model in a server's repository index."""
+
+    name: str
+    state: str | None = None
+    """None where the server does not say: then it is ready."""
+    reason: str | None = None
+    """Why it is not ready."""
+
+    @property
+    def ready(self) -> bool:
+        return self.state in (None, "READY")
+
+
 class Endpoint:
     """Requests other than inference, each on a new connection; not for measurements."""
 
@@ -55,10 +70,13 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     def _get(self, path: str) -> Exchange:
-        """One GET; a refused connection is a failed request."""
+        return self._send(Request(request_head("GET", path, self.address)))
+
+    def _send(self, request: Request) -> Exchange:
+        """One request; a refused connection is a failed one."""
         connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=MOST_BYTES)
         try:
-            return connection.send(Request(request_head("GET", path, self.address)))
+            return connection.send(request)
         except ConnectionRefused as exc:
             refused = Exchange()
             refused.failure = str(exc)
@@ -99,6 +117,22 @@ class Endpoint:
         """Whether the model is ready."""
         return self.status(f"{self.address.model_path(model)}/ready") == 200
 
+    def repository_index(self) -> tuple[IndexRow, ...] | None:
+        """The models that the server knows, loaded or not; None if it does not list them."""
+        head = request_head("POST", "/v2/repository/index", self.address, content_length=2)
+        exchange = self._send(Request(head, b"{}"))
+        if exchange.failure is not None or exchange.status != 200:
+            return None
+        try:
+            return msgspec.convert(read_json(exchange.body), tuple[IndexRow, ...])
+        except (DocumentError, ValueError):
+            return None
+
+    def served_models(self) -> tuple[str, ...] | None:
+        """The names of the models that are ready; None if the server does not list its models."""
+        rows = self.repository_index()
+        return None if rows is None else tuple(sorted({row.name for row in rows if row.ready}))
+
     def config(self, model: str) -> dict[str, Any] | None:
         """The model's configuration; None if the server does not have that extension. Raises `EndpointError`."""
         return self.document(f"{self.address.model_path(model)}/config")
@@ -109,6 +143,8 @@ class Endpoint:
         if document is None:
             known = "" if self.live() else ", which does not answer /v2/health/live either"
             wanted = f"model {model}" if version is None else f"version {version} of model {model}"
+            if served := self.served_models():
+                known = f", which serves {named(served)}"
             raise EndpointError(f"no {wanted} at {self.address.url}{known}; name another with --model")
         inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
         if not all(one.shape and one.shape[0] in (-1, 1) for one in inputs) or (
@@ -133,6 +169,13 @@ def _version(entry: Mapping[str, Any]) -> int:
     """The version of an entry of the statistics; 0 if it is not a number."""
     version = str(entry.get("version"))
     return int(version) if version.isascii() and version.isdecimal() and len(version) < _MOST_DIGITS else 0
+
+
+def named(models: Sequence[str]) -> str:
+    """The names of models on a server for a message: the first of many, without control characters."""
+    shown = [one_line(name, _MOST_NAME) for name in models[:_MOST_NAMES]]
+    more = len(models) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:

@@ -30,6 +30,8 @@ from servers.native.settings import NativeSettings, artefact_field, to_argv
 from servers.options import fail, takes_settings, tuning_of, validation_sentence, with_tuning
 from servers.tuning import TuningError
 
+CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
+"""How this server's log says why it ended."""
 Artefact = tuple[Path, dict[str, object] | None]
 """An exported file and its manifest."""
 
@@ -69,6 +71,7 @@ class Launch:
             cannot_pad=first.cannot_pad,
             artefact=artefacts[first.executed.name][1] if artefacts else None,
             tuning=dict(self.tuning),
+            causes=CAUSES,
         )
 
 

@@ -1,4 +1,4 @@
-"""A real tritonserver without a container: find it in its wheel, lay out a repository, launch it, watch it.
+"""A real tritonserver without a container, an installed one or the wheel's: find it, lay out a repository, launch it.
 
-Not in scope: the native onnxruntime and tensorrt backends of NVIDIA's image; `triton_model_repo/` holds their configs.
+Not in scope: Triton in a container, which `docker/` starts.
 """

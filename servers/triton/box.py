@@ -12,7 +12,8 @@ from pathlib import Path
 from servers.export.tensorrt_tools import bindings_version, library_version, trtexec_version
 from servers.finding import Finding, finding
 from servers.triton.installation import Installation
-from servers.triton.interpreter import Interpreter
+from servers.triton.interpreter import Interpreter, libpython_remedy
+from servers.triton.trial import Trial
 
 NATIVE = ("onnxruntime", "tensorrt")
 """Triton's own backends, the one that needs no plan first."""
@@ -25,28 +26,37 @@ def in_container() -> bool:
     return bool(named) or any(mark.exists() for mark in CONTAINER_MARKS)
 
 
-def installed_findings(server: Installation, interpreter: Interpreter) -> list[Finding]:
-    """A tritonserver that is installed here, and the TensorRT tools that can build a plan for it."""
-    native = [name for name in NATIVE if name in server.backends]
-    detail = f"{server.title} in {server.origin}, backends: {', '.join(server.backends) or 'none'}"
-    fits, remedy = True, f"install abserve with Python {server.stub_python}"
-    if server.stub is None:
-        detail += f"; {_no_stub(server, interpreter)}"
-        fits = bool(native)
-        if native:
-            detail += f": use --backend {' or '.join(native)}"
-        elif server.stub_python is None:
-            remedy = "install a Triton with an onnxruntime, tensorrt or python backend, as NVIDIA's image has"
-    found = [finding("tritonserver", fits, detail, remedy)]
-    if "tensorrt" in native:
-        found.append(_tools(others=[name for name in native if name != "tensorrt"] or ["python"] * bool(server.stub)))
+def trial_findings(server: Installation, interpreter: Interpreter, trial: Trial) -> list[Finding]:
+    """What a tritonserver did here, then each of its backends that does not work."""
+    name = f"{server.title} in {server.origin}"
+    if trial.failure is not None:
+        remedy = "copy all of the installation, with its bin, lib and backends, or give another one with --tritonserver"
+        return [Finding("tritonserver", False, f"{name} does not start: {trial.failure}", remedy)]
+    served = [one for one in trial.working if one != "tensorrt"]
+    detail = f"{name} started in {trial.ready_seconds:.1f} s; a model of each of these backends answered: "
+    detail += ", ".join(served) or "none"
+    if "tensorrt" in trial.working:
+        detail += "; tensorrt loads"
+    remedy = f"install abserve with Python {server.stub_python}"
+    if server.stub is None and server.stub_python is not None:
+        detail += f"; its python backend is for Python {server.stub_python}; this is {interpreter.minor}"
+        detail += f": use --backend {' or '.join(trial.working)}" if trial.working else ""
+    else:
+        remedy = "install a Triton with an onnxruntime, tensorrt or python backend, as NVIDIA's image has"
+    found = [finding("tritonserver", bool(trial.working), detail, remedy)]
+    for backend, fault in trial.backends.items():
+        if fault is not None:
+            remedy = f"copy all files of {server.backend_folder / backend} from its release, or remove the folder"
+            if interpreter.libpython_name in fault:
+                remedy = libpython_remedy(interpreter)
+            found.append(Finding(f"triton {backend}", False, fault, remedy))
     return found
 
 
-def _no_stub(server: Installation, interpreter: Interpreter) -> str:
-    if server.stub_python is None:
-        return "it has no python backend that can run here"
-    return f"its python backend is for Python {server.stub_python}; this is {interpreter.minor}"
+def tensorrt_findings(trial: Trial) -> list[Finding]:
+    """The tools that can build a plan, where there is a backend for it."""
+    others = [name for name in trial.working if name != "tensorrt"]
+    return [_tools(others)] if "tensorrt" in trial.backends else []
 
 
 def _tools(others: Sequence[str]) -> Finding:
@@ -70,12 +80,13 @@ def builds_plans() -> bool:
     return library is not None and library in (trtexec_version(), bindings_version())
 
 
-def next_command(server: Installation | None, has_gpu: bool, has_docker: bool) -> Finding:
-    """The comparison that shows most here. `has_docker`: an engine answers and can give containers the GPU."""
+def next_command(installed: Trial | None, has_gpu: bool, has_docker: bool) -> Finding:
+    """The comparison that shows most here. `installed` is what an installed tritonserver did, `has_docker` whether an
+    engine answers and can give containers the GPU."""
     command, why = "abserve compare", ""
-    if has_gpu and server is not None:
+    if has_gpu and installed is not None:
         command += _arms(
-            [name for name in NATIVE if name in server.backends and (name != "tensorrt" or builds_plans())]
+            [name for name in NATIVE if name in installed.working and (name != "tensorrt" or builds_plans())]
         )
     elif has_gpu and has_docker:
         command = f"docker compose up --detach --wait && abserve compare --deployment compose{_arms(NATIVE)}"

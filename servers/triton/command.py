@@ -117,7 +117,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         )
     if backend != "python":
         if any(one.payload == "jpeg" for one in specifications):
-            assert_python(installation, "decoding JPEG")
+            assert_python(installation, "decoding JPEG", "send another payload")
         if parse_pad_to(settings.pad_to):
             raise TritonOptionError(f"--pad-to: {does_not_pad(backend)}; leave the option out, or use --backend python")
     release = library_version() if backend == "tensorrt" else None  # the python backend's is found with the bindings

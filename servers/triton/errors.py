@@ -3,7 +3,7 @@
 TritonError
 ├── TritonUnavailableError   this machine or Python environment cannot run it
 ├── TritonOptionError        an option cannot be honoured
-└── TritonDiedError          the server, or the process that executes the model, ended; carries its last log lines
+└── TritonDiedError          the server, or the process that executes the model, ended, with the end of its log
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class TritonOptionError(TritonError):
 
 
 class TritonDiedError(TritonError):
-    """The server ended, or lost the process that executes its model; `log_lines` are the relevant ones."""
+    """The server ended, or lost the process that executes its model.
+
+    `log_lines` are the relevant ones where the message has no cause.
+    """
 
     def __init__(self, message: str, log_lines: tuple[str, ...] = ()) -> None:
         super().__init__(message)

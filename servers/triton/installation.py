@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,12 @@ from servers.triton.interpreter import Interpreter, find_libpython
 IMAGE_FOLDER = Path("/opt/tritonserver")
 BINARY = Path("bin", "tritonserver")
 STUB = "triton_python_backend_stub"
+CODE = "model.py"
+"""The code of a model of the python backend, or of a backend that is written in Python."""
+
+
+STUB_SECONDS = 10.0
+"""For a stub without arguments, which ends in some ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +46,21 @@ class Installation:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names of the backends, as a config names them."""
-        return tuple(sorted(path.name for path in self.backend_folder.glob("*") if path.is_dir()))
+        """The names of the backends, as a config names them. A folder without a library or code is not a backend."""
+        found = self.backend_folder.glob("*")
+        return tuple(
+            sorted(path.name for path in found if (path / library_name(path.name)).is_file() or (path / CODE).is_file())
+        )
+
+    def runs_in_python(self, backend: str) -> bool:
+        """Whether a backend executes in the python backend's process: that backend itself, and one that is code."""
+        folder = self.backend_folder / backend
+        return backend == "python" or ((folder / CODE).is_file() and not (folder / library_name(backend)).is_file())
+
+    @property
+    def library_path(self) -> tuple[Path, ...]:
+        """The folders where the loader must look for the libraries of the server and its processes."""
+        return tuple(path for path in (self.libraries, self.libpython and self.libpython.parent) if path)
 
     @property
     def stub_in_place(self) -> bool:
@@ -95,6 +115,24 @@ def read_installation(folder: Path, interpreter: Interpreter) -> Installation:
     )
 
 
+def missing_library(stub: Path, library_path: str) -> str | None:
+    """The loader's words if the stub cannot start here for want of a library; None if it starts.
+
+    Triton waits minutes for such a stub. Without arguments it says how many it needs, and ends.
+    """
+    environment = {**os.environ, "LD_LIBRARY_PATH": library_path}
+    try:
+        done = subprocess.run(
+            [stub], env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=STUB_SECONDS, check=False
+        )
+    except OSError as exc:
+        return f"{stub}: {exc.strerror or exc}"
+    except subprocess.TimeoutExpired:
+        return None
+    found = re.search(r"error while loading shared libraries: (.+)", done.stderr.decode("utf-8", "replace"))
+    return None if found is None else found[1]
+
+
 def stub_python(stub: Path) -> str | None:
     """The Python that a stub links to, as in "3.12"; None for a file that names none."""
     found = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
@@ -110,6 +148,11 @@ def _stub_for(interpreter: Interpreter, own: Path, others: Path) -> Path | None:
     """NVIDIA's images have one stub, in the backend's folder; the wheel has one per Python beside the backends."""
     candidates = (own, others / interpreter.minor / STUB)
     return next((path for path in candidates if path.is_file() and stub_python(path) == interpreter.minor), None)
+
+
+def library_name(backend: str) -> str:
+    """The file in a backend's folder that Triton loads."""
+    return f"libtriton_{backend}.so"
 
 
 def _version(folder: Path) -> str:

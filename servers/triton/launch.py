@@ -20,11 +20,18 @@ from servers.engines.settings import EngineError, EngineSettings
 from servers.export.triton_config import BatchingSettings
 from servers.launch_plan import LaunchPlan, host_in_url
 from servers.listener import ListenerError, check_free
-from servers.models.sources.triton_repository import CONFIG, read_config
+from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
 from servers.triton.errors import TritonOptionError
-from servers.triton.installation import Installation, find_folder, read_installation, takes_numpy_2
-from servers.triton.interpreter import current_interpreter
+from servers.triton.installation import (
+    CODE,
+    Installation,
+    find_folder,
+    missing_library,
+    read_installation,
+    takes_numpy_2,
+)
+from servers.triton.interpreter import current_interpreter, libpython_remedy
 from servers.triton.leftovers import (
     assert_space,
     new_prefix,
@@ -32,6 +39,7 @@ from servers.triton.leftovers import (
     remove_abandoned_folders,
     remove_abandoned_regions,
 )
+from servers.triton.log import CAUSES
 from servers.triton.repository import PlacedModel, Repository, Serving, assert_usable, lay_out, link_installation
 from servers.triton.settings import TritonSettings
 from servers.triton.tuning import apply, merge
@@ -71,21 +79,39 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
             f"--backend {asked}: the tritonserver of {installation.origin} does not have it; its backends: "
             f"{', '.join(installation.backends) or 'none'}"
         )
-    if asked == "python":
-        assert_python(installation, "the python backend")
+    if installation.runs_in_python(asked):
+        assert_python(installation, f"the {asked} backend", "use another --backend")
     return asked
 
 
-def assert_python(installation: Installation, what: str) -> None:
-    """Raise `TritonOptionError` where the python backend cannot run this Python."""
-    if installation.stub is None:
-        found = installation.stub_python
+def assert_python(installation: Installation, what: str, instead: str) -> None:
+    """Raise `TritonOptionError` where the python backend's process cannot run here: Triton would wait minutes for it.
+
+    `instead` is what to do without it.
+    """
+    interpreter, stub, other = current_interpreter(), installation.stub, installation.stub_python
+    if stub is None and other is None:
         raise TritonOptionError(
-            f"{what} needs Python {found}, for which {installation.origin} has the process; install abserve with that "
-            "Python, or use another --backend"
-            if found is not None
-            else f"{what} needs the python backend, which {installation.origin} does not have"
+            f"{what} needs the python backend, which {installation.origin} does not have; {instead}"
         )
+    if stub is None:
+        raise TritonOptionError(
+            f"{what} needs Python {other}, for which {installation.origin} has the process of its python backend; this "
+            f"is Python {interpreter.minor}: install abserve with Python {other}, or {instead}"
+        )
+    if missing := missing_library(stub, search_path(installation)):
+        remedy = f"install the whole tritonserver with its lib, or {instead}"
+        if missing.startswith(interpreter.libpython_name):
+            remedy = libpython_remedy(interpreter)
+        raise TritonOptionError(
+            f"{what} needs the python backend, whose process in {installation.origin} does not start: {missing}; "
+            f"{remedy}"
+        )
+
+
+def search_path(installation: Installation) -> str:
+    """The loader's path for the processes of an installation."""
+    return _path(*installation.library_path, os.environ.get("LD_LIBRARY_PATH"))
 
 
 def assert_ready(settings: TritonSettings) -> None:
@@ -163,6 +189,7 @@ def prepare(
         cannot_pad=first.specification.cannot_pad or does_not_pad(backend),
         artefact=dict(first.manifest) if first.manifest is not None else None,
         tuning=tuning,
+        causes=CAUSES,
     )
 
 
@@ -187,9 +214,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     config = read_config(model) if (model / CONFIG).is_file() else None
     backend = "" if config is None else config.backend or config.platform
     how = f"{backend} backend" if backend not in ("", "ensemble") else backend
-    if backend == "python":
-        assert_python(installation, f"model {settings.model}")
-        _assert_numpy(installation, model)
+    for step in step_folders(models, [settings.model]):
+        _assert_step(installation, step, settings.model)
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     return LaunchPlan(
@@ -203,12 +229,47 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         max_batch_size=None if config is None else max(1, config.max_batch_size),
         tuning=tuning,
         cannot_pad="your model repository is served unchanged",
+        causes=CAUSES,
     )
 
 
 def does_not_pad(backend: str) -> str | None:
     """Why a backend cannot pad batches, as a clause; None for the python backend, whose engine does it."""
     return None if backend == "python" else f"Triton's {backend} backend does not pad"
+
+
+def prepare_trial(settings: TritonSettings, installation: Installation, models: Path) -> LaunchPlan:
+    """A launch of all models in a folder, which goes on without those that do not load. Raises `TritonError`."""
+    repository = link_installation(settings.folder, installation)
+    more = ["--model-control-mode=none", "--disable-auto-complete-config"]
+    argv = _argv(settings, installation, repository, models, more)
+    return LaunchPlan(
+        argv=tuple(word.replace("--exit-on-error=true", "--exit-on-error=false") for word in argv),
+        env=_environment(installation, repository),
+        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
+        grpc_address=None,
+        model="",
+        title=installation.title,
+        max_batch_size=None,
+        causes=CAUSES,
+    )
+
+
+def _assert_step(installation: Installation, folder: Path, model: str) -> None:
+    """Raise `TritonOptionError` for a model of the python backend that cannot load here."""
+    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    file = (config and config.default_model_filename) or CODE
+    has_code = any(folder.glob(f"*/{file}"))
+    backend = (config and (config.backend or config.platform)) or ("python" if has_code else "")
+    if not installation.runs_in_python(backend):
+        return
+    what = f"model {folder.name}" if folder.name == model else f"{folder.name}, a step of model {model},"
+    assert_python(installation, what, "serve a model without Python code")
+    if backend != "python":
+        return
+    if not has_code:
+        raise TritonOptionError(f"{what} has no {file} in its version folder {folder}/1, which the python backend runs")
+    _assert_numpy(installation, folder)
 
 
 def _assert_numpy(installation: Installation, model: Path) -> None:

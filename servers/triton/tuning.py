@@ -7,11 +7,11 @@ slow because of its configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from servers.models.sources.triton_repository import CONFIG, read_config
+from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.tuning import TuningError, keeps
 
 BATCHING = "dynamic_batching"
@@ -43,13 +43,15 @@ PARAMETERS = {
 ABSENT = "absent"
 
 
-def apply(models: Path, names: Sequence[str], tuning: str, target: Path) -> dict[str, str]:
+def apply(models: Path, names: Iterable[str], tuning: str, target: Path) -> dict[str, str]:
     """The tuning in effect, by field, of these models in the repository `models` and of the models that they name.
 
     Where `tuning` leaves fields out, the changed configs are written into `target`, which may be `models` itself; the
     other files of a model become links there. Raises `UnknownModelError` and `TuningError`.
     """
-    configs = dict(_configs(models, names))
+    configs = {
+        folder.name: read_config(folder) for folder in step_folders(models, names) if (folder / CONFIG).is_file()
+    }
     present = {field: value for config in configs.values() for field, value in tuning_of(config).items()}
     kept = keeps(tuning, present)
     for one, config in configs.items():
@@ -92,19 +94,6 @@ def tuning_of(config: Any) -> dict[str, str]:
     if config.max_batch_size > 0 and config.WhichOneof("scheduling_choice") is None:
         found[BATCHING] = ABSENT
     return found
-
-
-def _configs(models: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The configs of models and, for an ensemble, of its steps; a model without a config has none to tune."""
-    pending, seen = list(names), set[str]()
-    while pending:
-        one = pending.pop()
-        if one in seen or not (models / one / CONFIG).is_file():
-            continue
-        seen.add(one)
-        config = read_config(models / one)
-        pending += [step.model_name for step in config.ensemble_scheduling.step]
-        yield one, config
 
 
 def _holder(config: Any, field: str) -> tuple[Any, str]:

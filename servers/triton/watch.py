@@ -16,34 +16,34 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
 
-from servers.launch_plan import LaunchPlan
+from servers.launch_plan import LaunchPlan, cause_in
 from servers.triton.errors import TritonDiedError, TritonOptionError
 from servers.triton.leftovers import remove_folders, remove_regions
+from servers.triton.log import read_log, relevant_lines
 
 STUB_NAME = "triton_python_backend_stub"
 POLL_SECONDS = 0.02
 STOP_SECONDS = 30.0
 KILL_SECONDS = 5.0
-LOG_LINES = 12
 
 _REGION_PREFIX = re.compile(r"--backend-config=python,shm-region-prefix-name=(.+)")
-_SEVERE = re.compile(r"^\S+ [EF] \d+ |^[EF]\d{4} |^error: |Error\b|^Traceback ")
-_LOAD_FAILURE = re.compile(r"\"failed to load '[^']+' version \d+: (?:\w+: )?(.+?)(?:\\n.*)?\"$", re.MULTILINE)
-_HARMLESS = ("CudaDriverHelper has not been initialized", "Failed to initialize NVML")
 _PR_SET_PDEATHSIG = 1
 
 
 class TritonProcess:
     """A tritonserver that this process started. Not thread-safe."""
 
-    def __init__(self, plan: LaunchPlan, log_file: Path) -> None:
-        """Start it, with all output to a new `log_file`. Raises `TritonOptionError` if that cannot be written."""
+    def __init__(self, plan: LaunchPlan, log_file: Path, *, needs_all: bool = True) -> None:
+        """Start it, with all output to a new `log_file`. Raises `TritonOptionError` if that cannot be written.
+
+        Without `needs_all` it may go on after a stub has ended.
+        """
         self._plan = plan
         self._log_file = log_file
         libc = ctypes.CDLL(None)
@@ -64,7 +64,7 @@ class TritonProcess:
                 preexec_fn=end_with_parent,
             )
         self._stubs: dict[int, psutil.Process] = {}
-        self._watches_stubs = "--disable-auto-complete-config" in plan.argv
+        self._watches_stubs = needs_all and "--disable-auto-complete-config" in plan.argv
 
     @property
     def pid(self) -> int:
@@ -76,26 +76,35 @@ class TritonProcess:
 
         Raises `TritonDiedError` if the server dies or takes too long.
         """
-        asked_to_end = asked_to_end or threading.Event()
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            self.assert_alive()
-            if self.is_ready():
-                self._watches_stubs = True
-                return True
-            if asked_to_end.wait(POLL_SECONDS):
-                return False
-        raise TritonDiedError(
-            f"tritonserver was not ready after {timeout_seconds:.0f} s; its log is {self._log_file}",
-            relevant_lines(self._log_file),
-        )
+        ready = self._await(self.is_ready, timeout_seconds, asked_to_end or threading.Event())
+        self._watches_stubs = self._watches_stubs or ready
+        return ready
+
+    def wait_live(self, timeout_seconds: float) -> None:
+        """Wait until the server answers, which it does when it has tried to load every model.
+
+        Raises `TritonDiedError` like `wait_ready`.
+        """
+        self._await(lambda: self._answers("/v2/health/live"), timeout_seconds, threading.Event())
 
     def is_ready(self) -> bool:
         """Whether the model, not only the server, reports ready."""
-        url = f"{self._plan.http_url}/v2/models/{self._plan.model}/ready"
+        return self._answers(f"/v2/models/{self._plan.model}/ready")
+
+    def _await(self, condition: Callable[[], bool], timeout_seconds: float, asked_to_end: threading.Event) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            self.assert_alive()
+            if condition():
+                return True
+            if asked_to_end.wait(POLL_SECONDS):
+                return False
+        raise self._died(f"tritonserver was not ready after {timeout_seconds:.0f} s")
+
+    def _answers(self, path: str) -> bool:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(url, timeout=1) as answer:
+            with opener.open(f"{self._plan.http_url}{path}", timeout=1) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
@@ -112,11 +121,10 @@ class TritonProcess:
                 self._process.wait(KILL_SECONDS)
         code = self._process.poll()
         if code is not None:
-            raise TritonDiedError(f"tritonserver ended {_how(code)}{self._reason()}", relevant_lines(self._log_file))
+            raise self._died(f"tritonserver ended {_how(code)}")
         if stub_died:
-            raise TritonDiedError(
-                "the process that executes the model in tritonserver died and is not restarted: every request fails",
-                relevant_lines(self._log_file),
+            raise self._died(
+                "the process that executes the model in tritonserver died and is not restarted, so every request fails"
             )
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> int:
@@ -133,7 +141,8 @@ class TritonProcess:
                 self._process.kill()
                 self._process.wait()
         with contextlib.suppress(psutil.Error):
-            _, alive = psutil.wait_procs(stubs, timeout=KILL_SECONDS)  # a stub ends by itself after its server
+            # A stub ends by itself after its server, within seconds.
+            _, alive = psutil.wait_procs(stubs, timeout=min(KILL_SECONDS, timeout_seconds))
             for stub in alive:
                 stub.kill()
             psutil.wait_procs(alive, timeout=KILL_SECONDS)
@@ -149,9 +158,12 @@ class TritonProcess:
     def __exit__(self, *_exc: object) -> None:
         self.stop()
 
-    def _reason(self) -> str:
-        matches = _LOAD_FAILURE.findall(self._log_file.read_text(encoding="utf-8", errors="replace"))
-        return f": {matches[-1]}" if matches else ""
+    def _died(self, what: str) -> TritonDiedError:
+        """With the cause if the log has it, else with the lines that may show it."""
+        cause = cause_in(read_log(self._log_file), self._plan.causes)
+        if cause is not None:
+            return TritonDiedError(f"{what}: {cause}")
+        return TritonDiedError(f"{what}; its log is {self._log_file}", relevant_lines(self._log_file))
 
     def _find_stubs(self) -> list[psutil.Process]:
         """Every stub seen so far, including those that have ended."""
@@ -183,16 +195,6 @@ def _opened(log_file: Path) -> BinaryIO:
 def region_prefixes(argv: Sequence[str]) -> Iterator[str]:
     """The prefixes of the shared memory of a server with this command line."""
     return (match[1] for match in map(_REGION_PREFIX.fullmatch, argv) if match)
-
-
-def relevant_lines(log_file: Path, count: int = LOG_LINES) -> tuple[str, ...]:
-    """The last lines of a log that report an error; without any, the last lines outside tables."""
-    try:
-        lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ()
-    severe = [line for line in lines if _SEVERE.search(line) and not any(text in line for text in _HARMLESS)]
-    return tuple((severe or [line for line in lines if line.strip() and line[0] not in "+|"])[-count:])
 
 
 def _how(code: int) -> str:

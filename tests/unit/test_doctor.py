@@ -22,7 +22,31 @@ def test_json_lists_every_finding_with_a_remedy_where_it_fails() -> None:
     found = json.loads(result.stdout)
     assert {"python", "torch", "triton-wheel", "gpu", "disk", "exposure"} <= {finding["name"] for finding in found}
     assert all(finding["ok"] or finding["remedy"] for finding in found)
+    if all(finding["ok"] for finding in found if finding["name"].startswith("triton-")):
+        (triton,) = (finding for finding in found if finding["name"] == "tritonserver")
+        assert triton["detail"].endswith("answered: python"), "that of the wheel"
     assert result.exit_code == (0 if all(finding["ok"] for finding in found) else 1)
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("error: creating server: Internal - no luck", "tritonserver ended with status 1: no luck"),
+        ("Error: lost", "tritonserver ended with status 1: Error: lost"),
+    ],
+)
+def test_the_installation_that_is_asked_for_is_the_one_that_is_tried(tmp_path: Path, says: str, told: str) -> None:
+    binary = tmp_path / "bin" / "tritonserver"
+    binary.parent.mkdir()
+    binary.write_text(f"#!/bin/sh\necho '{says}'; exit 1\n")
+    binary.chmod(0o755)
+    result = CliRunner().invoke(build(), ["doctor", "--json", "--tritonserver", str(tmp_path)])
+    (triton,) = (one for one in json.loads(result.stdout) if one["name"] == "tritonserver")
+    assert (triton["ok"], result.exit_code) == (False, 1)
+    assert triton["detail"].endswith(f"does not start: {told}")
+    result = CliRunner().invoke(build(), ["doctor", "--tritonserver", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert "it has no executable bin/tritonserver" in result.output
 
 
 def test_a_taken_port_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,12 @@ def against_baseline(result: Result) -> list[Comparison]:
     return [one for one in result.comparisons if one.baseline == base and one.ratio is not None]
 
 
-def better_of(pairing: Pairing, value: float | None, ci95: Interval | None, higher_is_better: bool) -> tuple[str, str]:
+def better_of(
+    pairing: Pairing, value: float | None, ci95: Interval | None, higher_is_better: bool, rounds: int | None = None
+) -> tuple[str, str]:
     """A ratio of arm to baseline, shown as the better arm's, with its interval: ("A 2.02×", "1.91–2.15")."""
     found = better_arm(pairing, value, ci95, higher_is_better)
-    return ("–", "–") if found is None else (found.words, ratio_interval(found.ci95))
+    return ("–", "–") if found is None else (found.words, ratio_interval(found.ci95, rounds))
 
 
 def comparison_table(
@@ -95,7 +97,7 @@ def _metric(one: Comparison) -> doc.Cell:
 
 def _outcome(result: Result, one: Comparison) -> tuple[doc.Cell, doc.Cell, doc.Cell]:
     """The better arm, its interval and the verdict; dimmed where the verdict names no winner."""
-    found, interval = better_of(one.pairing, one.ratio, one.ci95, one.higher_is_better)
+    found, interval = better_of(one.pairing, one.ratio, one.ci95, one.higher_is_better, one.pairs)
     style = WITHOUT_WINNER[one.verdict] if one.winner is None else arm_style(result, one.winner)
     dim: doc.Style | None = None if one.winner else "note"
     words = verdict_words(one.verdict, one.pairing)

@@ -11,6 +11,7 @@ from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.comparison.stalls import Stalls, find_stalls
 from loadgen.quantities import detectable, number, share
 from loadgen.records.model_config import POLICY_EFFECT, executed_models, queue_policy_of
+from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, shown
 from loadgen.result.checks.registry import Outcome, Severity, check, per_comparison, per_load
 from loadgen.result.noise_floor import is_self_comparison
@@ -238,18 +239,30 @@ def trained_weights(facts: Facts) -> Iterator[Outcome]:
 
 
 @check(
-    "Triton uses its onnxruntime or tensorrt backend",
+    "every Triton uses its onnxruntime or tensorrt backend",
     "informs",
-    "Compare with a Triton container to measure its onnxruntime and tensorrt backends.",
+    "Give a tritonserver that has them with --tritonserver DIR, or compare with a Triton container.",
     threshold="onnxruntime or tensorrt",
     caveat=("failed",),
 )
 def native_backend(facts: Facts) -> Iterator[Outcome]:
-    for arm in facts.run.arms:
-        if {(model.model_config or {}).get("backend") for model in executed_models(arm)} == {"python"}:
-            triton = f"Triton {arm.server_version}" if arm.server_version else "Triton"
-            detail = (
-                f"{shown(arm.label)} is {triton} with its Python backend: this does not measure Triton's onnxruntime "
-                "and tensorrt backends"
-            )
-            yield Outcome(False, detail, "python")
+    """One outcome per version of Triton whose python backend executes a model."""
+    executed = {
+        arm.label: {(model.model_config or {}).get("backend") for model in executed_models(arm)}
+        for arm in facts.run.arms
+    }
+    backends = {label: next(iter(names)) if len(names) == 1 else None for label, names in executed.items()}
+    others = [
+        f"{shown(label)} measures the {backend} backend"
+        for label, backend in backends.items()
+        if backend in BACKEND_ENDINGS
+    ]
+    in_python = [arm for arm in facts.run.arms if backends[arm.label] == "python"]
+    for version in dict.fromkeys(arm.server_version for arm in in_python):
+        labels = [shown(arm.label) for arm in in_python if arm.server_version == version]
+        triton = f"Triton {version}" if version else "Triton"
+        detail = (
+            f"{join(labels)} {'are' if len(labels) > 1 else 'is'} {triton} with its python backend: "
+            f"{do_not(labels, 'measure')} Triton's onnxruntime and tensorrt backends"
+        )
+        yield Outcome(False, "; ".join([detail, *others]), "python")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import loadgen.report.document as doc
-from loadgen.quantities import counted, measured, number, ratio, share
+from loadgen.quantities import counted, measured, measured_interval, number, ratio, share
 from loadgen.studies.engines.break_even import path_of
 from loadgen.studies.engines.cells import engine_mode, has_copies
 from loadgen.studies.engines.charts import Scope, View, latency_ms, scope_of, scope_title, shown_length, title_of, views
@@ -279,7 +279,7 @@ def latency_text(device: str, one: CellResult, *, interval: bool = False) -> str
     """The latency in ms, with a mark where an engine on a GPU can only be timed with copies."""
     found = latency_ms(one)
     limits = found.interval if interval else None
-    low_high = "" if limits is None else f" ({measured(limits[0], limits)}–{measured(limits[1], limits)})"
+    low_high = "" if limits is None else f" ({measured_interval(limits)})"
     copies = " with copies" if has_copies(one, device) else ""
     return f"{measured(found.value, found.interval)}{low_high}{copies}"
 

@@ -5,6 +5,7 @@ Names, datatypes, sizes and the largest batch are those of config.pbtxt, where i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,20 @@ def read_config(folder: Path) -> Any:
         return text_format.Parse((folder / CONFIG).read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
     except (text_format.ParseError, OSError, UnicodeDecodeError) as exc:
         raise UnknownModelError(f"{folder.name}: {CONFIG} cannot be read: {exc}") from exc
+
+
+def step_folders(repository: Path, names: Iterable[str]) -> Iterator[Path]:
+    """The folders of models and of all that their ensembles name, as far as the repository has them. Raises
+    `UnknownModelError`."""
+    waiting = list(names)
+    known = set(waiting)
+    while waiting:
+        folder = repository / waiting.pop()
+        yield folder
+        if (folder / CONFIG).is_file():
+            named = {step.model_name for step in read_config(folder).ensemble_scheduling.step}
+            waiting += sorted(name for name in named - known if (repository / name).is_dir())
+            known |= named
 
 
 def _file(folder: Path, config: Any) -> Path:

@@ -160,6 +160,41 @@ def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("served", "words"),
+    [
+        (("--model", "bert_onnx"), "serves bert_onnx, not bert; add --b-model bert_onnx"),
+        (("--model", "resnet"), "serves resnet, not bert; add --b-model resnet"),
+        (("--model", "resnet", "--also", "bert-v2"), "serves bert-v2, resnet, not bert; add --b-model bert-v2"),
+        (
+            ("--model", "resnet", "--also", "vit"),
+            "serves resnet, vit, not bert; name one of them with --b-model",
+        ),
+        (("--model", "bert", "--startup-ms", "60000"), "is live, but model bert is not ready after 1 s"),
+    ],
+)
+def test_a_server_without_the_model_names_what_it_serves(
+    served: tuple[str, ...], words: str, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for user in (interface, servers):
+        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 1.0)
+    own, other = fake_url("--model", "bert"), fake_url(*served)
+    assert words in refusal("--model", "bert", "--a", own, "--b", other)
+
+
+def test_a_server_without_a_list_of_models_is_told_as_before(
+    tmp_path: Path, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for user in (interface, servers):
+        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 1.0)
+    for number, (body, status) in enumerate([("", 404), ("{}", 200), ("[1]", 200), ('[{"name": "bert"}]', 200)]):
+        lies = tmp_path / f"{number}.json"
+        lies.write_text(json.dumps({"/v2/repository/index": [body, status, 0]}))
+        url = fake_url("--model", "other", "--lies", str(lies))
+        shown = refusal("--model", "bert", "--a", url, "--b", url)
+        assert "model bert is not ready after 1 s; start it, or correct the URL or --a-model" in shown
+
+
 def test_the_stored_experiment_asks_for_its_hidden_values_again(tmp_path: Path) -> None:
     command = [*UNWATCHED_ABSERVE, "compare", "--a", "http://127.0.0.1:1", "--b", "http://127.0.0.1:1"]
     printed = subprocess.run(

@@ -116,7 +116,7 @@ def test_a_broken_artefact_is_the_reason_that_is_given(
     with TritonProcess(plan, tmp_path / "log") as server:
         with pytest.raises(TritonDiedError, match=r"ended with status 1: .*cannot load model\.onnx") as error:
             server.wait_ready(60)
-        assert error.value.log_lines
+        assert error.value.log_lines == (), "the message has it all"
         pid = server.pid
     assert not psutil.pid_exists(pid)
 

@@ -34,8 +34,9 @@ def image(tmp_path: Path) -> Callable[..., Path]:
         (folder / "lib").mkdir()
         for name in backends:
             (folder / "backends" / name).mkdir(parents=True)
+            (folder / "backends" / name / f"libtriton_{name}.so").touch()
         if "python" in backends:
-            executable(folder / "backends" / "python" / module.STUB, f"libpython{python}.so.1.0")
+            executable(folder / "backends" / "python" / module.STUB, f"# libpython{python}.so.1.0\nexit 1")
         return folder
 
     return make
@@ -134,6 +135,38 @@ def test_a_backend_that_cannot_run_is_refused(
         choose_backend(settings(tmp_path, **options), installation, lambda: False)
 
 
+def test_a_folder_without_a_library_is_not_a_backend(image: Any, interpreter: Interpreter, tmp_path: Path) -> None:
+    folder = image("python")
+    (folder / "backends" / "onnxruntime").mkdir()
+    installation = read_installation(folder, interpreter)
+    assert installation.backends == ("python",)
+    assert choose_backend(settings(tmp_path), installation, lambda: True) == "python"
+
+
+def test_a_backend_that_is_code_needs_the_process_of_the_python_backend(
+    image: Any, interpreter: Interpreter, tmp_path: Path
+) -> None:
+    folder = image("python", python="3.12")
+    (folder / "backends" / "onnxruntime").mkdir()
+    (folder / "backends" / "onnxruntime" / "model.py").touch()
+    installation = read_installation(folder, interpreter)
+    assert installation.backends == ("onnxruntime", "python")
+    with pytest.raises(TritonOptionError, match=r"the onnxruntime backend needs Python 3\.12, .* or use another"):
+        choose_backend(settings(tmp_path), installation, lambda: True)
+
+
+def test_a_process_that_lacks_a_library_is_found_before_the_start(
+    image: Any, interpreter: Interpreter, tmp_path: Path
+) -> None:
+    """Triton would wait for it for as long as a model may take to load."""
+    folder = image("python")
+    stub = folder / "backends" / "python" / module.STUB
+    words = "libpython3.99.so.1.0: cannot open shared object file: No such file or directory"
+    executable(stub, f"echo '{stub}: error while loading shared libraries: {words}' >&2; exit 127")
+    with pytest.raises(TritonOptionError, match=rf"the python backend, whose process in {folder} does not .*: {words}"):
+        choose_backend(settings(tmp_path), read_installation(folder, interpreter), lambda: True)
+
+
 @pytest.fixture
 def installation(image: Any, interpreter: Interpreter) -> Installation:
     return read_installation(image("onnxruntime", "python"), interpreter)
@@ -184,7 +217,7 @@ def test_a_model_that_would_get_empty_tensors_is_refused(
     refused: str | None,
 ) -> None:
     assert installation.stub is not None
-    installation.stub.write_text(f"libpython3.99.so {stub}")
+    installation.stub.write_text(f"#!/bin/sh\n# libpython3.99.so {stub}\n")
     monkeypatch.setattr(launch, "version", lambda _package: numpy)
     folder = own_repository(tmp_path, 'backend: "python"')
     (folder / "my_model" / "1" / "model.py").write_text(code)
@@ -194,6 +227,51 @@ def test_a_model_that_would_get_empty_tensors_is_refused(
     else:
         with pytest.raises(TritonOptionError, match=refused):
             prepare_repository(options, installation)
+
+
+ENSEMBLE = 'platform: "ensemble" ensemble_scheduling { step [ { model_name: "decode" }, { model_name: "elsewhere" } ] }'
+
+
+@pytest.mark.parametrize(
+    ("python", "files", "words"),
+    [
+        ("3.12", ("model.py",), r"^decode, a step of model my_model, needs Python 3\.12, for which .* this is Python"),
+        ("3.99", (), r"^decode, a step of model my_model, has no model\.py in its version folder"),
+        ("3.99", ("model.py",), None),
+    ],
+)
+def test_a_step_in_python_is_checked_like_the_model_itself(
+    tmp_path: Path,
+    image: Any,
+    interpreter: Interpreter,
+    free_ports: Any,
+    python: str,
+    files: tuple[str, ...],
+    words: str | None,
+) -> None:
+    folder = own_repository(tmp_path, ENSEMBLE)
+    (folder / "decode" / "1").mkdir(parents=True)
+    (folder / "decode" / "config.pbtxt").write_text('backend: "python"')
+    for file in files:
+        (folder / "decode" / "1" / file).touch()
+    installation = read_installation(image("python", python=python), interpreter)
+    options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(update=free_ports)
+    if words is None:
+        assert prepare_repository(options, installation).title == "Triton 2.61, ensemble backend, your my_model"
+    else:
+        with pytest.raises(TritonOptionError, match=words):
+            prepare_repository(options, installation)
+
+
+def test_a_model_without_a_config_is_one_of_the_python_backend_by_its_code(
+    tmp_path: Path, image: Any, interpreter: Interpreter
+) -> None:
+    folder = own_repository(tmp_path, "")
+    (folder / "my_model" / "config.pbtxt").unlink()
+    (folder / "my_model" / "1" / "model.py").touch()
+    options = settings(tmp_path, triton_repository=folder, model="my_model")
+    with pytest.raises(TritonOptionError, match=r"model my_model needs Python 3\.12"):
+        prepare_repository(options, read_installation(image("python", python="3.12"), interpreter))
 
 
 def test_a_model_that_the_repository_does_not_have(tmp_path: Path, installation: Installation) -> None:

@@ -30,6 +30,7 @@ def plan(tmp_path: Path, trtexec: ScriptedTrtexec, monkeypatch: pytest.MonkeyPat
     (folder / "bin" / "tritonserver").touch(0o755)
     for backend in ("tensorrt", "onnxruntime"):
         (folder / "backends" / backend).mkdir(parents=True)
+        (folder / "backends" / backend / f"libtriton_{backend}.so").touch()
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libnvinfer.so.10.13.3").touch()
     monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: True)

@@ -16,18 +16,11 @@ import pytest
 from servers.launch_plan import LaunchPlan
 from servers.triton import watch
 from servers.triton.errors import TritonDiedError, TritonOptionError
-from servers.triton.watch import TritonProcess, region_prefixes, relevant_lines
+from servers.triton.log import CAUSES
+from servers.triton.watch import TritonProcess, region_prefixes
 
 LOG = """\
-2026-11-20T08:51:36Z E 20828 server.cc:241] "CudaDriverHelper has not been initialized."
-2026-11-20T08:51:36Z I 20828 model_lifecycle.cc:472] "loading: m:1"
 2026-11-20T08:51:36Z E 20828 x.cc:642] "failed to load 'm' version 1: Internal: RuntimeError: no file\\n\\nAt:"
-2026-11-20T08:51:36Z I 20828 model_lifecycle.cc:777] "failed to load 'm'"
-+------------------+------+
-| Repository Agent | Path |
-+------------------+------+
-
-Error: Failed to initialize NVML
 error: creating server: Internal - failed to load all models
 """
 
@@ -42,6 +35,7 @@ def plan(code: str) -> LaunchPlan:
         model="m",
         title="a stand-in",
         max_batch_size=1,
+        causes=CAUSES,
     )
 
 
@@ -52,23 +46,27 @@ def await_text(path: Path, text: str) -> None:
         time.sleep(0.01)
 
 
-def test_the_lines_that_matter(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text(LOG)
-    first, last = relevant_lines(log)
-    assert "failed to load 'm' version 1" in first
-    assert last == "error: creating server: Internal - failed to load all models"
-    log.write_text("one\n\n+---+\n| a |\n+---+\ntwo\n")
-    assert relevant_lines(log) == ("one", "two")
-    assert relevant_lines(tmp_path / "none") == ()
-
-
 def test_death_before_ready_carries_the_reason_of_the_log(tmp_path: Path) -> None:
     code = f"import os; print({LOG!r}); assert os.environ['ABSERVE_TEST'] == 'set'; os._exit(1)"
     with TritonProcess(plan(code), tmp_path / "log") as server:
         with pytest.raises(TritonDiedError, match=r"ended with status 1: RuntimeError: no file$") as error:
             server.wait_ready(10)
-        assert any("failed to load 'm' version 1" in line for line in error.value.log_lines)
+        assert error.value.log_lines == ()
+
+
+def test_death_without_a_reason_carries_the_lines_that_may_show_it(tmp_path: Path) -> None:
+    with TritonProcess(plan("print('Error: lost'); raise SystemExit(3)"), tmp_path / "log") as server:
+        with pytest.raises(TritonDiedError, match=rf"ended with status 3; its log is {tmp_path}/log$") as error:
+            server.wait_ready(10)
+        assert error.value.log_lines == ("Error: lost",)
+
+
+def test_a_server_that_hangs_says_why(tmp_path: Path) -> None:
+    code = "print('Failed to preinitialize Python stub: no model.py', flush=True); import time; time.sleep(60)"
+    with TritonProcess(plan(code), tmp_path / "log") as server:
+        await_text(tmp_path / "log", "no model.py")
+        with pytest.raises(TritonDiedError, match=r"was not ready after 0 s: no model\.py$"):
+            server.wait_ready(0.2)
 
 
 def test_a_stub_that_ends_while_it_is_checked_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loadgen.comparison.claims import claim, verdict_words
@@ -50,6 +51,13 @@ def test_a_claim_has_one_direction(metric: str, ratio: float, verdict: Outcome, 
     text = claim(compared("a", "b", ratio, verdict, metric), margin=0.05)
     assert said in text
     assert "0.5" not in text
+
+
+def test_a_ratio_that_its_rounds_do_not_determine_says_so_instead_of_bounds() -> None:
+    one = compared("a", "b", 0.61, "inconclusive")
+    two_rounds = msgspec.structs.replace(one, ci95=(0.00000006, 44_507_966.9), pairs=2)
+    text = claim(two_rounds)
+    assert text == "inconclusive in throughput (1.6× in favour of A, not determined by 2 rounds)"
 
 
 def test_verdict_words() -> None:

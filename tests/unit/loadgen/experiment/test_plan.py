@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from loadgen.entry import build
 from loadgen.experiment.file import parse_options
 from loadgen.experiment.forecast import Forecast
-from loadgen.experiment.plan import PRESETS, PlanError, make_arm, make_arms, make_workloads, sized
+from loadgen.experiment.plan import PRESETS, PlanError, ignored_settings, make_arm, make_arms, make_workloads, sized
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.records.run import ArmRequest, Experiment, Workload
@@ -91,6 +91,40 @@ def test_options_of_triton_go_to_every_arm_triton_that_does_not_set_its_own() ->
     assert [arm.own_repository for arm in (a, b, c)] == [False, True, True]
     with pytest.raises(PlanError, match="--backend has no effect, because no arm is triton"):
         make_arms(ExperimentSettings.model_validate({"arms": {"a": "native", "b": "native"}, "backend": "tensorrt"}))
+
+
+@pytest.mark.parametrize(
+    ("arms", "more", "noted", "refused"),
+    [
+        (("native", "http://h:1"), {}, True, None),
+        (("http://h:1", "http://h:2"), {}, True, None),
+        (("triton", "http://h:2"), {}, False, None),
+        (("native", "fastapi"), {}, False, "--tritonserver has no effect"),
+        (("native", "http://h:1"), {"backend": "tensorrt"}, True, "--backend has no effect"),
+    ],
+)
+def test_a_tritonserver_beside_urls_is_ignored_with_a_note(
+    arms: tuple[str, str], more: dict[str, str], noted: bool, refused: str | None
+) -> None:
+    named = {"arms": dict(zip("ab", arms, strict=True)), "model": "m", "tritonserver": "/opt/t", **more}
+    settings = ExperimentSettings.model_validate(named)
+    if refused is not None:
+        with pytest.raises(PlanError, match=refused):
+            make_arms(settings)
+    else:
+        made = make_arms(settings)
+        assert [arm.settings.get("tritonserver") for arm in made] == [
+            "/opt/t" if one == "triton" else None for one in arms
+        ]
+    assert len(ignored_settings(settings)) == noted
+
+
+def test_the_note_stands_before_anything_else(tmp_path: Path) -> None:
+    urls = ["--a", "http://127.0.0.1:1", "--b", "http://127.0.0.1:1", "--tritonserver", str(tmp_path)]
+    done = CliRunner().invoke(build(), ["compare", *urls, "--model", "m", "--print-experiment"])
+    assert done.exit_code == 0
+    note = f"note: --tritonserver {tmp_path} is ignored: no arm is triton, and a server at a URL runs already"
+    assert note in " ".join(done.stderr.split())
 
 
 def test_a_wrong_option_is_one_sentence_and_status_2(tmp_path: Path) -> None:

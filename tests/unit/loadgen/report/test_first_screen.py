@@ -184,6 +184,7 @@ def test_warnings_stand_beside_valid(result: Result) -> None:
         (0.5, None, False, ("B 2.00×", "–")),
         (1.0, None, True, ("1.00×", "–")),
         (None, None, True, ("–", "–")),
+        (0.5, (0.001, 250.0), True, ("A 2.0×", "not determined")),
     ],
 )
 def test_a_ratio_is_read_from_the_better_arm(

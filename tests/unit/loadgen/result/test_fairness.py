@@ -18,6 +18,7 @@ from loadgen.records.server import StepRecord
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.result.analysis import analyse
 from loadgen.result.checks.arms import captured_sizes
+from loadgen.result.checks.interpretation import native_backend
 from loadgen.result.checks.registry import CHECKS, Check, check_before_load
 from loadgen.storage.stored_run import StoredRun
 from loadgen.studies.fairness.measure import as_condition, connect_ms, read_governors
@@ -122,6 +123,19 @@ def found(record: ArmRecord, name: str) -> Check:
 )
 def test_sound_settings_need_no_attention(record: ArmRecord) -> None:
     assert [check for check in of_settings(record) if check.ok is False] == []
+
+
+def test_what_a_python_backend_does_not_measure_names_the_arms_it_is_about() -> None:
+    python = {**ONNX, "backend": "python"}
+    arms = [native(), *(arm(python, label, server_name="triton") for label in ("b", "d")), arm(ONNX, "c")]
+    run = StoredRun(Path(), EXPERIMENT, None, tuple(arms))
+    (outcome,) = native_backend.find(Facts(run))
+    assert outcome.ok is False
+    assert outcome.detail == (
+        "B and D are Triton 2 with its python backend: B and D do not measure Triton's onnxruntime and tensorrt "
+        "backends; C measures the onnxruntime backend"
+    )
+    assert list(native_backend.find(Facts(StoredRun(Path(), EXPERIMENT, None, (native(), arm(ONNX)))))) == []
 
 
 def test_the_preferred_size_that_triton_fills_in_itself_is_none() -> None:

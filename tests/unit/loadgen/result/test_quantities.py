@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.quantities import detectable, inverse, measured, number, ratio, ratio_interval, sentence, share
+from loadgen.quantities import (
+    detectable,
+    inverse,
+    measured,
+    measured_interval,
+    number,
+    ratio,
+    ratio_interval,
+    sentence,
+    share,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,16 @@ def test_nothing_measured_reads_as_zero_and_no_percentage_is_absurd() -> None:
     assert ratio_interval((0.001, 0.002)).startswith("0.001")
     assert (share(9.99), share(11.0), share(11_000.0)) == ("1,000 %", "11×", "11,000×")
     assert (detectable(0.06), detectable(1e12)) == ("6.0 %", "> 100×")
+
+
+def test_an_interval_that_says_nothing_is_not_printed_as_numbers() -> None:
+    """Two rounds of a machine that stalled gave the first one."""
+    assert ratio_interval((0.00000006, 44_507_966.9), 2) == "not determined by 2 rounds"
+    assert ratio_interval((0.05, 20.0)) == "not determined"
+    assert ratio_interval((0.11, 9.0), 2) == "0.1–9.0"
+    assert ratio_interval((12.0, 4000.0), 2) == "12.0–4,000.0", "at least 12×, whatever else"
+    assert measured_interval((99.0, 110.0)) == "99–110"
+    assert measured_interval((0.6, 4800.0)) == "not determined"
 
 
 @given(st.floats(0.9, 0.99999), st.floats(0.0001, 0.05))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from loadgen.statistics.anytime import estimate_anytime
 from loadgen.statistics.ratios import (
     MOST_CORRELATION,
+    RatioEstimate,
     adjust_holm,
     detectable_effect,
     error_of_mean,
     estimate_ratio,
     geometric_mean,
     interval_of_mean,
+    lag_one,
     widening,
 )
 
@@ -122,6 +126,26 @@ def test_few_rounds_that_strongly_resemble_each_other_do_not_hide_a_large_differ
     assert 1.85 < estimate.ci95[0] < min(ratios)
     assert max(ratios) < estimate.ci95[1] < 2.15
     assert estimate.degrees == 4
+
+
+@given(RATIOS.filter(lambda ratios: len(ratios) >= 4))
+def test_a_correlation_is_between_minus_one_and_one(ratios: list[float]) -> None:
+    found = lag_one(ratios)
+    assert found is not None
+    assert -1.0 <= found <= 1.0
+
+
+def test_rounds_that_drift_one_way_do_not_correlate_by_more_than_one() -> None:
+    """The correction for the bias made 1.13 of these six."""
+    assert lag_one([0.5, 0.52, 1.0, 1.98, 2.0, 2.02]) == 1.0
+
+
+@pytest.mark.parametrize("estimate", [estimate_ratio, estimate_anytime])
+def test_an_estimate_says_the_correlation_that_its_interval_allows_for(estimate: Callable[..., RatioEstimate]) -> None:
+    ratios = [1.0, 1.1, 1.05, 0.98, 1.02, 1.04]
+    assert estimate(ratios, 0.05, 1.1).correlation == MOST_CORRELATION
+    assert estimate(ratios, 0.05, 1.1).ci95 == estimate(ratios, 0.05, MOST_CORRELATION).ci95
+    assert estimate(ratios, 0.05, -0.4).correlation == 0.0
 
 
 def test_the_bound_on_the_error_is_exact_for_the_strongest_correlation() -> None:
