@@ -18,6 +18,7 @@ from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import number, sentence, share, signed_ms
 from loadgen.records.run import Experiment, Label, Record, Workload, shown
 from loadgen.result.checks.generator import RECONNECT_LIMIT
+from loadgen.result.checks.handicap import handicap
 from loadgen.result.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.result.checks.run import same_payload
 from loadgen.result.lead import beside
@@ -65,7 +66,8 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
     rankings = rank(facts.comparisons, experiment.baseline.label)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
-    said = _sentence(experiment, titles, facts.comparisons, rankings, failed, partial(beside, facts))
+    slowed = complaints([check for check in checks if check.name == handicap.name])
+    said = _sentence(experiment, titles, facts.comparisons, rankings, failed, slowed, partial(beside, facts))
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     return Verdict(
@@ -93,18 +95,22 @@ def _sentence(
     comparisons: Sequence[Comparison],
     rankings: Sequence[Ranking],
     failed: Sequence[str],
+    slowed: Sequence[str],
     explain: Explain,
 ) -> str:
+    """`slowed` are those of the `failed` checks that name an arm which its own settings make slow: they come first."""
     workloads = {workload.name: workload for workload in experiment.workloads}
     leading = leading_comparisons(comparisons)
     usable = [c for c in leading if c.verdict != "invalid"]
     if not leading:
         return "Nothing was compared."
     if not usable:
-        return " ".join(["No verdict.", *failed[:1]])
+        return " ".join(["No verdict.", *(slowed or failed)[:1]])
     before = ""
     scenarios, lost = ({c.scenario for c in group} for group in (leading, set(leading) - set(usable)))
-    if lost:
+    if lost and slowed:
+        before = f"{slowed[0]} Otherwise: "
+    elif lost:
         before = f"No verdict on {len(lost)} of {len(scenarios)} workloads (see the failed checks); otherwise: "
     elif failed:
         before = "The run is not valid (see the failed checks); the workloads that are complete show: "
