@@ -77,6 +77,7 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
         "scenarios": SCENARIOS,
         "restarts": RESTARTS if launched else 1,
         "rounds": PAIRS if launched else PAIRS_OF_ONE_START,
+        "handicap_check": False,
     }
     own = {name: value for name, value in defaults.items() if name not in given}
     return settings.model_copy(update={**own, "arms": {"a": arm, "b": arm}, "fail_if": ()})
