@@ -99,7 +99,7 @@ def _ensemble_settings(own: Mapping[str, object], steps: Sequence[StepRecord]) -
     settings.pop("dynamic_batching", None)
     settings.pop("max_queue_delay_us", None)
     if steps and all(step.config is not None for step in steps):
-        settings["dynamic_batching"] = any(part["dynamic_batching"] for part in parts)
+        settings["dynamic_batching"] = any(part.get("dynamic_batching") for part in parts)
         delay_us = _delay_us(steps)
         if delay_us is not None:
             settings["max_queue_delay_us"] = delay_us

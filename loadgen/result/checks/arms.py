@@ -313,7 +313,7 @@ def queue_policy(arm: ArmRecord, _: Facts) -> Outcome:
     if policy := queue_policy_of(arm):
         remedy = f"Remove {policy} from dynamic_batching in the config.pbtxt of {shown(arm.label)}."
         return Outcome(False, f"has {policy}, which {POLICY_EFFECT}", policy, remedy=remedy)
-    if arm.model_config is None:
+    if arm.model_config is None or any(step.config is None for step in arm.steps):
         return UNREPORTED
     return Outcome(True, "has none" if arm.server_name == "triton" else "has another batcher than Triton's", "none")
 

@@ -130,7 +130,7 @@ def test_describes_itself_as_over_http(open_server, client):
         assert numbers_as_text(document) == numbers_as_text(over_http)
     config = client.get_model_config(MODEL).config
     assert config.max_batch_size == 32
-    assert config.dynamic_batching.max_queue_delay_microseconds == 2000
+    assert config.dynamic_batching.max_queue_delay_microseconds == 0
     assert config.parameters["engine"].string_value == "null"
     index = client.get_model_repository_index(as_json=True)
     assert index == {"models": [{"name": MODEL, "version": "1", "state": "READY"}]}

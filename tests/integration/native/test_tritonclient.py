@@ -69,7 +69,7 @@ def test_describes_itself(client):
     assert client.get_model_repository_index() == [{"name": MODEL, "version": "1", "state": "READY"}]
     config = client.get_model_config(MODEL)
     assert config["max_batch_size"] == 32
-    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 0
     in_effect = {key: value["string_value"] for key, value in config["parameters"].items()}
     assert in_effect == {
         "engine": "null",

@@ -102,7 +102,7 @@ def test_the_config_tells_what_is_in_effect(triton: Any, client: Any, artefact: 
         "payload": "fp32",
     }
     assert config["max_batch_size"] == 32
-    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 0
     assert [group["kind"] for group in config["instance_group"]] == ["KIND_CPU"]
     assert str(artefact.path.parent) not in json.dumps(config), "a config is published: no path of this machine"
     match = re.search(r'"engine ready: (.+)"$', triton.log_file.read_text(), re.MULTILINE)
@@ -156,7 +156,8 @@ def test_the_largest_batches_do_not_grow_the_shared_memory(triton: Any, client: 
     assert [(path.name, path.stat().st_size) for path in triton.regions()] == before
 
 
-def test_a_request_that_brings_its_own_timeout_waits_no_longer(triton: Any, client: Any) -> None:
+def test_without_a_queue_limit_nothing_is_refused(triton: Any, client: Any) -> None:
+    """Triton honours a request's own timeout only with a queue policy, which makes its batcher slow."""
     tensor = http_client.InferInput("pixel_values", [1, 3, 224, 224], "FP32")
     tensor.set_data_from_numpy(pixels(1))
     with ThreadPoolExecutor(1) as pool:
@@ -164,10 +165,8 @@ def test_a_request_that_brings_its_own_timeout_waits_no_longer(triton: Any, clie
         deadline = time.monotonic() + 30
         while pending(triton) < 2:
             assert time.monotonic() < deadline
-        with pytest.raises(http_client.InferenceServerException, match="Request timeout expired") as caught:
-            client.infer(MODEL, [tensor], timeout=50_000)  # in µs
-        assert caught.value.status() == "503"
-        assert len(occupied.result()) == 4, "without a timeout of its own a request waits"
+        assert client.infer(MODEL, [tensor], timeout=50_000).as_numpy("embedding").shape == (1, 512)  # in µs
+        assert len(occupied.result()) == 4
 
 
 def pending(triton: Any) -> float:

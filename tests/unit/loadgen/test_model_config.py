@@ -109,7 +109,7 @@ def with_parameter(config: dict[str, Any], name: str, value: str) -> dict[str, A
 )
 def test_onnxruntimes_threads_spin_on_a_cpu(config: dict[str, Any], spinning: str | None) -> None:
     assert read_triton(config, "2.51.0").settings.get("spinning") == spinning
-    assert read_triton({"platform": "ensemble"}, "2.51.0", steps({}, config)).settings.get("spinning") == spinning
+    assert read_triton({"platform": "ensemble"}, "2.51.0", steps(None, config)).settings.get("spinning") == spinning
 
 
 def test_a_queue_policy_is_read_as_the_lines_that_make_it() -> None:
@@ -143,7 +143,7 @@ def test_an_ensembles_settings_are_those_of_the_step_that_executes() -> None:
     assert found.settings == {
         "platform": "ensemble", "backend": "onnxruntime", "max_batch_size": 16, "dynamic_batching": True,
         "max_queue_delay_us": 2030, "instances": 1, "device": "cpu", "precision": "fp32", "model": "resnet",
-        "threads": "2", "decode_threads": "2", "steps": "step_0 (python) → step_1 (onnxruntime)",
+        "threads": "2", "spinning": "on", "decode_threads": "2", "steps": "step_0 (python) → step_1 (onnxruntime)",
     }  # fmt: skip
 
 

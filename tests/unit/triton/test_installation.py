@@ -257,7 +257,7 @@ def test_a_step_in_python_is_checked_like_the_model_itself(
     installation = read_installation(image("python", python=python), interpreter)
     options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(update=free_ports)
     if words is None:
-        assert prepare_repository(options, installation).title == "Triton 2.61, ensemble backend, your my_model"
+        assert prepare_repository(options, installation).title == "Triton 2.61, ensemble, your my_model"
     else:
         with pytest.raises(TritonOptionError, match=words):
             prepare_repository(options, installation)

@@ -209,7 +209,10 @@ def test_the_faults_above_are_the_whole_registry() -> None:
     ceilings = {"engine_ceiling"}  # test_ceilings
     processors = {"cpu_steal", "other_processes"}  # test_taken_processors
     padding = {"padding_held_back"}  # test_checks_of_several_arms
-    covered = {fault[0] for fault in FAULTS} | elsewhere | fairness | searches | ceilings | processors | padding
+    handicap = {"handicap"}  # tests/integration/loadgen/test_handicap.py
+    covered = (
+        {fault[0] for fault in FAULTS} | elsewhere | fairness | searches | ceilings | processors | padding | handicap
+    )
     assert covered == set(CHECKS)
 
 
