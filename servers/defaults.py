@@ -13,4 +13,8 @@ ARTEFACTS = ".artefacts"
 
 ENGINES = "torch, onnxruntime, tensorrt, openvino, jax, another installed engine, or null (no model)"
 PRECISIONS = "auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16, bf16, int8 or fp8, as the engine offers them."
-"""The help of `--engine` and of `--precision`."""
+SPINNING = (
+    "Whether the threads of the onnxruntime engine spin on the CPU while they wait for work. auto: on, ONNX Runtime's "
+    "default; off suits cores that other programs use."
+)
+"""The help of `--engine`, `--precision` and `--spinning`."""

@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from servers import defaults
 from servers.engines.padding import pad_to_text, parse_pad_to
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import EngineSettings, parse_spinning
 from servers.models.registry import DEFAULT_MODEL
 from servers.tuning import ALL, keeps
 
@@ -81,10 +81,19 @@ class EngineOptions(ModelOptions):
         defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N; auto uses a GPU if there is one."
     )
     threads: int = Field(0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0 uses all cores.")
+    spinning: Literal["auto", "on", "off"] = Field("auto", title="Engine", description=defaults.SPINNING)
 
     def engine_settings(self, max_batch_size: int) -> EngineSettings:
         """The options as an engine takes them."""
-        return EngineSettings(self.engine, self.precision, self.mode, self.device, self.threads, max_batch_size)
+        return EngineSettings(
+            self.engine,
+            self.precision,
+            self.mode,
+            self.device,
+            self.threads,
+            max_batch_size,
+            spinning=parse_spinning(self.spinning),
+        )
 
 
 def takes_settings(kind: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:

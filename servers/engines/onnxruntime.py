@@ -299,9 +299,9 @@ class OnnxRuntimeEngine(Engine):
         options.intra_op_num_threads = thread_count(self._settings.threads)
         options.inter_op_num_threads = 1
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-        # Spinning gained 15 to 30 % on two quiet cores, and beside other work took 1.7 to 2 times as long; see
-        # docs/engines.md. The load generator is such work.
-        options.add_session_config_entry(SPINNING, "1" if self._settings.spinning else "0")
+        # On a GPU these threads have hardly any work, and spinning would only take cores.
+        spins = index is None and self._settings.spinning is not False
+        options.add_session_config_entry(SPINNING, "1" if spins else "0")
         if index is not None:
             options.add_session_config_entry(RECORD_PLACEMENT, "1")
         elif self._settings.precision == "fp16":

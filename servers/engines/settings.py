@@ -100,6 +100,11 @@ def precision_on(device: str, requested: str) -> str:
     return "fp32" if device == "cpu" else "fp16"
 
 
+def parse_spinning(text: str) -> bool | None:
+    """auto, on or off, as an option or a parameter has it."""
+    return {"on": True, "off": False}.get(text)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """The requested settings. `Engine.describe` returns those in effect; an engine refuses what it cannot honour.
@@ -117,8 +122,9 @@ class EngineSettings:
     """Sizes of the model's padded axis to prepare for, ascending; empty: the engine chooses. See `Axis`."""
     buckets: tuple[int, ...] = ()
     """Batch sizes to prepare besides `max_batch_size`; empty: the engine chooses."""
-    spinning: bool = False
-    """Intra-op threads spin while they wait for work; offered by onnxruntime on the CPU."""
+    spinning: bool | None = None
+    """Whether intra-op threads spin while they wait for work, a choice of onnxruntime on the CPU; None: the engine's
+    default."""
 
     def __post_init__(self) -> None:
         with suppress(EngineError):  # `check` refuses an unknown one
@@ -137,8 +143,8 @@ class EngineSettings:
             raise EngineError(f"max_batch_size {self.max_batch_size}: it must be at least 1")
         if self.buckets and not 1 <= min(self.buckets) <= max(self.buckets) <= self.max_batch_size:
             raise EngineError(f"buckets {self.buckets}: they must be from 1 to max_batch_size {self.max_batch_size}")
-        if self.spinning and (self.kind != "onnxruntime" or self.device_here() != "cpu"):
-            raise EngineError("spinning on: only the onnxruntime engine on the CPU offers it; leave spinning off")
+        if self.spinning is not None and (self.kind != "onnxruntime" or self.device_here() != "cpu"):
+            raise EngineError("only the onnxruntime engine on the CPU has a choice of spinning; leave spinning out")
         if self.threads < 0:
             raise EngineError(f"threads {self.threads}: it must be 0 (all cores) or more")
         for name, value, offered in (

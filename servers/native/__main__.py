@@ -13,7 +13,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # For libgomp, which torch loads. By default its threads spin while they wait for each other, and one busy neighbour
     # (the client, on a small machine) makes an inference wait whole time slices: batch 1 took 1,332 ms spinning and
-    # 164 ms sleeping on two cores beside other work. ONNX Runtime's threads spin only with --spinning on.
+    # 164 ms sleeping on two cores beside other work. See --spinning for those of ONNX Runtime.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from pydantic import ValidationError

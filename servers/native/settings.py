@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings
 from servers import defaults
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import cuda_index, thread_count
-from servers.engines.settings import EngineError, EngineSettings, engine_kind
+from servers.engines.settings import EngineError, EngineSettings, engine_kind, parse_spinning
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
@@ -64,12 +64,7 @@ class NativeSettings(BaseSettings):
         description="Intra-op threads on the CPU, for each engine process; 0: all cores that the server may use, "
         "divided between them.",
     )
-    spinning: Literal["off", "on"] = Field(
-        "off",
-        title="Engine",
-        description="Whether the threads of the onnxruntime engine spin while they wait for work, as they do in "
-        "Triton's onnxruntime backend.",
-    )
+    spinning: Literal["auto", "on", "off"] = Field("auto", title="Engine", description=defaults.SPINNING)
     artefact: Annotated[Path | None, Option(offered=False)] = Field(
         None, title="Engine", description="The file of the model's own inputs, for engines that execute one."
     )
@@ -232,7 +227,7 @@ class NativeSettings(BaseSettings):
             self.threads,
             self.max_batch_size,
             self.pad_sizes,
-            spinning=self.spinning == "on",
+            spinning=parse_spinning(self.spinning),
         )
 
     @field_validator("engine")

@@ -9,7 +9,7 @@ import msgspec
 
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import pad_to_text, parse_pad_to
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import EngineSettings, parse_spinning
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
@@ -81,6 +81,7 @@ def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int)
         threads=int(parameters.get("threads", "0")),
         max_batch_size=max_batch_size,
         pad_to=parse_pad_to(parameters.get("pad_to", "")),
+        spinning=parse_spinning(parameters.get("spinning", "")) if parameters["engine"] == "onnxruntime" else None,
     )
 
 

@@ -43,8 +43,6 @@ DECODING = DecodingSettings()
 NATIVE = {"onnxruntime": (onnxruntime_config, "onnx"), "tensorrt": (tensorrt_config, "plan")}
 ENDINGS = {"onnxruntime": "_onnx", "tensorrt": "_tensorrt"}
 """The names of a model behind the native backends."""
-SLEEPING = ("onnxruntime", "torch")
-"""Engines whose threads do not spin in the stub process; for torch the launch sets OpenMP's wait policy."""
 MODEL_PY = """# The code is servers.triton.python_model, for every repository.
 from servers.triton.python_model import TritonPythonModel as TritonPythonModel
 """
@@ -128,8 +126,9 @@ def _prepare(folder: Path, repository: Repository) -> None:
 
 def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
     engine, specification, parameters = serving.engine, model.specification, _parameters(model, serving)
-    if engine.device == "cpu" and engine.kind in SLEEPING:
-        parameters["spinning"] = "off"
+    if engine.device == "cpu" and engine.kind in ("onnxruntime", "torch"):  # for torch the launch sets the wait policy
+        spins = engine.kind == "onnxruntime" and engine.threads != 1 and engine.spinning is not False
+        parameters["spinning"] = "on" if spins else "off"
     config = python_config(specification, serving.batching, engine.device, parameters, ragged=bool(engine.pad_to))
     artefact = str(model.artefact.absolute()) if model.artefact else None
     private = EngineFile(model=specification.reference, weights=serving.weights.text, artefact=artefact)

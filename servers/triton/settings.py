@@ -101,6 +101,8 @@ class TritonSettings(EngineOptions):
             raise EngineError(f"the {backend} backend does not run the engine {self.engine}; use --backend python")
         if self.mode not in ("auto", NATIVE_MODES[backend]):
             raise EngineError(f"the {backend} backend has no mode {self.mode}; leave --mode out")
+        if requested.spinning is not None:
+            raise EngineError(f"the {backend} backend of Triton takes no setting for spinning; leave --spinning out")
         return resolve_engine(replace(requested, kind=backend, mode=NATIVE_MODES[backend]))
 
 

@@ -186,7 +186,7 @@ def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Abl
         return Untested(cause="compute", label=arm.label, reason=reason)
     if (backend := arm.in_effect.get("backend")) in BACKEND_ENDINGS:
         return Untested(cause="compute", label=arm.label, reason=f"Triton's {backend} backend cannot leave it out")
-    null = {"engine": "null", "device": "", "mode": "", "precision": ""}
+    null = {"engine": "null", "device": "", "mode": "", "precision": "", "spinning": ""}
     changed = f"engine {engine} → null, which computes nothing"
     return _ablation(experiment, request, "compute", changed, settings=null)
 

@@ -103,7 +103,7 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord, length
         **({} if weights is None else {"weights": weights}),
         "threads": str(effect.get("threads") or asked.get("threads", experiment.threads)),
         "max-batch-size": str(largest),
-        **({"artefacts": asked["artefacts"]} if "artefacts" in asked else {}),
+        **{name: asked[name] for name in ("artefacts", "spinning") if name in asked},
         **({"sequence-length": ",".join(map(str, lengths))} if lengths else {}),
     }
     arguments = tuple(f"--{name}={value}" for name, value in options.items())

@@ -95,7 +95,7 @@ def test_the_config_tells_what_is_in_effect(triton: Any, client: Any, artefact: 
         "mode": "session",
         "device": "cpu",
         "threads": "2",
-        "spinning": "off",
+        "spinning": "on",
         "weights": "random weights (seed 0)",
         "artefact": artefact.path.name,
         "artefact_sha256": artefact.manifest.sha256,

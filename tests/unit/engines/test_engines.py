@@ -107,7 +107,7 @@ def test_the_description_is_read_back(engine: Engine) -> None:
     else:
         assert seen.mode == "session"
         assert seen.details["providers"] == ["CPUExecutionProvider"]
-        assert seen.spinning == "off"
+        assert seen.spinning == "on"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -84,8 +84,10 @@ def test_every_datatype_goes_in_and_out_at_every_size(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("asked", "threads", "in_effect"), [(False, 2, "off"), (True, 2, "on"), (True, 1, "off")])
-def test_spinning_is_read_back(tmp_path: Path, asked: bool, threads: int, in_effect: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "threads", "in_effect"), [(None, 2, "on"), (False, 2, "off"), (True, 2, "on"), (True, 1, "off")]
+)
+def test_spinning_is_read_back(tmp_path: Path, asked: bool | None, threads: int, in_effect: str) -> None:
     specification = copying(tmp_path / "copying.onnx", datatypes=("FP32",))
     settings = EngineSettings(kind="onnxruntime", device="cpu", threads=threads, spinning=asked)
     settings.check()
@@ -95,10 +97,12 @@ def test_spinning_is_read_back(tmp_path: Path, asked: bool, threads: int, in_eff
     engine.close()
 
 
+@pytest.mark.parametrize("spinning", [True, False])
 @pytest.mark.parametrize(("kind", "device"), [("torch", "cpu"), ("onnxruntime", "cuda:0")])
-def test_spinning_is_refused_where_it_has_no_effect(kind: str, device: str) -> None:
-    with pytest.raises(EngineError, match="only the onnxruntime engine on the CPU offers it"):
-        EngineSettings(kind=kind, device=device, spinning=True).check()
+def test_spinning_is_refused_where_it_has_no_effect(kind: str, device: str, spinning: bool) -> None:
+    EngineSettings(kind=kind, device=device).check()
+    with pytest.raises(EngineError, match="only the onnxruntime engine on the CPU has a choice of spinning"):
+        EngineSettings(kind=kind, device=device, spinning=spinning).check()
 
 
 @pytest.mark.parametrize(("policy", "spinning"), [("PASSIVE", "off"), ("passive", "off"), ("ACTIVE", "on"), ("", "on")])

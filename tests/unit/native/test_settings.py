@@ -59,7 +59,7 @@ def test_times_that_no_request_and_no_timer_takes_are_refused_at_the_start(name,
         NativeSettings(**{name: value})
 
 
-@pytest.mark.parametrize(("spinning", "spins"), [("off", False), ("on", True)])
+@pytest.mark.parametrize(("spinning", "spins"), [("auto", None), ("off", False), ("on", True)])
 def test_spinning_reaches_the_engine(spinning, spins):
     assert NativeSettings(engine="onnxruntime", device="cpu", spinning=spinning).engine_settings().spinning is spins
 

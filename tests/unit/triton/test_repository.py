@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from servers.models.image_decoder import DecodingSettings
 from servers.models.registry import get_specification, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.triton.engine_parameters import settings_from_parameters
 from servers.triton.errors import TritonOptionError
 from servers.triton.interpreter import Interpreter
 from servers.triton.repository import PlacedModel, Repository, Serving, lay_out
@@ -54,16 +56,30 @@ def test_everything_that_triton_reads(
 
 
 @pytest.mark.parametrize(
-    ("kind", "device", "spinning"),
-    [("onnxruntime", "cpu", "off"), ("torch", "cpu", "off"), ("openvino", "cpu", ""), ("onnxruntime", "cuda:0", "")],
+    ("changes", "spinning"),
+    [
+        ({}, "on"),
+        ({"spinning": False}, "off"),
+        ({"threads": 1}, "off"),
+        ({"kind": "torch"}, "off"),
+        ({"kind": "openvino"}, ""),
+        ({"device": "cuda:0"}, ""),
+    ],
 )
-def test_the_threads_of_the_python_backend_do_not_spin(
-    tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification, kind: str, device: str, spinning: str
+def test_the_config_of_the_python_backend_says_whether_threads_spin(
+    tmp_path: Path,
+    interpreter: Interpreter,
+    specification: ModelSpecification,
+    changes: dict[str, Any],
+    spinning: str,
 ) -> None:
-    engine = replace(ENGINE, kind=kind, device=device)
+    engine = replace(ENGINE, **changes)
     models = laid_out(tmp_path / "work", interpreter, specification, engine).models
     config = parse((models / specification.name / "config.pbtxt").read_text())
-    assert config.parameters["spinning"].string_value == spinning
+    parameters = {name: parameter.string_value for name, parameter in config.parameters.items()}
+    assert parameters.get("spinning", "") == spinning
+    asked = settings_from_parameters(parameters, 8).spinning
+    assert asked is ({"on": True, "off": False}.get(spinning) if engine.kind == "onnxruntime" else None)
 
 
 def test_only_sizes_to_pad_to_let_triton_merge_requests_of_different_sizes(

@@ -67,6 +67,13 @@ def planned(run: Experiment, records: dict[Label, ArmRecord] | None = None) -> P
 BOTH = [(cause, label) for cause in ("queue_delay", "transfer", "compute") for label in ("a", "b")]
 
 
+def test_the_engine_that_computes_nothing_gets_no_setting_of_another_engine() -> None:
+    own = {"engine": "onnxruntime", "spinning": "off", "threads": "2"}
+    plan, _ = plan_ablations(experiment({"settings": own}), arms(), BYTES)
+    compute = next(one for one in plan if (one.cause, one.label) == ("compute", "a"))
+    assert changed_settings(own, compute.without) == {"engine": "null", "threads": "2"}
+
+
 def test_every_cause_of_both_arms() -> None:
     done, untested = planned(experiment())
     assert done == BOTH

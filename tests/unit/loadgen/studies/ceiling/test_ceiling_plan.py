@@ -121,12 +121,12 @@ def test_the_command_names_the_settings_in_effect() -> None:
 
 
 def test_every_option_is_one_of_abserve_engine() -> None:
-    a = ArmRequest(label="a", target="native", settings={"artefacts": "x"})
+    a = ArmRequest(label="a", target="native", settings={"artefacts": "x", "spinning": "off"})
     command = command_of(only(make_experiment(a=a), arm(threads="2", device="cpu")))
-    assert "--threads=2" in command
+    assert {"--threads=2", "--spinning=off"} <= set(command)
     known = CliRunner().invoke(build(), ["engine", "--help"], env={"COLUMNS": "300"}).output
     options = [part.split("=")[0] for part in (*command[1:], "--sequence-length=1")]
-    assert len(options) == 11
+    assert len(options) == 12
     assert [option for option in options if option not in known] == []
 
 
