@@ -23,7 +23,7 @@ from servers.triton.errors import TritonOptionError
 from servers.triton.settings import TritonSettings
 
 if TYPE_CHECKING:
-    from servers.triton.trial import Trial
+    from servers.triton.trial import ServerTrial
 
 MIN_FREE_BYTES = 2 * 2**30
 """An export needs 0.4 GB and as much again while it is written; the samples and logs of a full run some tens of MB."""
@@ -110,7 +110,7 @@ def findings(tritonserver: Path | None = None) -> list[Finding]:
     return [python, *_packages(), *_engines(), *triton, *here, *containers, next_step]
 
 
-def _triton(requested: Path | None, device: str) -> tuple[list[Finding], Trial | None]:
+def _triton(requested: Path | None, device: str) -> tuple[list[Finding], ServerTrial | None]:
     """What the tritonserver does here that a launch would start, and its trial if it is an installed one."""
     from servers.triton.box import tensorrt_findings, trial_findings
     from servers.triton.installation import find_folder, read_installation

@@ -13,7 +13,7 @@ from servers.export.tensorrt_tools import bindings_version, library_version, trt
 from servers.finding import Finding, finding
 from servers.triton.installation import Installation
 from servers.triton.interpreter import Interpreter, libpython_remedy
-from servers.triton.trial import Trial
+from servers.triton.trial import ServerTrial
 
 NATIVE = ("onnxruntime", "tensorrt")
 """Triton's own backends, the one that needs no plan first."""
@@ -26,7 +26,7 @@ def in_container() -> bool:
     return bool(named) or any(mark.exists() for mark in CONTAINER_MARKS)
 
 
-def trial_findings(server: Installation, interpreter: Interpreter, trial: Trial) -> list[Finding]:
+def trial_findings(server: Installation, interpreter: Interpreter, trial: ServerTrial) -> list[Finding]:
     """What a tritonserver did here, then each of its backends that does not work."""
     name = f"{server.title} in {server.origin}"
     if trial.failure is not None:
@@ -53,7 +53,7 @@ def trial_findings(server: Installation, interpreter: Interpreter, trial: Trial)
     return found
 
 
-def tensorrt_findings(trial: Trial) -> list[Finding]:
+def tensorrt_findings(trial: ServerTrial) -> list[Finding]:
     """The tools that can build a plan, where there is a backend for it."""
     others = [name for name in trial.working if name != "tensorrt"]
     return [_tools(others)] if "tensorrt" in trial.backends else []
@@ -80,7 +80,7 @@ def builds_plans() -> bool:
     return library is not None and library in (trtexec_version(), bindings_version())
 
 
-def next_command(installed: Trial | None, has_gpu: bool, has_docker: bool) -> Finding:
+def next_command(installed: ServerTrial | None, has_gpu: bool, has_docker: bool) -> Finding:
     """The comparison that shows most here. `installed` is what an installed tritonserver did, `has_docker` whether an
     engine answers and can give containers the GPU."""
     command, why = "abserve compare", ""

@@ -60,7 +60,7 @@ _FILES = {"onnxruntime": ("model.onnx", RELU), "tensorrt": ("model.plan", b""), 
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ServerTrial:
     """What a tritonserver did here."""
 
     ready_seconds: float
@@ -76,7 +76,7 @@ class Trial:
         return () if self.failure else tuple(name for name in USED if self.backends.get(name, "") is None)
 
 
-def try_installation(installation: Installation, device: str = "cpu") -> Trial:
+def try_installation(installation: Installation, device: str = "cpu") -> ServerTrial:
     """Start it with the backends that are there and stop it again, within a minute or so. `device` is that of the ONNX
     model, cpu or cuda:0."""
     faults = {name: fault for name in USED if (fault := _fault_of_files(installation, name))}
@@ -105,7 +105,7 @@ def try_installation(installation: Installation, device: str = "cpu") -> Trial:
             failure = ": ".join((words, *exc.log_lines[-1:]))
         except (TritonError, OSError, ValueError) as exc:
             failure = str(exc)
-    return Trial(ready, failure, {**answers, **faults})
+    return ServerTrial(ready, failure, {**answers, **faults})
 
 
 def _settings(folder: Path) -> TritonSettings:

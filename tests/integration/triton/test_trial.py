@@ -11,7 +11,7 @@ import pytest
 
 from servers.triton.installation import STUB, read_installation
 from servers.triton.interpreter import current_interpreter
-from servers.triton.trial import RELU, Trial, try_installation
+from servers.triton.trial import RELU, ServerTrial, try_installation
 from servers.triton.wheel import find_wheel
 from tests.integration.triton.test_installed import STAND_IN
 
@@ -35,7 +35,7 @@ def tree(tmp_path: Path) -> Path:
     return folder
 
 
-def tried(tree: Path) -> Trial:
+def tried(tree: Path) -> ServerTrial:
     return try_installation(read_installation(tree, current_interpreter()))
 
 

@@ -10,7 +10,7 @@ from servers.export import tensorrt_tools
 from servers.triton import box
 from servers.triton.installation import STUB, Installation, read_installation
 from servers.triton.interpreter import current_interpreter, libpython_remedy
-from servers.triton.trial import Trial
+from servers.triton.trial import ServerTrial
 
 HERE = current_interpreter()
 THREE_ARMS = "abserve compare --a native --b triton --b-option backend=onnxruntime"
@@ -47,8 +47,8 @@ def trtexec(folder: Path, release: str) -> None:
     tool.chmod(0o755)
 
 
-def tried(*working: str, failure: str | None = None, **faults: str) -> Trial:
-    return Trial(0.4, failure, dict.fromkeys(working) | faults)
+def tried(*working: str, failure: str | None = None, **faults: str) -> ServerTrial:
+    return ServerTrial(0.4, failure, dict.fromkeys(working) | faults)
 
 
 @pytest.mark.parametrize(("built", "ok"), [("v101303", True), ("v100300", False)])
