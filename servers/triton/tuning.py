@@ -49,19 +49,19 @@ def apply(models: Path, names: Iterable[str], tuning: str, target: Path) -> dict
     Where `tuning` leaves fields out, the changed configs are written into `target`, which may be `models` itself; the
     other files of a model become links there. Raises `UnknownModelError` and `TuningError`.
     """
-    configs = {
-        folder.name: read_config(folder) for folder in step_folders(models, names) if (folder / CONFIG).is_file()
-    }
+    folders = list(step_folders(models, names))
+    configs = {folder: read_config(folder) for folder in folders if (folder / CONFIG).is_file()}
     present = {field: value for config in configs.values() for field, value in tuning_of(config).items()}
     kept = keeps(tuning, present)
-    for one, config in configs.items():
+    if target != models:
+        for folder in folders:
+            _link(folder, target / folder.name)
+    for folder, config in configs.items():
         left_out = tuning_of(config).keys() - kept
         for field in left_out:
             _remove(config, field)
-        if target != models:
-            _link(models / one, target / one)
         if left_out or target != models:
-            _write(target / one / CONFIG, config, keep=not left_out, source=models / one / CONFIG)
+            _write(target / folder.name / CONFIG, config, keep=not left_out, source=folder / CONFIG)
     return {field: value for field, value in present.items() if field in kept}
 
 

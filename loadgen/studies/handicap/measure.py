@@ -120,12 +120,10 @@ def _run(bench: Bench, probe: Probe, tuned: Arm, plain: Arm, seconds: float) -> 
     store, margin = RunStore(bench.store.directory / probe.folder), bench.experiment.equivalence_margin
     runner = LoadRunner({TUNED: tuned, PLAIN: plain}, bench.generator, store, Progress(), seed=bench.experiment.seed)
     runner.warm_up(probe.loads)
-    blocks, stored, slow = (
-        interleave(probe.loads, BESIDE, bench.experiment.seed + probe.number),
-        list[StoredBlock](),
-        [],
-    )
+    blocks = interleave(probe.loads, BESIDE, bench.experiment.seed + probe.number)
     named = {load.name: load for load in probe.loads}
+    stored: list[StoredBlock] = []
+    slow: list[Workload] = []
     for load in probe.loads:
         deadline = monotonic() + seconds
         for block in (one for one in blocks if one.workload is load):

@@ -95,13 +95,17 @@ def test_each_setting_can_be_put_back_alone(models: Path, tmp_path: Path, field:
 
 
 def test_the_steps_of_an_ensemble_are_tuned_with_it(models: Path, tmp_path: Path) -> None:
-    for outer, inner in (("inner", "slow"), ("outer", "inner")):
-        step = f'ensemble_scheduling {{ step [ {{ model_name: "{inner}" }} ] }}'
-        add(models, outer, f'platform: "ensemble" max_batch_size: 8 {step}')
+    for outer, steps in (
+        ("inner", '{ model_name: "slow" }'),
+        ("outer", '{ model_name: "inner" }, { model_name: "bare" }'),
+    ):
+        add(models, outer, f'platform: "ensemble" max_batch_size: 8 ensemble_scheduling {{ step [ {steps} ] }}')
     add(models, "beside", SLOW)
+    add(models, "bare", "")
+    (models / "bare" / "config.pbtxt").unlink()  # Triton completes it from the file
     assert apply(models, ["outer"], "all", models) == FIELDS
     assert apply(models, ["outer"], "none", tmp_path / "plain") == {}
-    assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == ["inner", "outer", "slow"]
+    assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == ["bare", "inner", "outer", "slow"]
     assert not read_config(tmp_path / "plain" / "outer").HasField("dynamic_batching")
 
 
