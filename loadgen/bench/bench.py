@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
@@ -11,7 +12,7 @@ from loadgen.bench.answers import AnswersUnderLoad
 from loadgen.bench.arms import Arm
 from loadgen.bench.gpu_recording import GpuStage
 from loadgen.bench.load_runner import LoadRunner
-from loadgen.bench.preparation import Inputs
+from loadgen.bench.preparation import READY_SECONDS, Inputs, make_deployment
 from loadgen.bench.progress import Progress
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import schedule
@@ -108,6 +109,19 @@ class Bench:
         for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
             arm, signature = self.arms[label], self.signatures[label]
             self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment))
+
+    @contextmanager
+    def second_server(self, arm: Arm, experiment: Experiment, store: RunStore, work: Path) -> Iterator[Arm]:
+        """Start a server for the arm's request beside the run's own servers, and stop it at the end. `store` gets its
+        log, `work` is its folder. Raises `AddressError`, `DeploymentError`, `ProcessError`."""
+        deployment = make_deployment(arm.request, experiment, store, work, self.abserve)
+        try:
+            deployment.start()
+            started = replace(arm, deployment=deployment, model=deployment.model or arm.model)
+            deployment.wait_ready(started.model, READY_SECONDS)
+            yield started
+        finally:
+            deployment.stop()
 
     def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
         """Run every load shape of these workloads on every arm. Returns by name how many seconds a request takes on the

@@ -18,7 +18,6 @@ import msgspec
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, LoadRunner
-from loadgen.bench.preparation import READY_SECONDS, make_deployment
 from loadgen.bench.progress import Progress
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import has_load, interleave
@@ -139,14 +138,8 @@ def _arm(bench: Bench, label: Label, variant: Variant, store: RunStore, name: st
         arm.deployment.wait_ready(arm.model, 5.0)
         yield arm
         return
-    deployment = make_deployment(request, varied, store, bench.work / store.directory.name / name, bench.abserve)
-    try:
-        deployment.start()
-        arm = replace(arm, deployment=deployment, model=deployment.model or arm.model)
-        deployment.wait_ready(arm.model, READY_SECONDS)
-        yield arm
-    finally:
-        deployment.stop()
+    with bench.second_server(arm, varied, store, bench.work / store.directory.name / name) as started:
+        yield started
 
 
 def varied_request(request: ArmRequest, variant: Variant) -> ArmRequest:

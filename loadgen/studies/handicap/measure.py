@@ -8,8 +8,8 @@ and the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import monotonic
 
@@ -18,7 +18,6 @@ import msgspec
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, LoadRunner, closed_loop
-from loadgen.bench.preparation import READY_SECONDS, make_deployment
 from loadgen.bench.progress import Progress
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import has_load, interleave, load_workloads
@@ -139,17 +138,9 @@ def _run(bench: Bench, probe: Probe, tuned: Arm, plain: Arm, seconds: float) -> 
     return slow
 
 
-@contextmanager
-def _server(bench: Bench, label: Label, tuning: str, name: str) -> Iterator[Arm]:
+def _server(bench: Bench, label: Label, tuning: str, name: str) -> AbstractContextManager[Arm]:
     """A second server of an arm with this tuning, while the arm's own stays up without load."""
     own = bench.arms[label]
     request = msgspec.structs.replace(own.request, settings=own.request.settings | {"tuning": tuning})
     work = bench.work / f"handicap-{label}-{name}"
-    deployment = make_deployment(request, bench.experiment, bench.store, work, bench.abserve)
-    try:
-        deployment.start()
-        arm = replace(own, request=request, deployment=deployment, model=deployment.model or own.model)
-        deployment.wait_ready(arm.model, READY_SECONDS)
-        yield arm
-    finally:
-        deployment.stop()
+    return bench.second_server(replace(own, request=request), bench.experiment, bench.store, work)
