@@ -18,8 +18,8 @@ from rich.table import Table
 from servers.engines.environment import enter_environment_of
 from servers.engines.factory import build_engine, check_engine
 from servers.engines.interface import EngineDescription, EngineError
-from servers.engines.processors import nvidia_device_present
-from servers.engines.settings import EngineSettings, engine_kind
+from servers.engines.processors import nvidia_device_present, wait_policy
+from servers.engines.settings import EngineSettings, engine_kind, parse_spinning
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
@@ -60,6 +60,7 @@ def engine(
     console = Console(highlight=False)
     if json is not None and not json.absolute().parent.is_dir():
         fail(f"--json {json}: give the path of a file in a folder that exists", status=2)
+    os.environ.update(wait_policy(parse_spinning(settings.spinning)))
     try:
         specification = get_variant(settings.model, settings.payload)
         weights = parse_weights(settings.weights, specification.default_weights)

@@ -13,14 +13,19 @@ def thread_count(requested: int) -> int:
     return requested if requested > 0 else len(os.sched_getaffinity(0))
 
 
-WAIT_POLICY = "OMP_WAIT_POLICY"
-"""Environment variable that libgomp, which torch loads, reads when it is loaded: PASSIVE threads sleep while they wait
-for each other, others spin. The servers set it to PASSIVE."""
+def wait_policy(spinning: bool | None) -> dict[str, str]:
+    """The environment variable with which libgomp, which torch loads, executes as `spinning` says.
+
+    Its threads spin for some milliseconds while they wait for each other, by default and so for True and None; for
+    False they sleep. It is read when torch is imported, so set it before.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE"} if spinning is False else {}
 
 
-def openmp_spinning() -> str:
-    """Whether OpenMP's threads spin while they wait, "on" or "off"."""
-    return "off" if os.environ.get(WAIT_POLICY, "").upper() == "PASSIVE" else "on"
+def openmp_spinning(threads: int) -> str:
+    """Whether OpenMP's `threads` spin while they wait for each other, "on" or "off"; a single one waits for none."""
+    sleeps = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" or os.environ.get("GOMP_SPINCOUNT") == "0"
+    return "off" if sleeps or threads == 1 else "on"
 
 
 def nvidia_device_present() -> bool:

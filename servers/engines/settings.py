@@ -100,6 +100,10 @@ def precision_on(device: str, requested: str) -> str:
     return "fp32" if device == "cpu" else "fp16"
 
 
+SPINS = ("torch", "onnxruntime")
+"""Engines with threads of their own on the CPU that spin while they wait for each other, unless told not to."""
+
+
 def parse_spinning(text: str) -> bool | None:
     """auto, on or off, as an option or a parameter has it."""
     return {"on": True, "off": False}.get(text)
@@ -143,8 +147,8 @@ class EngineSettings:
             raise EngineError(f"max_batch_size {self.max_batch_size}: it must be at least 1")
         if self.buckets and not 1 <= min(self.buckets) <= max(self.buckets) <= self.max_batch_size:
             raise EngineError(f"buckets {self.buckets}: they must be from 1 to max_batch_size {self.max_batch_size}")
-        if self.spinning is not None and (self.kind != "onnxruntime" or self.device_here() != "cpu"):
-            raise EngineError("only the onnxruntime engine on the CPU has a choice of spinning; leave spinning out")
+        if self.spinning is not None and (self.kind not in SPINS or self.device_here() != "cpu"):
+            raise EngineError(f"only {' and '.join(SPINS)} on the CPU have a choice of spinning; leave spinning out")
         if self.threads < 0:
             raise EngineError(f"threads {self.threads}: it must be 0 (all cores) or more")
         for name, value, offered in (

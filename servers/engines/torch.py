@@ -215,14 +215,15 @@ class TorchEngine(RunnerEngine):
             }
             if graphs and axis is not None:
                 details |= {f"{axis.name}_buckets": list(runner.sizes), "captured_graphs": runner.captured}
+        threads = torch.get_num_threads() if self._device.type == "cpu" else None
         return self._description(
             version=torch.__version__,
             precision="fp8" if tower.fp8_layers else _precision_in_effect(self._device, dtype),
             mode=self._mode,
             device=str(self._device),
-            threads=torch.get_num_threads() if self._device.type == "cpu" else None,
+            threads=threads,
             details=details,
-            spinning=openmp_spinning() if self._device.type == "cpu" else None,
+            spinning=None if threads is None else openmp_spinning(threads),
         )
 
     def close(self) -> None:

@@ -62,7 +62,6 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def main(arguments: Sequence[str]) -> int:
     """Run one of the four forms; the exit status is 1 when the last answer was an error."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the native server executes; see its __main__
     faulthandler.enable()  # a crash in a library writes the Python stack to the log
     request: Request | Exception | None
     try:

@@ -11,15 +11,12 @@ def main() -> int:
     """Serve, and return the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 when it cannot serve."""
     # Until the server handles signals, Ctrl-C ends the process without a traceback, as SIGTERM does.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # For libgomp, which torch loads. By default its threads spin while they wait for each other, and one busy neighbour
-    # (the client, on a small machine) makes an inference wait whole time slices: batch 1 took 1,332 ms spinning and
-    # 164 ms sleeping on two cores beside other work. See --spinning for those of ONNX Runtime.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from pydantic import ValidationError
 
     from servers.engines.padding import padding_of
-    from servers.engines.settings import EngineError
+    from servers.engines.processors import wait_policy
+    from servers.engines.settings import EngineError, parse_spinning
     from servers.listener import ListenerError, bind
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
@@ -28,6 +25,7 @@ def main() -> int:
 
     try:
         given = from_argv(sys.argv[1:])
+        os.environ.update(wait_policy(parse_spinning(given.spinning)))
         specifications = get_variants(given.model, given.payloads)
         settings = given.resolved(specifications[0])
         settings.engine_settings().check()

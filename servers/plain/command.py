@@ -47,7 +47,7 @@ def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> N
     assert settings.max_batch_size is not None
     plan = LaunchPlan(
         argv=(sys.executable, "-m", f"servers.plain.{kind}_server", *to_argv(settings)),
-        env={"OMP_WAIT_POLICY": "PASSIVE"},  # as on the native server: spinning threads take the client's cores
+        env={},
         http_url=url,
         grpc_address=None,
         model=name,

@@ -81,7 +81,7 @@ def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int)
         threads=int(parameters.get("threads", "0")),
         max_batch_size=max_batch_size,
         pad_to=parse_pad_to(parameters.get("pad_to", "")),
-        spinning=parse_spinning(parameters.get("spinning", "")) if parameters["engine"] == "onnxruntime" else None,
+        spinning=parse_spinning(parameters.get("spinning", "")),
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from servers.engines.processors import WAIT_POLICY
+from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
 from servers.export.triton_config import BatchingSettings
 from servers.launch_plan import LaunchPlan, host_in_url
@@ -179,7 +179,7 @@ def prepare(
     ]
     return LaunchPlan(
         argv=_argv(settings, installation, repository, repository.models, more),
-        env=_environment(installation, repository) | {WAIT_POLICY: "PASSIVE"},  # torch waits as on the native server
+        env=_environment(installation, repository) | wait_policy(engine.spinning),
         http_url=f"http://{_reachable(settings)}:{settings.http_port}",
         grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
         metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",

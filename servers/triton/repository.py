@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import SPINS, EngineSettings
 from servers.export.triton_config import (
     BatchingSettings,
     artefact_name,
@@ -126,9 +126,8 @@ def _prepare(folder: Path, repository: Repository) -> None:
 
 def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
     engine, specification, parameters = serving.engine, model.specification, _parameters(model, serving)
-    if engine.device == "cpu" and engine.kind in ("onnxruntime", "torch"):  # for torch the launch sets the wait policy
-        spins = engine.kind == "onnxruntime" and engine.threads != 1 and engine.spinning is not False
-        parameters["spinning"] = "on" if spins else "off"
+    if engine.device == "cpu" and engine.kind in SPINS:
+        parameters["spinning"] = "on" if engine.threads != 1 and engine.spinning is not False else "off"
     config = python_config(specification, serving.batching, engine.device, parameters, ragged=bool(engine.pad_to))
     artefact = str(model.artefact.absolute()) if model.artefact else None
     private = EngineFile(model=specification.reference, weights=serving.weights.text, artefact=artefact)

@@ -213,8 +213,8 @@ def padding_held_back(facts: Facts) -> Iterator[Outcome]:
 @fairness(
     "same thread spinning",
     "warns",
-    "Give every onnxruntime arm the same spinning, on or off. Triton's onnxruntime backend always spins and torch does "
-    "not: compare the CPU time per request as well.",
+    "Give every arm the same spinning, on or off (Triton's onnxruntime backend always spins), and compare the CPU time "
+    "per request as well.",
     threshold="equal",
 )
 def same_spinning(facts: Facts) -> list[Outcome]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,22 @@ def pad_to(server: Any) -> str:
     config = json.loads(server.request("GET", "/v2/models/tiny/config").body)
     shown: str = config["parameters"]["pad_to"]["string_value"]
     return shown
+
+
+@pytest.mark.parametrize(("spinning", "fronts"), [("auto", 0), ("off", 0), ("off", 1)])
+def test_torchs_threads_wait_as_asked(
+    spinning: str, fronts: int, model: Path, native: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")  # libgomp says what it read, when torch loads it
+    options = ("--model", str(model), "--engine", "torch", "--device", "cpu", "--threads", "2")
+    server = native(*options, "--spinning", spinning, "--fronts", str(fronts))
+    server.wait_ready()
+    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", (server.folder / f"log-{server.port}").read_text())
+    assert spins
+    assert (int(spins[0]) == 0) == (spinning == "off")
+    config = json.loads(server.request("GET", "/v2/models/tiny/config").body)
+    assert config["parameters"]["spinning"]["string_value"] == ("on" if spinning == "auto" else "off")
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -71,7 +71,6 @@ def test_print_launch_prints_one_json_line_and_nothing_else(
     assert Path(plan["argv"][0]).name == "tritonserver"
     assert plan["title"] == "Triton 2.51, python backend, onnxruntime fp32"
     assert plan["artefact"]["sha256"] == artefact.manifest.sha256
-    assert plan["env"]["OMP_WAIT_POLICY"] == "PASSIVE"
     assert plan["http_url"] == f"http://127.0.0.1:{own_settings.http_port}"
     assert own_settings.work_dir is not None
     assert "max_batch_size: 6" in (own_settings.work_dir / "models/openclip_vit_b32/config.pbtxt").read_text()

@@ -14,7 +14,7 @@ from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.onnxruntime import ELEMENT_TYPES, OnnxRuntimeEngine, stored_precision
-from servers.engines.processors import WAIT_POLICY, openmp_spinning
+from servers.engines.processors import openmp_spinning, wait_policy
 from servers.engines.settings import EngineSettings
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
@@ -98,19 +98,33 @@ def test_spinning_is_read_back(tmp_path: Path, asked: bool | None, threads: int,
 
 
 @pytest.mark.parametrize("spinning", [True, False])
-@pytest.mark.parametrize(("kind", "device"), [("torch", "cpu"), ("onnxruntime", "cuda:0")])
+@pytest.mark.parametrize(("kind", "device"), [("openvino", "cpu"), ("torch", "cuda:0"), ("onnxruntime", "cuda:0")])
 def test_spinning_is_refused_where_it_has_no_effect(kind: str, device: str, spinning: bool) -> None:
     EngineSettings(kind=kind, device=device).check()
-    with pytest.raises(EngineError, match="only the onnxruntime engine on the CPU has a choice of spinning"):
+    with pytest.raises(EngineError, match="only torch and onnxruntime on the CPU have a choice of spinning"):
         EngineSettings(kind=kind, device=device, spinning=spinning).check()
 
 
-@pytest.mark.parametrize(("policy", "spinning"), [("PASSIVE", "off"), ("passive", "off"), ("ACTIVE", "on"), ("", "on")])
+@pytest.mark.parametrize(
+    ("environment", "threads", "spinning"),
+    [
+        ({}, 2, "on"),
+        ({}, 1, "off"),
+        (wait_policy(True), 2, "on"),
+        (wait_policy(False), 2, "off"),
+        ({"OMP_WAIT_POLICY": "passive"}, 2, "off"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, 2, "on"),
+        ({"GOMP_SPINCOUNT": "0"}, 2, "off"),
+    ],
+)
 def test_openmps_threads_spin_unless_they_are_told_not_to(
-    monkeypatch: pytest.MonkeyPatch, policy: str, spinning: str
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], threads: int, spinning: str
 ) -> None:
-    monkeypatch.setenv(WAIT_POLICY, policy)
-    assert openmp_spinning() == spinning
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert openmp_spinning(threads) == spinning
 
 
 def test_strings_that_are_no_text_are_refused_with_the_reason(tmp_path: Path) -> None:

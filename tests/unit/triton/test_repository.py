@@ -61,7 +61,8 @@ def test_everything_that_triton_reads(
         ({}, "on"),
         ({"spinning": False}, "off"),
         ({"threads": 1}, "off"),
-        ({"kind": "torch"}, "off"),
+        ({"kind": "torch"}, "on"),
+        ({"kind": "torch", "spinning": False}, "off"),
         ({"kind": "openvino"}, ""),
         ({"device": "cuda:0"}, ""),
     ],
@@ -79,7 +80,7 @@ def test_the_config_of_the_python_backend_says_whether_threads_spin(
     parameters = {name: parameter.string_value for name, parameter in config.parameters.items()}
     assert parameters.get("spinning", "") == spinning
     asked = settings_from_parameters(parameters, 8).spinning
-    assert asked is ({"on": True, "off": False}.get(spinning) if engine.kind == "onnxruntime" else None)
+    assert asked is ({"on": True, "off": False}.get(spinning))
 
 
 def test_only_sizes_to_pad_to_let_triton_merge_requests_of_different_sizes(
