@@ -69,7 +69,7 @@ def test_what_the_gpu_configs_add_is_compared_with_the_servers_defaults() -> Non
     specification = get_specification("openclip_vit_b32")
     onnx = text_format.Parse(onnxruntime_config(specification), pb.ModelConfig())
     plan = text_format.Parse(tensorrt_config(specification), pb.ModelConfig())
-    assert tuning_of(onnx) == {"parameters.cudnn_conv_algo_search": "1"}
+    assert tuning_of(onnx) == {"parameters.cudnn_conv_algo_search": "1", "dynamic_batching": "{ }"}
     assert list(tuning_of(plan)) == ["optimization.cuda"]
 
 
@@ -116,6 +116,13 @@ def test_a_model_that_could_batch_and_does_not_is_given_a_batcher(models: Path, 
     assert read_config(tmp_path / "plain" / "serial").HasField("dynamic_batching")
     add(models, "alone", 'backend: "onnxruntime" max_batch_size: 0')
     assert apply(models, ["alone"], "all", models) == {}
+
+
+def test_a_batcher_of_onnxruntime_on_a_gpu_is_compared_with_none(models: Path, tmp_path: Path) -> None:
+    add(models, "gpu", 'backend: "onnxruntime" max_batch_size: 8 dynamic_batching { }')
+    assert apply(models, ["gpu"], "all", models) == {"dynamic_batching": "{ }"}
+    assert apply(models, ["gpu"], "none", tmp_path / "plain") == {}
+    assert not read_config(tmp_path / "plain" / "gpu").HasField("dynamic_batching")
 
 
 def test_text_is_merged_into_a_config(models: Path) -> None:
