@@ -2,8 +2,8 @@
 
 What is left is what Triton needs to load the model and to compute the same: names, tensors, files, instances,
 parameters, accelerators and warm-up. A dynamic batcher without settings stays, except where merging itself can be what
-costs; a model without one is given one. `abserve compare` runs a server with and without these fields, so that no arm is
-slow because of its configuration.
+costs; a model without one is given one. `abserve compare` runs a server with and without these fields, so that no arm
+is slow because of its configuration.
 """
 
 from __future__ import annotations
