@@ -39,6 +39,8 @@ LOST = "gpu_lost"
 SERIES_STEP_S = 1.0
 EDGE_MARGIN_NS = 2_000_000_000
 """From a block or a usable gap to the edges at its ends: `gap_settle_s` and the time of a reading."""
+PERIODIC = "periodic"
+"""The label of the edges that the sampler reads by itself."""
 NO_ATTRIBUTION = Attribution(
     pid_resolved=None, exclusive=None, foreign_pids=(), gaps_idle=None, correlation=None, p_value=None, bins=0
 )
@@ -113,8 +115,10 @@ def assess(
 
 
 def _beside(edge: EdgeLine, windows: Sequence[Window]) -> bool:
-    """Whether an edge is of this load or its gaps: between them, servers may start with short-lived processes."""
-    return any(one.start_ns - EDGE_MARGIN_NS <= edge.at_ns <= one.end_ns + EDGE_MARGIN_NS for one in windows)
+    """Whether an edge is of this load or its gaps: between them, and before the first gap, servers may start that are
+    none of the arms, such as one at its defaults. Only an edge that was asked for may lie just outside a window."""
+    margin = 0 if edge.label == PERIODIC else EDGE_MARGIN_NS
+    return any(one.start_ns - margin <= edge.at_ns <= one.end_ns + margin for one in windows)
 
 
 def span_of(windows: Sequence[Window]) -> Window | None:

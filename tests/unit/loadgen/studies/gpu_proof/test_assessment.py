@@ -13,6 +13,7 @@ from loadgen.result.checks.gpu import may_rank
 from loadgen.studies.gpu_proof.decision import decide
 from loadgen.studies.gpu_proof.records import Code, EvidenceRecord, Finding
 from tests.scripted_reader import Fault
+from tests.unit.loadgen.studies.gpu_proof.conftest import UUID
 
 Run = Callable[..., EvidenceRecord]
 S = 1_000_000_000
@@ -206,6 +207,23 @@ def test_a_process_between_the_blocks_is_not_foreign(run: Run, plan: Any) -> Non
     for at_s, foreign in ((130, False), (160, False), (180, True), (150, True)):
         spread.drop = born(at_s)
         assert run(spread).inputs.attribution.foreign is foreign, at_s
+
+
+def test_a_process_that_ends_before_the_first_gap_is_not_foreign(run: Run, plan: Any) -> None:
+    """A server at its defaults is compared with an arm until then, and the sampler reads every 10 s by itself."""
+
+    def read(at_s: float) -> Any:
+        given = plan()
+        edge = {
+            "type": "edge", "at_ns": int(at_s * S), "label": "periodic", "status": "ok",
+            "devices": [{"uuid": UUID, "processes": [{"pid": pid, "used_bytes": 1} for pid in (4711, 99)]}],
+        }  # fmt: skip
+        record = given.record
+        given.record = lambda: sorted([*record(), edge], key=lambda line: line.get("at_ns", 0))
+        return run(given)
+
+    assert read(99.5).finding == "GPU_VERIFIED"
+    assert read(104.0).code == "unattributed"
 
 
 def test_no_readings_at_all(run: Run, plan: Any) -> None:
