@@ -112,6 +112,8 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
     if service.decoding is not None:
         parameters["decode_threads"] = str(service.decoding.thread_count)
         parameters["max_image_pixels"] = str(service.decoding.max_pixels)
+    if service.settings.fronts is not None:
+        parameters["fronts"] = str(service.settings.fronts)
     if service.settings.added_delay_ms:
         parameters["added_delay_ms"] = f"{service.settings.added_delay_ms:g}"
     return parameters

@@ -16,7 +16,7 @@ import msgspec
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_workloads
 from loadgen.records.payloads import BACKEND_ENDINGS
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload, asked_for, setting_key, shown
+from loadgen.records.run import PLAIN, ArmRecord, ArmRequest, Experiment, Label, Workload, asked_for, setting_key, shown
 from loadgen.studies.causes.analyse import Pairs, difference, mean_pairs
 from loadgen.studies.causes.records import Ablation, CauseName, Untested, Variant
 from loadgen.transport.requests import Address
@@ -168,6 +168,9 @@ def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Abla
     if experiment.transport == "shm":
         reason = "its tensors go through shared memory already"
         return Untested(cause="transfer", label=request.label, reason=reason, moot=True)
+    if request.target in PLAIN:
+        reason = f"the {request.target} server takes tensors over HTTP only"
+        return Untested(cause="transfer", label=request.label, reason=reason)
     if experiment.deployment == "compose" and request.embedded:
         reason = f"{shown(request.label)} runs in a container, which does not share this machine's memory"
         return Untested(cause="transfer", label=request.label, reason=reason)
@@ -184,9 +187,13 @@ def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Abl
         return Untested(cause="compute", label=arm.label, reason="its engine, null, computes nothing", moot=True)
     if (reason := _fixed_settings(experiment, request)) is not None:
         return Untested(cause="compute", label=arm.label, reason=reason)
+    if request.target in PLAIN:
+        return Untested(cause="compute", label=arm.label, reason=f"the {request.target} server cannot leave it out")
     if (backend := arm.in_effect.get("backend")) in BACKEND_ENDINGS:
         return Untested(cause="compute", label=arm.label, reason=f"Triton's {backend} backend cannot leave it out")
     null = {"engine": "null", "device": "", "mode": "", "precision": "", "spinning": ""}
+    if (fronts := arm.in_effect.get("fronts")) is not None:  # its default is another one without a GPU
+        null["fronts"] = str(fronts)
     changed = f"engine {engine} → null, which computes nothing"
     return _ablation(experiment, request, "compute", changed, settings=null)
 

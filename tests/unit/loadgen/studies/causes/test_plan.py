@@ -74,6 +74,18 @@ def test_the_engine_that_computes_nothing_gets_no_setting_of_another_engine() ->
     assert changed_settings(own, compute.without) == {"engine": "null", "threads": "2"}
 
 
+def test_the_engine_that_computes_nothing_has_the_same_front_ends() -> None:
+    plan, _ = plan_ablations(experiment(), arms(fronts="8"), BYTES)
+    compute = next(one for one in plan if (one.cause, one.label) == ("compute", "a"))
+    assert changed_settings({}, compute.without) == {"engine": "null", "fronts": "8"}
+
+
+def test_a_plain_server_has_neither_shared_memory_nor_another_engine() -> None:
+    done, untested = planned(experiment({"target": "fastapi"}))
+    assert [cause for cause, label in done if label == "a"] == ["queue_delay"]
+    assert {cause for cause, label in untested if label == "a"} == {"transfer", "compute"}
+
+
 def test_every_cause_of_both_arms() -> None:
     done, untested = planned(experiment())
     assert done == BOTH
