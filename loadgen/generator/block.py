@@ -20,7 +20,7 @@ from loadgen.generator.kept_answers import KeptAnswers
 from loadgen.generator.messages import Done, Go, Open, Outcome, Prepare, Refusal, Reply
 from loadgen.generator.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.generator.users import Traffic
-from loadgen.generator.window import Claim, LoadWindow
+from loadgen.generator.window import Claim, LoadWindow, shared_counts
 from loadgen.records.samples import SampleWriter, median_latency_ns, read_samples
 from loadgen.transport.bodies import choose_items, failure_message
 from loadgen.transport.exchange import Connection, ConnectionRefused
@@ -51,7 +51,8 @@ class Block:
         target.connection((), timeout_s=command.timeout_s)  # refused here and not in every user's greenlet
         self.window = LoadWindow(
             command.requests, command.seconds, command.max_seconds,
-            latency_bound_ns=command.latency_bound_ns, late_allowed=command.late_allowed,
+            latency_bound_ns=command.latency_bound_ns, late_allowed=command.late_allowed, part=command.part,
+            counts=None if command.counts is None else shared_counts(command.counts, command.parts),
         )  # fmt: skip
         self._path = None if command.samples_path is None else Path(command.samples_path)
         self._users = range(command.first_user, command.first_user + command.concurrency)

@@ -1,7 +1,8 @@
 """How one block is shared among several load processes, and how their outcomes become one.
 
-Users and requests are divided as evenly as possible; of an open loop's schedule each process takes every n-th request,
-so that together they send exactly what one process would. All share one machine's monotonic clock, so their samples
+Users are divided as evenly as possible, and send until the block has enough requests of all processes together
+(`loadgen.generator.window`); of an open loop's schedule each process takes every n-th request. So together they send
+what one process would. All share one machine's monotonic clock, so their samples
 can be merged.
 """
 
@@ -52,12 +53,10 @@ def shares(command: Open, workers: int) -> list[Open]:
     if parts == 1:
         return [command]
     users = _even(command.concurrency, parts)
-    requests = _even(command.requests, parts)
     return [
         msgspec.structs.replace(
             command,
             concurrency=users[part],
-            requests=command.requests if command.arrivals != "closed" else max(requests[part], 1),
             part=part,
             parts=parts,
             first_user=sum(users[:part]),

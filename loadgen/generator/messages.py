@@ -64,7 +64,10 @@ class Open(Message, frozen=True, kw_only=True):
     arrivals_seed: int = 0
     part: int = 0
     parts: int = 1
-    """With several workers: each takes every `parts`-th request of the same schedule, from number `part`."""
+    """With several workers: each takes every `parts`-th request of the same schedule, from number `part`. Numbers of
+    requests are those of the whole block."""
+    counts: int | None = None
+    """Descriptor of the memory in which the workers share their counts; see `loadgen.generator.window`."""
     first_user: int = 0
     """Number of its first user, so that no two workers' users have the same."""
     latency_bound_ns: int | None = None

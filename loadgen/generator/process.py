@@ -7,6 +7,7 @@ measured is kept, and the block is not complete.
 
 from __future__ import annotations
 
+import os
 import select
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 
 from loadgen.generator.distribution import Contribution, merge, shares
 from loadgen.generator.messages import Abort, Alive, Command, Done, Go, Open, Outcome, Prepare, Refusal, Reply
+from loadgen.generator.window import counts_bytes
 from loadgen.headers import secret_of
 from loadgen.invocation import OWN_MODULE
 from loadgen.targets.process import ChildProcess
@@ -37,9 +39,10 @@ class GeneratorError(Exception):
 class _Worker:
     """One process of the generator."""
 
-    def __init__(self, name: str, log_path: Path) -> None:
+    def __init__(self, name: str, log_path: Path, counts: int) -> None:
         self.name = name
-        self.child = ChildProcess([*OWN_MODULE, "loadgen.generator"], log_path=log_path, pipes=True)
+        command = [*OWN_MODULE, "loadgen.generator"]
+        self.child = ChildProcess(command, log_path=log_path, pipes=True, descriptors=(counts,))
         self.reply: Reply | None = None
         """The reply to the last command."""
         self.lost: str | None = None
@@ -81,12 +84,17 @@ class GeneratorProcess:
     """A long-lived generator of one or more processes. Not thread-safe: one command at a time."""
 
     def __init__(self, log_path: Path, *, processes: int = 1) -> None:
-        """With several processes each writes its own log beside `log_path`."""
+        """With several processes each writes its own log beside `log_path`. Raises `GeneratorError`, `ProcessError`."""
         names, logs = ["the load generator"], [log_path]
         if processes > 1:
             names = [f"load worker {number} of {processes}" for number in range(1, processes + 1)]
             logs = [log_path.with_name(f"{log_path.stem}-worker{number}.log") for number in range(processes)]
-        self._workers = [_Worker(name, log) for name, log in zip(names, logs, strict=True)]
+        try:
+            self._counts = os.memfd_create("abserve-counts")
+            os.ftruncate(self._counts, counts_bytes(processes))
+        except OSError as exc:
+            raise GeneratorError(f"the load generator cannot start: {exc.strerror or exc}") from exc
+        self._workers = [_Worker(name, log, self._counts) for name, log in zip(names, logs, strict=True)]
         self._asked: list[_Worker] = []
         """Workers that got the last command: not all of them when there are fewer users than processes."""
         self._parts: list[Open] = []
@@ -99,7 +107,9 @@ class GeneratorProcess:
 
     def open(self, command: Open) -> None:
         """Get one block ready to start. Raises `GeneratorError`, also when the server cannot be reached."""
-        self._parts = shares(command, len(self._workers))
+        os.pwrite(self._counts, bytes(counts_bytes(len(self._workers))), 0)
+        shared = msgspec.structs.replace(command, counts=self._counts)
+        self._parts = shares(shared, len(self._workers))
         self._ask(self._parts, 30.0 + 2 * command.timeout_s)
         self._require_done()
 
@@ -126,6 +136,9 @@ class GeneratorProcess:
         for worker in self._workers:
             worker.child.stop(timeout_s=2.0)
             sweep(worker.child.pid)
+        if self._counts >= 0:
+            os.close(self._counts)
+            self._counts = -1
 
     def _ask(self, commands: Sequence[Command], timeout_s: float) -> None:
         self._asked = self._workers[: len(commands)]
