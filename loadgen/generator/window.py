@@ -11,7 +11,6 @@ requests are answered goes on while another one's are not.
 from __future__ import annotations
 
 import mmap
-from collections.abc import MutableSequence
 from enum import Enum
 
 FAILURES_IN_A_ROW = 100
@@ -27,7 +26,7 @@ class Claim(Enum):
     COOL_DOWN = "cool-down"
 
 
-Counts = MutableSequence[int]
+Counts = memoryview | list[int]
 """The counts of one block: first the moment since which it has enough, 0 until then; then a row per process, which only
 that process writes. A row fills a cache line of its own, so that writing it does not slow the other processes down."""
 _CLAIMED, _UNDER_WAY, _LATE, _ROW = 0, 1, 2, 8
