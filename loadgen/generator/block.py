@@ -1,13 +1,13 @@
 """The work of a load generator process: it prepares bodies and runs one block of load at a time.
 
-Each user is a greenlet, in a process that gevent has patched. All users of a block connect first, then start together;
-a block ends with the last answer.
+Each user is a greenlet, in a process that gevent has patched. All users of a block connect first, then settle: each has
+one small request answered. Then they start together; a block ends with the last answer.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -15,13 +15,14 @@ from time import perf_counter_ns, process_time_ns
 
 import gevent
 from gevent.event import Event
+from gevent.lock import Semaphore
 
 from loadgen.generator.kept_answers import KeptAnswers
-from loadgen.generator.messages import Done, Go, Open, Outcome, Prepare, Refusal, Reply
+from loadgen.generator.messages import CONNECT_SECONDS, Done, Go, Open, Outcome, Prepare, Refusal, Reply
 from loadgen.generator.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.generator.users import Traffic
 from loadgen.generator.window import Claim, LoadWindow, shared_counts
-from loadgen.records.samples import SampleWriter, median_latency_ns, read_samples
+from loadgen.records.samples import NS_PER_S, SampleWriter, median_latency_ns, read_samples
 from loadgen.transport.bodies import choose_items, failure_message
 from loadgen.transport.exchange import Connection, ConnectionRefused
 from loadgen.transport.expected_outputs import ExpectedOutputs
@@ -30,7 +31,6 @@ from loadgen.transport.transports import Bodies, Target, prepare_bodies
 from loadgen.transport.variation import FreshNumbers, find_variation
 
 _FLUSH_SECONDS = 0.5
-_GATHER_SECONDS = 30.0
 
 Shape = tuple[int, int | None]
 """The batch size of a body, and the length of all its items; None: of any."""
@@ -75,25 +75,53 @@ class Block:
         self._go = Event()
         """Set when all users start."""
         self._greenlets: list[gevent.Greenlet] = []
+        self._command = command
         self._connected: list[Connection] = []
+        self._turns = Semaphore(0)
+        """How many more users may settle now."""
         self._first_answers_ns: list[int] = []
-        """Time from the start of each connection to its first answer."""
+        """Time of connecting and of the first answer, of each user that has settled."""
         self._obstacle: str | None = None
         """Why a user cannot take part, so that the block does not start."""
         self._storage_error: str | None = None
 
     def gather(self) -> None:
-        """Spawn and connect every user and have one small request of each answered, so that no connection is new and
-        the server's threads are awake when the window opens. Raises `BlockError`."""
+        """Connect every user and have one small request of each answered, so that no connection is new and the
+        server's threads are awake when the window opens. Raises `BlockError`.
+
+        Connecting takes the network's time, settling the model's: one user settles alone, and the time of its answer
+        says how many of the others may settle together, and how long all of them may take.
+        """
         self._greenlets = [gevent.spawn(self._user, number) for number in self._users]
-        deadline_ns = perf_counter_ns() + int(_GATHER_SECONDS * 1e9)
-        while self._obstacle is None and len(self._connected) < len(self._users):
-            if perf_counter_ns() > deadline_ns:
-                self._obstacle = f"only {len(self._connected)} of {len(self._users)} users could connect"
-            gevent.sleep(0.001)
-        if self._obstacle is not None:
+        try:
+            users, command = len(self._users), self._command
+            self._await_users(
+                self._connected, users, CONNECT_SECONDS,
+                "could connect; use fewer users or let the server accept more connections",
+            )  # fmt: skip
+            began_ns = perf_counter_ns()
+            self._turns.release()
+            self._await_users(self._first_answers_ns, 1, CONNECT_SECONDS + command.timeout_s, "had an answer")
+            alone_s = (perf_counter_ns() - began_ns) / NS_PER_S
+            for _ in range(command.settling_users(alone_s) - 1):
+                self._turns.release()
+            self._await_users(
+                self._first_answers_ns, users, command.settling_s(alone_s),
+                f"had a first answer, where one request alone took {alone_s:.3g} s; use fewer users",
+            )  # fmt: skip
+        except BlockError:
             self.discard()
-            raise BlockError(self._obstacle)
+            raise
+
+    def _await_users(self, there: Sized, users: int, limit_s: float, what: str) -> None:
+        """Raises `BlockError` with the obstacle that a user met, or if `there` has fewer users after `limit_s`."""
+        deadline_ns = perf_counter_ns() + int(limit_s * NS_PER_S)
+        while len(there) < users:
+            if (obstacle := self._obstacle or self.window.cut_reason) is not None:
+                raise BlockError(obstacle)
+            if perf_counter_ns() > deadline_ns:
+                raise BlockError(f"after {limit_s:.3g} s only {len(there)} of {len(self._users)} users {what}")
+            gevent.sleep(0.001)
 
     def run(self, start_at_ns: int | None = None) -> Outcome:
         """Run the window, from now or from a later moment, without garbage collection."""
@@ -175,18 +203,13 @@ class Block:
 
     def _user(self, number: int) -> None:
         """Connect, have one small request answered, wait for the others, then send until the block ends."""
-        connection, began_ns = self._traffic.connection(), perf_counter_ns()
         try:
-            connection.connect()
-            exchange = connection.send(self._settling)
-        except ConnectionRefused as refused:
-            self._obstacle = self._obstacle or str(refused)
+            connection = self._settle()
+        except Exception as exc:  # noqa: BLE001 (gevent would only print it, and the block would wait for this user)
+            self._obstacle = self._obstacle or (
+                str(exc) if isinstance(exc, (BlockError, ConnectionRefused)) else repr(exc)
+            )
             return
-        if not exchange.good:
-            self._obstacle = self._obstacle or failure_message(exchange)
-            return
-        self._first_answers_ns.append(exchange.end_ns - began_ns)
-        self._connected.append(connection)
         self._go.wait()
         try:
             self._send(connection, number)
@@ -196,6 +219,19 @@ class Block:
             self._storage_failed(exc)
         except Exception as exc:  # noqa: BLE001 (gevent would only print it, and the sample would be missing)
             self.window.cut(f"the load generator failed: {exc!r}")
+
+    def _settle(self) -> Connection:
+        """A connection on which one request was answered. Raises `BlockError`, `ConnectionRefused`."""
+        connection, began_ns = self._traffic.connection(), perf_counter_ns()
+        connection.connect()
+        connected_ns = perf_counter_ns() - began_ns
+        self._connected.append(connection)
+        with self._turns:
+            exchange = connection.send(self._settling)
+        if not exchange.good:
+            raise BlockError(failure_message(exchange))
+        self._first_answers_ns.append(connected_ns + exchange.end_ns - exchange.send_ns)
+        return connection
 
     def _send(self, connection: Connection, number: int) -> None:
         window, pacer, traffic = self.window, self._pacer, self._traffic

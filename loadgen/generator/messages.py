@@ -5,8 +5,8 @@
     Go      → Outcome       run the block: all users start together
     Abort                   end the running block early; has no reply, the block's Outcome comes as usual
 
-While a block runs the generator sends `Alive` every second. Any command but Abort may be answered by `Refusal`; the
-generator stays usable after it.
+While a block opens and while it runs the generator sends `Alive` every second. Any command but Abort may be answered by
+`Refusal`; the generator stays usable after it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ import msgspec
 from loadgen.experiment.arrivals import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
 from loadgen.transport.endpoint import Signature
+
+CONNECT_SECONDS = 30.0
+"""How long the users of a block may take to connect."""
+SETTLING_FACTOR = 4.0
+"""How many times longer a request may take while many users settle than alone on a server that answers one request
+after another."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -78,6 +84,15 @@ class Open(Message, frozen=True, kw_only=True):
     keep_seed: int = 0
     """Decides which answers are kept."""
 
+    def settling_users(self, alone_s: float) -> int:
+        """How many users may have their settling requests under way at the same time, so that each answer comes within
+        the time limit of a request. `alone_s` is the time that one request takes alone."""
+        return min(self.concurrency, max(1, int(self.timeout_s / (SETTLING_FACTOR * max(alone_s, 1e-9)))))
+
+    def settling_s(self, alone_s: float) -> float:
+        """How long all users together may take for their settling requests."""
+        return CONNECT_SECONDS + SETTLING_FACTOR * self.concurrency * alone_s
+
     def due_offsets_ns(self) -> Offsets | None:
         """The whole schedule of an open loop, of all workers; None for a closed one."""
         if self.arrivals == "closed" or self.rate_per_s is None:
@@ -103,7 +118,7 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """A block is running."""
+    """A block opens or runs."""
 
 
 class KeptTensor(Message, frozen=True, kw_only=True):
@@ -161,8 +176,8 @@ class Outcome(Message, frozen=True, kw_only=True):
     cool_down_ns: int = 0
     """Sum of their latencies."""
     first_answer_ns: int | None = None
-    """Time from connecting to the first answer, before the window: the median over the users of a process, and of
-    several processes the largest."""
+    """Time of connecting and of the first answer, before the window: the median over the users of a process, and of
+    several processes the largest. The wait for other users' first answers is not a part of it."""
     answers: tuple[KeptAnswer, ...] = ()
 
 
