@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from tokenize import TokenError
@@ -152,7 +153,7 @@ def store_samples(path: Path, samples: Samples) -> None:
     try:
         with part.open("wb") as file:
             file.write(_header(len(samples)))
-            file.write(samples.tobytes())
+            file.write(np.ascontiguousarray(samples).view(np.uint8).data)
         part.rename(path)
     except OSError:
         part.unlink(missing_ok=True)
@@ -161,14 +162,46 @@ def store_samples(path: Path, samples: Samples) -> None:
 
 def read_samples(path: Path) -> Samples:
     """Read all whole records of NAME.npy, or of NAME.npy.part if only that exists. Raises `OSError`, `ValueError`."""
-    if not path.exists() and part_path(path).exists():
-        path = part_path(path)
+    path = _existing(path)
     with path.open("rb") as file:
         return load_samples(file, path.name)
 
 
+@dataclass(frozen=True, slots=True)
+class SampleFile:
+    """The samples of a stored block, read whenever they are asked for: a run has more of them than memory may hold."""
+
+    path: Path
+    count: int
+
+    def read(self) -> Samples:
+        """Raises `OSError`, `ValueError`."""
+        return read_samples(self.path)[: self.count]
+
+
+def find_samples(path: Path) -> SampleFile:
+    """NAME.npy, or NAME.npy.part if only that exists, with the number of its whole records. Raises `OSError`,
+    `ValueError`."""
+    path = _existing(path)
+    with path.open("rb") as file:
+        _read_header(file, path.name)
+        stored_bytes = os.fstat(file.fileno()).st_size - file.tell()
+    return SampleFile(path, max(stored_bytes, 0) // SAMPLE_DTYPE.itemsize)
+
+
+def _existing(path: Path) -> Path:
+    return part_path(path) if not path.exists() and part_path(path).exists() else path
+
+
 def load_samples(file: BinaryIO, name: str) -> Samples:
     """Read all whole records of an open file; `name` is for messages. Raises `ValueError`."""
+    _read_header(file, name)
+    content = file.read()
+    return np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
+
+
+def _read_header(file: BinaryIO, name: str) -> None:
+    """Raises `ValueError` unless samples follow."""
     try:
         np.lib.format.read_magic(file)
         _, _, dtype = np.lib.format.read_array_header_1_0(file)
@@ -176,9 +209,6 @@ def load_samples(file: BinaryIO, name: str) -> Samples:
         raise ValueError(f"{name} has no readable header: {exc}") from exc
     if dtype != SAMPLE_DTYPE:
         raise ValueError(f"{name} holds no samples but {dtype}")
-    content = file.read()
-    whole = len(content) - len(content) % SAMPLE_DTYPE.itemsize
-    return np.frombuffer(content[:whole], dtype=SAMPLE_DTYPE)
 
 
 def _header(count: int) -> bytes:

@@ -53,7 +53,7 @@ def test_a_block_that_cannot_be_read_or_is_of_no_workload_is_left_out(run: Store
     live = LiveRatios(run.experiment)
     stored = [block for block in run.blocks if block.record.workload == "single" and block.record.round == 0]
     one, other = summarise_blocks(stored)
-    (unread,) = summarise_blocks([replace(stored[0], samples=None, problem="its samples are gone")])
+    (unread,) = summarise_blocks([replace(stored[0], stored=None, problem="its samples are gone")])
     assert live.add(msgspec.structs.replace(one, workload="ramp(1)")) == []
     assert live.add(msgspec.structs.replace(one, complete=False)) == []
     assert live.add(unread) == []
