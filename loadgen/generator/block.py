@@ -22,7 +22,7 @@ from loadgen.generator.messages import CONNECT_SECONDS, Done, Go, Open, Outcome,
 from loadgen.generator.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.generator.users import Traffic
 from loadgen.generator.window import Claim, LoadWindow, shared_counts
-from loadgen.records.samples import NS_PER_S, SampleWriter, median_latency_ns, read_samples
+from loadgen.records.samples import NS_PER_S, SampleWriter
 from loadgen.transport.bodies import choose_items, failure_message
 from loadgen.transport.exchange import Connection, ConnectionRefused
 from loadgen.transport.expected_outputs import ExpectedOutputs
@@ -148,7 +148,6 @@ class Block:
             self._writer.close()
         except OSError as exc:
             self._storage_failed(exc)
-        stored = self._path if self._storage_error is None else None
         return Outcome(
             window_start_ns=start_ns,
             window_end_ns=max(start_ns, self._traffic.last_end_ns),
@@ -160,7 +159,6 @@ class Block:
             cool_down=self._traffic.unmeasured,
             cool_down_ns=self._traffic.unmeasured_ns,
             first_answer_ns=int(median(self._first_answers_ns)),
-            latency_p50_ns=None if stored is None else median_latency_ns(read_samples(stored)),
             cut_reason=self.window.cut_reason,
             storage_error=self._storage_error,
             transport=self._traffic.target.transport,

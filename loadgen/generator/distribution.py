@@ -22,7 +22,6 @@ from loadgen.records.run import WorkerRecord
 from loadgen.records.samples import (
     SAMPLE_DTYPE,
     Samples,
-    median_latency_ns,
     part_path,
     read_samples,
     store_samples,
@@ -101,7 +100,6 @@ def merge(command: Open, parts: Sequence[Contribution]) -> Outcome:
         error_messages=tuple(messages),
         cpu_ns=sum(worker.cpu_ns for worker in workers),
         reconnects=sum(outcome.reconnects for outcome in outcomes),
-        latency_p50_ns=None if samples is None else median_latency_ns(samples),
         cut_reason=next(iter(cut_reasons), None),
         storage_error=next(iter(storage_errors), None),
         transport=next((outcome.transport for outcome in outcomes), "http"),

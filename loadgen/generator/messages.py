@@ -148,7 +148,7 @@ class KeptAnswer(Message, frozen=True, kw_only=True):
 
 class Outcome(Message, frozen=True, kw_only=True):
     """The outcome of a block. `cut_reason`: why it ended early. `storage_error`: why its samples are not on disk.
-    `cpu_ns`: CPU time of the generator. `latency_p50_ns` is for the progress display only."""
+    `cpu_ns`: CPU time of the generator."""
 
     window_start_ns: int
     window_end_ns: int
@@ -157,7 +157,6 @@ class Outcome(Message, frozen=True, kw_only=True):
     error_messages: tuple[str, ...]
     cpu_ns: int
     reconnects: int
-    latency_p50_ns: int | None
     cut_reason: str | None
     storage_error: str | None
     transport: Transport = "http"
@@ -179,6 +178,12 @@ class Outcome(Message, frozen=True, kw_only=True):
     """Time of connecting and of the first answer, before the window: the median over the users of a process, and of
     several processes the largest. The wait for other users' first answers is not a part of it."""
     answers: tuple[KeptAnswer, ...] = ()
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """Requests per second of the window, in which the users also send the cool-down's; None without a request."""
+        seconds, requests = (self.window_end_ns - self.window_start_ns) / 1e9, self.requests + self.cool_down
+        return requests / seconds if seconds > 0.0 and requests else None
 
 
 class Refusal(Message, frozen=True, kw_only=True):

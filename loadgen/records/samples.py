@@ -50,12 +50,6 @@ def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)
 
 
-def median_latency_ns(samples: Samples) -> int | None:
-    """Median latency of the good responses; None without any."""
-    answered = good(samples)
-    return int(np.median(answered["end_ns"] - answered["intended_ns"])) if len(answered) else None
-
-
 def with_errors_of(samples: Samples, own: Sequence[str], messages: Sequence[str]) -> Samples:
     """A copy whose errors are numbered by `messages`, which include its `own`. An error beyond `own` gets the last of
     them, or without any the number after the last of `messages`."""

@@ -84,13 +84,11 @@ def test_users_start_together_and_share_the_requests(
     serial_ns = (samples["end_ns"] - samples["send_ns"]).sum()
     assert outcome.window_end_ns - outcome.window_start_ns < serial_ns / 4, "the users waited for each other"
     assert 0 < outcome.cpu_ns < outcome.window_end_ns - outcome.window_start_ns
-    assert outcome.latency_p50_ns is not None
-    assert outcome.latency_p50_ns > 400e6
 
 
 def test_a_warm_up_stores_nothing(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
     outcome = block(generator, url, None, batch_size=4, requests=3)
-    assert (outcome.requests, outcome.errors, outcome.latency_p50_ns) == (3, 0, None)
+    assert (outcome.requests, outcome.errors) == (3, 0)
     assert not list(tmp_path.glob("*.npy*"))
 
 

@@ -70,7 +70,7 @@ def write(path: Path, users: list[int], *, errors: dict[int, int] | None = None,
 def outcome(requests: int, **changes: object) -> Outcome:
     fields: dict[str, object] = {
         "window_start_ns": 1, "window_end_ns": 90_000, "requests": requests, "errors": 0, "error_messages": (),
-        "cpu_ns": 7, "reconnects": 0, "latency_p50_ns": 20, "cut_reason": None, "storage_error": None,
+        "cpu_ns": 7, "reconnects": 0, "cut_reason": None, "storage_error": None,
     }  # fmt: skip
     return Outcome(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -94,7 +94,7 @@ def test_errors_are_numbered_anew_and_samples_are_in_order(tmp_path: Path) -> No
     assert samples["user"].tolist() == [0, 3, 1, 4, 2]
     assert samples["error"].tolist() == [-1, 0, 0, 1, -1]
     assert [path.name for path in tmp_path.iterdir()] == ["0000.npy"]
-    assert (merged.cut_reason, merged.cpu_ns, merged.latency_p50_ns) == (None, 14, 20)
+    assert (merged.cut_reason, merged.cpu_ns) == (None, 14)
 
 
 def test_what_a_lost_worker_had_written_is_kept(tmp_path: Path) -> None:
