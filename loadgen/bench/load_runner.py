@@ -306,6 +306,7 @@ def common_fields(entry: ScheduledBlock, started_at: str, outcome: Outcome) -> d
         "errors": outcome.errors,
         "error_messages": outcome.error_messages,
         "generator_cpu_ns": outcome.cpu_ns,
+        "generator_spin_ns": outcome.spin_ns,
     }
 
 

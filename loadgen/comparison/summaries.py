@@ -70,7 +70,7 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     warm_up_share: float | None
     """Share of the block's counted time that slow first requests cost; see `slow_start`."""
     generator_cpu_share: float | None
-    """Share of one core; with several generator processes, that of the busiest one."""
+    """Share of one core that sending and receiving took; with several generator processes, that of the busiest one."""
     server_cpu_cores: float | None
     """Mean number of cores that the server kept busy."""
     request_bytes: float | None
@@ -208,16 +208,17 @@ def measured_latencies_ms(block: StoredBlock) -> np.ndarray[tuple[int], np.dtype
 
 
 def _generator_cpu_share(record: BlockRecord) -> float | None:
-    """Share of one core; with several processes, that of the busiest one."""
+    """Share of one core that sending and receiving took; with several processes, that of the busiest one. Waiting for
+    the moment to send is no limit: there is the less of it, the more there is to do."""
     shares = [
-        worker.cpu_ns / (worker.window_end_ns - worker.window_start_ns)
+        max(worker.cpu_ns - worker.spin_ns, 0) / (worker.window_end_ns - worker.window_start_ns)
         for worker in record.workers
         if worker.lost is None and worker.window_end_ns > worker.window_start_ns
     ]
     if record.workers:
         return max(shares, default=None)
     window_ns = record.window_end_ns - record.window_start_ns
-    return record.generator_cpu_ns / window_ns if window_ns > 0 else None
+    return max(record.generator_cpu_ns - record.generator_spin_ns, 0) / window_ns if window_ns > 0 else None
 
 
 def summarise_workload(

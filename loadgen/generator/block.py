@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sized
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -21,7 +22,7 @@ from loadgen.generator.kept_answers import KeptAnswers
 from loadgen.generator.messages import CONNECT_SECONDS, Done, Go, Open, Outcome, Prepare, Refusal, Reply
 from loadgen.generator.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.generator.users import Traffic
-from loadgen.generator.window import Claim, LoadWindow, shared_counts
+from loadgen.generator.window import Claim, Counts, LoadWindow, shared_counts
 from loadgen.records.samples import NS_PER_S, SampleWriter
 from loadgen.transport.bodies import choose_items, failure_message
 from loadgen.transport.exchange import Connection, ConnectionRefused
@@ -43,35 +44,41 @@ class BlockError(Exception):
 class Block:
     """One block of load: `gather`, then `run` once, or `discard`."""
 
-    def __init__(self, command: Open, prepared: Prepare, bodies: Mapping[Shape, Bodies]) -> None:
+    def __init__(self, command: Open, prepared: Prepare, bodies: Mapping[Shape, Bodies], counts: Counts | None) -> None:
+        """Raises `OSError` when something cannot be opened."""
         target = Target(
             prepared.transport, command.url, prepared.signature.model, command.grpc_address, command.access,
             prepared.signature.batched,
         )  # fmt: skip
         target.connection((), timeout_s=command.timeout_s)  # refused here and not in every user's greenlet
-        self.window = LoadWindow(
-            command.requests, command.seconds, command.max_seconds,
-            latency_bound_ns=command.latency_bound_ns, late_allowed=command.late_allowed, part=command.part,
-            counts=None if command.counts is None else shared_counts(command.counts, command.parts),
-        )  # fmt: skip
-        self._path = None if command.samples_path is None else Path(command.samples_path)
-        self._users = range(command.first_user, command.first_user + command.concurrency)
-        self._writer = SampleWriter(self._path)
-        self._settling = target.sendable(bodies[1, None].requests[0])
-        """The request that every user has answered before the window."""
-        chosen = bodies[command.batch_size, command.length]
-        self._traffic = Traffic(
-            target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
-            timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
-            expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
-            kept=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
-        )  # fmt: skip
         offsets = command.due_offsets_ns()
         self._offsets_ns: list[int] | None = (
             None if offsets is None else offsets[command.part :: command.parts].tolist()
         )
         """This process's share of an open loop's schedule, empty when there are more processes than requests."""
-        self._pacer = None if self._offsets_ns is None else Pacer(self.window)
+        self.window = LoadWindow(
+            command.requests, command.seconds, command.max_seconds,
+            latency_bound_ns=command.latency_bound_ns, late_allowed=command.late_allowed,
+            counts=counts, part=command.part,
+        )  # fmt: skip
+        self._path = None if command.samples_path is None else Path(command.samples_path)
+        self._users = range(command.first_user, command.first_user + command.concurrency)
+        self._settling = target.sendable(bodies[1, None].requests[0])
+        """The request that every user has answered before the window."""
+        chosen = bodies[command.batch_size, command.length]
+        with ExitStack() as undo:  # what was opened before something cannot be
+            self._pacer = None if self._offsets_ns is None else Pacer(self.window)
+            self._timer = MonotonicTimer() if self._pacer is None else self._pacer.timer
+            undo.callback(self._timer.close)
+            self._writer = SampleWriter(self._path)
+            undo.callback(self._writer.abandon)
+            self._traffic = Traffic(
+                target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
+                timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
+                expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
+                kept=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
+            )  # fmt: skip
+            undo.pop_all()
         self._go = Event()
         """Set when all users start."""
         self._greenlets: list[gevent.Greenlet] = []
@@ -124,8 +131,18 @@ class Block:
             gevent.sleep(0.001)
 
     def run(self, start_at_ns: int | None = None) -> Outcome:
-        """Run the window, from now or from a later moment, without garbage collection."""
+        """Run the window, from now or from a later moment, without garbage collection. What ends it otherwise than by
+        an outcome leaves no user behind."""
         flusher = gevent.spawn(self._flush)
+        try:
+            return self._run(start_at_ns)
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            flusher.kill()
+
+    def _run(self, start_at_ns: int | None) -> Outcome:
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -141,7 +158,7 @@ class Block:
         finally:
             gc.enable()
             gc.unfreeze()
-        flusher.kill()
+        self._timer.close()
         reconnects = sum(connection.reconnects for connection in self._connected)
         self._traffic.close()
         try:
@@ -155,6 +172,7 @@ class Block:
             errors=self._traffic.errors,
             error_messages=tuple(self._traffic.error_messages),
             cpu_ns=cpu_ns,
+            spin_ns=0 if self._pacer is None else self._pacer.spun_ns,
             reconnects=reconnects,
             cool_down=self._traffic.unmeasured,
             cool_down_ns=self._traffic.unmeasured_ns,
@@ -174,14 +192,13 @@ class Block:
         request would always be late."""
         lead_ns = 0 if self._pacer is None else OPEN_LEAD_NS
         start_ns = start_at_ns or perf_counter_ns() + lead_ns
-        timer = MonotonicTimer()
-        timer.wait_until(start_ns - lead_ns)
-        timer.close()
+        self._timer.wait_until(start_ns - lead_ns)
         return start_ns
 
     def discard(self) -> None:
-        """End the users and remove the sample file of a block that did not run."""
+        """End the users and remove the sample file of a block that has no outcome. Idempotent."""
         gevent.killall(self._greenlets)
+        self._timer.close()
         self._traffic.close()
         self._writer.abandon()
 
@@ -251,6 +268,8 @@ class LocalGenerator:
         self._prepared: dict[str, tuple[Prepare, dict[Shape, Bodies]]] = {}
         self._numbers = FreshNumbers()
         self._block: Block | None = None
+        self._counts: Counts | None = None
+        """Memory that this process shares with the others of its generator."""
 
     def answer(self, command: Prepare | Open | Go) -> Reply:
         try:
@@ -292,8 +311,14 @@ class LocalGenerator:
         if prepared is None or (command.batch_size, command.length) not in bodies:
             of_length = "" if command.length is None else f" and length {command.length}"
             raise BlockError(f"no bodies of batch size {command.batch_size}{of_length} are prepared")
-        self._block = Block(command, prepared, bodies)
-        self._block.gather()
+        if command.counts is not None and self._counts is None:
+            self._counts = shared_counts(command.counts)
+        self._block = Block(command, prepared, bodies, self._counts)
+        try:
+            self._block.gather()
+        except BlockError:
+            self._block = None
+            raise
         return Done()
 
     def _go(self, command: Go) -> Outcome:

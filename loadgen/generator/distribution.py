@@ -99,6 +99,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> Outcome:
         errors=sum(one.errors for one in outcomes) if samples is None else int((samples["error"] >= 0).sum()),
         error_messages=tuple(messages),
         cpu_ns=sum(worker.cpu_ns for worker in workers),
+        spin_ns=sum(worker.spin_ns for worker in workers),
         reconnects=sum(outcome.reconnects for outcome in outcomes),
         cut_reason=next(iter(cut_reasons), None),
         storage_error=next(iter(storage_errors), None),
@@ -144,6 +145,7 @@ def _record(part: Contribution, samples: Samples | None) -> WorkerRecord:
             **common,
             requests=part.outcome.requests,
             cpu_ns=part.outcome.cpu_ns,
+            spin_ns=part.outcome.spin_ns,
             window_start_ns=part.outcome.window_start_ns,
             window_end_ns=part.outcome.window_end_ns,
         )

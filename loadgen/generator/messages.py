@@ -148,7 +148,7 @@ class KeptAnswer(Message, frozen=True, kw_only=True):
 
 class Outcome(Message, frozen=True, kw_only=True):
     """The outcome of a block. `cut_reason`: why it ended early. `storage_error`: why its samples are not on disk.
-    `cpu_ns`: CPU time of the generator."""
+    `cpu_ns`: CPU time of the generator. `spin_ns`: the part of it in which users only waited for the moment to send."""
 
     window_start_ns: int
     window_end_ns: int
@@ -156,6 +156,7 @@ class Outcome(Message, frozen=True, kw_only=True):
     errors: int
     error_messages: tuple[str, ...]
     cpu_ns: int
+    spin_ns: int = 0
     reconnects: int
     cut_reason: str | None
     storage_error: str | None

@@ -37,9 +37,9 @@ def counts_bytes(processes: int) -> int:
     return 8 * _ROW * (1 + processes)
 
 
-def shared_counts(descriptor: int, processes: int) -> Counts:
-    """The counts in memory that several processes have mapped. Zero it before each block. Raises `OSError`."""
-    return memoryview(mmap.mmap(descriptor, counts_bytes(processes))).cast("q")
+def shared_counts(descriptor: int) -> Counts:
+    """The counts in memory that several processes map. Zero it before each block. Raises `OSError`."""
+    return memoryview(mmap.mmap(descriptor, 0)).cast("q")
 
 
 class LoadWindow:

@@ -16,7 +16,7 @@ from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.transport.endpoint import Endpoint
 from loadgen.transport.inputs import write_synthetic
-from tests.integration.loadgen.conftest import FAULTY_GENERATOR
+from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true
 
 
 @pytest.fixture
@@ -179,6 +179,37 @@ def test_many_blocks_do_not_make_it_grow(generator: GeneratorProcess, url: str, 
     rounds(15)
     assert child.memory_info().rss - before < 15e6
     assert child.num_fds() <= descriptors + 2
+
+
+@pytest.mark.parametrize("rate_per_s", [None, 50.0])
+def test_too_few_descriptors_refuse_a_block_and_leave_nothing_behind(
+    generator: GeneratorProcess, url: str, tmp_path: Path, rate_per_s: float | None
+) -> None:
+    """Whichever descriptor is the one too many: that of the timer came last, and left the users alive."""
+    child = next(p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline())
+    command = Open(
+        url=url, batch_size=1, concurrency=4, requests=8, seconds=0, max_seconds=20, timeout_s=10,
+        samples_path=str(tmp_path / "0000.npy"), rate_per_s=rate_per_s,
+        arrivals="closed" if rate_per_s is None else "constant",
+    )  # fmt: skip
+    block(generator, url, None, requests=1)  # with what is opened once for all blocks
+    _, most = child.rlimit(psutil.RLIMIT_NOFILE)
+    held, refused, outcome = child.num_fds(), [], None
+    for spare in range(-4, 12):
+        child.rlimit(psutil.RLIMIT_NOFILE, (held + spare, most))
+        try:
+            generator.open(command)
+            outcome = generator.go(command)
+            break
+        except GeneratorError as exc:
+            refused.append(str(exc))
+        await_true(lambda: not child.net_connections(), "the users' connections are closed")
+        assert not list(tmp_path.glob("*.npy*"))
+        assert child.num_fds() <= held
+    assert outcome is not None
+    assert outcome.requests == 8
+    assert any("cannot keep time" in reason and "ulimit -n" in reason for reason in refused)
+    assert all("oo many open files" in reason for reason in refused)
 
 
 def test_files_in_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def counts() -> Iterator[tuple[Counts, Counts]]:
     """The same memory as two processes map it."""
     descriptor = os.memfd_create("counts")
     os.ftruncate(descriptor, counts_bytes(2))
-    yield shared_counts(descriptor, 2), shared_counts(descriptor, 2)
+    yield shared_counts(descriptor), shared_counts(descriptor)
     os.close(descriptor)
 
 
