@@ -131,7 +131,7 @@ def _store(path: Path, parts: Sequence[Contribution], messages: list[str]) -> Sa
             pieces.append(with_errors_of(piece, [LOST_MESSAGE] if LOST_MESSAGE in messages else [], messages))
     merged = np.concatenate(pieces) if pieces else np.empty(0, dtype=SAMPLE_DTYPE)
     merged = merged[np.argsort(merged["send_ns"], kind="stable")]
-    store_samples(path, merged)
+    store_samples(path, [merged])
     for part in parts:
         part.samples_path.unlink(missing_ok=True)
         part_path(part.samples_path).unlink(missing_ok=True)

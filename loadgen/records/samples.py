@@ -7,7 +7,7 @@ The file is written as `NAME.npy.part` and renamed when the block ends, so a fil
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -63,6 +63,7 @@ def with_errors_of(samples: Samples, own: Sequence[str], messages: Sequence[str]
 _RECORD = Struct("<6q3i2h")
 _HEADER_BYTES = 1024
 _BUFFER_RECORDS = 16_384
+_PART_RECORDS = 64_000
 
 assert _RECORD.size == SAMPLE_DTYPE.itemsize
 
@@ -141,16 +142,22 @@ def part_path(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
-def store_samples(path: Path, samples: Samples) -> None:
-    """Write a whole file at once, under a temporary name. Raises `OSError` and then leaves no file."""
-    part = part_path(path)
+def store_samples(path: Path, parts: Iterable[Samples]) -> None:
+    """Write a whole file, its parts one after the other, under a temporary name. Raises `OSError`, and whatever reading
+    the parts raises, and then leaves no file."""
+    part_file = part_path(path)
+    count = 0
     try:
-        with part.open("wb") as file:
-            file.write(_header(len(samples)))
-            file.write(np.ascontiguousarray(samples).view(np.uint8).data)
-        part.rename(path)
-    except OSError:
-        part.unlink(missing_ok=True)
+        with part_file.open("wb") as file:
+            file.write(_header(count))
+            for samples in parts:
+                file.write(np.ascontiguousarray(samples).view(np.uint8).data)
+                count += len(samples)
+            file.seek(0)
+            file.write(_header(count))
+        part_file.rename(path)
+    except BaseException:
+        part_file.unlink(missing_ok=True)
         raise
 
 
@@ -192,6 +199,13 @@ def load_samples(file: BinaryIO, name: str) -> Samples:
     _read_header(file, name)
     content = file.read()
     return np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
+
+
+def read_in_parts(file: BinaryIO, name: str) -> Iterator[Samples]:
+    """All whole records of an open file, 64,000 at a time. Raises `ValueError`."""
+    _read_header(file, name)
+    while len(content := file.read(_PART_RECORDS * SAMPLE_DTYPE.itemsize)) >= SAMPLE_DTYPE.itemsize:
+        yield np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
 
 
 def _read_header(file: BinaryIO, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from loadgen.generator.distribution import LOST_MESSAGE, Contribution, merge, sh
 from loadgen.generator.messages import Open, Outcome
 from loadgen.locustfile.workers import WorkerReport, merge_reports
 from loadgen.records.run import Arrivals
-from loadgen.records.samples import SampleWriter, read_samples
+from loadgen.records.samples import SAMPLE_DTYPE, SampleWriter, read_samples, store_samples
 
 
 def command(path: Path | None = None, **changes: object) -> Open:
@@ -171,3 +172,24 @@ def test_a_lost_workers_unfinished_file_is_read_where_it_can_be(tmp_path: Path) 
     (merged,) = tmp_path.glob("merged-*.json")
     about = msgspec.json.decode(merged.read_bytes())
     assert (about["complete"], about["clock"], about["requests"]) == (False, "one", 3)
+
+
+def test_a_master_does_not_hold_the_samples_of_a_long_test_in_memory(tmp_path: Path) -> None:
+    """32 MB of each of two workers: they were held whole, and copied three times to be merged."""
+    many = np.zeros(500_000, dtype=SAMPLE_DTYPE)
+    many["error"], many["end_ns"] = -1, np.arange(1, len(many) + 1)
+    store_samples(tmp_path / "many.npy", [many])
+    tracemalloc.start()
+    reports = [WorkerReport(f"client{number}", number, folder=tmp_path / "out") for number in range(2)]
+    for one in reports:
+        with (tmp_path / "many.npy").open("rb") as content:
+            while piece := content.read(2**20):
+                one.add("Single", piece)
+        one.finish([{"name": "Single", "error_messages": []}])
+    (told,) = merge_reports(reports, tmp_path / "out")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert told.startswith("1,000,000 samples of 2 workers")
+    assert peak < 24e6
+    (merged,) = (tmp_path / "out").glob("merged-*.npy")
+    assert np.bincount(np.load(merged, mmap_mode="r")["user"]).tolist() == [500_000, 500_000]
