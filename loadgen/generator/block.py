@@ -148,18 +148,17 @@ class Block:
         gc.disable()
         try:
             start_ns = self._await(start_at_ns)
-            cpu_ns = process_time_ns()
+            cpu_ns, reconnects = process_time_ns(), self._reconnects()
             self.window.start(start_ns)
             self._go.set()
             if self._pacer is not None:
                 self._pacer.run(self._offsets_ns or (), start_ns, len(self._users))
             gevent.joinall(self._greenlets)
-            cpu_ns = process_time_ns() - cpu_ns
+            cpu_ns, reconnects = process_time_ns() - cpu_ns, self._reconnects() - reconnects
         finally:
             gc.enable()
             gc.unfreeze()
         self._timer.close()
-        reconnects = sum(connection.reconnects for connection in self._connected)
         self._traffic.close()
         try:
             self._writer.close()
@@ -186,6 +185,10 @@ class Block:
             late=self.window.late,
             answers=self._traffic.kept.read(),
         )
+
+    def _reconnects(self) -> int:
+        """Also before the window a server may close connections, of users that wait for the others to settle."""
+        return sum(connection.reconnects for connection in self._connected)
 
     def _await(self, start_at_ns: int | None) -> int:
         """Wait for the moment at which the window opens and return it; for an open loop a little earlier, or its first
