@@ -271,6 +271,7 @@ def _quitting(environment: Any, **_: object) -> None:
 def _start_open_loop(environment: Any, options: LoadOptions) -> None:
     """Begin this process's share of the schedule once all users are spawned. Raises `OSError`."""
     window = LoadWindow(0, 0.0, 0.0)
+    OpenLoop.pacer = None  # not that of the test before
     OpenLoop.pacer = pacer = Pacer(window)
     begun = Event()
 
