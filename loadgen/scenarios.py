@@ -232,8 +232,13 @@ def _test_start(environment: Any, **_: object) -> None:
         return
     if environment.runner is not None:
         environment.runner.stats.total.start_time = time()  # Locust's rates count from here, not from the preparation
-    if OpenLoop in environment.user_classes:
-        _start_open_loop(environment, options)
+    try:
+        if OpenLoop in environment.user_classes:
+            _start_open_loop(environment, options)
+    except OSError as exc:
+        session.close()
+        _give_up(environment, str(exc))
+        return
     worker = environment.abserve_worker
     if worker is not None:
         worker.started(session.files())
@@ -264,8 +269,9 @@ def _quitting(environment: Any, **_: object) -> None:
 
 
 def _start_open_loop(environment: Any, options: LoadOptions) -> None:
-    """Begin this process's share of the schedule once all users are spawned."""
+    """Begin this process's share of the schedule once all users are spawned. Raises `OSError`."""
     window = LoadWindow(0, 0.0, 0.0)
+    OpenLoop.pacer = None  # not that of the test before
     OpenLoop.pacer = pacer = Pacer(window)
     begun = Event()
 
@@ -274,15 +280,18 @@ def _start_open_loop(environment: Any, options: LoadOptions) -> None:
         # Older versions of Locust skip the next listener when one is removed while the event is fired.
         gevent.spawn(environment.events.spawning_complete.remove_listener, begin)
         share = share_of(environment)
-        if share is not None:  # else other workers have the whole rate, and the users here only wait
-            part, parts, seed = share
-            offsets = islice(endless_offsets_ns(options.arrivals, options.rate, seed), part, None, parts)
-            gevent.spawn(pacer.run, offsets, perf_counter_ns() + OPEN_LEAD_NS, user_count)
+        if share is None:  # other workers have the whole rate, and the users here only wait
+            pacer.close()
+            return
+        part, parts, seed = share
+        offsets = islice(endless_offsets_ns(options.arrivals, options.rate, seed), part, None, parts)
+        gevent.spawn(pacer.run, offsets, perf_counter_ns() + OPEN_LEAD_NS, user_count)
 
     def end(**_: object) -> None:
         window.cut("the test was stopped")
         gevent.spawn(environment.events.test_stop.remove_listener, end)
         if not begun.is_set():
+            pacer.close()
             environment.events.spawning_complete.remove_listener(begin)
 
     environment.events.spawning_complete.add_listener(begin)

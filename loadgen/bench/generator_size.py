@@ -80,13 +80,12 @@ def used_share(
 ) -> float:
     """The share of the ceilings of `of` processes that this load takes; 0 for a load that more processes could not
     share, because it has no more users than there are processes."""
-    seconds, requests = (outcome.window_end_ns - outcome.window_start_ns) / 1e9, outcome.requests + outcome.cool_down
-    if seconds <= 0.0 or outcome.requests == 0 or outcome.cpu_ns == 0 or load.concurrency <= of:
+    rate = outcome.requests_per_s
+    if rate is None or outcome.cpu_ns == 0 or load.concurrency <= of:
         return 0.0
-    rate = outcome.requests / seconds
     if load.rate_per_s is not None:
         rate = min(rate, load.rate_per_s)
-    ceiling = requests / (outcome.cpu_ns / 1e9)
+    ceiling = (outcome.requests + outcome.cool_down) / (outcome.cpu_ns / 1e9)
     if calibration is not None:
         known = ceiling_images_per_s(calibration, experiment.transport, payload, load.batch_size)
         ceiling = ceiling if known is None else known / load.batch_size

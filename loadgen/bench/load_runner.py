@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,8 +71,7 @@ class LoadRunner:
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
                 shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0, length=length)
                 outcome = self._unstored(f"warm-up of arm {label}", label, shape)
-                seconds = (outcome.window_end_ns - outcome.window_start_ns) / _NS_PER_S
-                took = concurrency * seconds / max(outcome.requests + outcome.cool_down, 1)
+                took = concurrency / (outcome.requests_per_s or math.inf)
                 shape_key = batch_size, concurrency, length
                 slowest[shape_key] = max(took, slowest.get(shape_key, 0.0))
         return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
@@ -108,11 +108,11 @@ class LoadRunner:
             current_round = block.round
             self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.workload.name}")
             started = monotonic()
-            record, outcome = self._block(block)
+            record = self._block(block)
             forecast.block_took(block, monotonic() - started)
             stored = read_block(self.store.directory, record, {block.workload.name: block.workload})
             done.append(stored)
-            self.progress.block_done(record, summarise_blocks([stored])[0], outcome.latency_p50_ns)
+            self.progress.block_done(record, summarise_blocks([stored])[0])
             self.progress.plan(forecast.remaining_s())
         if last:
             self.idle()
@@ -120,7 +120,7 @@ class LoadRunner:
 
     def measure(self, block: ScheduledBlock) -> BlockRecord:
         """Run and store one block outside the schedule. Raises as `run` does."""
-        return self._block(block)[0]
+        return self._block(block)
 
     def _gap_due(self) -> bool:
         gaps = () if self.gpu is None else self.gpu.gaps
@@ -169,7 +169,7 @@ class LoadRunner:
         except GeneratorError as exc:
             raise LoadError(f"{title}: {exc}{arm.failure_message()}") from exc
 
-    def _block(self, block: ScheduledBlock) -> tuple[BlockRecord, Outcome]:
+    def _block(self, block: ScheduledBlock) -> BlockRecord:
         """Run and store one block, with readings of the server, the machine and the GPU."""
         arm, workload = self.arms[block.label], block.workload
         path = self.store.samples_path(block.index)
@@ -181,7 +181,7 @@ class LoadRunner:
         record = readings.record(outcome)
         self.store.block(record)
         self.require_whole(block, outcome, path, outcome.cut_reason)
-        return record, outcome
+        return record
 
 
 class _Readings:
@@ -306,6 +306,7 @@ def common_fields(entry: ScheduledBlock, started_at: str, outcome: Outcome) -> d
         "errors": outcome.errors,
         "error_messages": outcome.error_messages,
         "generator_cpu_ns": outcome.cpu_ns,
+        "generator_spin_ns": outcome.spin_ns,
     }
 
 

@@ -41,5 +41,5 @@ class Progress:
     def fairness_checked(self, checks: Sequence[Check]) -> None:
         """The arms and the machine were checked, right before the load."""
 
-    def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
-        """One block is stored; `summary` is computed from its samples, `p50_ns` by the generator."""
+    def block_done(self, record: BlockRecord, summary: BlockSummary) -> None:
+        """One block is stored; `summary` is computed from its samples."""

@@ -9,11 +9,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from loadgen.comparison.summaries import BlockSummary, measured_samples
+from loadgen.comparison.pool import Pool
+from loadgen.comparison.summaries import BlockSummary, measured_latencies_ms
 from loadgen.experiment.arrivals import arrival_count
 from loadgen.quantities import per_second
 from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
-from loadgen.records.samples import NS_PER_S, latencies_ms
+from loadgen.records.samples import NS_PER_S
 from loadgen.statistics.percentiles import samples_needed
 from loadgen.statistics.ratios import lag_one
 from loadgen.statistics.tails import Round, Values
@@ -92,9 +93,27 @@ Latencies = Mapping[int, Values]
 """Latencies of each block's measured good responses, in ms, by the block's index."""
 
 
+class PooledLatencies:
+    """The latencies for high percentiles: a pool per arm and workload, to which blocks are added as they are stored."""
+
+    def __init__(self, blocks: Sequence[StoredBlock] = ()) -> None:
+        self._pools: dict[tuple[str, Label], Pool] = {}
+        self.add(blocks)
+
+    def add(self, blocks: Sequence[StoredBlock]) -> None:
+        """Read the samples of further blocks."""
+        for block in blocks:
+            pool = self._pools.setdefault((block.record.workload, block.record.label), Pool())
+            pool.add(block.record.index, measured_latencies_ms(block))
+
+    @property
+    def by_block(self) -> Latencies:
+        return {index: values for pool in self._pools.values() for index, values in pool.blocks.items()}
+
+
 def latencies_of(blocks: Sequence[StoredBlock]) -> Latencies:
     """Read the samples for high percentiles."""
-    return {block.record.index: latencies_ms(measured_samples(block)) for block in blocks}
+    return PooledLatencies(blocks).by_block
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ waited for: the breakdown is of waiting time, not of work.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from loadgen.quantities import number
 from loadgen.records.run import Label, Pairing, Record
-from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
+from loadgen.records.samples import NS_PER_MS, good, latencies_ms
 from loadgen.records.server import StageTotals
 from loadgen.storage.stored_run import StoredBlock
 
@@ -105,23 +106,24 @@ class LatencyBreakdown(Record, frozen=True, kw_only=True):
 def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     """The breakdown over blocks of one arm and workload; None if no block has both good responses and request
     counts."""
-    reported = [
-        (answered, stages, block.record)
-        for block in blocks
-        if (stages := block.record.stages) is not None
-        and stages.requests is not None
-        and block.samples is not None
-        and len(answered := good(block.samples))
-    ]
+    known = [block for block in blocks if block.record.stages is not None and block.record.stages.requests is not None]
+    reported = [(block.record, times) for block in known if (times := _client_times(block)) is not None]
     if not reported:
         return None
-    samples, totals = np.concatenate([one[0] for one in reported]), [stages for _, stages, _ in reported]
+    answers = sum(times.answers for _, times in reported)
+    totals = [record.stages for record, _ in reported if record.stages is not None]
     # The server's statistics include the cool-down, whose requests may have waited less.
-    cooled = [record for _, _, record in reported if record.cool_down_ns is not None]
+    cooled = [record for record, _ in reported if record.cool_down_ns is not None]
     cooled_ms = sum(record.cool_down_ns or 0 for record in cooled) / NS_PER_MS
-    total_ms = (float(np.sum(latencies_ms(samples))) + cooled_ms) / (len(samples) + sum(c.cool_down for c in cooled))
+    client_ms = sum(times.latency_ms for _, times in reported)
+    total_ms = (client_ms + cooled_ms) / (answers + sum(record.cool_down for record in cooled))
+    reading_ms = sum(times.reading_ms for _, times in reported)
+    means: dict[str, float | None] = {
+        "send_delay": sum(times.send_delay_ms for _, times in reported) / answers,
+        "read_answer": reading_ms / answers if reading_ms else None,
+    }
     served = (stage for stage in STAGES if stage != "unattributed" and stage not in CLIENT_STAGES)
-    means = _client_means_ms(samples) | {stage: _mean_ms(totals, stage) for stage in served}
+    means |= {stage: _mean_ms(totals, stage) for stage in served}
     rest_ms = total_ms - sum(value for value in means.values() if value is not None)
     contradictions = _contradictions(blocks)
     if rest_ms < -OVERLAP_LIMIT * total_ms:
@@ -129,7 +131,7 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     return ArmStages(
         label=label,
         requests=sum(stages.requests or 0 for stages in totals),
-        client_requests=len(samples) + sum(record.cool_down for _, _, record in reported),
+        client_requests=answers + sum(record.cool_down for record, _ in reported),
         client_total_ms=total_ms,
         stages_ms=means | {"unattributed": rest_ms},
         contradictions=tuple(contradictions),
@@ -151,29 +153,25 @@ def _contradictions(blocks: Sequence[StoredBlock]) -> list[str]:
 def contradictions_in(block: StoredBlock) -> dict[str, str]:
     """How a server's statistics contradict a block, as text by the kind of count; empty without statistics."""
     stages = block.record.stages
-    if stages is None or block.samples is None:
+    if stages is None or (samples := block.samples) is None:
         return {}
     reported = (stages, *(step.totals for step in stages.steps if step.totals is not None))
     if any(value < 0 for totals in reported for value in _numbers(totals)):
         return {"counters": "its counters ran backwards"}
     if unread := next((step for step in stages.steps if step.totals is None), None):
         return {"steps": f"the configuration or the statistics of its step {unread.model} cannot be read"}
-    answers = good(block.samples)
-    sent_items, good_items, size = (
-        int(block.samples["batch"].sum()),
-        int(answers["batch"].sum()),
-        block.workload.batch_size,
-    )
+    answers = good(samples)
+    sent_items, good_items, size = int(samples["batch"].sum()), int(answers["batch"].sum()), block.workload.batch_size
     found, cooled = {}, block.record.cool_down
     for name, counted, seen, sent, single in (
-        ("requests", stages.requests, len(answers), len(block.samples), 1),
+        ("requests", stages.requests, len(answers), len(samples), 1),
         ("items", stages.items, good_items, sent_items, size),
     ):
         if not _plausible(counted, seen + cooled * single, sent + cooled * single, single):
             found[name] = f"it counted {counted:,} {name} where {seen + cooled * single:,} were answered"
     for step in stages.steps:
         calls, counted = step.calls, None if step.totals is None else step.totals.requests
-        seen, sent = calls * (len(answers) + cooled), calls * (len(block.samples) + cooled)
+        seen, sent = calls * (len(answers) + cooled), calls * (len(samples) + cooled)
         if not _plausible(counted, seen, sent, calls):
             more = ", so others send it requests" if (counted or 0) > sent else ""
             name = f"step {step.model}"
@@ -193,13 +191,29 @@ def _numbers(totals: StageTotals) -> list[int]:
     return [value for value in (*values, *totals.batches.values()) if isinstance(value, int)]
 
 
-def _client_means_ms(samples: Samples) -> dict[str, float | None]:
-    """Means of good responses: from intended start to first byte sent, and from first byte received to last."""
-    reading_ns = samples["end_ns"] - samples["first_byte_ns"]
-    return {
-        "send_delay": float(np.mean(samples["send_ns"] - samples["intended_ns"])) / NS_PER_MS,
-        "read_answer": float(np.mean(reading_ns)) / NS_PER_MS if reading_ns.any() else None,
-    }
+@dataclass(frozen=True, slots=True)
+class _ClientTimes:
+    """Sums over the good responses of one block."""
+
+    answers: int
+    latency_ms: float
+    send_delay_ms: float
+    """From intended start to first byte sent."""
+    reading_ms: float
+    """From first byte received to last."""
+
+
+def _client_times(block: StoredBlock) -> _ClientTimes | None:
+    """None without a good response."""
+    samples = block.samples
+    if samples is None or len(answered := good(samples)) == 0:
+        return None
+    return _ClientTimes(
+        answers=len(answered),
+        latency_ms=float(np.sum(latencies_ms(answered))),
+        send_delay_ms=float(np.sum(answered["send_ns"] - answered["intended_ns"])) / NS_PER_MS,
+        reading_ms=float(np.sum(answered["end_ns"] - answered["first_byte_ns"])) / NS_PER_MS,
+    )
 
 
 def _mean_ms(totals: Sequence[StageTotals], stage: str) -> float | None:

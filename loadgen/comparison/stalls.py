@@ -11,13 +11,16 @@ that overlap only the first to begin is a case: its length does not depend on wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy import special
 
-from loadgen.records.samples import NS_PER_MS, SAMPLE_DTYPE, Samples, latencies_ms
+from loadgen.comparison.pool import Pool
+from loadgen.records.samples import NS_PER_MS, Samples, latencies_ms
 from loadgen.storage.stored_run import StoredBlock
 
 PROMPT_MS = 200.0
@@ -29,6 +32,7 @@ UNAVAILABLE = (503, 1014)
 """The status of a request whose time in the queue was over, in HTTP and gRPC."""
 
 _Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+_Times = npt.NDArray[np.int64]
 _Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
@@ -52,30 +56,72 @@ class Stalls:
 def find_stalls(blocks: Sequence[StoredBlock]) -> Stalls | None:
     """The stalls in blocks of one arm and closed loop; None without good responses, and if prompt ones take too long to
     tell a stall from them."""
-    stored = [(block, block.samples) for block in blocks if block.samples is not None and len(block.samples)]
-    samples = np.concatenate([np.empty(0, dtype=SAMPLE_DTYPE), *(own for _, own in stored)])
-    latency, answered = latencies_ms(samples), samples["error"] < 0
-    prompt_ms = float(np.quantile(latency[answered], 0.1)) if answered.any() else PROMPT_MS
+    stored = [block for block in blocks if block.has_samples]
+    every, fastest = Pool(), dict[float, float]()
+    for block in stored:
+        requests = _read(block)
+        every.add(block.record.index, requests.latency[requests.answered])
+        for size, least in zip(*_least(requests), strict=True):
+            fastest[size] = min(least, fastest.get(size, math.inf))
+    prompt_ms = float(np.quantile(every.values, 0.1)) if every.count else PROMPT_MS
     if prompt_ms >= PROMPT_MS:
         return None
-    sizes = np.concatenate([_sizes(block, own) for block, own in stored])
-    refused = ~answered & np.isin(samples["status"], UNAVAILABLE)
-    beyond = np.where(refused, latency, latency - np.maximum(prompt_ms, _fastest(sizes, latency, answered)))
-    slow = (answered | refused) & (beyond >= SLOW_MS) & (beyond <= STALL_MS[1])
-    stalled = slow & (beyond >= STALL_MS[0])
-    places = np.repeat(np.arange(len(stored)), [len(own) for _, own in stored])
-    cases = np.array([row for place in range(len(stored)) for row in _cases(samples, slow & (places == place))], int)
-    chance = special.bdtrc(stalled[cases].sum() - 1, len(cases), 1.0 / 3.0) if len(cases) else 1.0
+    count = stalled = refused = cases = stalled_cases = 0
+    others = Pool()
+    for block in stored:
+        requests = _read(block)
+        slow, stalls = _slow(requests, prompt_ms, fastest)
+        count, own = count + len(slow), _cases(requests, slow)
+        cases, stalled_cases = cases + len(own), stalled_cases + int(stalls[own].sum())
+        stalled, refused = stalled + int(stalls.sum()), refused + int((stalls & requests.refused).sum())
+        others.add(block.record.index, requests.latency[requests.answered & ~stalls])
+    chance = special.bdtrc(stalled_cases - 1, cases, 1.0 / 3.0) if cases else 1.0
     if chance > SIGNIFICANCE:
-        stalled = np.zeros_like(stalled)
-    others = latency[answered & ~stalled]
+        stalled, refused, others = 0, 0, every
     return Stalls(
-        requests=len(samples),
-        stalled=int(stalled.sum()),
-        refused=int((stalled & refused).sum()),
-        median_ms=float(np.median(others)),
-        factor=float(np.mean(latency[answered]) / np.mean(others)),
+        requests=count,
+        stalled=stalled,
+        refused=refused,
+        median_ms=float(np.median(others.values)),
+        factor=(every.mean or 0.0) / (others.mean or math.nan),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    """The requests of one block: a row each."""
+
+    begun_ns: _Times
+    ended_ns: _Times
+    user: _Times
+    latency: _Values
+    answered: _Mask
+    refused: _Mask
+    sizes: _Values
+
+
+def _read(block: StoredBlock) -> _Requests:
+    samples = block.samples
+    assert samples is not None
+    answered = samples["error"] < 0
+    return _Requests(
+        begun_ns=samples["intended_ns"],
+        ended_ns=samples["end_ns"],
+        user=samples["user"],
+        latency=latencies_ms(samples),
+        answered=answered,
+        refused=~answered & np.isin(samples["status"], UNAVAILABLE),
+        sizes=_sizes(block, samples),
+    )
+
+
+def _slow(requests: _Requests, prompt_ms: float, fastest: Mapping[float, float]) -> tuple[_Mask, _Mask]:
+    """The slow requests of a block, and those of them that stalled. `fastest` is the least latency of each size."""
+    sizes, places = np.unique(requests.sizes, return_inverse=True)
+    prompt = np.array([max(prompt_ms, fastest.get(size, 0.0)) for size in sizes.tolist()])[places]
+    beyond = np.where(requests.refused, requests.latency, requests.latency - prompt)
+    slow = (requests.answered | requests.refused) & (beyond >= SLOW_MS) & (beyond <= STALL_MS[1])
+    return slow, slow & (beyond >= STALL_MS[0])
 
 
 def _sizes(block: StoredBlock, samples: Samples) -> _Values:
@@ -86,21 +132,22 @@ def _sizes(block: StoredBlock, samples: Samples) -> _Values:
     return np.where(known, sizes[np.where(known, bodies, 0)], 0.0)
 
 
-def _fastest(sizes: _Values, latency: _Values, answered: _Mask) -> _Values:
-    """For each request the least latency of a good response of its size; 0 without one."""
-    _, places = np.unique(sizes, return_inverse=True)
-    least = np.full(int(places.max()) + 1, np.inf)
-    np.minimum.at(least, places[answered], latency[answered])
-    return np.where(np.isfinite(least), least, 0.0)[places]
+def _least(requests: _Requests) -> tuple[list[float], list[float]]:
+    """The sizes of the good responses, and the least latency of each."""
+    sizes, places = np.unique(requests.sizes[requests.answered], return_inverse=True)
+    least = np.full(len(sizes), np.inf)
+    np.minimum.at(least, places, requests.latency[requests.answered])
+    return sizes.tolist(), least.tolist()
 
 
-def _cases(samples: Samples, slow: _Mask) -> list[int]:
+def _cases(requests: _Requests, slow: _Mask) -> list[int]:
     """The rows of one block's slow requests, without those that overlap the one before by another user."""
     rows = np.flatnonzero(slow)
     cases: list[int] = []
-    for row in rows[np.argsort(samples["intended_ns"][rows], kind="stable")]:
+    begun_ns, ended_ns, user = requests.begun_ns, requests.ended_ns, requests.user
+    for row in rows[np.argsort(begun_ns[rows], kind="stable")]:
         last = cases[-1] if cases else None
-        ended = last is None or samples["intended_ns"][row] >= samples["end_ns"][last] - SLOW_MS * NS_PER_MS
-        if last is None or ended or samples["user"][row] == samples["user"][last]:
+        ended = last is None or begun_ns[row] >= ended_ns[last] - SLOW_MS * NS_PER_MS
+        if last is None or ended or user[row] == user[last]:
             cases.append(int(row))
     return cases

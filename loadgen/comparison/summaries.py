@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,9 +22,10 @@ from loadgen.comparison.loops import (
     summarise_open_loop,
     throughput_per_s,
 )
+from loadgen.comparison.pool import Pool
 from loadgen.comparison.stages import contradictions_in
 from loadgen.records.run import BlockRecord, Label, Record
-from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, Samples, good, latencies_ms
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
 from loadgen.statistics.percentiles import distribution, percentile
 from loadgen.statistics.ratios import geometric_mean, interval_of_mean
 from loadgen.storage.stored_run import StoredBlock
@@ -68,7 +70,7 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     warm_up_share: float | None
     """Share of the block's counted time that slow first requests cost; see `slow_start`."""
     generator_cpu_share: float | None
-    """Share of one core; with several generator processes, that of the busiest one."""
+    """Share of one core that sending and receiving took; with several generator processes, that of the busiest one."""
     server_cpu_cores: float | None
     """Mean number of cores that the server kept busy."""
     request_bytes: float | None
@@ -122,11 +124,12 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     """CPU time of the server per request, in ms: over all blocks whose CPU time is known."""
 
 
-def summarise_latency(values_ms: np.ndarray[tuple[int], np.dtype[np.float64]]) -> LatencySummary:
+def summarise_latency(pool: Pool) -> LatencySummary:
     """Percentiles of latencies in ms."""
+    values_ms = pool.values
     return LatencySummary(
-        samples=len(values_ms),
-        mean_ms=float(np.mean(values_ms)) if len(values_ms) else None,
+        samples=pool.count,
+        mean_ms=pool.mean,
         p50_ms=percentile(values_ms, 0.50),
         p90_ms=percentile(values_ms, 0.90),
         p95_ms=percentile(values_ms, 0.95),
@@ -146,10 +149,12 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
     begin_ns, end_ns = record.window_start_ns, record.window_end_ns
     window_ns = end_ns - begin_ns
     lags_ms, answered = np.empty(0), np.empty(0, dtype=SAMPLE_DTYPE)
+    latency = Pool()
     share = warm = throughput = open_loop = None
     if samples is not None and len(samples):
         begin_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
         lags_ms, answered = (samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, good(samples)
+        latency.add(record.index, latencies_ms(measured_answers(samples, is_open=block.workload.is_open)))
         if record.offered is not None and record.due_span_ns is not None:
             # Requests of an open loop queue behind each other: a busy start does not mean that warm-up is missing.
             open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.workload.concurrency)
@@ -172,7 +177,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         items=int(answered["batch"].sum()),
         throughput_per_s=throughput,
         full_load_share=share,
-        latency=summarise_latency(latencies_ms(measured_samples(block))),
+        latency=summarise_latency(latency),
         send_lag_p99_ms=percentile(lags_ms, 0.99),
         send_lag_max_ms=float(lags_ms.max()) if len(lags_ms) else None,
         warm_up_share=warm,
@@ -194,24 +199,26 @@ def _median(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.generic
     return float(np.median(np.asarray(values, dtype=np.float64))) if len(values) else None
 
 
-def measured_samples(block: StoredBlock) -> Samples:
-    """The good responses of a block whose latencies count; empty if its samples are missing."""
-    if block.samples is None:
-        return np.empty(0, dtype=SAMPLE_DTYPE)
-    return measured_answers(block.samples, is_open=block.workload.is_open)
+def measured_latencies_ms(block: StoredBlock) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Latencies of the good responses of a block that count; empty if its samples are missing."""
+    samples = block.samples
+    if samples is None:
+        return np.empty(0)
+    return latencies_ms(measured_answers(samples, is_open=block.workload.is_open))
 
 
 def _generator_cpu_share(record: BlockRecord) -> float | None:
-    """Share of one core; with several processes, that of the busiest one."""
+    """Share of one core that sending and receiving took; with several processes, that of the busiest one. Waiting for
+    the moment to send is no limit: there is the less of it, the more there is to do."""
     shares = [
-        worker.cpu_ns / (worker.window_end_ns - worker.window_start_ns)
+        max(worker.cpu_ns - worker.spin_ns, 0) / (worker.window_end_ns - worker.window_start_ns)
         for worker in record.workers
         if worker.lost is None and worker.window_end_ns > worker.window_start_ns
     ]
     if record.workers:
         return max(shares, default=None)
     window_ns = record.window_end_ns - record.window_start_ns
-    return record.generator_cpu_ns / window_ns if window_ns > 0 else None
+    return max(record.generator_cpu_ns - record.generator_spin_ns, 0) / window_ns if window_ns > 0 else None
 
 
 def summarise_workload(
@@ -221,8 +228,7 @@ def summarise_workload(
     pairs = zip(blocks, summaries, strict=True)
     chosen = [(b, s) for b, s in pairs if s.workload == workload and s.label == label and s.complete]
     stored, own = [block for block, _ in chosen], [summary for _, summary in chosen]
-    pooled = np.concatenate([np.empty(0, dtype=SAMPLE_DTYPE), *map(measured_samples, stored)])
-    latency = latencies_ms(pooled)
+    pools = _pool(stored)
     speeds = [summary.throughput_per_s for summary in own if summary.throughput_per_s]
     medians = [summary.latency.p50_ms for summary in own if summary.latency.p50_ms]
     reported = [block.record.stages for block in stored if block.record.stages and not contradictions_in(block)]
@@ -248,17 +254,17 @@ def summarise_workload(
         errors=sum(summary.errors for summary in own),
         throughput_per_s=geometric_mean(speeds) if speeds else None,
         throughput_ci95=interval_of_mean(speeds),
-        latency=summarise_latency(latency),
+        latency=summarise_latency(pools.latencies_ms),
         p50_ci95_ms=interval_of_mean(medians),
         generator_cpu_share_max=max(
             (s.generator_cpu_share for s in own if s.generator_cpu_share is not None), default=None
         ),
         server_cpu_cores=float(np.mean(cores)) if cores else None,
-        request_bytes=_request_bytes(stored, payloads),
-        response_bytes=_median(pooled["response_bytes"]),
+        request_bytes=pools.request_bytes,
+        response_bytes=_median(pools.response_bytes.values),
         executed_batches=dict(sorted(batches.items())),
         executed_batch_mean=executed / executions if executions else None,
-        distribution_ms=distribution(latency),
+        distribution_ms=distribution(pools.latencies_ms.values),
         payload_bytes=float(np.mean(payloads)) if payloads else None,
         first_answer_ms=_median([s.first_answer_ms for s in own if s.first_answer_ms is not None]),
         open_loop=pool_open_loops([summary.open_loop for summary in own if summary.open_loop is not None]),
@@ -267,17 +273,32 @@ def summarise_workload(
     )
 
 
-def _request_bytes(stored: Sequence[StoredBlock], payloads: Sequence[int]) -> float | None:
-    """Median bytes over all requests. If bodies differ in size (JPEG files) it would depend on how often each was sent,
-    so then it is the median without the payload plus the mean payload."""
-    sizes, varies = [np.empty(0)], False
-    for block in stored:
-        if block.samples is None:
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """What the blocks of an arm and workload measured per request."""
+
+    latencies_ms: Pool
+    response_bytes: Pool
+    request_bytes: float | None
+    """Median over all requests. If bodies differ in size (JPEG files) it would depend on how often each was sent, so
+    then it is the median without the payload plus the mean payload."""
+
+
+def _pool(blocks: Sequence[StoredBlock]) -> _Pools:
+    """Read each block once."""
+    latency, responses, requests, varies = Pool(), Pool(), Pool(), False
+    payloads = [size for block in blocks for size in block.record.body_payload_bytes]
+    for block in blocks:
+        samples, record = block.samples, block.record
+        if samples is None:
             continue
-        answered, own = good(block.samples), np.array(block.record.body_payload_bytes, dtype=np.float64)
-        on_wire = block.record.transport != "shm" and len(set(block.record.body_payload_bytes)) > 1
+        answered, own = good(samples), np.array(record.body_payload_bytes, dtype=np.float64)
+        on_wire = record.transport != "shm" and len(set(record.body_payload_bytes)) > 1
         varies |= on_wire
         wire = answered["request_bytes"].astype(np.float64)
-        sizes.append(wire - own[answered["body"]] if on_wire else wire)
-    middle = _median(np.concatenate(sizes))
-    return middle + float(np.mean(payloads)) if middle is not None and varies else middle
+        requests.add(record.index, wire - own[answered["body"]] if on_wire else wire)
+        measured = measured_answers(samples, is_open=block.workload.is_open)
+        latency.add(record.index, latencies_ms(measured))
+        responses.add(record.index, measured["response_bytes"])
+    middle = _median(requests.values)
+    return _Pools(latency, responses, middle + float(np.mean(payloads)) if middle is not None and varies else middle)

@@ -21,7 +21,7 @@ from gevent.fileobject import FileObjectPosix
 from gevent.queue import Queue
 
 from loadgen.generator.block import LocalGenerator
-from loadgen.generator.messages import Abort, Alive, Command, Go, Message
+from loadgen.generator.messages import Abort, Alive, Command, Go, Message, Open
 
 _ALIVE_SECONDS = 1.0
 
@@ -55,7 +55,7 @@ def main() -> None:
     gevent.spawn(listen)
     try:
         while (command := commands.get()) is not None:
-            heartbeat = gevent.spawn(say_alive) if isinstance(command, Go) else None
+            heartbeat = gevent.spawn(say_alive) if isinstance(command, Open | Go) else None
             reply = generator.answer(command)
             if heartbeat is not None:
                 heartbeat.kill()

@@ -1,13 +1,14 @@
 """The work of a load generator process: it prepares bodies and runs one block of load at a time.
 
-Each user is a greenlet, in a process that gevent has patched. All users of a block connect first, then start together;
-a block ends with the last answer.
+Each user is a greenlet, in a process that gevent has patched. All users of a block connect first, then settle: each has
+one small request answered. Then they start together; a block ends with the last answer.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -15,13 +16,14 @@ from time import perf_counter_ns, process_time_ns
 
 import gevent
 from gevent.event import Event
+from gevent.lock import Semaphore
 
 from loadgen.generator.kept_answers import KeptAnswers
-from loadgen.generator.messages import Done, Go, Open, Outcome, Prepare, Refusal, Reply
+from loadgen.generator.messages import CONNECT_SECONDS, Done, Go, Open, Outcome, Prepare, Refusal, Reply
 from loadgen.generator.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.generator.users import Traffic
-from loadgen.generator.window import Claim, LoadWindow
-from loadgen.records.samples import SampleWriter, median_latency_ns, read_samples
+from loadgen.generator.window import Claim, Counts, LoadWindow, shared_counts
+from loadgen.records.samples import NS_PER_S, SampleWriter
 from loadgen.transport.bodies import choose_items, failure_message
 from loadgen.transport.exchange import Connection, ConnectionRefused
 from loadgen.transport.expected_outputs import ExpectedOutputs
@@ -30,7 +32,6 @@ from loadgen.transport.transports import Bodies, Target, prepare_bodies
 from loadgen.transport.variation import FreshNumbers, find_variation
 
 _FLUSH_SECONDS = 0.5
-_GATHER_SECONDS = 30.0
 
 Shape = tuple[int, int | None]
 """The batch size of a body, and the length of all its items; None: of any."""
@@ -43,83 +44,126 @@ class BlockError(Exception):
 class Block:
     """One block of load: `gather`, then `run` once, or `discard`."""
 
-    def __init__(self, command: Open, prepared: Prepare, bodies: Mapping[Shape, Bodies]) -> None:
+    def __init__(self, command: Open, prepared: Prepare, bodies: Mapping[Shape, Bodies], counts: Counts | None) -> None:
+        """Raises `OSError` when something cannot be opened."""
         target = Target(
             prepared.transport, command.url, prepared.signature.model, command.grpc_address, command.access,
             prepared.signature.batched,
         )  # fmt: skip
         target.connection((), timeout_s=command.timeout_s)  # refused here and not in every user's greenlet
-        self.window = LoadWindow(
-            command.requests, command.seconds, command.max_seconds,
-            latency_bound_ns=command.latency_bound_ns, late_allowed=command.late_allowed,
-        )  # fmt: skip
-        self._path = None if command.samples_path is None else Path(command.samples_path)
-        self._users = range(command.first_user, command.first_user + command.concurrency)
-        self._writer = SampleWriter(self._path)
-        self._settling = target.sendable(bodies[1, None].requests[0])
-        """The request that every user has answered before the window."""
-        chosen = bodies[command.batch_size, command.length]
-        self._traffic = Traffic(
-            target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
-            timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
-            expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
-            kept=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
-        )  # fmt: skip
         offsets = command.due_offsets_ns()
         self._offsets_ns: list[int] | None = (
             None if offsets is None else offsets[command.part :: command.parts].tolist()
         )
         """This process's share of an open loop's schedule, empty when there are more processes than requests."""
-        self._pacer = None if self._offsets_ns is None else Pacer(self.window)
+        self.window = LoadWindow(
+            command.requests, command.seconds, command.max_seconds,
+            latency_bound_ns=command.latency_bound_ns, late_allowed=command.late_allowed,
+            counts=counts, part=command.part,
+        )  # fmt: skip
+        self._path = None if command.samples_path is None else Path(command.samples_path)
+        self._users = range(command.first_user, command.first_user + command.concurrency)
+        self._settling = target.sendable(bodies[1, None].requests[0])
+        """The request that every user has answered before the window."""
+        chosen = bodies[command.batch_size, command.length]
+        with ExitStack() as undo:  # what was opened before something cannot be
+            self._pacer = None if self._offsets_ns is None else Pacer(self.window)
+            self._timer = MonotonicTimer() if self._pacer is None else self._pacer.timer
+            undo.callback(self._timer.close)
+            self._writer = SampleWriter(self._path)
+            undo.callback(self._writer.abandon)
+            self._traffic = Traffic(
+                target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
+                timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
+                expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
+                kept=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
+            )  # fmt: skip
+            undo.pop_all()
         self._go = Event()
         """Set when all users start."""
         self._greenlets: list[gevent.Greenlet] = []
+        self._command = command
         self._connected: list[Connection] = []
+        self._turns = Semaphore(0)
+        """How many more users may settle now."""
         self._first_answers_ns: list[int] = []
-        """Time from the start of each connection to its first answer."""
+        """Time of connecting and of the first answer, of each user that has settled."""
         self._obstacle: str | None = None
         """Why a user cannot take part, so that the block does not start."""
         self._storage_error: str | None = None
 
     def gather(self) -> None:
-        """Spawn and connect every user and have one small request of each answered, so that no connection is new and
-        the server's threads are awake when the window opens. Raises `BlockError`."""
+        """Connect every user and have one small request of each answered, so that no connection is new and the
+        server's threads are awake when the window opens. Raises `BlockError`.
+
+        Connecting takes the network's time, settling the model's: one user settles alone, and the time of its answer
+        says how many of the others may settle together, and how long all of them may take.
+        """
         self._greenlets = [gevent.spawn(self._user, number) for number in self._users]
-        deadline_ns = perf_counter_ns() + int(_GATHER_SECONDS * 1e9)
-        while self._obstacle is None and len(self._connected) < len(self._users):
-            if perf_counter_ns() > deadline_ns:
-                self._obstacle = f"only {len(self._connected)} of {len(self._users)} users could connect"
-            gevent.sleep(0.001)
-        if self._obstacle is not None:
+        try:
+            users, command = len(self._users), self._command
+            self._await_users(
+                self._connected, users, CONNECT_SECONDS,
+                "could connect; use fewer users or let the server accept more connections",
+            )  # fmt: skip
+            began_ns = perf_counter_ns()
+            self._turns.release()
+            self._await_users(self._first_answers_ns, 1, CONNECT_SECONDS + command.timeout_s, "had an answer")
+            alone_s = (perf_counter_ns() - began_ns) / NS_PER_S
+            for _ in range(command.settling_users(alone_s) - 1):
+                self._turns.release()
+            self._await_users(
+                self._first_answers_ns, users, command.settling_s(alone_s),
+                f"had a first answer, where one request alone took {alone_s:.3g} s; use fewer users",
+            )  # fmt: skip
+        except BlockError:
             self.discard()
-            raise BlockError(self._obstacle)
+            raise
+
+    def _await_users(self, there: Sized, users: int, limit_s: float, what: str) -> None:
+        """Raises `BlockError` with the obstacle that a user met, or if `there` has fewer users after `limit_s`."""
+        deadline_ns = perf_counter_ns() + int(limit_s * NS_PER_S)
+        while len(there) < users:
+            if (obstacle := self._obstacle or self.window.cut_reason) is not None:
+                raise BlockError(obstacle)
+            if perf_counter_ns() > deadline_ns:
+                raise BlockError(f"after {limit_s:.3g} s only {len(there)} of {len(self._users)} users {what}")
+            gevent.sleep(0.001)
 
     def run(self, start_at_ns: int | None = None) -> Outcome:
-        """Run the window, from now or from a later moment, without garbage collection."""
+        """Run the window, from now or from a later moment, without garbage collection. What ends it otherwise than by
+        an outcome leaves no user behind."""
         flusher = gevent.spawn(self._flush)
+        try:
+            return self._run(start_at_ns)
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            flusher.kill()
+
+    def _run(self, start_at_ns: int | None) -> Outcome:
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
             start_ns = self._await(start_at_ns)
-            cpu_ns = process_time_ns()
+            cpu_ns, reconnects = process_time_ns(), self._reconnects()
             self.window.start(start_ns)
             self._go.set()
             if self._pacer is not None:
                 self._pacer.run(self._offsets_ns or (), start_ns, len(self._users))
             gevent.joinall(self._greenlets)
-            cpu_ns = process_time_ns() - cpu_ns
+            cpu_ns, reconnects = process_time_ns() - cpu_ns, self._reconnects() - reconnects
         finally:
             gc.enable()
             gc.unfreeze()
-        flusher.kill()
-        reconnects = sum(connection.reconnects for connection in self._connected)
+        self._timer.close()
         self._traffic.close()
         try:
             self._writer.close()
         except OSError as exc:
             self._storage_failed(exc)
-        stored = self._path if self._storage_error is None else None
         return Outcome(
             window_start_ns=start_ns,
             window_end_ns=max(start_ns, self._traffic.last_end_ns),
@@ -127,11 +171,11 @@ class Block:
             errors=self._traffic.errors,
             error_messages=tuple(self._traffic.error_messages),
             cpu_ns=cpu_ns,
+            spin_ns=0 if self._pacer is None else self._pacer.spun_ns,
             reconnects=reconnects,
             cool_down=self._traffic.unmeasured,
             cool_down_ns=self._traffic.unmeasured_ns,
             first_answer_ns=int(median(self._first_answers_ns)),
-            latency_p50_ns=None if stored is None else median_latency_ns(read_samples(stored)),
             cut_reason=self.window.cut_reason,
             storage_error=self._storage_error,
             transport=self._traffic.target.transport,
@@ -142,19 +186,22 @@ class Block:
             answers=self._traffic.kept.read(),
         )
 
+    def _reconnects(self) -> int:
+        """Also before the window a server may close connections, of users that wait for the others to settle."""
+        return sum(connection.reconnects for connection in self._connected)
+
     def _await(self, start_at_ns: int | None) -> int:
         """Wait for the moment at which the window opens and return it; for an open loop a little earlier, or its first
         request would always be late."""
         lead_ns = 0 if self._pacer is None else OPEN_LEAD_NS
         start_ns = start_at_ns or perf_counter_ns() + lead_ns
-        timer = MonotonicTimer()
-        timer.wait_until(start_ns - lead_ns)
-        timer.close()
+        self._timer.wait_until(start_ns - lead_ns)
         return start_ns
 
     def discard(self) -> None:
-        """End the users and remove the sample file of a block that did not run."""
+        """End the users and remove the sample file of a block that has no outcome. Idempotent."""
         gevent.killall(self._greenlets)
+        self._timer.close()
         self._traffic.close()
         self._writer.abandon()
 
@@ -174,18 +221,13 @@ class Block:
 
     def _user(self, number: int) -> None:
         """Connect, have one small request answered, wait for the others, then send until the block ends."""
-        connection, began_ns = self._traffic.connection(), perf_counter_ns()
         try:
-            connection.connect()
-            exchange = connection.send(self._settling)
-        except ConnectionRefused as refused:
-            self._obstacle = self._obstacle or str(refused)
+            connection = self._settle()
+        except Exception as exc:  # noqa: BLE001 (gevent would only print it, and the block would wait for this user)
+            self._obstacle = self._obstacle or (
+                str(exc) if isinstance(exc, (BlockError, ConnectionRefused)) else repr(exc)
+            )
             return
-        if not exchange.good:
-            self._obstacle = self._obstacle or failure_message(exchange)
-            return
-        self._first_answers_ns.append(exchange.end_ns - began_ns)
-        self._connected.append(connection)
         self._go.wait()
         try:
             self._send(connection, number)
@@ -195,6 +237,19 @@ class Block:
             self._storage_failed(exc)
         except Exception as exc:  # noqa: BLE001 (gevent would only print it, and the sample would be missing)
             self.window.cut(f"the load generator failed: {exc!r}")
+
+    def _settle(self) -> Connection:
+        """A connection on which one request was answered. Raises `BlockError`, `ConnectionRefused`."""
+        connection, began_ns = self._traffic.connection(), perf_counter_ns()
+        connection.connect()
+        connected_ns = perf_counter_ns() - began_ns
+        self._connected.append(connection)
+        with self._turns:
+            exchange = connection.send(self._settling)
+        if not exchange.good:
+            raise BlockError(failure_message(exchange))
+        self._first_answers_ns.append(connected_ns + exchange.end_ns - exchange.send_ns)
+        return connection
 
     def _send(self, connection: Connection, number: int) -> None:
         window, pacer, traffic = self.window, self._pacer, self._traffic
@@ -216,6 +271,8 @@ class LocalGenerator:
         self._prepared: dict[str, tuple[Prepare, dict[Shape, Bodies]]] = {}
         self._numbers = FreshNumbers()
         self._block: Block | None = None
+        self._counts: Counts | None = None
+        """Memory that this process shares with the others of its generator."""
 
     def answer(self, command: Prepare | Open | Go) -> Reply:
         try:
@@ -257,8 +314,14 @@ class LocalGenerator:
         if prepared is None or (command.batch_size, command.length) not in bodies:
             of_length = "" if command.length is None else f" and length {command.length}"
             raise BlockError(f"no bodies of batch size {command.batch_size}{of_length} are prepared")
-        self._block = Block(command, prepared, bodies)
-        self._block.gather()
+        if command.counts is not None and self._counts is None:
+            self._counts = shared_counts(command.counts)
+        self._block = Block(command, prepared, bodies, self._counts)
+        try:
+            self._block.gather()
+        except BlockError:
+            self._block = None
+            raise
         return Done()
 
     def _go(self, command: Go) -> Outcome:

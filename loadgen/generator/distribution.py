@@ -1,7 +1,8 @@
 """How one block is shared among several load processes, and how their outcomes become one.
 
-Users and requests are divided as evenly as possible; of an open loop's schedule each process takes every n-th request,
-so that together they send exactly what one process would. All share one machine's monotonic clock, so their samples
+Users are divided as evenly as possible, and send until the block has enough requests of all processes together
+(`loadgen.generator.window`); of an open loop's schedule each process takes every n-th request. So together they send
+what one process would. All share one machine's monotonic clock, so their samples
 can be merged.
 """
 
@@ -21,7 +22,6 @@ from loadgen.records.run import WorkerRecord
 from loadgen.records.samples import (
     SAMPLE_DTYPE,
     Samples,
-    median_latency_ns,
     part_path,
     read_samples,
     store_samples,
@@ -52,12 +52,10 @@ def shares(command: Open, workers: int) -> list[Open]:
     if parts == 1:
         return [command]
     users = _even(command.concurrency, parts)
-    requests = _even(command.requests, parts)
     return [
         msgspec.structs.replace(
             command,
             concurrency=users[part],
-            requests=command.requests if command.arrivals != "closed" else max(requests[part], 1),
             part=part,
             parts=parts,
             first_user=sum(users[:part]),
@@ -101,8 +99,8 @@ def merge(command: Open, parts: Sequence[Contribution]) -> Outcome:
         errors=sum(one.errors for one in outcomes) if samples is None else int((samples["error"] >= 0).sum()),
         error_messages=tuple(messages),
         cpu_ns=sum(worker.cpu_ns for worker in workers),
+        spin_ns=sum(worker.spin_ns for worker in workers),
         reconnects=sum(outcome.reconnects for outcome in outcomes),
-        latency_p50_ns=None if samples is None else median_latency_ns(samples),
         cut_reason=next(iter(cut_reasons), None),
         storage_error=next(iter(storage_errors), None),
         transport=next((outcome.transport for outcome in outcomes), "http"),
@@ -133,7 +131,7 @@ def _store(path: Path, parts: Sequence[Contribution], messages: list[str]) -> Sa
             pieces.append(with_errors_of(piece, [LOST_MESSAGE] if LOST_MESSAGE in messages else [], messages))
     merged = np.concatenate(pieces) if pieces else np.empty(0, dtype=SAMPLE_DTYPE)
     merged = merged[np.argsort(merged["send_ns"], kind="stable")]
-    store_samples(path, merged)
+    store_samples(path, [merged])
     for part in parts:
         part.samples_path.unlink(missing_ok=True)
         part_path(part.samples_path).unlink(missing_ok=True)
@@ -147,6 +145,7 @@ def _record(part: Contribution, samples: Samples | None) -> WorkerRecord:
             **common,
             requests=part.outcome.requests,
             cpu_ns=part.outcome.cpu_ns,
+            spin_ns=part.outcome.spin_ns,
             window_start_ns=part.outcome.window_start_ns,
             window_end_ns=part.outcome.window_end_ns,
         )

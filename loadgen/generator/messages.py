@@ -5,8 +5,8 @@
     Go      → Outcome       run the block: all users start together
     Abort                   end the running block early; has no reply, the block's Outcome comes as usual
 
-While a block runs the generator sends `Alive` every second. Any command but Abort may be answered by `Refusal`; the
-generator stays usable after it.
+While a block opens and while it runs the generator sends `Alive` every second. Any command but Abort may be answered by
+`Refusal`; the generator stays usable after it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ import msgspec
 from loadgen.experiment.arrivals import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
 from loadgen.transport.endpoint import Signature
+
+CONNECT_SECONDS = 30.0
+"""How long the users of a block may take to connect."""
+SETTLING_FACTOR = 4.0
+"""How many times longer a request may take while many users settle than alone on a server that answers one request
+after another."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -64,7 +70,10 @@ class Open(Message, frozen=True, kw_only=True):
     arrivals_seed: int = 0
     part: int = 0
     parts: int = 1
-    """With several workers: each takes every `parts`-th request of the same schedule, from number `part`."""
+    """With several workers: each takes every `parts`-th request of the same schedule, from number `part`. Numbers of
+    requests are those of the whole block."""
+    counts: int | None = None
+    """Descriptor of the memory in which the workers share their counts; see `loadgen.generator.window`."""
     first_user: int = 0
     """Number of its first user, so that no two workers' users have the same."""
     latency_bound_ns: int | None = None
@@ -74,6 +83,15 @@ class Open(Message, frozen=True, kw_only=True):
     """How many of the answers are kept for a comparison with the reference."""
     keep_seed: int = 0
     """Decides which answers are kept."""
+
+    def settling_users(self, alone_s: float) -> int:
+        """How many users may have their settling requests under way at the same time, so that each answer comes within
+        the time limit of a request. `alone_s` is the time that one request takes alone."""
+        return min(self.concurrency, max(1, int(self.timeout_s / (SETTLING_FACTOR * max(alone_s, 1e-9)))))
+
+    def settling_s(self, alone_s: float) -> float:
+        """How long all users together may take for their settling requests."""
+        return CONNECT_SECONDS + SETTLING_FACTOR * self.concurrency * alone_s
 
     def due_offsets_ns(self) -> Offsets | None:
         """The whole schedule of an open loop, of all workers; None for a closed one."""
@@ -100,7 +118,7 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """A block is running."""
+    """A block opens or runs."""
 
 
 class KeptTensor(Message, frozen=True, kw_only=True):
@@ -130,7 +148,7 @@ class KeptAnswer(Message, frozen=True, kw_only=True):
 
 class Outcome(Message, frozen=True, kw_only=True):
     """The outcome of a block. `cut_reason`: why it ended early. `storage_error`: why its samples are not on disk.
-    `cpu_ns`: CPU time of the generator. `latency_p50_ns` is for the progress display only."""
+    `cpu_ns`: CPU time of the generator. `spin_ns`: the part of it in which users only waited for the moment to send."""
 
     window_start_ns: int
     window_end_ns: int
@@ -138,8 +156,8 @@ class Outcome(Message, frozen=True, kw_only=True):
     errors: int
     error_messages: tuple[str, ...]
     cpu_ns: int
+    spin_ns: int = 0
     reconnects: int
-    latency_p50_ns: int | None
     cut_reason: str | None
     storage_error: str | None
     transport: Transport = "http"
@@ -158,9 +176,15 @@ class Outcome(Message, frozen=True, kw_only=True):
     cool_down_ns: int = 0
     """Sum of their latencies."""
     first_answer_ns: int | None = None
-    """Time from connecting to the first answer, before the window: the median over the users of a process, and of
-    several processes the largest."""
+    """Time of connecting and of the first answer, before the window: the median over the users of a process, and of
+    several processes the largest. The wait for other users' first answers is not a part of it."""
     answers: tuple[KeptAnswer, ...] = ()
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """Requests per second of the window, in which the users also send the cool-down's; None without a request."""
+        seconds, requests = (self.window_end_ns - self.window_start_ns) / 1e9, self.requests + self.cool_down
+        return requests / seconds if seconds > 0.0 and requests else None
 
 
 class Refusal(Message, frozen=True, kw_only=True):

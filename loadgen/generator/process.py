@@ -7,6 +7,7 @@ measured is kept, and the block is not complete.
 
 from __future__ import annotations
 
+import os
 import select
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +16,27 @@ from time import monotonic, perf_counter_ns
 import msgspec
 
 from loadgen.generator.distribution import Contribution, merge, shares
-from loadgen.generator.messages import Abort, Alive, Command, Done, Go, Open, Outcome, Prepare, Refusal, Reply
+from loadgen.generator.messages import (
+    CONNECT_SECONDS,
+    Abort,
+    Alive,
+    Command,
+    Done,
+    Go,
+    Open,
+    Outcome,
+    Prepare,
+    Refusal,
+    Reply,
+)
+from loadgen.generator.window import counts_bytes
 from loadgen.headers import secret_of
 from loadgen.invocation import OWN_MODULE
 from loadgen.targets.process import ChildProcess
 from loadgen.transport.shared_memory import sweep
 
 SILENCE_SECONDS = 10.0
-"""A process that runs a block and sends no heartbeat for this long counts as hung."""
+"""A process that opens or runs a block and sends no heartbeat for this long counts as hung."""
 _PREPARE_SECONDS = 300.0
 _ABORT_SECONDS = 10.0
 _LEAD_NS = 150_000_000
@@ -37,9 +51,10 @@ class GeneratorError(Exception):
 class _Worker:
     """One process of the generator."""
 
-    def __init__(self, name: str, log_path: Path) -> None:
+    def __init__(self, name: str, log_path: Path, counts: int) -> None:
         self.name = name
-        self.child = ChildProcess([*OWN_MODULE, "loadgen.generator"], log_path=log_path, pipes=True)
+        command = [*OWN_MODULE, "loadgen.generator"]
+        self.child = ChildProcess(command, log_path=log_path, pipes=True, descriptors=(counts,))
         self.reply: Reply | None = None
         """The reply to the last command."""
         self.lost: str | None = None
@@ -69,6 +84,8 @@ class _Worker:
         """Why the block ends for the other processes too; None while this one works."""
         if self.lost is not None:
             return f"{self.name} was lost"
+        if isinstance(self.reply, Refusal):
+            return self.reply.reason
         return self.reply.cut_reason if isinstance(self.reply, Outcome) else None
 
     def error(self) -> GeneratorError:
@@ -81,16 +98,23 @@ class GeneratorProcess:
     """A long-lived generator of one or more processes. Not thread-safe: one command at a time."""
 
     def __init__(self, log_path: Path, *, processes: int = 1) -> None:
-        """With several processes each writes its own log beside `log_path`."""
+        """With several processes each writes its own log beside `log_path`. Raises `GeneratorError`, `ProcessError`."""
         names, logs = ["the load generator"], [log_path]
         if processes > 1:
             names = [f"load worker {number} of {processes}" for number in range(1, processes + 1)]
             logs = [log_path.with_name(f"{log_path.stem}-worker{number}.log") for number in range(processes)]
-        self._workers = [_Worker(name, log) for name, log in zip(names, logs, strict=True)]
+        try:
+            self._counts = os.memfd_create("abserve-counts")
+            os.ftruncate(self._counts, counts_bytes(processes))
+        except OSError as exc:
+            raise GeneratorError(f"the load generator cannot start: {exc.strerror or exc}") from exc
+        self._workers = [_Worker(name, log, self._counts) for name, log in zip(names, logs, strict=True)]
         self._asked: list[_Worker] = []
         """Workers that got the last command: not all of them when there are fewer users than processes."""
         self._parts: list[Open] = []
         self._running = False
+        self._beating = False
+        """Whether the last command is one during which the workers send heartbeats."""
 
     def prepare(self, command: Prepare) -> None:
         """Make the request bodies. Raises `GeneratorError`."""
@@ -99,15 +123,19 @@ class GeneratorProcess:
 
     def open(self, command: Open) -> None:
         """Get one block ready to start. Raises `GeneratorError`, also when the server cannot be reached."""
-        self._parts = shares(command, len(self._workers))
-        self._ask(self._parts, 30.0 + 2 * command.timeout_s)
+        os.pwrite(self._counts, bytes(counts_bytes(len(self._workers))), 0)
+        shared = msgspec.structs.replace(command, counts=self._counts)
+        self._parts = shares(shared, len(self._workers))
+        limit_s = 2 * CONNECT_SECONDS + command.timeout_s + command.settling_s(command.timeout_s)
+        self._ask(self._parts, limit_s, beating=True)
         self._require_done()
 
     def go(self, command: Open) -> Outcome:
         """Run the block that `command` opened; returns after its last answer. Raises `GeneratorError`."""
         start_ns = perf_counter_ns() + _LEAD_NS if len(self._parts) > 1 else None
         self._running = True
-        self._ask([Go(start_ns=start_ns)] * len(self._parts), 1.25 * command.max_seconds + 2 * command.timeout_s + 30.0)
+        limit_s = 1.25 * command.max_seconds + 2 * command.timeout_s + 30.0
+        self._ask([Go(start_ns=start_ns)] * len(self._parts), limit_s, beating=True)
         return self._outcome(command)
 
     def abort(self, command: Open, reason: str) -> Outcome | None:
@@ -126,8 +154,12 @@ class GeneratorProcess:
         for worker in self._workers:
             worker.child.stop(timeout_s=2.0)
             sweep(worker.child.pid)
+        if self._counts >= 0:
+            os.close(self._counts)
+            self._counts = -1
 
-    def _ask(self, commands: Sequence[Command], timeout_s: float) -> None:
+    def _ask(self, commands: Sequence[Command], timeout_s: float, *, beating: bool = False) -> None:
+        self._beating = beating
         self._asked = self._workers[: len(commands)]
         for worker, command in zip(self._asked, commands, strict=True):
             worker.reply = None
@@ -144,10 +176,10 @@ class GeneratorProcess:
                 worker.receive()
                 if worker.reply is None and monotonic() > deadline:
                     worker.kill(f"did not answer within {timeout_s:g} s")
-                elif worker.reply is None and self._running and monotonic() - worker.heard_s > SILENCE_SECONDS:
+                elif worker.reply is None and self._beating and monotonic() - worker.heard_s > SILENCE_SECONDS:
                     worker.kill(f"sent no heartbeat for {SILENCE_SECONDS:g} s")
             fault = next((fault for worker in self._asked if (fault := worker.fault())), None)
-            if self._running and fault is not None and not stopped:
+            if self._beating and fault is not None and not stopped:
                 stopped = True
                 self._stop_block(fault)
 

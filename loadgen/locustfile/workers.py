@@ -11,22 +11,22 @@ clock: the merged file says which worker sent each sample, by that worker's cloc
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, BinaryIO
 
 import gevent
-import numpy as np
 
-from loadgen.records.samples import NS_PER_S, Samples, load_samples, part_path, store_samples, with_errors_of
+from loadgen.records.samples import NS_PER_S, Samples, part_path, read_in_parts, store_samples, with_errors_of
 
 SHARE, STARTED, REPORT, SAMPLES, FINISH = (
     "abserve_share", "abserve_started", "abserve_report", "abserve_samples", "abserve_finish",
@@ -108,9 +108,13 @@ class MasterSide:
 
     def _test_start(self, **_: object) -> None:
         clients = [client for client in self._runner.clients.all if client.state not in ("missing", "stopped")]
-        self._reports = {client.id: WorkerReport(client.id, number) for number, client in enumerate(clients)}
+        self._reports = {client.id: self._report(client.id, number) for number, client in enumerate(clients)}
         self._running = True
         gevent.spawn(self._watch)
+
+    def _report(self, client_id: str, number: int) -> WorkerReport:
+        folder = self._environment.parsed_options.samples_out
+        return WorkerReport(client_id, number, folder=Path(folder) if folder else None)
 
     def _spawned(self, **_: object) -> None:
         """Divide the rate over the workers that have users for it, before they hear that all users are spawned."""
@@ -165,11 +169,11 @@ class MasterSide:
 
     def _merge(self) -> None:
         reports = list(self._reports.values())
-        for report in reports:
-            if report.lost and report.machine == machine():
-                report.recover()
         folder = self._environment.parsed_options.samples_out
         try:
+            for report in reports:
+                if report.lost and report.machine == machine():
+                    report.recover()
             for sentence in merge_reports(reports, Path(folder) if folder else None):
                 logger.info(sentence)
         except (OSError, ValueError) as exc:
@@ -181,7 +185,7 @@ class MasterSide:
 
     def _on_started(self, msg: Any, **_: object) -> None:
         if self._running and msg.node_id not in self._reports:  # it joined during the test
-            self._reports[msg.node_id] = WorkerReport(msg.node_id, len(self._reports))
+            self._reports[msg.node_id] = self._report(msg.node_id, len(self._reports))
         if msg.node_id in self._reports:
             report, data = self._reports[msg.node_id], msg.data
             report.pid, report.host, report.machine, report.paths = (
@@ -195,8 +199,14 @@ class MasterSide:
 
     def _on_samples(self, msg: Any, **_: object) -> None:
         self._heard = monotonic()
-        if msg.node_id in self._reports:
-            self._reports[msg.node_id].add(msg.data["name"], msg.data["data"])
+        report = self._reports.get(msg.node_id)
+        if report is None or report.lost:
+            return
+        try:
+            report.add(msg.data["name"], msg.data["data"])
+        except OSError as exc:
+            report.lost = True
+            self._invalid(f"the samples of {report.title} cannot be stored: {exc.strerror or exc}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +230,10 @@ class WorkerReport:
     machine: str = ""
     paths: dict[str, str] = field(default_factory=dict)
     described: dict[str, dict[str, Any]] = field(default_factory=dict)
-    contents: dict[str, bytearray] = field(default_factory=dict)
+    folder: Path | None = None
+    """Where the samples lie until they are merged; None: where temporary files do."""
+    contents: dict[str, BinaryIO] = field(default_factory=dict)
+    """The file of each user class; a long test has more samples than memory may hold."""
     complete: bool = False
     lost: bool = False
 
@@ -235,79 +248,127 @@ class WorkerReport:
         self.complete = True
 
     def add(self, name: str, content: bytes) -> None:
-        self.contents.setdefault(name, bytearray()).extend(content)
+        """Raises `OSError`."""
+        if name not in self.contents:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self.contents[name] = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (`close` closes it)
+        self.contents[name].write(content)
 
     def recover(self) -> None:
+        """Use its own files. Raises `OSError`."""
         for name, text in self.paths.items():
             whole = Path(text)
             for path in (part_path(whole), whole):
                 if path.exists():
-                    self.contents[name] = bytearray(path.read_bytes())
+                    self.contents[name] = path.open("rb")
 
-    def samples(self, name: str) -> Samples | None:
-        """The samples of one user class, or None. Raises `ValueError` for an invalid file."""
-        return load_samples(io.BytesIO(self.contents[name]), name) if name in self.contents else None
+    def samples(self, name: str) -> Iterator[Samples]:
+        """The samples of one user class, in parts. Raises `OSError`, and `ValueError` for an invalid file."""
+        if name in self.contents:
+            self.contents[name].seek(0)
+            yield from read_in_parts(self.contents[name], name)
+
+    def close(self) -> None:
+        """Free the files."""
+        while self.contents:
+            self.contents.popitem()[1].close()
 
 
 def merge_reports(reports: Sequence[WorkerReport], folder: Path | None) -> Iterator[str]:
-    """Write FOLDER/merged-CLASS-TIME.npy and .json for each user class; yields a sentence for each.
+    """Write FOLDER/merged-CLASS-TIME.npy and .json for each user class, and close the reports; yields a sentence for
+    each class.
 
     Users are numbered consecutively over the workers, errors by one list of messages. Raises `OSError`, `ValueError`.
     """
-    if folder is None:
-        return
+    with ExitStack() as closing:
+        for report in reports:
+            closing.callback(report.close)
+        if folder is not None:
+            yield from _merge_classes(reports, folder)
+
+
+def _merge_classes(reports: Sequence[WorkerReport], folder: Path) -> Iterator[str]:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     lost = [report.title for report in reports if report.lost]
     names = dict.fromkeys(name for report in reports for name in (*report.described, *report.contents))
     for name in names:
-        pieces, workers, first_user = [], [], 0
+        holders: list[tuple[WorkerReport, Sequence[str], int]] = []
+        workers, first_user, errors = [], 0, 0
         told = [report.described.get(name, {}).get("error_messages", []) for report in reports]
         messages = list(dict.fromkeys(text for texts in told for text in texts))
         for report, texts in zip(reports, told, strict=True):
-            samples = report.samples(name)
-            workers.append(_worker(report, name, samples, first_user))
-            if samples is None or not len(samples):
-                continue
-            piece = with_errors_of(samples, texts, messages)
-            piece["user"] += first_user
-            first_user = int(piece["user"].max()) + 1
-            pieces.append(piece)
-        if not pieces:
+            span = _Span()
+            for samples in report.samples(name):
+                span.add(samples)
+            workers.append(_worker(report, name, span, first_user))
+            if span.requests:
+                holders.append((report, texts, first_user))
+                first_user, errors = first_user + span.last_user + 1, errors + span.errors
+        if not holders:
             continue
-        merged = np.concatenate(pieces)
         path = folder / f"merged-{name}-{stamp}.npy"
-        store_samples(path, merged)
+        store_samples(path, _renumbered(name, holders, messages))
+        requests = sum(worker["requests"] for worker in workers)
         machines = {report.machine for report in reports if report.machine}
         about = {
             "complete": not lost,
             "lost": lost,
             "clock": "one" if len(machines) == 1 else "several",
-            "requests": len(merged),
-            "errors": int((merged["error"] >= 0).sum()),
+            "requests": requests,
+            "errors": errors,
             "error_messages": [*messages, *(["in a lost worker"] if lost else [])],
             "requests_per_s": sum(worker["requests_per_s"] or 0.0 for worker in workers),
             "workers": workers,
         }
         path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         missing = f"; INCOMPLETE: {', '.join(lost)} lost" if lost else ""
-        yield f"{len(merged):,} samples of {len(pieces)} workers: {path}{missing}"
+        yield f"{requests:,} samples of {len(holders)} workers: {path}{missing}"
 
 
-def _worker(report: WorkerReport, name: str, samples: Samples | None, first_user: int) -> dict[str, Any]:
-    count = 0 if samples is None else len(samples)
-    start_ns, end_ns, seconds = None, None, 0.0
-    if samples is not None and count:
+@dataclass(slots=True)
+class _Span:
+    """What the samples of one worker and user class cover."""
+
+    requests: int = 0
+    errors: int = 0
+    last_user: int = -1
+    start_ns: int | None = None
+    end_ns: int | None = None
+
+    def add(self, samples: Samples) -> None:
         start_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
-        seconds = (end_ns - start_ns) / NS_PER_S
+        self.requests += len(samples)
+        self.errors += int((samples["error"] >= 0).sum())
+        self.last_user = max(self.last_user, int(samples["user"].max()))
+        self.start_ns = start_ns if self.start_ns is None else min(start_ns, self.start_ns)
+        self.end_ns = end_ns if self.end_ns is None else max(end_ns, self.end_ns)
+
+
+def _renumbered(
+    name: str, holders: Sequence[tuple[WorkerReport, Sequence[str], int]], messages: Sequence[str]
+) -> Iterator[Samples]:
+    """The samples of each worker with its own messages and the number of its first user."""
+    for report, texts, first_user in holders:
+        for samples in report.samples(name):
+            piece = with_errors_of(samples, texts, messages)
+            piece["user"] += first_user
+            yield piece
+
+
+def _worker(report: WorkerReport, name: str, span: _Span, first_user: int) -> dict[str, Any]:
+    seconds = 0.0
+    if span.start_ns is not None and span.end_ns is not None:
+        seconds = (span.end_ns - span.start_ns) / NS_PER_S
     return {
         "host": report.host,
         "pid": report.pid,
         "machine": report.machine,
         "lost": report.lost,
-        "requests": count,
+        "requests": span.requests,
         "first_user": first_user,
-        "window_start_ns": start_ns,
-        "window_end_ns": end_ns,
-        "requests_per_s": count / seconds if seconds > 0.0 else None,
+        "window_start_ns": span.start_ns,
+        "window_end_ns": span.end_ns,
+        "requests_per_s": span.requests / seconds if seconds > 0.0 else None,
         "batch_size": report.described.get(name, {}).get("batch_size"),
     }

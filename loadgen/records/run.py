@@ -305,6 +305,8 @@ class WorkerRecord(Record, frozen=True, kw_only=True):
     cpu_ns: int
     window_start_ns: int
     window_end_ns: int
+    spin_ns: int = 0
+    """The part of `cpu_ns` in which users of an open loop only waited for the moment to send."""
     lost: str | None = None
     """How it was lost, if it was; `requests` are then those found in its file."""
 
@@ -349,6 +351,8 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     errors: int
     error_messages: tuple[str, ...]
     generator_cpu_ns: int
+    generator_spin_ns: int = 0
+    """The part of it in which users of an open loop only waited for the moment to send."""
     server_cpu_ns: int | None
     stages: StageTotals | None
     complete: bool

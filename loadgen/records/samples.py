@@ -7,7 +7,8 @@ The file is written as `NAME.npy.part` and renamed when the block ends, so a fil
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from tokenize import TokenError
@@ -49,12 +50,6 @@ def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)
 
 
-def median_latency_ns(samples: Samples) -> int | None:
-    """Median latency of the good responses; None without any."""
-    answered = good(samples)
-    return int(np.median(answered["end_ns"] - answered["intended_ns"])) if len(answered) else None
-
-
 def with_errors_of(samples: Samples, own: Sequence[str], messages: Sequence[str]) -> Samples:
     """A copy whose errors are numbered by `messages`, which include its `own`. An error beyond `own` gets the last of
     them, or without any the number after the last of `messages`."""
@@ -68,6 +63,7 @@ def with_errors_of(samples: Samples, own: Sequence[str], messages: Sequence[str]
 _RECORD = Struct("<6q3i2h")
 _HEADER_BYTES = 1024
 _BUFFER_RECORDS = 16_384
+_PART_RECORDS = 64_000
 
 assert _RECORD.size == SAMPLE_DTYPE.itemsize
 
@@ -146,29 +142,74 @@ def part_path(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
-def store_samples(path: Path, samples: Samples) -> None:
-    """Write a whole file at once, under a temporary name. Raises `OSError` and then leaves no file."""
-    part = part_path(path)
+def store_samples(path: Path, parts: Iterable[Samples]) -> None:
+    """Write a whole file, its parts one after the other, under a temporary name. Raises `OSError`, and whatever reading
+    the parts raises, and then leaves no file."""
+    part_file = part_path(path)
+    count = 0
     try:
-        with part.open("wb") as file:
-            file.write(_header(len(samples)))
-            file.write(samples.tobytes())
-        part.rename(path)
-    except OSError:
-        part.unlink(missing_ok=True)
+        with part_file.open("wb") as file:
+            file.write(_header(count))
+            for samples in parts:
+                file.write(np.ascontiguousarray(samples).view(np.uint8).data)
+                count += len(samples)
+            file.seek(0)
+            file.write(_header(count))
+        part_file.rename(path)
+    except BaseException:
+        part_file.unlink(missing_ok=True)
         raise
 
 
 def read_samples(path: Path) -> Samples:
     """Read all whole records of NAME.npy, or of NAME.npy.part if only that exists. Raises `OSError`, `ValueError`."""
-    if not path.exists() and part_path(path).exists():
-        path = part_path(path)
+    path = _existing(path)
     with path.open("rb") as file:
         return load_samples(file, path.name)
 
 
+@dataclass(frozen=True, slots=True)
+class SampleFile:
+    """The samples of a stored block, read whenever they are asked for: a run has more of them than memory may hold."""
+
+    path: Path
+    count: int
+
+    def read(self) -> Samples:
+        """Raises `OSError`, `ValueError`."""
+        return read_samples(self.path)[: self.count]
+
+
+def find_samples(path: Path) -> SampleFile:
+    """NAME.npy, or NAME.npy.part if only that exists, with the number of its whole records. Raises `OSError`,
+    `ValueError`."""
+    path = _existing(path)
+    with path.open("rb") as file:
+        _read_header(file, path.name)
+        stored_bytes = os.fstat(file.fileno()).st_size - file.tell()
+    return SampleFile(path, max(stored_bytes, 0) // SAMPLE_DTYPE.itemsize)
+
+
+def _existing(path: Path) -> Path:
+    return part_path(path) if not path.exists() and part_path(path).exists() else path
+
+
 def load_samples(file: BinaryIO, name: str) -> Samples:
     """Read all whole records of an open file; `name` is for messages. Raises `ValueError`."""
+    _read_header(file, name)
+    content = file.read()
+    return np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
+
+
+def read_in_parts(file: BinaryIO, name: str) -> Iterator[Samples]:
+    """All whole records of an open file, 64,000 at a time. Raises `ValueError`."""
+    _read_header(file, name)
+    while len(content := file.read(_PART_RECORDS * SAMPLE_DTYPE.itemsize)) >= SAMPLE_DTYPE.itemsize:
+        yield np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
+
+
+def _read_header(file: BinaryIO, name: str) -> None:
+    """Raises `ValueError` unless samples follow."""
     try:
         np.lib.format.read_magic(file)
         _, _, dtype = np.lib.format.read_array_header_1_0(file)
@@ -176,9 +217,6 @@ def load_samples(file: BinaryIO, name: str) -> Samples:
         raise ValueError(f"{name} has no readable header: {exc}") from exc
     if dtype != SAMPLE_DTYPE:
         raise ValueError(f"{name} holds no samples but {dtype}")
-    content = file.read()
-    whole = len(content) - len(content) % SAMPLE_DTYPE.itemsize
-    return np.frombuffer(content[:whole], dtype=SAMPLE_DTYPE)
 
 
 def _header(count: int) -> bytes:

@@ -148,11 +148,11 @@ class RichProgress(MovingLine, Progress):
         for line in lines:
             self._say(f"! {line}")
 
-    def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
+    def block_done(self, record: BlockRecord, summary: BlockSummary) -> None:
         """Print throughput and median of one block, and after the second block of a pair the ratio."""
-        seconds = (record.window_end_ns - record.window_start_ns) / 1e9
-        rate = f"{number(record.items / seconds) if seconds > 0 else '–':>9} {self._unit}"
-        p50 = "p50 –" if p50_ns is None else f"p50 {number(p50_ns / 1e6):>8} ms"
+        speed, p50_ms = summary.throughput_per_s, summary.latency.p50_ms
+        rate = f"{'–' if speed is None else number(speed):>9} {self._unit}"
+        p50 = "p50 –" if p50_ms is None else f"p50 {number(p50_ms):>8} ms"
         problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
         who = shown(record.label)
         if problem or not self._console.is_terminal or self._ratios is None:

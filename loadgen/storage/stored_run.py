@@ -15,7 +15,7 @@ from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import Calibration, NoiseFloor
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, BlockRecord, Environment, Experiment, Record, RunState, Workload
-from loadgen.records.samples import Samples, read_samples
+from loadgen.records.samples import SampleFile, Samples, find_samples
 from loadgen.storage.run_lock import is_running
 from loadgen.studies.answers.records import AnswersCompared
 from loadgen.studies.causes.records import Explanation
@@ -35,12 +35,31 @@ class StoredRunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block's record with its samples; `samples` is None if the file is missing or broken, see `problem`."""
+    """A block's record and its samples, which stay on disk; `stored` is None if the file is missing or broken, see
+    `problem`."""
 
     record: BlockRecord
     workload: Workload
-    samples: Samples | None
+    stored: SampleFile | Samples | None
     problem: str | None = None
+
+    @property
+    def samples(self) -> Samples | None:
+        """The samples, read anew: keep them no longer than you need them. Raises `StoredRunError` if they can no
+        longer be read."""
+        if not isinstance(self.stored, SampleFile):
+            return self.stored
+        try:
+            return self.stored.read()
+        except (OSError, ValueError) as exc:
+            raise StoredRunError(f"samples of block {self.record.index}: {exc}") from exc
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there is at least one sample."""
+        if self.stored is None:
+            return False
+        return (self.stored.count if isinstance(self.stored, SampleFile) else len(self.stored)) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +194,19 @@ def _read(path: Path, kind: object) -> object | None:
 
 
 def read_block(directory: Path, record: BlockRecord, workloads: Mapping[str, Workload]) -> StoredBlock:
-    """Read a block with its samples. Raises `StoredRunError` for an unknown workload."""
+    """Read a block and find its samples. Raises `StoredRunError` for an unknown workload."""
     if record.workload not in workloads:
         raise StoredRunError(
             f"block {record.index} belongs to the workload {record.workload}, which the experiment does not have"
         )
     try:
-        samples = read_samples(directory / record.samples)
+        stored = find_samples(directory / record.samples)
     except (OSError, ValueError) as exc:
         return StoredBlock(record, workloads[record.workload], None, f"samples of block {record.index}: {exc}")
-    if len(samples) != record.requests:
-        problem = f"block {record.index} counted {record.requests} requests, its file holds {len(samples)}"
-        return StoredBlock(record, workloads[record.workload], samples, problem)
-    return StoredBlock(record, workloads[record.workload], samples)
+    problem = None
+    if stored.count != record.requests:
+        problem = f"block {record.index} counted {record.requests} requests, its file holds {stored.count}"
+    return StoredBlock(record, workloads[record.workload], stored, problem)
 
 
 def _read_partial(directory: Path, known: set[str]) -> tuple[PartialBlock, ...]:
@@ -197,7 +216,7 @@ def _read_partial(directory: Path, known: set[str]) -> tuple[PartialBlock, ...]:
         if name in known or not path.name.endswith((".npy", ".npy.part")):
             continue
         try:
-            found.append(PartialBlock(name, len(read_samples(path))))
+            found.append(PartialBlock(name, find_samples(path).count))
         except (OSError, ValueError):
             found.append(PartialBlock(name, 0))
     return tuple(found)

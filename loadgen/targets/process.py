@@ -40,9 +40,11 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         pipes: bool = False,
         causes: Sequence[str] = (),
+        descriptors: Sequence[int] = (),
     ) -> None:
         """Start it. With `pipes` its standard input and output are pipes, else its output goes to
-        the log with its errors. `causes` are those of its launch plan. Raises `ProcessError`."""
+        the log with its errors. `causes` are those of its launch plan; it inherits the `descriptors` under their
+        numbers. Raises `ProcessError`."""
         self.log_path = log_path
         self._causes = causes
         self._unread = b""
@@ -67,6 +69,7 @@ class ChildProcess:
                     stderr=log if pipes else subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=tie_to_parent,
+                    pass_fds=descriptors,
                 )
             except OSError as exc:
                 raise ProcessError(f"cannot start {argv[0]}: {exc.strerror or exc}") from exc

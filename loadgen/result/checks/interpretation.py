@@ -90,7 +90,7 @@ def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Outcome | None:
     if load.workload.is_open:
         return None
     own = {arm.label: [block for block in load.stored if block.record.label == arm.label] for arm in facts.run.arms}
-    if any(not any(block.samples is not None and len(block.samples) for block in blocks) for blocks in own.values()):
+    if any(not any(block.has_samples for block in blocks) for blocks in own.values()):
         return Outcome(None, "no samples")
     judged = [(arm, found) for arm in facts.run.arms if (found := find_stalls(own[arm.label])) is not None]
     if not judged:

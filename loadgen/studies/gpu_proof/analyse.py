@@ -14,7 +14,7 @@ from loadgen.comparison.facts import Facts
 from loadgen.records.machine import used_gpu
 from loadgen.records.model_config import executed_config, mapping
 from loadgen.records.run import ArmRecord, BlockRecord, Found, Label, Record
-from loadgen.records.samples import Samples
+from loadgen.records.samples import Samples, good
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.studies.gpu_proof.decision import decide, judge_placement
 from loadgen.studies.gpu_proof.readings import DeviceReadings, EdgeLine, Ns, Readings, Values, read_readings
@@ -33,7 +33,7 @@ from loadgen.studies.gpu_proof.records import (
     Window,
     Witness,
 )
-from loadgen.studies.gpu_proof.signals import measure_attribution, measure_gpu, usable_gaps
+from loadgen.studies.gpu_proof.signals import EndedBefore, measure_attribution, measure_gpu, usable_gaps
 
 LOST = "gpu_lost"
 SERIES_STEP_S = 1.0
@@ -53,7 +53,7 @@ def assess(
     workload: str | None,
     blocks: Sequence[BlockRecord],
     gaps: Sequence[Window],
-    completions_ns: Ns,
+    ended_before: EndedBefore,
     gpu_info: Mapping[str, Any] | None,
     model_config: Mapping[str, Any] | None,
     gpu_uuid: str | None = None,
@@ -67,10 +67,10 @@ def assess(
 ) -> EvidenceRecord:
     """Judge the blocks of one arm in one workload (or in all of them), and keep every input of the decision.
 
-    `gaps`: every idle gap of the run; those beside the blocks are chosen here. `completions_ns`: ends of the good
-    answers of these blocks. `gpu_uuid`: the GPU to judge where the server names none, as in the CPU control run. PIDs
-    are as this machine shows them; empty where unknown. `processes_unknown`: the arms whose processes are unknown, and
-    why. `control`: the finding for the arm's CPU control run; `control_idle`: whether the run's control was recognised.
+    `gaps`: every idle gap of the run; those beside the blocks are chosen here. `ended_before` counts the good answers
+    of these blocks. `gpu_uuid`: the GPU to judge where the server names none, as in the CPU control run. PIDs are as
+    this machine shows them; empty where unknown. `processes_unknown`: the arms whose processes are unknown, and why.
+    `control`: the finding for the arm's CPU control run; `control_idle`: whether the run's control was recognised.
     """
     placement = judge_placement(gpu_info, model_config, thresholds)
     load = _load(blocks, gaps, thresholds)
@@ -88,7 +88,7 @@ def assess(
         during = [edge for edge in readings.edges if _beside(edge, (*load.windows, *idle))]
         edges = [*before[-1:], *during, *after[:1]]
         attribution = measure_attribution(
-            device, edges, load.windows, idle, gpu, completions_ns, server_pids, own_pids, thresholds,
+            device, edges, load.windows, idle, gpu, ended_before, server_pids, own_pids, thresholds,
             processes_unknown or {}, label,
         )  # fmt: skip
     inputs = EvidenceInputs(
@@ -275,7 +275,7 @@ def assess_run(
     gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
 
     def judge(
-        arm: ArmRecord, workload: str | None, chosen: Sequence[BlockRecord], samples: Sequence[Samples], **more: Any
+        arm: ArmRecord, workload: str | None, chosen: Sequence[BlockRecord], ended_before: EndedBefore, **more: Any
     ) -> EvidenceRecord:
         return assess(
             readings,
@@ -283,7 +283,7 @@ def assess_run(
             workload=workload,
             blocks=chosen,
             gaps=gaps,
-            completions_ns=completions(samples),
+            ended_before=ended_before,
             gpu_info=arm.gpu_info,
             model_config=executed_config(arm),
             processes_unknown=processes_unknown,
@@ -292,7 +292,7 @@ def assess_run(
 
     judged = {
         label: judge(
-            run.arm, run.block.workload, [run.block], [run.samples],
+            run.arm, run.block.workload, [run.block], count_ends([run]),
             gpu_uuid=gpus.get(label), server_pids=run.pids, own_pids=own, is_control=True,
         )
         for label, run in controls.items()
@@ -301,26 +301,33 @@ def assess_run(
     recognised = [one.finding is Finding.CPU_FALLBACK and one.activity == "idle" for one in judged.values()]
     for arm in arms:
         stored = [
-            (block.record, block.samples)
+            block
             for block in blocks
-            if block.record.label == arm.label and block.record.complete and block.samples is not None
+            if block.record.label == arm.label and block.record.complete and block.stored is not None
         ]
-        for workload in (*dict.fromkeys(block.workload for block, _ in stored), None):
-            chosen = [(block, samples) for block, samples in stored if workload in (None, block.workload)]
+        for workload in (*dict.fromkeys(block.record.workload for block in stored), None):
+            chosen = [block for block in stored if workload in (None, block.record.workload)]
             more = {
                 "server_pids": pids.get(arm.label, ()),
                 "own_pids": own,
                 "control": judged.get(arm.label),
                 "control_idle": all(recognised) if recognised else None,
             }
-            records.append(judge(arm, workload, [block for block, _ in chosen], [one for _, one in chosen], **more))
+            records.append(judge(arm, workload, [block.record for block in chosen], count_ends(chosen), **more))
     return EvidenceFile(readings=tuple(files), gaps=tuple(gaps), records=(*records, *judged.values()))
 
 
-def completions(samples: Sequence[Samples]) -> Ns:
-    """Ends of the good answers, in order."""
-    ends = [np.asarray(part["end_ns"][part["error"] < 0], dtype=np.int64) for part in samples]
-    return np.sort(np.concatenate(ends)) if ends else np.empty(0, dtype=np.int64)
+def count_ends(blocks: Sequence[StoredBlock | ControlRun]) -> EndedBefore:
+    """Count the good answers that ended before each moment; the samples of one block at a time are in memory."""
+
+    def ended_before(moments_ns: Ns) -> Ns:
+        count = np.zeros(moments_ns.shape, dtype=np.int64)
+        for block in blocks:
+            if (samples := block.samples) is not None:
+                count += np.searchsorted(np.sort(good(samples)["end_ns"]), moments_ns)
+        return count
+
+    return ended_before
 
 
 Points = tuple[tuple[float, float], ...]

@@ -7,7 +7,7 @@ answer unknown.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Literal
@@ -18,6 +18,8 @@ from loadgen.records.run import Label
 from loadgen.studies.gpu_proof.readings import DeviceReadings, EdgeLine, Ns, Values
 from loadgen.studies.gpu_proof.records import Activity, Attribution, Gpu, Thresholds, Window
 
+EndedBefore = Callable[[Ns], Ns]
+"""How many good answers of a load had ended before each of some moments."""
 PERIOD_QUANTILE = 0.1
 """Quantile of the distances between samples that is taken as the driver's period: low, so that lost samples do not
 stretch it."""
@@ -218,7 +220,7 @@ def measure_attribution(
     windows: Sequence[Window],
     gaps: Sequence[Window],
     gpu: Gpu,
-    completions_ns: Ns,
+    ended_before: EndedBefore,
     server_pids: Collection[int],
     own_pids: Collection[int],
     thresholds: Thresholds,
@@ -232,7 +234,7 @@ def measure_attribution(
     listed = {process.pid for processes in lists for process in processes}
     held = [[p.used_bytes for p in processes if p.pid in server_pids] for processes in lists]
     own = set(own_pids) | set(server_pids)
-    correlation, p_value, count = correlate(device, (*windows, *gaps), completions_ns, thresholds)
+    correlation, p_value, count = correlate(device, (*windows, *gaps), ended_before, thresholds)
     idle_limit = thresholds.idle_utilisation_points / 100.0
     return Attribution(
         pid_resolved=bool(listed & set(server_pids)) if listed and server_pids else None,
@@ -261,7 +263,7 @@ def judge_attribution(attribution: Attribution, thresholds: Thresholds) -> bool:
 
 
 def correlate(
-    device: DeviceReadings, windows: Sequence[Window], completions_ns: Ns, thresholds: Thresholds
+    device: DeviceReadings, windows: Sequence[Window], ended_before: EndedBefore, thresholds: Thresholds
 ) -> tuple[float | None, float | None, int]:
     """Pearson's ρ of completed requests per second and busy share, its p by circular shift, and the number of bins.
 
@@ -270,13 +272,14 @@ def correlate(
     `windows`: the arm's load and the gaps, never another arm's load; they are joined in order of time.
     """
     kept: list[tuple[float, float]] = []
-    ordered = np.sort(completions_ns)
     ordered_windows = sorted(windows, key=lambda w: w.start_ns)
-    for part in (part for w in ordered_windows for part in (bins([w], thresholds.bin_s) or (w,))):
+    parts = [part for w in ordered_windows for part in (bins([w], thresholds.bin_s) or (w,))]
+    edges_ns = np.array([(part.start_ns, part.end_ns) for part in parts], dtype=np.int64).reshape(-1, 2)
+    done = np.diff(ended_before(edges_ns), axis=1)[:, 0].tolist()
+    for part, answers in zip(parts, done, strict=True):
         share = busy(device, [part], thresholds)
         if share.coverage >= thresholds.min_coverage:
-            done = np.searchsorted(ordered, part.end_ns) - np.searchsorted(ordered, part.start_ns)
-            kept.append((float(done) / part.seconds, share.busy_s / share.covered_s))
+            kept.append((answers / part.seconds, share.busy_s / share.covered_s))
     if len(kept) < 3:
         return None, None, len(kept)
     requests, activity = np.array(kept, dtype=np.float64).T

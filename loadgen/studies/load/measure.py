@@ -17,7 +17,7 @@ from time import monotonic
 from loadgen.bench.bench import Bench
 from loadgen.comparison.claims import claim
 from loadgen.comparison.comparisons import compare_all
-from loadgen.comparison.pairs import latencies_of
+from loadgen.comparison.pairs import PooledLatencies
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_workloads, schedule
 from loadgen.quantities import counted
@@ -63,6 +63,7 @@ class Rounds:
         self._workloads = {workload.name: workload for workload in load_workloads(bench.experiment.workloads)}
         self._blocks = blocks
         self._summaries = list(summarise_blocks(blocks))
+        self._latencies = PooledLatencies(blocks if bench.experiment.until_decided else ())
         self._open = dict(self._workloads)
         self._beside = 0.0
         """Seconds of a round outside its blocks, mostly idle gaps."""
@@ -106,6 +107,7 @@ class Rounds:
             self._summaries += summarise_blocks(done)
             self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.workload) for one in own))
             if experiment.until_decided:
+                self._latencies.add(done)
                 self._close_decided()
                 continue
             used = (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
@@ -136,7 +138,7 @@ class Rounds:
         return {name: workload for name, workload in self._workloads.items() if errors.get(name, most) >= NEEDY * most}
 
     def _close_decided(self) -> None:
-        every = compare_all(self._bench.experiment, self._summaries, (), latencies=latencies_of(self._blocks))
+        every = compare_all(self._bench.experiment, self._summaries, (), latencies=self._latencies.by_block)
         leading = [c for c in every if c.leading and c.baseline == self._bench.experiment.baseline.label]
         for name, workload in list(self._open.items()):
             own = [c for c in leading if c.scenario == name]

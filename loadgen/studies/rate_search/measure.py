@@ -95,13 +95,13 @@ class _Searches:
         arm = self._bench.arms[entry.label]
         alone = closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0)
         outcome = self._load(entry, arm.load(alone, None))
-        seconds = (outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S
-        if outcome.cut_reason is not None or outcome.errors or seconds <= 0.0:
+        rate = outcome.requests_per_s
+        if outcome.cut_reason is not None or outcome.errors or rate is None:
             raise LoadError(
                 f"{entry.workload.name} on arm {entry.label}: a single user gets no answers "
                 f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
             )
-        return outcome.requests / seconds
+        return rate
 
     def _rate_trial(self, entry: ScheduledBlock, step: int, rate: float) -> bool:
         """One trial of a search, stored: enough requests for the bound at this rate, ended when it cannot hold.

@@ -41,6 +41,8 @@ class Trial(Record, frozen=True, kw_only=True):
     error_messages: tuple[str, ...] = ()
     generator_cpu_ns: int
     """CPU time of all its processes."""
+    generator_spin_ns: int = 0
+    """The part of it in which users only waited for the moment to send."""
     generator_processes: int = 1
     throughput_per_s: float | None
     """Images per second: in a ramp while all users were busy; at a rate good answers over the trial's time."""
@@ -60,9 +62,9 @@ class Trial(Record, frozen=True, kw_only=True):
 
     @property
     def generator_cpu_share(self) -> float | None:
-        """Share of one core, the mean of its processes."""
-        window_ns = self.window_end_ns - self.window_start_ns
-        return self.generator_cpu_ns / window_ns / self.generator_processes if window_ns > 0 else None
+        """Share of one core that sending and receiving took, the mean of its processes."""
+        window_ns, work_ns = self.window_end_ns - self.window_start_ns, self.generator_cpu_ns - self.generator_spin_ns
+        return max(work_ns, 0) / window_ns / self.generator_processes if window_ns > 0 else None
 
 
 class RateFound(Record, frozen=True, kw_only=True):

@@ -64,11 +64,13 @@ def run(generator: GeneratorProcess, block: Open) -> Outcome:
 def test_two_workers_send_what_one_process_would(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
     closed = run(generator, command(url, tmp_path / "0000.npy"))
     samples = np.load(tmp_path / "0000.npy")
-    assert len(samples) == closed.requests == 61
+    assert len(samples) == closed.requests
+    assert closed.requests in (61, 62), "two workers may see at the same moment that one request is missing"
     assert set(samples["user"]) == set(range(5))
-    assert [worker.requests for worker in closed.workers] == [31, 30]
+    assert sum(worker.requests for worker in closed.workers) == closed.requests
+    assert min(worker.requests for worker in closed.workers) > 10
     assert len({worker.pid for worker in closed.workers}) == 2
-    assert closed.errors == (samples["error"] >= 0).sum() == 1
+    assert closed.errors == (samples["error"] >= 0).sum() >= 1
     assert closed.error_messages == ("HTTP 503: the queue is full",)
     assert (np.diff(samples["send_ns"]) >= 0).all()
     first = [samples["send_ns"][samples["user"] == user].min() for user in range(5)]
@@ -90,6 +92,24 @@ def test_two_workers_send_what_one_process_would(generator: GeneratorProcess, ur
     assert (opened.offered, opened.due_span_ns) == (40, int(planned[-1]))
     assert all(0 < worker.requests <= 20 for worker in opened.workers)
     assert not list(tmp_path.glob("*worker*.npy*")), "the workers' own files were merged"
+
+
+def test_every_worker_keeps_the_load_up_until_the_last_counted_request_is_answered(
+    generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]
+) -> None:
+    """A worker per user, as with `--processes 16` and 16 users. Each used to stop after its own last request, so the
+    last counted requests ran at a falling load."""
+    url = fake_url("--delay-ms", "200", "--slots", "1")
+    signature = Endpoint(url).signature("openclip_vit_b32")
+    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
+    generator.prepare(
+        Prepare(
+            samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(1,), seed=0
+        )
+    )
+    outcome = run(generator, command(url, tmp_path / "0000.npy", concurrency=2, requests=1, seconds=0.7))
+    assert len(outcome.workers) == 2
+    assert outcome.cool_down >= 1
 
 
 def test_workers_for_whom_nothing_falls_due_send_nothing(tmp_path: Path, fake_url: Callable[..., str]) -> None:

@@ -20,8 +20,10 @@ from tests.integration.loadgen.conftest import FAKE, await_true, regions_of_load
 LOCUSTFILE = Path(__file__).parents[3] / "loadgen" / "scenarios.py"
 
 
-def locust(url: str, *options: str, seconds: int = 2) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", url, "--headless", "--only-summary"]
+def locust(
+    url: str, *options: str, seconds: int = 2, locustfile: Path = LOCUSTFILE
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "locust", "-f", str(locustfile), "--host", url, "--headless", "--only-summary"]
     return subprocess.run(
         [*command, "-t", f"{seconds}s", *options], capture_output=True, text=True, timeout=90, check=False
     )
@@ -123,6 +125,32 @@ def test_an_open_loop_has_its_connections_at_once(fake_url: Callable[..., str], 
     assert done.returncode == 0, done.stderr
     (path,) = out.glob("OpenLoop-*.npy")
     assert len(np.load(path)) > 20
+
+
+NO_TIMER = """
+import ctypes, errno
+from types import SimpleNamespace
+import loadgen.generator.pacer
+
+def refuse(*_):
+    ctypes.set_errno(errno.EMFILE)
+    return -1
+
+loadgen.generator.pacer._libc = SimpleNamespace(timerfd_create=refuse)
+from loadgen.scenarios import *
+"""
+
+
+def test_an_open_loop_without_a_timer_ends_with_a_sentence(
+    fake_url: Callable[..., str], images: Path, tmp_path: Path
+) -> None:
+    """Its users waited until the end of the test for requests that nobody handed out."""
+    (tmp_path / "no_timer.py").write_text(NO_TIMER)
+    options = ["-u", "2", "--rate", "10", "--samples-dir", str(images), "OpenLoop"]
+    done = locust(fake_url(), *options, seconds=60, locustfile=tmp_path / "no_timer.py")
+    assert done.returncode == 1
+    assert "Too many open files); raise the limit of open files (ulimit -n)" in done.stderr
+    assert "run-time limit reached" not in done.stderr
 
 
 def test_a_test_that_sent_nothing_is_no_success(fake_url: Callable[..., str], images: Path) -> None:

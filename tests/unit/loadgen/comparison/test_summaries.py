@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from loadgen.comparison.loops import counted, full_load_share, slow_start, throughput_per_s
+from loadgen.comparison.summaries import summarise_blocks
+from loadgen.records.run import BlockRecord, WorkerRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, good, latencies_ms
+from loadgen.storage.stored_run import StoredBlock
 
 
 def samples(rows: list[tuple[float, float, int]], batch: int = 1) -> Samples:
@@ -68,3 +72,25 @@ def test_slow_first_requests_are_weighed_by_the_time_they_cost() -> None:
     cold = samples([(float(start), float(end), 0) for start, end in zip(np.r_[0.0, ends[:-1]], ends, strict=True)])
     assert slow_start(cold) == pytest.approx(20 * 20 / 1400)
     assert slow_start(warm[:10]) is None
+
+
+def test_waiting_for_the_moment_to_send_is_no_work_of_the_generator() -> None:
+    """Near 10,000 requests per second the waits alone took the core, and the check `generator_cpu` failed."""
+    workload = Workload(
+        scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=1.0, max_seconds=2.0, rounds=1
+    )
+    record = BlockRecord(
+        index=0, workload=workload.name, round=0, label="a", position=0, started_at="", window_start_ns=0,
+        window_end_ns=1_000_000, samples="", requests=0, items=0, errors=0, error_messages=(), stages=None,
+        generator_cpu_ns=950_000, generator_spin_ns=500_000, server_cpu_ns=None, complete=True,
+    )  # fmt: skip
+    workers = tuple(
+        WorkerRecord(
+            index=index, host="", pid=1, requests=0, cpu_ns=cpu_ns, spin_ns=500_000, window_start_ns=0,
+            window_end_ns=1_000_000,
+        )
+        for index, cpu_ns in enumerate((900_000, 700_000))
+    )  # fmt: skip
+    shared = msgspec.structs.replace(record, workers=workers)
+    found = summarise_blocks([StoredBlock(one, workload, None) for one in (record, shared)])
+    assert [block.generator_cpu_share for block in found] == [pytest.approx(0.45), pytest.approx(0.4)]

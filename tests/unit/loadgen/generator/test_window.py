@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from loadgen.generator.window import FAILURES_IN_A_ROW, Claim, LoadWindow
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from loadgen.generator.window import FAILURES_IN_A_ROW, Claim, Counts, LoadWindow, counts_bytes, shared_counts
 
 SECOND = 1_000_000_000
 
@@ -95,3 +100,64 @@ def test_without_a_bound_nothing_is_late() -> None:
     window.start(0)
     window.answered(False, 10**12)
     assert (window.late, window.cut_reason) == (0, None)
+
+
+@pytest.fixture
+def counts() -> Iterator[tuple[Counts, Counts]]:
+    """The same memory as two processes map it."""
+    descriptor = os.memfd_create("counts")
+    os.ftruncate(descriptor, counts_bytes(2))
+    yield shared_counts(descriptor), shared_counts(descriptor)
+    os.close(descriptor)
+
+
+def windows(
+    counts: tuple[Counts, Counts], requests: int = 1, seconds: float = 2.0, **bound: int
+) -> tuple[LoadWindow, LoadWindow]:
+    first, second = (
+        LoadWindow(requests, seconds, 10.0, counts=own, part=part, **bound) for part, own in enumerate(counts)
+    )
+    first.start(100 * SECOND)
+    second.start(100 * SECOND)
+    return first, second
+
+
+def test_a_process_goes_on_until_the_counted_requests_of_the_others_are_answered(counts: tuple[Counts, Counts]) -> None:
+    """One user each: before, the first process stopped as soon as its own request was answered."""
+    first, second = windows(counts)
+    assert [first.claim(100 * SECOND), second.claim(100 * SECOND)] == [Claim.COUNTED] * 2
+    first.answered(good=True, claim=Claim.COUNTED)
+    assert first.claim(102 * SECOND) is Claim.COOL_DOWN
+    first.answered(good=True, claim=Claim.COOL_DOWN)
+    assert first.claim(int(102.5 * SECOND)) is Claim.COOL_DOWN
+    second.answered(good=True, claim=Claim.COUNTED)
+    assert [first.claim(103 * SECOND), second.claim(103 * SECOND)] == [None, None]
+    assert (first.claimed, second.claimed) == (1, 1)
+
+
+def test_the_longest_cool_down_counts_from_the_same_moment_in_every_process(counts: tuple[Counts, Counts]) -> None:
+    first, second = windows(counts)
+    assert [first.claim(100 * SECOND), second.claim(100 * SECOND)] == [Claim.COUNTED] * 2
+    first.answered(good=True, claim=Claim.COUNTED)
+    assert first.claim(102 * SECOND) is Claim.COOL_DOWN, "it has begun, and may last until 104 s"
+    assert second.claim(int(103.9 * SECOND)) is Claim.COOL_DOWN
+    assert [first.claim(104 * SECOND), second.claim(104 * SECOND)] == [None, None]
+
+
+def test_the_requests_are_those_of_all_processes(counts: tuple[Counts, Counts]) -> None:
+    """A process with fast answers sends more of them, as a fast user among the users of one process does."""
+    first, second = windows(counts, requests=10, seconds=0.0)
+    assert all(first.claim(100 * SECOND) is Claim.COUNTED for _ in range(7))
+    assert all(second.claim(100 * SECOND) is Claim.COUNTED for _ in range(3))
+    answer_all(first)
+    answer_all(second)
+    assert [first.claim(100 * SECOND + 1), second.claim(100 * SECOND + 1)] == [None, None]
+
+
+def test_late_requests_are_those_of_all_processes(counts: tuple[Counts, Counts]) -> None:
+    first, second = windows(counts, latency_bound_ns=50, late_allowed=1)
+    first.answered(True, 51)
+    assert first.cut_reason is None
+    second.answered(True, 51)
+    assert second.cut_reason == "more than 1 requests were late"
+    assert (first.late, second.late) == (1, 1)

@@ -220,7 +220,7 @@ def test_a_table_higher_than_the_terminal_does_not_hide_what_moves(tmp_path: Pat
     with RichProgress(console, LiveRatios(run.experiment)) as progress:
         progress.phase("load")
         for block, summary in zip(run.blocks, summarise_blocks(run.blocks), strict=True):
-            progress.block_done(block.record, summary, 1_000_000)
+            progress.block_done(block.record, summary)
         before = shown.getvalue()
         progress.phase("stopping the servers")
     assert "last: D concurrent(16)" in before

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from loadgen.comparison.pool import Pool
 from loadgen.comparison.summaries import BlockSummary, summarise_latency
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
@@ -207,12 +208,14 @@ def test_a_variant_changes_its_options_however_they_are_spelt() -> None:
 
 
 def block(workload: str, label: Label, pair: int, mean_ms: float) -> BlockSummary:
+    alike = Pool()
+    alike.add(0, np.full(20, mean_ms))
     empty: dict[str, Any] = dict.fromkeys(BlockSummary.__struct_fields__)
     return BlockSummary(
         **{
             **empty, "index": 0, "workload": workload, "round": pair, "label": label, "position": 0, "start_s": 0.0,
             "duration_s": 1.0, "complete": True, "requests": 10, "errors": 0, "items": 10, "restart": 0,
-            "latency": summarise_latency(np.full(20, mean_ms)),
+            "latency": summarise_latency(alike),
         }
     )  # fmt: skip
 

@@ -136,7 +136,7 @@ def assess_plan(directory: Path, plan: Plan, **changes: Any) -> EvidenceRecord:
     path.write_text("".join(json.dumps(line) + "\n" for line in plan.record()))
     arm: dict[str, Any] = {
         "label": "a", "workload": "single", "blocks": plan.block_records(), "gaps": plan.gaps,
-        "completions_ns": plan.completions_ns(), "gpu_info": GPU_INFO, "model_config": None,
+        "ended_before": partial(np.searchsorted, plan.completions_ns()), "gpu_info": GPU_INFO, "model_config": None,
         "server_pids": {4711}, "own_pids": {4711, 4712},
     } | changes  # fmt: skip
     return assess(read_readings([path]), **arm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -232,7 +233,7 @@ def test_no_readings_at_all(run: Run, plan: Any) -> None:
 
     blocks = plan().block_records()
     record = assess(
-        read_readings([]), label="a", workload=None, blocks=blocks, gaps=[], completions_ns=np.empty(0, np.int64),
+        read_readings([]), label="a", workload=None, blocks=blocks, gaps=[], ended_before=np.zeros_like,
         gpu_info=None, model_config=None,
     )  # fmt: skip
     assert (record.finding, record.code) == ("INCONCLUSIVE", "no_nvml")
@@ -275,7 +276,7 @@ def test_activity_that_ignores_the_requests_is_not_attributed(run: Run, plan: An
     some = plan(pids=(), blocks=12, pause_s=0.0)
     ends = some.completions_ns()
     in_bursts = ends[(ends // (7 * S)) % 3 == 0]
-    record = run(some, completions_ns=in_bursts)
+    record = run(some, ended_before=partial(np.searchsorted, in_bursts))
     assert record.inputs.attribution.correlation is not None
     assert record.inputs.attribution.correlation < 0.6
     assert record.code == "unattributed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def arm(capture: dict[str, Any], kind: str, placement: str) -> dict[str, Any]:
         "workload": "single",
         "blocks": [block],
         "gaps": [Window(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in capture["phases"] if p["kind"] == "idle"],
-        "completions_ns": np.array(phase["completions_ns"], dtype=np.int64),
+        "ended_before": partial(np.searchsorted, np.sort(np.array(phase["completions_ns"], dtype=np.int64))),
         "gpu_info": {"runtime": runtime},
         "model_config": None,
         "server_pids": {capture["pid"]},
