@@ -27,6 +27,7 @@ from servers.native.inference import EngineLink
 from servers.native.settings import NativeSettings
 
 MAX_ADDRESS = 2**64
+MAX_DEVICE = 2**31 - 1
 
 FOLDER = Path("/dev/shm")
 MAX_KEY_BYTES = 255
@@ -177,11 +178,15 @@ class RegionTable:
     async def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Open a client's system memory in every front end. Raises `ContractError`."""
         self.check_allowed()
+        check_range(f"region {shown(name)}", offset, byte_size)
         await self._link.ask("register_system", name, key, offset, byte_size)
 
     async def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Map a client's device memory. Raises `ContractError`."""
         self.check_allowed()
+        check_range(f"region {shown(name)}", 0, byte_size)
+        if abs(device) > MAX_DEVICE:
+            raise InvalidRequestError(f"'device_id' is the number of a GPU, at most {MAX_DEVICE}, got {device}")
         await self._link.ask("register_cuda", name, handle, device, byte_size)
 
     async def unregister(self, kind: type[R], name: str) -> None:
