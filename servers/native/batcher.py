@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import structlog
 
 from servers.contract.errors import ContractError, InternalError
 from servers.contract.tensors import Array, like
@@ -34,12 +33,13 @@ from servers.native.errors import (
     RequestExpiredError,
     ShuttingDownError,
 )
+from servers.native.failure_log import FailureLog
 from servers.native.page_locks import PageLocks
 from servers.native.queued_request import QueuedRequest, singles
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
-log = structlog.get_logger("abserve.batcher")
+log = FailureLog("abserve.batcher")
 
 FAILED = "inference failed on the server, the server's log has the cause"
 POLL_S = 50e-6

@@ -15,6 +15,7 @@ from servers.contract.records import ModelSignature
 from servers.contract.tensors import Array
 from servers.native.arena import RequestMemory
 from servers.native.failure_log import FailureLog
+from servers.native.inference import wake_all
 from servers.native.messages import (
     FAILED,
     FORM_UNKNOWN,
@@ -43,7 +44,7 @@ from servers.native.messages import (
 )
 from servers.native.queued_request import QueuedRequest
 
-log_limited = FailureLog("abserve.front")
+log = FailureLog("abserve.front")
 
 ENGINE_ENDED = "the engine has ended, send the request again later"
 
@@ -123,7 +124,7 @@ class EngineClient(asyncio.Protocol):
             try:
                 self._take(message)
             except Exception:  # it must not end the connection: others wait for theirs
-                log_limited.exception("a message of the engine could not be used")
+                log.exception("a message of the engine could not be used")
                 self._fail(unusable_of(message), sent=False)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
@@ -216,11 +217,7 @@ class EngineClient(asyncio.Protocol):
 
     def _wake(self, queued: QueuedRequest) -> None:
         """A request is complete."""
-        if queued.waiter is not None:
-            try:
-                queued.waiter.wake(queued)
-            except Exception:
-                log_limited.exception("a request failed unexpectedly")
+        wake_all([queued])
 
     async def _carry_out(self, message: Ask) -> None:
         """Do what the engine's side tells; what takes long does not delay what it tells next."""

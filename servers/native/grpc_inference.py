@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
 from tritonclient.grpc import service_pb2
 
 from servers.contract.errors import ContractError, InternalError, TooLargeError, UnavailableError
 from servers.contract.records import InferRequest, Window
 from servers.native.errors import INTERNAL_ERROR, CallDeadlineError, RequestExpiredError, failure_reason
+from servers.native.failure_log import FailureLog
 from servers.native.grpc_calls import Call, Refusal, refusal_of, shortened
 from servers.native.grpc_messages import INLINE_BYTES, decode_message, encode_message, encode_streamed, parse_message
 from servers.native.grpc_templates import MessageTemplate
@@ -27,7 +27,7 @@ from servers.native.message_memory import Message
 from servers.native.queued_request import QueuedRequest
 from servers.native.statistics import RequestTimes
 
-log = structlog.get_logger("abserve.grpc")
+log = FailureLog("abserve.grpc")
 
 TIMER_SLACK_NS = 1_000_000
 """The event loop's timers round to whole milliseconds, so one may fire this much too early."""
@@ -86,6 +86,12 @@ class PendingMessage:
         except ContractError as error:
             self._queued = None
             self._fail(error)
+        except Exception:
+            log.exception("a call failed unexpectedly")
+            if self._queued is not None:
+                self._queued.waiter = None
+                self._queued = None
+            self._fail(InternalError(INTERNAL_ERROR))
 
     def stop(self, reason: str) -> None:
         """Nobody waits for the answer any more, for this reason; "": because the client has left."""

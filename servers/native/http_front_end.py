@@ -20,7 +20,6 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
 
-import structlog
 from uvicorn.server import ServerState
 
 from servers.contract.codec import HEADER_LENGTH, decode_request, encode_response, parse_header_length
@@ -28,6 +27,7 @@ from servers.contract.errors import ContractError, InternalError, InvalidRequest
 from servers.contract.records import InferRequest, Window
 from servers.native.arena import RequestMemory
 from servers.native.errors import INTERNAL_ERROR, HttpError, failure_reason, http_status
+from servers.native.failure_log import FailureLog
 from servers.native.http_parser import HeadReader, Request, RequestHead
 from servers.native.inference import InferenceService, in_thread
 from servers.native.queued_request import QueuedRequest
@@ -38,7 +38,7 @@ from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes
 from servers.native.templates import KEPT_BYTES
 
-log = structlog.get_logger("abserve.http")
+log = FailureLog("abserve.http")
 
 READ_BYTES = 64 * 1024
 """Room for one read of heads and small bodies. Of a large body, this much is copied."""
@@ -198,7 +198,10 @@ class HttpFrontEnd:
         self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
         now = time.monotonic()
         for connection in [connection for connection in self.connections if connection.deadline < now]:
-            connection.expire()
+            try:
+                connection.expire()
+            except Exception:  # the others have their limits, and the timer goes on
+                log.exception("the time limits of a connection could not be applied")
         # Without connections nothing ticks; the next one starts the timer again.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self.connections else None
 
@@ -280,6 +283,12 @@ class PendingRequest:
         except ContractError as error:
             self._queued = None
             self._refuse(error)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            if self._queued is not None:
+                self._queued.waiter = None
+                self._queued = None
+            self._refuse(InternalError(INTERNAL_ERROR))
         else:
             self._task = asyncio.get_running_loop().create_task(self._carry_out(work))
 

@@ -47,7 +47,7 @@ Failure = tuple[str, str]
 FORM_UNKNOWN: Failure = (UnavailableError.__name__, "the engine did not get the form of the request, send it again")
 FAILED: Failure = (InternalError.__name__, INTERNAL_ERROR)
 
-log_limited = FailureLog("abserve.messages")
+log = FailureLog("abserve.messages")
 
 
 class Tensor(msgspec.Struct, array_like=True, gc=False):
@@ -163,7 +163,7 @@ def encode_all(messages: Sequence[Message]) -> tuple[bytes, list[Unusable]]:
     try:
         return encode(messages), []
     except Exception:
-        log_limited.exception("a message to another process cannot be encoded")
+        log.exception("a message to another process cannot be encoded")
     encoded: list[Message] = []
     unusable: list[Unusable] = []
     for message in messages:
@@ -222,7 +222,7 @@ def _decoded(content: memoryview) -> Sequence[Message | Unusable]:
     try:
         return _DECODER.decode(content)
     except msgspec.ValidationError:
-        log_limited.exception("a message of another process cannot be decoded")
+        log.exception("a message of another process cannot be decoded")
     return [_one_decoded(bytes(raw)) for raw in _RAW_DECODER.decode(content)]
 
 
