@@ -134,13 +134,21 @@ class Batcher:
                 return
         self._accept(request)  # in the thread that turns
 
-    def withdraw(self, request: QueuedRequest) -> bool:
-        """Take a request back; any thread. True if the engine and `on_complete` will not get it."""
+    def withdraw(self, request: QueuedRequest, instead: Sequence[QueuedRequest] = ()) -> bool:
+        """Take a request back; any thread. True if the engine and `on_complete` will not get it.
+
+        `instead` are those that it stood for and that stay: they get its place. Only for the thread that turns.
+        """
         with self._lock:
             if request.taken:
                 return False
             request.taken = True
-            self._count_waiting(-request.count)
+            self._count_waiting(sum([one.count for one in instead]) - request.count)
+        if instead:
+            self._line_up()
+            place = self._lined_up.index(request)
+            for one in reversed(instead):
+                self._lined_up.insert(place, one)
         request.drop_inputs()
         return True
 

@@ -51,7 +51,7 @@ from servers.native.messages import (
     failure_of,
     unusable_of,
 )
-from servers.native.queued_request import QueuedRequest, singles
+from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
@@ -373,23 +373,19 @@ class EngineServer:
 
     def _cancel(self, channel: FrontEndChannel, number: int) -> None:
         queued, model, _ = channel.requests.get(number, (None, 0, None))
-        if queued is None or not self._side.hosts[model].withdraw(queued):
+        if queued is None or queued.taken:
             return
-        for one in singles(queued):
-            if one.number == number:
-                one.error = RequestExpiredError(EXPIRED)
-                channel.complete([one])
-            else:
-                self._again(channel, model, one)
-
-    def _again(self, channel: FrontEndChannel, model: int, queued: QueuedRequest) -> None:
-        """Queue a request whose neighbour was taken back."""
-        queued.taken = False
-        try:
-            self._side.submit(model, queued)
-        except ContractError as error:
-            queued.error = error
-            channel.complete([queued])
+        leaving, stay = queued, list[QueuedRequest]()
+        place = channel.groups.get(queued.number, [number]).index(number)
+        if leaving.apart is not None and place:
+            before, leaving = leaving.apart(place)
+            stay.append(before)
+        if leaving.apart is not None:
+            leaving, after = leaving.apart(1)
+            stay.append(after)
+        if self._side.hosts[model].withdraw(queued, stay):
+            leaving.error = RequestExpiredError(EXPIRED)
+            channel.complete([leaving])
 
     def _carry_out(self, channel: FrontEndChannel, message: Ask) -> None:
         failure = None
