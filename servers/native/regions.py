@@ -12,6 +12,7 @@ A key is its owner's secret: messages and statuses never show one.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import weakref
@@ -19,7 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from servers.contract.errors import ContractError, InternalError, InvalidRequestError, NotFoundError, TooLargeError
+from servers.contract.errors import (
+    ContractError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    TooLargeError,
+    UnavailableError,
+)
 from servers.contract.records import RegionReference, Window, shown
 from servers.contract.tensors import Array
 from servers.native.arena import RequestMemory
@@ -55,6 +63,9 @@ class SystemRegion:
                 os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if path is None else 0),
             )
         except OSError as exc:
+            if exc.errno in (errno.EMFILE, errno.ENFILE):
+                message = f"no file descriptor is left for region {shown(name)}: unregister one, or try again later"
+                raise UnavailableError(message) from exc
             message = f"the memory of region {shown(name)} cannot be opened: create it first, readable and writable"
             raise InvalidRequestError(message) from exc
         self._descriptor = descriptor
