@@ -47,7 +47,7 @@ class PendingMessage:
     """
 
     __slots__ = (
-        *("_call", "_front_end", "_message", "_over", "_queued"),
+        *("_call", "_front_end", "_message", "_over", "_queued", "_request_id"),
         *("_service", "_targets", "_task", "_template", "_times"),
     )
 
@@ -59,6 +59,7 @@ class PendingMessage:
         self._service = front_end.models.default  # counts a request for an unknown model
         self._times = RequestTimes(message.start_ns, message.receive_ns)
         self._template: MessageTemplate | None = None
+        self._request_id = b""
         self._targets: Mapping[str, Window] = {}
         self._queued: QueuedRequest | None = None
         self._task: asyncio.Task[None] | None = None
@@ -69,16 +70,17 @@ class PendingMessage:
         message = self._message
         begun_ns = time.perf_counter_ns()
         content = message.content
-        template = None if message.compressed else self._front_end.templates.find(content)
-        if template is None or not template.service.direct:
+        repeated = None if message.compressed else self._front_end.templates.find(content)
+        if repeated is None or not repeated[0].service.direct:
             self._task = asyncio.get_running_loop().create_task(self._carry_out())
             return
+        template, self._request_id, offset = repeated
         self._template = template
         self._service = service = template.service
         try:
             service.check_loaded()
             find = self._front_end.regions.find
-            queued = template.queued(content, find, self._call.deadline_ns, self)
+            queued = template.queued(content, offset, find, self._call.deadline_ns, self)
             self._targets = template.targets(queued, find)
             self._times.decode_ns = time.perf_counter_ns() - begun_ns
             self._queued = queued
@@ -118,8 +120,8 @@ class PendingMessage:
         assert self._template is not None
         start_ns = time.perf_counter_ns()
         try:
-            streamed = self._call.method.streams
-            pieces = self._template.answer(queued.outputs or {}, self._targets, streamed=streamed)
+            outputs, streamed = queued.outputs or {}, self._call.method.streams
+            pieces = self._template.answer(outputs, self._targets, self._request_id, streamed=streamed)
         except ContractError as error:
             self._fail(error)
             return
