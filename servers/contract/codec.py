@@ -208,11 +208,12 @@ def _parse_request(text: bytes) -> _Request[Any]:
     if len(text) > MAX_SPECIAL_BYTES:
         raise InvalidRequestError(f"JSON with NaN may have {MAX_SPECIAL_BYTES} bytes: send the tensors as binary data")
     try:
-        document = parse_json(json.loads(text), _REQUEST_WITH_NAN)
-        document.id.encode()  # this parser accepts half a surrogate pair, which no response can hold
+        values = json.loads(text.decode())
+        if b"\\u" in text:
+            json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair, which that parser accepts
     except (ValueError, RecursionError) as exc:
         raise InvalidRequestError("failed to parse the request JSON: it is not valid JSON") from exc
-    return document
+    return parse_json(values, _REQUEST_WITH_NAN)
 
 
 def _part(part: Any, decoder: msgspec.json.Decoder[P], owner: str) -> P | None:

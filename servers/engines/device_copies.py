@@ -86,10 +86,40 @@ _thread = threading.local()
 """Its `context` is the one that `enter` has made current."""
 
 
+class LockedPages:
+    """What is page-locked in this process, and by how many engines; any thread.
+
+    Models share the memory of requests, and the driver locks memory only once: the first one locks it, the last one to
+    end unlocks it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[tuple[int, int], int] = {}  # by address and size
+
+    def add(self, place: tuple[int, int], register: Callable[[int, int], bool]) -> bool:
+        """Another engine uses this memory; False if it cannot be locked."""
+        with self._lock:
+            users = self._users.get(place, 0)
+            if not users and not register(*place):
+                return False
+            self._users[place] = users + 1
+        return True
+
+    def remove(self, place: tuple[int, int], unregister: Callable[[int], None]) -> None:
+        """An engine that `add` was called for has ended, or does not use it any more."""
+        with self._lock:
+            self._users[place] -= 1
+            if not self._users[place]:
+                del self._users[place]
+                unregister(place[0])
+
+
 class HostCopies:
     """Stands in for `CudaCopies` on the CPU, for tests: every call is done when it returns, in any stream."""
 
     incoming = compute = outgoing = 0
+    _locked_pages = LockedPages()
 
     def __init__(self) -> None:
         self.pinned: Ranges = ()
@@ -164,7 +194,7 @@ class HostCopies:
     def pin(self, address: int, byte_size: int) -> bool:
         """Page-lock host memory; False if it cannot be."""
         with self._lock:
-            if not self._register(address, byte_size):
+            if not self._locked_pages.add((address, byte_size), self._register):
                 return False
             self.pinned = tuple(sorted((*self.pinned, (address, address + byte_size))))  # replaced, never changed
         return True
@@ -172,14 +202,19 @@ class HostCopies:
     def unpin(self, address: int) -> None:
         """Undo `pin`, once no copy uses the memory; without effect on other memory."""
         with self._lock:
-            if any(start == address for start, _ in self.pinned):
-                self.pinned = tuple(one for one in self.pinned if one[0] != address)
-                self._unregister(address)
+            ends = [end for start, end in self.pinned if start == address]
+            self.pinned = tuple(one for one in self.pinned if one[0] != address)
+            self._forget_known()
+            for end in ends:
+                self._locked_pages.remove((address, end - address), self._unregister)
 
     def close(self) -> None:
         """Undo every `pin`."""
         for start, _ in self.pinned:
             self.unpin(start)
+
+    def _forget_known(self) -> None:
+        """Something is not in `pinned` any more."""
 
     def _register(self, _address: int, _byte_size: int) -> bool:
         return True
@@ -190,6 +225,8 @@ class HostCopies:
 
 class CudaCopies(HostCopies):
     """The driver's calls in a device's primary context, which torch uses too. Streams are given as their handles."""
+
+    _locked_pages = LockedPages()
 
     def __init__(self, device: int, incoming: int, compute: int, outgoing: int) -> None:
         """Raises `CudaError`."""
@@ -332,8 +369,10 @@ class CudaCopies(HostCopies):
             return False
         return True
 
-    def _unregister(self, address: int) -> None:
+    def _forget_known(self) -> None:
         self._known_locked = set()
+
+    def _unregister(self, address: int) -> None:
         with self.current():
             self._blocking("cuMemHostUnregister", address)
 

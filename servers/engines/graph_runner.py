@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from servers.contract.errors import InvalidRequestError
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
 from servers.engines.copies import cut_copy
 from servers.engines.device_copies import CudaCopies, HostCopies
 from servers.engines.flight import COPIED_BYTES, TORCH_TYPES, Flight, Memory, event_pair, new_host_bytes
 from servers.engines.interface import DeviceMemory, Finish, HostMemory, Request
-from servers.engines.padding import Padding, divide, fill_rows
+from servers.engines.padding import Padding, divide, fill_rows, pad_to_text
 from servers.gpu.cuda_library import CudaError
 from servers.models.specification import Axis, ModelSpecification
 
@@ -76,8 +77,9 @@ class GraphRunner:
 
     With `build` every batch is padded to its bucket, one of `rows` times one of `sizes` of the model's padded axis, and
     executed in that bucket's CUDA graph over fixed memory; the outputs are cut back. The graphs of `at_load`, default
-    all `sizes`, are captured at once, the others with the first batch that needs them. With `call` every batch is
-    executed in its own shape, without graphs. On the CPU, for tests, `build`'s function takes the place of a graph.
+    all `sizes`, are captured at once, the others with the first batch that needs them, until `prepare_no_more`. With
+    `call` every batch is executed in its own shape, without graphs. On the CPU, for tests, `build`'s function takes the
+    place of a graph.
 
     A batch goes from the requests' own memory to its flight's memory on the device, while the batch before it is
     executed, and from there to the memory that the graph reads; or directly, if no batch is executed. Its large outputs
@@ -107,6 +109,8 @@ class GraphRunner:
         self._padding = None if axis is None else Padding(axis, self.sizes)
         self._on_cuda = device.type == "cuda"
         self._graphs: dict[Bucket, _Graph] = {}
+        self._prepared: tuple[int, ...] = ()
+        self._prepares = True
         self._executed: dict[int, tuple[Bucket, Flight, list[tuple[int, ...]]]] = {}
         self._incoming: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -123,8 +127,8 @@ class GraphRunner:
             self._unfinished: deque[Flight] = deque()
             self._reserve(flights)
             if build is not None:
-                prepared = self.sizes if at_load is None else tuple(sorted(at_load))
-                first = [Bucket(rows, size) for size in prepared or (None,) for rows in self.rows]
+                self._prepared = self.sizes if at_load is None else tuple(sorted(at_load))
+                first = [Bucket(rows, size) for size in self._prepared or (None,) for rows in self.rows]
                 enqueue = {bucket: build(bucket) for bucket in first}
                 self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
                 for bucket in reversed(first):  # the largest first: the others fit into its memory
@@ -137,6 +141,13 @@ class GraphRunner:
     def takes_addresses(self) -> bool:
         """See `Engine`: not where requests are merged on the host first."""
         return self._padding is None
+
+    def prepare_no_more(self) -> None:
+        """See `Engine`. From now on the sizes of the padded axis are those of which every bucket is captured."""
+        self._prepares = False
+        if self._padding is not None:
+            self.sizes = self._prepared
+            self._padding = Padding(self._padding.axis, self.sizes)
 
     @property
     def captured(self) -> int:
@@ -283,10 +294,22 @@ class GraphRunner:
         sizes = [] if padding is None else [padding.axis.size_of(request) for request in requests]
         of_bucket = bucket_of(self.rows, sum(rows))
         if self._build is not None:
+            if sizes and not self._prepares:
+                self._check_prepared(max(sizes))
             bucket = Bucket(of_bucket, bucket_of(self.sizes, max(sizes)) if sizes else None)
         else:
             bucket = Bucket(sum(rows), None if padding is None else padding.padded_size(max(sizes)))
         return _Batch(requests, rows, sizes, padding, bucket, outputs)
+
+    def _check_prepared(self, size: int) -> None:
+        if size > self.sizes[-1]:
+            assert self._padding is not None
+            axis, name = self._padding.axis, self._specification.name
+            raise InvalidRequestError(
+                f"{name} was prepared for {axis.name} sizes up to {self.sizes[-1]}, the request has {size}, and "
+                f"preparing it now would keep other requests waiting: start the server with --pad-to "
+                f"{pad_to_text([*self.sizes, size])}"
+            )
 
     def _bring(self, flight: Flight, index: int, batch: _Batch, *, direct: bool) -> tuple[int, ...]:
         """Enqueue the copies of an input to the flight's memory, or to the graph's; returns the shape there."""

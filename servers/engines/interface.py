@@ -106,6 +106,9 @@ class Engine(ABC):
     takes_addresses: bool = False
     """Whether `start` takes `HostMemory`."""
 
+    checks_values: bool = False
+    """Whether there are values that the engine cannot take; known after `load`."""
+
     _staging: Staging | None = None
 
     kernel_probe: Mapping[str, object] | None = None
@@ -148,6 +151,18 @@ class Engine(ABC):
             shapes = [(rows, along) for rows, along in shapes if rows == batch_sizes[0] or along is sizes[0]]
         for rows, along in shapes:
             self.infer(valid_inputs(self._specification, rows, along))
+
+    def check_values(self, inputs: Mapping[str, Array]) -> None:  # noqa: B027  most take any values
+        """Raise `InvalidRequestError` for one request's values that the engine cannot take.
+
+        In a batch they would fail those of others. A server calls it for each request if `checks_values`; any thread.
+        """
+
+    def prepare_no_more(self) -> None:  # noqa: B027  most prepare nothing
+        """From now on `start` raises `InvalidRequestError` for a shape that is not prepared.
+
+        The thread that starts the batches of a server may not wait for a compilation: other models wait for it.
+        """
 
     def start(
         self,

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from servers.contract.errors import InvalidRequestError
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.agreement import Disagreement, disagreement
 from servers.engines.batches import (
@@ -131,6 +132,7 @@ class JaxEngine(Engine):
                 weights, function = as_jax(specification, to_precision(executed, getattr(torch, dtype)), dtype)
             self._weights_on_device = jax.device_put(weights, device)
             self._function = jax.jit(function)
+            self.checks_values = any(tensor.datatype in ("INT64", "UINT64") for tensor in specification.inputs)
             answers = proof.without_padding(self.infer(proof.inputs))
         except EngineError:
             raise
@@ -151,6 +153,12 @@ class JaxEngine(Engine):
         along = [{axis.name: size} for size in listed] if axis is not None and listed else [{}]
         for rows, sizes in product(sorted({bucket_of(self._rows, size) for size in batch_sizes}), along):
             self.infer(valid_inputs(self._specification, rows, sizes))
+
+    def check_values(self, inputs: Mapping[str, Array]) -> None:
+        """Raises `InvalidRequestError` for integers beyond 32 bits."""
+        for name, array in inputs.items():
+            if (reason := _beyond_32_bits(name, array)) is not None:
+                raise InvalidRequestError(reason)
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch, padded to its bucket; a bucket without an executable is compiled first.
@@ -394,11 +402,20 @@ def _with_32_bits(name: str, array: Array) -> Array:
     narrow = {"i8": "i4", "u8": "u4", "f8": "f4"}.get(array.dtype.str[1:])
     if narrow is None:
         return array
-    if array.dtype.kind != "f" and array.size:
-        limits = np.iinfo(narrow)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise EngineError(f"{name} has values beyond 32 bits, which JAX does not compute with; use --engine torch")
+    if (reason := _beyond_32_bits(name, array)) is not None:
+        raise EngineError(f"{reason}; use --engine torch")
     return array.astype(narrow)
+
+
+def _beyond_32_bits(name: str, array: Array) -> str | None:
+    """Why an input's integers cannot be computed with; None if they can."""
+    narrow = {"i8": "i4", "u8": "u4"}.get(array.dtype.str[1:])
+    if narrow is None or not array.size:
+        return None
+    limits = np.iinfo(narrow)
+    if array.min() >= limits.min and array.max() <= limits.max:
+        return None
+    return f"{name} has values beyond 32 bits, {limits.min} to {limits.max}, which JAX does not compute with"
 
 
 def _name_of(device: Any) -> str:

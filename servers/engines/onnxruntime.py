@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from servers.contract.errors import InvalidRequestError
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, has_buckets, random_inputs
 from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
@@ -113,6 +114,19 @@ class OnnxRuntimeEngine(Engine):
         if wanted == "int8":
             self._products = self._executed_products()
         self._session = session
+        self.checks_values = any(tensor.datatype == "BYTES" for tensor in specification.inputs)
+
+    def check_values(self, inputs: Mapping[str, Array]) -> None:
+        """Raises `InvalidRequestError` for strings that are not UTF-8: ONNX Runtime's are text."""
+        for name, array in inputs.items():
+            if array.dtype.hasobject:
+                for place, element in enumerate(array.ravel().tolist()):
+                    try:
+                        element.decode()
+                    except UnicodeDecodeError as exc:
+                        raise InvalidRequestError(
+                            f"element {place} of input '{name}' is not UTF-8, which the strings of this model must be"
+                        ) from exc
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch. On the CPU the session reads the caller's arrays in place; the answers are new arrays."""

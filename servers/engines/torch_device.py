@@ -124,6 +124,10 @@ class RunnerEngine(Engine):
 
         return finish
 
+    def prepare_no_more(self) -> None:
+        if self._runner is not None:
+            self._runner.prepare_no_more()
+
     def _failed(self, exc: Exception) -> EngineError:
         return EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}")
 

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import structlog
 
 from servers.contract.errors import ContractError, InternalError
 from servers.contract.tensors import Array, like
@@ -34,12 +33,13 @@ from servers.native.errors import (
     RequestExpiredError,
     ShuttingDownError,
 )
+from servers.native.failure_log import FailureLog
 from servers.native.page_locks import PageLocks
 from servers.native.queued_request import QueuedRequest, singles
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
-log = structlog.get_logger("abserve.batcher")
+log = FailureLog("abserve.batcher")
 
 FAILED = "inference failed on the server, the server's log has the cause"
 POLL_S = 50e-6
@@ -96,7 +96,7 @@ class Batcher:
         self._on_complete = on_complete
         self._on_broken = on_broken
         self._padding = padding
-        self._check_values = check_values
+        self._checks = [] if check_values is None else [check_values]
         self._broken = False
         self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None ends it
         self._lock = threading.Lock()  # guards the two below, and `taken` of every request
@@ -134,13 +134,21 @@ class Batcher:
                 return
         self._accept(request)  # in the thread that turns
 
-    def withdraw(self, request: QueuedRequest) -> bool:
-        """Take a request back; any thread. True if the engine and `on_complete` will not get it."""
+    def withdraw(self, request: QueuedRequest, instead: Sequence[QueuedRequest] = ()) -> bool:
+        """Take a request back; any thread. True if the engine and `on_complete` will not get it.
+
+        `instead` are those that it stood for and that stay: they get its place. Only for the thread that turns.
+        """
         with self._lock:
             if request.taken:
                 return False
             request.taken = True
-            self._count_waiting(-request.count)
+            self._count_waiting(sum([one.count for one in instead]) - request.count)
+        if instead:
+            self._line_up()
+            place = self._lined_up.index(request)
+            for one in reversed(instead):
+                self._lined_up.insert(place, one)
         request.drop_inputs()
         return True
 
@@ -195,11 +203,14 @@ class Batcher:
     def _use(self, engine: Engine) -> None:
         if self._arena is not None and engine.device_index is not None:
             self._page_locks = PageLocks(engine, self._arena)
+        engine.prepare_no_more()
+        if engine.checks_values:
+            self._checks.append(engine.check_values)
         self._former = BatchFormer(
             self._max_batch_size, self._max_queue_delay_ns, engine.executed_rows, engine.row_bytes
         )
         self._engine = engine
-        self.takes_addresses = engine.takes_addresses and self._check_values is None
+        self.takes_addresses = engine.takes_addresses and not self._checks
         if engine.flights > 1 and self._wake is not None:
             self._turned = True
             self._wake()
@@ -304,15 +315,17 @@ class Batcher:
 
     def _readable(self, claimed: list[QueuedRequest]) -> list[QueuedRequest]:
         """The requests whose inputs can be read and executed; the others are refused."""
-        check = self._check_values
-        if check is None and not any([one.device_inputs or one.device_outputs for one in claimed]):  # noqa: C419  faster
+        checks = self._checks
+        if not checks and not any([one.device_inputs or one.device_outputs for one in claimed]):  # noqa: C419  faster
             return claimed
         readable = []
         for request in claimed:
             try:
-                _open_device_memory(request, None if check is not None else self._engine.device_index)
-                if check is not None:
-                    check({name: one for name, one in request.inputs.items() if isinstance(one, np.ndarray)})
+                _open_device_memory(request, None if checks else self._engine.device_index)
+                if checks:
+                    arrays = {name: one for name, one in request.inputs.items() if isinstance(one, np.ndarray)}
+                    for check in checks:
+                        check(arrays)
             except ContractError as error:
                 self._refuse([request], error)
             except Exception:
@@ -330,7 +343,7 @@ class Batcher:
             self._flights.append(flight)
 
     def _begin(self, requests: list[QueuedRequest]) -> _Flight | None:
-        """Start a batch; None if that failed."""
+        """Start a batch; None if that failed, or if the engine takes no batch of this shape."""
         start_ns = time.perf_counter_ns()
         engine = self._engine
         try:
@@ -342,6 +355,9 @@ class Batcher:
                 finish = engine.start(inputs, self._padding, [request.borrowed_outputs for request in requests])
             else:
                 finish = engine.start([request.inputs for request in requests], self._padding)
+        except ContractError as error:  # all of them have this shape
+            self._refuse(requests, error)
+            return None
         except Exception:
             log.exception("inference failed", requests=len(requests))
             self._failed += requests

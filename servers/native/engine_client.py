@@ -6,37 +6,45 @@ import asyncio
 import itertools
 import socket
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from math import prod
 from typing import Any
-
-import structlog
 
 from servers.contract.errors import InternalError, UnavailableError
 from servers.contract.records import ModelSignature
 from servers.contract.tensors import Array
 from servers.native.arena import RequestMemory
+from servers.native.failure_log import FailureLog
+from servers.native.inference import wake_all
 from servers.native.messages import (
+    FAILED,
+    FORM_UNKNOWN,
     MAX_GROUP_ROWS,
+    REQUESTS,
     Answer,
     Ask,
     Cancel,
     Done,
     DoneMany,
+    Form,
     FrameReader,
     Message,
     SentForms,
     Submit,
     SubmitMany,
+    Unusable,
     divided,
-    encode,
+    encode_all,
     error_of,
+    failed,
     failure_of,
     outputs_of,
     submit_message,
+    unusable_of,
 )
 from servers.native.queued_request import QueuedRequest
 
-log = structlog.get_logger("abserve.front")
+log = FailureLog("abserve.front")
 
 ENGINE_ENDED = "the engine has ended, send the request again later"
 
@@ -113,22 +121,11 @@ class EngineClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Messages of the engine's side."""
         for message in self._reader.feed(data):
-            if isinstance(message, DoneMany):
-                for number, outputs in divided(message):
-                    self._succeed(number, outputs)
-            elif isinstance(message, Done):
-                self._complete(message)
-            elif isinstance(message, Ask):
-                task = asyncio.get_running_loop().create_task(self._carry_out(message))
-                self._carrying_out.add(task)
-                task.add_done_callback(self._carrying_out.discard)
-            elif isinstance(message, Answer) and (answer := self._asked.pop(message.number, None)) is not None:
-                if answer.done():
-                    continue
-                if message.failure is None:
-                    answer.set_result(None)
-                else:
-                    answer.set_exception(error_of(message.failure))
+            try:
+                self._take(message)
+            except Exception:  # it must not end the connection: others wait for theirs
+                log.exception("a message of the engine could not be used")
+                self._fail(unusable_of(message), sent=False)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The engine's process has ended: nothing that waits will be answered by it."""
@@ -142,6 +139,41 @@ class EngineClient(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(UnavailableError(ENGINE_ENDED))
 
+    def _take(self, message: Message | Unusable) -> None:
+        if isinstance(message, DoneMany):
+            for number, outputs in divided(message):
+                self._succeed(number, outputs)
+        elif isinstance(message, Done):
+            self._complete(message)
+        elif isinstance(message, Ask):
+            task = asyncio.get_running_loop().create_task(self._carry_out(message))
+            self._carrying_out.add(task)
+            task.add_done_callback(self._carrying_out.discard)
+        elif isinstance(message, Answer):
+            self._answered(message)
+        elif isinstance(message, Unusable):
+            self._fail(message, sent=False)
+
+    def _fail(self, message: Unusable, *, sent: bool) -> None:
+        """Fail what a message is about that could not be sent, or not be used: here, or at the engine's side."""
+        if message.kind is Form:
+            self._forms.forget()
+        for reply in failed(message, FAILED):
+            if sent == (message.kind in REQUESTS):
+                with suppress(KeyError):  # it is complete already
+                    self._take(reply)
+            else:
+                self._send(reply)
+
+    def _answered(self, message: Answer) -> None:
+        answer = self._asked.pop(message.number, None)
+        if answer is None or answer.done():
+            return
+        if message.failure is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error_of(message.failure))
+
     def _succeed(self, number: int, outputs: dict[str, Array]) -> None:
         queued, _, _ = self._waiting.pop(number)
         queued.drop_inputs()
@@ -149,12 +181,15 @@ class EngineClient(asyncio.Protocol):
         self._wake(queued)
 
     def _complete(self, message: Done) -> None:
-        queued, kept, has_room = self._waiting.pop(message.number)
-        queued.drop_inputs()
+        queued, kept, has_room = self._waiting[message.number]
         if message.failure is None:
             queued.outputs = outputs_of(message, self._memory.arena, kept[-1] if has_room else None)
         else:
             queued.error = error_of(message.failure)
+            if message.failure == FORM_UNKNOWN:
+                self._forms.forget()
+        del self._waiting[message.number]
+        queued.drop_inputs()
         self._wake(queued)
 
     def _send_together(self, message: Submit) -> None:
@@ -175,15 +210,14 @@ class EngineClient(asyncio.Protocol):
         outgoing, self._outgoing = self._outgoing, []
         self._groups = {}
         if self._transport is not None and not self._ended:
-            self._transport.write(encode(outgoing))
+            frame, unusable = encode_all(outgoing)
+            self._transport.write(frame)
+            for message in unusable:
+                self._fail(message, sent=True)
 
     def _wake(self, queued: QueuedRequest) -> None:
         """A request is complete."""
-        if queued.waiter is not None:
-            try:
-                queued.waiter.wake(queued)
-            except Exception:
-                log.exception("a request failed unexpectedly")
+        wake_all([queued])
 
     async def _carry_out(self, message: Ask) -> None:
         """Do what the engine's side tells; what takes long does not delay what it tells next."""

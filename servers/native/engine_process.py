@@ -26,7 +26,11 @@ from servers.engines.interface import HostMemory
 from servers.native.arena import Arena
 from servers.native.engine_side import EngineSide, Offer
 from servers.native.errors import EXPIRED, RequestExpiredError
+from servers.native.failure_log import FailureLog
 from servers.native.messages import (
+    FAILED,
+    FORM_UNKNOWN,
+    REQUESTS,
     STOP_BY,
     Answer,
     Ask,
@@ -38,17 +42,21 @@ from servers.native.messages import (
     ReceivedForm,
     Submit,
     SubmitMany,
+    Unusable,
     done_many_message,
     done_message,
-    encode,
+    encode_all,
     error_of,
+    failed,
     failure_of,
+    unusable_of,
 )
-from servers.native.queued_request import QueuedRequest, singles
+from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
 log = structlog.get_logger("abserve.engine")
+log_limited = FailureLog("abserve.engine")
 
 READ_BYTES = 256 * 1024
 LONG_S = 0.002
@@ -76,6 +84,13 @@ class FrontEndChannel:
         self._numbers = itertools.count()
         self._told: dict[int, Future[Any]] = {}
 
+    def form(self, number: int, rows: int) -> ReceivedForm | None:
+        """The form of a message, None if it did not come. Raises `ValueError` for another number of rows."""
+        form = self.forms.get(number)
+        if form is not None and not 0 < rows == form.rows:
+            raise ValueError(f"a request has {rows} rows, its form {form.rows}")
+        return form
+
     def complete(self, requests: Sequence[QueuedRequest]) -> None:
         """See `FrontEnd`."""
         done: list[Message] = []
@@ -83,7 +98,7 @@ class FrontEndChannel:
             try:
                 self._add_done(done, queued)
             except Exception as error:  # it must not stop the thread of an engine
-                log.exception("an answer could not be sent")
+                log_limited.exception("an answer could not be sent")
                 done.append(Done(queued.number, [], failure_of(error)))
         self.send(done)
 
@@ -117,15 +132,22 @@ class FrontEndChannel:
 
     def answered(self, answer: Answer) -> None:
         """The front end has done what it was told."""
-        told = self._told.pop(answer.number)
+        told = self._told.pop(answer.number, None)
+        if told is None:
+            return
         if answer.failure is None:
             told.set_result(None)
         else:
             told.set_exception(error_of(answer.failure))
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Send now or, where the front end is slow to read, soon; never blocks."""
-        frame = encode(messages)
+        """Send now or, where the front end is slow to read, soon; never blocks.
+
+        A message that cannot be encoded fails what it is about, and no other.
+        """
+        frame, unusable = encode_all(messages)
+        for message in unusable:
+            self.fail(message, sent=True)
         with self._lock:
             if self._ended:
                 return
@@ -135,6 +157,17 @@ class FrontEndChannel:
             if frame:
                 self._unsent += frame
                 self._epoll.modify(self.socket, select.EPOLLIN | select.EPOLLOUT)
+
+    def fail(self, message: Unusable, *, sent: bool) -> None:
+        """Fail what a message is about that could not be sent, or not be used: here, or at the front end."""
+        if message.kind is Form:
+            for number in message.numbers or list(self.forms):
+                self.forms.pop(number, None)  # else its requests would be read as those of the form before it
+        for reply in failed(message, FAILED):
+            if sent != (message.kind in REQUESTS):
+                self.send([reply])
+            elif isinstance(reply, Answer):
+                self.answered(reply)
 
     def send_more(self) -> None:
         """The socket takes bytes again."""
@@ -251,22 +284,34 @@ class EngineServer:
             self._lose(channel)
             return
         for message in channel.reader.feed(memoryview(self._buffer)[:count]):
-            if isinstance(message, Submit):
-                self._submit(channel, message)
-            elif isinstance(message, SubmitMany):
-                self._submit_many(channel, message)
-            elif isinstance(message, Form):
-                channel.forms[message.number] = ReceivedForm(message, self._side.hosts[message.model].padding)
-            elif isinstance(message, Cancel):
-                self._cancel(channel, message.number)
-            elif isinstance(message, Answer):
-                channel.answered(message)
-            elif isinstance(message, Ask):
-                self._asking.submit(self._carry_out, channel, message)
+            try:
+                self._take(channel, message)
+            except Exception:  # it must not end the process: others wait for theirs
+                log_limited.exception("a message of a front end could not be used")
+                channel.fail(unusable_of(message), sent=False)
+
+    def _take(self, channel: FrontEndChannel, message: Message | Unusable) -> None:
+        if isinstance(message, Submit):
+            self._submit(channel, message)
+        elif isinstance(message, SubmitMany):
+            self._submit_many(channel, message)
+        elif isinstance(message, Form):
+            channel.forms[message.number] = ReceivedForm(message, self._side.hosts[message.model].padding)
+        elif isinstance(message, Cancel):
+            self._cancel(channel, message.number)
+        elif isinstance(message, Answer):
+            channel.answered(message)
+        elif isinstance(message, Ask):
+            self._asking.submit(self._carry_out, channel, message)
+        elif isinstance(message, Unusable):
+            channel.fail(message, sent=False)
 
     def _submit(self, channel: FrontEndChannel, message: Submit) -> None:
+        form = channel.form(message.form, message.rows)
+        if form is None:
+            channel.send([Done(message.number, [], FORM_UNKNOWN)])
+            return
         try:
-            form = channel.forms[message.form]
             inputs: Mapping[str, Array | HostMemory]
             if self._side.hosts[form.model].takes_addresses and not message.device_inputs:
                 inputs = form.addresses([message.data], self._arena)
@@ -280,17 +325,22 @@ class EngineServer:
             self._side.submit(form.model, queued)
         except Exception as error:
             if not isinstance(error, ContractError):
-                log.exception("a request could not be queued")
+                log_limited.exception("a request could not be queued")
             channel.requests.pop(message.number, None)
             channel.send([Done(message.number, [], failure_of(error))])
 
     def _submit_many(self, channel: FrontEndChannel, message: SubmitMany) -> None:
         """As one, where the engine takes addresses: then the batcher has as little to do as for a single request."""
-        form = channel.forms[message.form]
+        form = channel.form(message.form, message.rows)
+        if form is None:
+            channel.send([Done(number, [], FORM_UNKNOWN) for number in message.numbers])
+            return
         if len(message.numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
             for number, data in zip(message.numbers, message.data, strict=True):
                 self._submit(channel, Submit(number, message.form, message.rows, None, list(data)))
             return
+        if len(message.numbers) != len(message.data):
+            raise ValueError("not every request of a group has its data")
         queued = self._group(channel, form, message.rows, message.numbers, message.data)
         try:
             self._side.submit(form.model, queued)
@@ -323,23 +373,19 @@ class EngineServer:
 
     def _cancel(self, channel: FrontEndChannel, number: int) -> None:
         queued, model, _ = channel.requests.get(number, (None, 0, None))
-        if queued is None or not self._side.hosts[model].withdraw(queued):
+        if queued is None or queued.taken:
             return
-        for one in singles(queued):
-            if one.number == number:
-                one.error = RequestExpiredError(EXPIRED)
-                channel.complete([one])
-            else:
-                self._again(channel, model, one)
-
-    def _again(self, channel: FrontEndChannel, model: int, queued: QueuedRequest) -> None:
-        """Queue a request whose neighbour was taken back."""
-        queued.taken = False
-        try:
-            self._side.submit(model, queued)
-        except ContractError as error:
-            queued.error = error
-            channel.complete([queued])
+        leaving, stay = queued, list[QueuedRequest]()
+        place = channel.groups.get(queued.number, [number]).index(number)
+        if leaving.apart is not None and place:
+            before, leaving = leaving.apart(place)
+            stay.append(before)
+        if leaving.apart is not None:
+            leaving, after = leaving.apart(1)
+            stay.append(after)
+        if self._side.hosts[model].withdraw(queued, stay):
+            leaving.error = RequestExpiredError(EXPIRED)
+            channel.complete([leaving])
 
     def _carry_out(self, channel: FrontEndChannel, message: Ask) -> None:
         failure = None
@@ -352,7 +398,7 @@ class EngineServer:
                 self._side.carry_out(message.method, message.arguments)
         except Exception as error:
             if not isinstance(error, ContractError):
-                log.exception("a request for a change failed", method=message.method)
+                log_limited.exception("a request for a change failed", method=message.method[:64])
             failure = failure_of(error)
         channel.send([Answer(message.number, failure)])
 

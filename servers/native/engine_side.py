@@ -54,7 +54,7 @@ class EngineSide:
         """`wake`: see `Batcher`."""
         self._front_ends: list[FrontEnd] = []
         self._lock = threading.RLock()  # so that all front ends are told in the same order
-        self.regions = RegionRegister(self._tell)
+        self.regions = RegionRegister(self._tell, others_come=wake is not None)
         self.hosts = [
             ModelHost(specification, build, settings, own, arena, complete, self._changed, wake)
             for (specification, build), own in zip(offers, statistics, strict=True)

@@ -42,6 +42,8 @@ _FIELDS = (
 RESPONSE_HEADERS = header_block(_FIELDS)
 TRAILERS_OK = header_block([(b"grpc-status", b"0")])
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
+LONGEST_NS = 24 * 3_600_000_000_000
+"""A call's deadline is at most a day from now: eight digits of hours are beyond 64 bits of nanoseconds."""
 _UNIT_NS = {b"H": 3_600_000_000_000, b"M": 60_000_000_000, b"S": 1_000_000_000, b"m": 1_000_000, b"u": 1000, b"n": 1}
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
@@ -119,7 +121,8 @@ def read_call_head(fields: list[tuple[bytes, bytes]], methods: dict[bytes, Metho
     match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
     if timeout is not None and match is None:
         return CallHead(refusal=Refusal("INTERNAL", "grpc-timeout must be up to eight digits and a unit"))
-    return CallHead(method, None if match is None else int(match[1]) * _UNIT_NS[match[2]], encoding)
+    timeout_ns = None if match is None else min(int(match[1]) * _UNIT_NS[match[2]], LONGEST_NS)
+    return CallHead(method, timeout_ns, encoding)
 
 
 class Call:

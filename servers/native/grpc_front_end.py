@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from inspect import isawaitable
 from typing import Any, NoReturn
 
-import structlog
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
@@ -24,6 +23,7 @@ from servers.contract.errors import ContractError, InternalError, InvalidRequest
 from servers.native import documents
 from servers.native.arena import ALIGNMENT, RequestMemory
 from servers.native.errors import INTERNAL_ERROR, failure_reason
+from servers.native.failure_log import FailureLog
 from servers.native.grpc_calls import Call, CallHead, Method, read_call_head, refusal_of
 from servers.native.grpc_connection import Connection
 from servers.native.grpc_inference import PendingMessage, with_prefix
@@ -37,7 +37,7 @@ from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
 
-log = structlog.get_logger("abserve.grpc")
+log = FailureLog("abserve.grpc")
 
 SERVICE = "inference.GRPCInferenceService"
 MESSAGE_SLACK_BYTES = 64 * 1024
@@ -164,7 +164,10 @@ class GrpcFrontEnd:
         seconds, self._ticked = now - self._ticked, now
         pressed = any(connection.waits_for_room for connection in self._connections)
         for connection in list(self._connections):
-            connection.expire(now, seconds, pressed=pressed)
+            try:
+                connection.expire(now, seconds, pressed=pressed)
+            except Exception:  # the others have their limits, and the timer goes on
+                log.exception("the time limits of a connection could not be applied")
         # Without connections nothing ticks; the next one starts the timer again.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._connections else None
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
 from tritonclient.grpc import service_pb2
 
 from servers.contract.errors import ContractError, InternalError, TooLargeError, UnavailableError
 from servers.contract.records import InferRequest, Window
 from servers.native.errors import INTERNAL_ERROR, CallDeadlineError, RequestExpiredError, failure_reason
+from servers.native.failure_log import FailureLog
 from servers.native.grpc_calls import Call, Refusal, refusal_of, shortened
 from servers.native.grpc_messages import INLINE_BYTES, decode_message, encode_message, encode_streamed, parse_message
 from servers.native.grpc_templates import MessageTemplate
@@ -27,7 +27,7 @@ from servers.native.message_memory import Message
 from servers.native.queued_request import QueuedRequest
 from servers.native.statistics import RequestTimes
 
-log = structlog.get_logger("abserve.grpc")
+log = FailureLog("abserve.grpc")
 
 TIMER_SLACK_NS = 1_000_000
 """The event loop's timers round to whole milliseconds, so one may fire this much too early."""
@@ -47,7 +47,7 @@ class PendingMessage:
     """
 
     __slots__ = (
-        *("_call", "_front_end", "_message", "_over", "_queued"),
+        *("_call", "_front_end", "_message", "_over", "_queued", "_request_id"),
         *("_service", "_targets", "_task", "_template", "_times"),
     )
 
@@ -59,6 +59,7 @@ class PendingMessage:
         self._service = front_end.models.default  # counts a request for an unknown model
         self._times = RequestTimes(message.start_ns, message.receive_ns)
         self._template: MessageTemplate | None = None
+        self._request_id = b""
         self._targets: Mapping[str, Window] = {}
         self._queued: QueuedRequest | None = None
         self._task: asyncio.Task[None] | None = None
@@ -69,16 +70,17 @@ class PendingMessage:
         message = self._message
         begun_ns = time.perf_counter_ns()
         content = message.content
-        template = None if message.compressed else self._front_end.templates.find(content)
-        if template is None or not template.service.direct:
+        repeated = None if message.compressed else self._front_end.templates.find(content)
+        if repeated is None or not repeated[0].service.direct:
             self._task = asyncio.get_running_loop().create_task(self._carry_out())
             return
+        template, self._request_id, offset = repeated
         self._template = template
         self._service = service = template.service
         try:
             service.check_loaded()
             find = self._front_end.regions.find
-            queued = template.queued(content, find, self._call.deadline_ns, self)
+            queued = template.queued(content, offset, find, self._call.deadline_ns, self)
             self._targets = template.targets(queued, find)
             self._times.decode_ns = time.perf_counter_ns() - begun_ns
             self._queued = queued
@@ -86,6 +88,12 @@ class PendingMessage:
         except ContractError as error:
             self._queued = None
             self._fail(error)
+        except Exception:
+            log.exception("a call failed unexpectedly")
+            if self._queued is not None:
+                self._queued.waiter = None
+                self._queued = None
+            self._fail(InternalError(INTERNAL_ERROR))
 
     def stop(self, reason: str) -> None:
         """Nobody waits for the answer any more, for this reason; "": because the client has left."""
@@ -112,8 +120,8 @@ class PendingMessage:
         assert self._template is not None
         start_ns = time.perf_counter_ns()
         try:
-            streamed = self._call.method.streams
-            pieces = self._template.answer(queued.outputs or {}, self._targets, streamed=streamed)
+            outputs, streamed = queued.outputs or {}, self._call.method.streams
+            pieces = self._template.answer(outputs, self._targets, self._request_id, streamed=streamed)
         except ContractError as error:
             self._fail(error)
             return

@@ -20,7 +20,6 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
 
-import structlog
 from uvicorn.server import ServerState
 
 from servers.contract.codec import HEADER_LENGTH, decode_request, encode_response, parse_header_length
@@ -28,6 +27,7 @@ from servers.contract.errors import ContractError, InternalError, InvalidRequest
 from servers.contract.records import InferRequest, Window
 from servers.native.arena import RequestMemory
 from servers.native.errors import INTERNAL_ERROR, HttpError, failure_reason, http_status
+from servers.native.failure_log import FailureLog
 from servers.native.http_parser import HeadReader, Request, RequestHead
 from servers.native.inference import InferenceService, in_thread
 from servers.native.queued_request import QueuedRequest
@@ -36,9 +36,9 @@ from servers.native.request_templates import RequestTemplate, TemplateCache
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes
-from servers.native.templates import KEPT_BYTES
+from servers.native.templates import KEPT_BYTES, Repeated
 
-log = structlog.get_logger("abserve.http")
+log = FailureLog("abserve.http")
 
 READ_BYTES = 64 * 1024
 """Room for one read of heads and small bodies. Of a large body, this much is copied."""
@@ -198,7 +198,10 @@ class HttpFrontEnd:
         self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
         now = time.monotonic()
         for connection in [connection for connection in self.connections if connection.deadline < now]:
-            connection.expire()
+            try:
+                connection.expire()
+            except Exception:  # the others have their limits, and the timer goes on
+                log.exception("the time limits of a connection could not be applied")
         # Without connections nothing ticks; the next one starts the timer again.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self.connections else None
 
@@ -250,7 +253,7 @@ class PendingRequest:
     """
 
     __slots__ = (
-        *("_connection", "_front_end", "_head", "_queued", "_service"),
+        *("_connection", "_front_end", "_head", "_queued", "_request_id", "_service"),
         *("_targets", "_task", "_template", "_times"),
     )
 
@@ -261,6 +264,7 @@ class PendingRequest:
         self._service = front_end.service(request.head)
         self._times = RequestTimes(request.start_ns)
         self._template: RequestTemplate | None = None
+        self._request_id = b""
         self._targets: Mapping[str, Window] = {}
         self._queued: QueuedRequest | None = None
         self._task: asyncio.Task[None] | None = None
@@ -269,17 +273,23 @@ class PendingRequest:
         """Queue the request, or answer it in a task; the connection may have the response before this returns."""
         try:
             work = self._plan(body)
-            if isinstance(work, RequestTemplate):
-                self._template = work
+            if isinstance(work, tuple):
+                self._template, self._request_id, offset = work
                 find = self._front_end.regions.find
-                queued = work.queued(body, find, None, self)
-                self._targets = work.targets(queued, find)
+                queued = self._template.queued(body, offset, find, None, self)
+                self._targets = self._template.targets(queued, find)
                 self._queued = queued
                 self._service.enqueue(queued)
                 return
         except ContractError as error:
             self._queued = None
             self._refuse(error)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            if self._queued is not None:
+                self._queued.waiter = None
+                self._queued = None
+            self._refuse(InternalError(INTERNAL_ERROR))
         else:
             self._task = asyncio.get_running_loop().create_task(self._carry_out(work))
 
@@ -313,7 +323,7 @@ class PendingRequest:
             self._service.statistics.record_success(self._times)
             self._connection.send(answer)
 
-    def _plan(self, body: memoryview) -> RequestTemplate | Coroutine[Any, Any, Answer]:
+    def _plan(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, Answer]:
         """What to queue, or to run as a task. Raises `ContractError`."""
         front_end, service, times = self._front_end, self._service, self._times
         received_ns = time.perf_counter_ns()
@@ -326,13 +336,13 @@ class PendingRequest:
         header_bytes = body.nbytes if json_bytes is None else json_bytes
         if 0 < header_bytes <= KEPT_BYTES and service.direct:
             templates, header = front_end.templates[service], bytes(body[:header_bytes])
-            template = templates.find(header, body.nbytes)
-            if template is None:
+            repeated = templates.find(header, body.nbytes)
+            if repeated is None:
                 request = self._decode(body, json_bytes)
-                template = templates.keep(header, request, body.nbytes)
+                repeated = templates.keep(header, request, body.nbytes)
             times.decode_ns = time.perf_counter_ns() - received_ns
-            if template is not None:
-                return template
+            if repeated is not None:
+                return repeated
         return self._answer(body, json_bytes, request)
 
     def _decode(self, body: memoryview, json_bytes: int | None) -> InferRequest:
@@ -403,7 +413,8 @@ class PendingRequest:
         start_ns = time.perf_counter_ns()
         try:
             common = self._connection.common_headers
-            answer = self._template.answer(queued.outputs or {}, self._targets, self._service.signature, common)
+            outputs, signature = queued.outputs or {}, self._service.signature
+            answer = self._template.answer(outputs, self._targets, signature, common, self._request_id)
         except ContractError as error:
             queued.error = error
             return None

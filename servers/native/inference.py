@@ -40,9 +40,12 @@ from servers.native.errors import (
     RequestExpiredError,
     ShuttingDownError,
 )
+from servers.native.failure_log import FailureLog
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
+
+log = FailureLog("abserve.front")
 
 DECODING_S = 30.0
 INLINE_READ_BYTES = 2**20
@@ -110,10 +113,13 @@ class FutureWaiter:
 
 
 def wake_all(requests: Sequence[QueuedRequest]) -> None:
-    """Tell the waiters that their requests are complete; in the event loop."""
+    """Tell the waiters that their requests are complete; in the event loop. One that fails stops no other."""
     for queued in requests:
         if queued.waiter is not None:
-            queued.waiter.wake(queued)
+            try:
+                queued.waiter.wake(queued)
+            except Exception:
+                log.exception("a request failed unexpectedly")
 
 
 class RequestDecoder:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
 from servers.contract import errors as contract_errors
-from servers.contract.errors import ContractError, InternalError
+from servers.contract.errors import ContractError, InternalError, UnavailableError
 from servers.contract.tensors import Array, like
 from servers.engines.interface import HostMemory
 from servers.engines.padding import Padding, batch_key
 from servers.native import errors as native_errors
 from servers.native.arena import ALIGNMENT, Arena, RequestMemory
 from servers.native.errors import INTERNAL_ERROR
+from servers.native.failure_log import FailureLog
 from servers.native.queued_request import QueuedRequest
 
 MAX_FORMS = 1024
@@ -37,11 +38,16 @@ CLOSED = b"c"
 STOP_BY = struct.Struct("d")
 """Tells the engine's process to stop, and when it must have finished, in `time.monotonic` seconds."""
 
-_LENGTH = struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
 Place = tuple[str, int, int]
 """Region, offset and size of a tensor in device memory."""
 Failure = tuple[str, str]
 """An error's class and its message."""
+
+FORM_UNKNOWN: Failure = (UnavailableError.__name__, "the engine did not get the form of the request, send it again")
+FAILED: Failure = (InternalError.__name__, INTERNAL_ERROR)
+
+log = FailureLog("abserve.messages")
 
 
 class Tensor(msgspec.Struct, array_like=True, gc=False):
@@ -128,15 +134,66 @@ class Answer(msgspec.Struct, array_like=True, tag=4):
 
 
 Message = Form | Submit | SubmitMany | Cancel | Done | DoneMany | Ask | Answer
+REQUESTS = (Submit, SubmitMany, Ask)
+"""Messages that the other side replies to."""
+
+
+class Unusable(NamedTuple):
+    """A message of this kind about these requests that cannot be encoded, or has a field of another type."""
+
+    kind: type[Message] | None
+    numbers: list[int]
+
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[Message])
+_RAW_DECODER = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_ONE_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_KINDS: Mapping[object, type[Message]] = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
 
 
 def encode(messages: Sequence[Message]) -> bytes:
-    """One frame."""
+    """One frame. Raises whatever msgspec raises for a value that no message can hold."""
     content = _ENCODER.encode(messages)
     return _LENGTH.pack(len(content)) + content
+
+
+def encode_all(messages: Sequence[Message]) -> tuple[bytes, list[Unusable]]:
+    """One frame of the messages that can be encoded, and the others."""
+    try:
+        return encode(messages), []
+    except Exception:
+        log.exception("a message to another process cannot be encoded")
+    encoded: list[Message] = []
+    unusable: list[Unusable] = []
+    for message in messages:
+        try:
+            _ENCODER.encode(message)
+        except Exception:  # noqa: BLE001  logged above
+            unusable.append(unusable_of(message))
+        else:
+            encoded.append(message)
+    return encode(encoded), unusable
+
+
+def unusable_of(message: Message | Unusable) -> Unusable:
+    """A message that only fails what it is about."""
+    if isinstance(message, Unusable):
+        return message
+    return _unusable(type(message), message.numbers if isinstance(message, SubmitMany | DoneMany) else [message.number])
+
+
+def _unusable(kind: type[Message] | None, numbers: Sequence[object]) -> Unusable:
+    return Unusable(kind, [one for one in numbers if type(one) is int and -(2**63) <= one < 2**64])
+
+
+def failed(unusable: Unusable, failure: Failure) -> list[Message]:
+    """The replies that end what an unusable message asks for; or what takes its place, if it is a reply itself."""
+    if unusable.kind in (Submit, SubmitMany, Done, DoneMany):
+        return [Done(number, [], failure) for number in unusable.numbers]
+    if unusable.kind in (Ask, Answer):
+        return [Answer(number, failure) for number in unusable.numbers]
+    return []
 
 
 class FrameReader:
@@ -145,35 +202,53 @@ class FrameReader:
     def __init__(self) -> None:
         self._unread = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> list[Message]:
+    def feed(self, data: bytes | memoryview) -> list[Message | Unusable]:
         """The messages that are complete with `data`."""
         unread = self._unread
         unread += data
-        messages: list[Message] = []
+        messages: list[Message | Unusable] = []
         start = 0
         while len(unread) - start >= _LENGTH.size:
             end = start + _LENGTH.size + _LENGTH.unpack_from(unread, start)[0]
             if end > len(unread):
                 break
-            messages += _DECODER.decode(memoryview(unread)[start + _LENGTH.size : end])
+            messages += _decoded(memoryview(unread)[start + _LENGTH.size : end])
             start = end
         del unread[:start]
         return messages
+
+
+def _decoded(content: memoryview) -> Sequence[Message | Unusable]:
+    try:
+        return _DECODER.decode(content)
+    except msgspec.ValidationError:
+        log.exception("a message of another process cannot be decoded")
+    return [_one_decoded(bytes(raw)) for raw in _RAW_DECODER.decode(content)]
+
+
+def _one_decoded(content: bytes) -> Message | Unusable:
+    try:
+        return _ONE_DECODER.decode(content)
+    except msgspec.ValidationError:
+        tag, *fields = msgspec.msgpack.decode(content)
+    numbers = fields[0] if fields and isinstance(fields[0], list) else fields[:1]
+    return _unusable(_KINDS.get(tag), numbers)
 
 
 def failure_of(error: Exception) -> Failure:
     """An error to be raised again in the other process; only a `ContractError` is for clients."""
     if isinstance(error, ContractError):
         return type(error).__name__, str(error)
-    return InternalError.__name__, INTERNAL_ERROR
+    return FAILED
 
 
 def error_of(failure: Failure) -> ContractError:
     """The error that the other process had."""
     name, message = failure
-    kind = getattr(native_errors, name, None) or getattr(contract_errors, name)
-    error: ContractError = kind(message)
-    return error
+    kind = getattr(native_errors, name, None) or getattr(contract_errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, ContractError):
+        return kind(message)
+    return InternalError(INTERNAL_ERROR)
 
 
 class SentForms:
@@ -195,12 +270,20 @@ class SentForms:
         self._next = (number + 1) % MAX_FORMS
         return number, Form(number, model, [(name, one.dtype.str, one.shape) for name, one in inputs.items()])
 
+    def forget(self) -> None:
+        """Send every form again: the engine's side does not have one of them."""
+        self._numbers.clear()
+
 
 class ReceivedForm:
     """A form as the engine's side uses it."""
 
     def __init__(self, form: Form, padding: Padding | None) -> None:
+        """Raises `TypeError` for a dtype that does not exist."""
         self.model = form.model
+        rows = {shape[:1] for _, _, shape in form.tensors}
+        self.rows = max(rows)[0] if len(rows) == 1 and () not in rows else 0
+        """Of each of its tensors; 0 if they differ, which no request may have."""
         self.key = batch_key(((name, shape) for name, _, shape in form.tensors), padding)
         self._tensors = [
             (name, np.dtype(dtype), shape, prod(shape) * np.dtype(dtype).itemsize)
@@ -215,12 +298,18 @@ class ReceivedForm:
         }
 
     def addresses(self, data: Sequence[Sequence[Any]], arena: Arena) -> dict[str, HostMemory]:
-        """The same for several requests, whose inputs are all in the arena; each has an entry in `data`."""
-        base, count = arena.address, len(data)
-        return {
-            name: HostMemory([base + one[place] for one in data], (count * shape[0], *shape[1:]), dtype, size)
-            for place, (name, dtype, shape, size) in enumerate(self._tensors)
-        }
+        """The same for several requests, whose inputs are all in the arena; each has an entry in `data`.
+
+        Raises `ValueError` for addresses outside of it.
+        """
+        base, end, count = arena.address, arena.end, len(data)
+        found = {}
+        for place, (name, dtype, shape, size) in enumerate(self._tensors):
+            addresses = [base + one[place] for one in data]
+            if min(addresses) < base or max(addresses) + size > end:
+                raise ValueError(f"{name} is not in the memory of requests")
+            found[name] = HostMemory(addresses, (count * shape[0], *shape[1:]), dtype, size)
+        return found
 
 
 def submit_message(
@@ -319,6 +408,8 @@ def _array(data: int | list[bytes] | None, shape: tuple[int, ...], dtype: np.dty
     if data is None:
         return like(dtype, shape)
     if isinstance(data, int):
+        if dtype.hasobject:  # its bytes would be taken for the addresses of objects
+            raise ValueError("the elements of BYTES are not in the memory of requests")
         return arena.view(data, shape, dtype)
     elements = np.empty(len(data), object)
     elements[:] = data

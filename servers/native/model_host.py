@@ -118,9 +118,9 @@ class ModelHost:
         """See `Batcher`."""
         return self._batcher.turn()
 
-    def withdraw(self, queued: QueuedRequest) -> bool:
-        """Take it back; True if the engine will not execute it and `on_complete` will not get it."""
-        return self._batcher.withdraw(queued)
+    def withdraw(self, queued: QueuedRequest, instead: Sequence[QueuedRequest] = ()) -> bool:
+        """Take it back; True if the engine will not execute it and `on_complete` will not get it. See `Batcher`."""
+        return self._batcher.withdraw(queued, instead)
 
     def stop(self, timeout: float) -> bool:
         """Execute the queue, then free the engine. False if that took longer than `timeout` seconds."""

@@ -1,7 +1,8 @@
 """Page-locks the warm slots that requests lie in, so that a GPU copies from them while Python goes on.
 
 A class of slots is locked when the first request of that size comes, in a thread: until that is done, and for slots
-that are not warm, copies only take longer.
+that are not warm, copies only take longer. Models share the slots: what one engine has locked is locked for all engines
+of the process (see `servers.engines.device_copies.LockedPages`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ the process that executes.
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from servers.native.cuda_regions import CudaAccess, CudaRegion
 from servers.native.regions import SystemRegion, check_range
 
 MAX_REGIONS = 1024
-"""Each region of system memory holds a file descriptor."""
+DESCRIPTOR_SHARE = 4
+"""Each region of system memory holds a file descriptor in every process: at most a quarter of what a process may have,
+since clients need the others."""
 
 Tell = Callable[..., None]
 """Call a method of every front end and wait for all. Raises the first `ContractError`."""
@@ -79,8 +82,11 @@ class DeviceWindow:
 class RegionRegister:
     """All registered regions; any thread, one change at a time."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, *, others_come: bool = True) -> None:
+        """`others_come`: front ends may begin later, and have to open what is registered then."""
         self._tell = tell
+        self._others_come = others_come
+        self._most = min(MAX_REGIONS, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTOR_SHARE))
         self._lock = threading.Lock()
         self._openings: dict[str, Opening] = {}
         self._of_system: dict[str, SystemRegion] = {}  # open for front ends to come, whose clients may unlink the names
@@ -98,7 +104,8 @@ class RegionRegister:
             self._check_new(name, offset, byte_size)
             region = SystemRegion(name, key, offset, byte_size)
             self._open((name, region.path, offset, byte_size))
-            self._of_system[name] = region
+            if self._others_come:
+                self._of_system[name] = region
 
     def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Map device memory of a client. Raises `ContractError`."""
@@ -149,6 +156,6 @@ class RegionRegister:
             raise InvalidRequestError(f"a region's name must have 1 to {MAX_REGION_NAME_CHARACTERS} characters")
         if name in self._openings:
             raise InvalidRequestError(f"region {shown(name)} is registered already: unregister it first")
-        if len(self._openings) >= MAX_REGIONS:
-            raise TooLargeError(f"{MAX_REGIONS} regions are registered, the server's limit: unregister one first")
+        if len(self._openings) >= self._most:
+            raise TooLargeError(f"{self._most} regions are registered, the server's limit: unregister one first")
         check_range(f"region {shown(name)}", offset, byte_size)

@@ -12,6 +12,7 @@ A key is its owner's secret: messages and statuses never show one.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import weakref
@@ -19,7 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from servers.contract.errors import ContractError, InternalError, InvalidRequestError, NotFoundError, TooLargeError
+from servers.contract.errors import (
+    ContractError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    TooLargeError,
+    UnavailableError,
+)
 from servers.contract.records import RegionReference, Window, shown
 from servers.contract.tensors import Array
 from servers.native.arena import RequestMemory
@@ -27,6 +35,7 @@ from servers.native.inference import EngineLink
 from servers.native.settings import NativeSettings
 
 MAX_ADDRESS = 2**64
+MAX_DEVICE = 2**31 - 1
 
 FOLDER = Path("/dev/shm")
 MAX_KEY_BYTES = 255
@@ -54,6 +63,9 @@ class SystemRegion:
                 os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if path is None else 0),
             )
         except OSError as exc:
+            if exc.errno in (errno.EMFILE, errno.ENFILE):
+                message = f"no file descriptor is left for region {shown(name)}: unregister one, or try again later"
+                raise UnavailableError(message) from exc
             message = f"the memory of region {shown(name)} cannot be opened: create it first, readable and writable"
             raise InvalidRequestError(message) from exc
         self._descriptor = descriptor
@@ -177,11 +189,15 @@ class RegionTable:
     async def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Open a client's system memory in every front end. Raises `ContractError`."""
         self.check_allowed()
+        check_range(f"region {shown(name)}", offset, byte_size)
         await self._link.ask("register_system", name, key, offset, byte_size)
 
     async def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Map a client's device memory. Raises `ContractError`."""
         self.check_allowed()
+        check_range(f"region {shown(name)}", 0, byte_size)
+        if abs(device) > MAX_DEVICE:
+            raise InvalidRequestError(f"'device_id' is the number of a GPU, at most {MAX_DEVICE}, got {device}")
         await self._link.ask("register_cuda", name, handle, device, byte_size)
 
     async def unregister(self, kind: type[R], name: str) -> None:

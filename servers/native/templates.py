@@ -1,4 +1,4 @@
-"""Templates of repeated requests: what all of them have in common, which is everything but the values of their tensors.
+"""Templates of repeated requests: what all of them have in common: everything but their ids and their tensors' values.
 
 Load clients send the same bytes around every tensor, and the meaning of a request whose tensors are binary data or in
 shared memory depends only on these bytes, on the model, and on what is registered at that moment. So a template keeps
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -43,18 +43,17 @@ class _Input(NamedTuple):
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     place: int | RegionReference
-    """Where its bytes begin in the request's content, or its piece of shared memory."""
+    """Where its bytes begin in the request's content, counted as `Repeated` says, or its piece of shared memory."""
 
 
 @dataclass(eq=False, slots=True)
 class Template:
-    """A request without its values."""
+    """A request without its id and its values."""
 
     rows: int
     key: BatchKey
     _inputs: tuple[_Input, ...]
     _outputs: tuple[tuple[str, RegionReference | None], ...]
-    _request_id: str
     _answers: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
@@ -82,10 +81,12 @@ class Template:
         )
         outputs = tuple((output.name, None if output.window is None else output.window.reference) for output in wanted)
         key = batch_key(((item.name, item.shape) for item in request.inputs), padding)
-        return cls(rows, key, inputs, outputs, request.id)
+        return cls(rows, key, inputs, outputs)
 
-    def queued(self, content: memoryview, find: FindWindow, deadline_ns: int | None, waiter: Any) -> QueuedRequest:
-        """The request with the values of `content`, of which its arrays are views.
+    def queued(
+        self, content: memoryview, offset: int, find: FindWindow, deadline_ns: int | None, waiter: Any
+    ) -> QueuedRequest:
+        """The request with the values of `content`, of which its arrays are views; `offset`: see `Repeated`.
 
         Inputs in system shared memory are copied into the server's own. Raises `ContractError`.
         """
@@ -93,7 +94,7 @@ class Template:
         on_device: dict[str, tuple[str, int, int]] = {}
         for name, dtype, shape, place in self._inputs:
             if isinstance(place, int):
-                arrays[name] = np.ndarray(shape, dtype, content, place)
+                arrays[name] = np.ndarray(shape, dtype, content, offset + place)
                 continue
             window = find(place)
             if window.region.on_device:
@@ -140,14 +141,25 @@ class Template:
             self._answers[key] = answer
 
     def response(self, outputs: Mapping[str, Array], signature: ModelSignature) -> InferResponse:
-        """The whole response."""
+        """The whole response to a request without an id."""
         datatypes = {spec.name: spec.datatype for spec in signature.outputs}
         tensors = []
         for name, place in self._outputs:
             array = outputs[name]
             reference = None if place is None else RegionReference(place.region, array.nbytes, place.offset)
             tensors.append(OutputTensor(name, datatypes[name], array, True, reference))
-        return InferResponse(signature.name, signature.version, self._request_id, tuple(tensors))
+        return InferResponse(signature.name, signature.version, "", tuple(tensors))
+
+
+T = TypeVar("T", bound=Template)
+
+
+Repeated = tuple[T, bytes, int]
+"""What a request has in common with those before it, and what it has not beside the values of its tensors.
+
+Its id as the response writes it, empty without one; and the place from which those of its tensors count, since they
+move with the id.
+"""
 
 
 def _is_long(window: Window | None) -> bool:

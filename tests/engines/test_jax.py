@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from servers.contract.errors import InvalidRequestError
 from servers.contract.tensors import Array
 from servers.engines.batches import random_inputs
 from servers.engines.factory import build_engine
@@ -222,6 +223,10 @@ def test_what_jax_cannot_do_is_one_sentence(models: Path) -> None:
     inputs = {**random_inputs(specification, 1, 0), "counts": np.array([[2**40]])}
     with pytest.raises(EngineError, match="counts has values beyond 32 bits"):
         engine.infer(inputs)
+    assert engine.checks_values
+    with pytest.raises(InvalidRequestError, match="counts has values beyond 32 bits"):
+        engine.check_values(inputs)
+    engine.check_values({**inputs, "counts": np.array([[2**31 - 1], [-(2**31)]])})
 
 
 @pytest.mark.parametrize("name", ["pooled", "counted"])

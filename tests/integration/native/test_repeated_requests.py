@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
+import tritonclient.grpc as grpc_client
 
 PATH = "/v2/models/rows/infer"
 PENDING = "abserve_native_pending_requests"
@@ -169,3 +171,30 @@ def take(server, values: list[float]) -> tuple[bytes, dict[str, str]]:
     answer = server.request("POST", PATH, *request(values))
     assert answer.status == 200
     return answer.body, answer.headers
+
+
+@pytest.mark.parametrize("fronts", ["0", "2"])
+def test_each_request_gets_its_own_id_back(controlled, fronts) -> None:
+    """Ids that differ each time, over HTTP and gRPC, of any length and of any characters."""
+    server = controlled("--max-queue-delay-us", "0", "--fronts", fronts, grpc=True)
+    server.open("load", "infer")
+    server.wait_ready()
+    client = grpc_client.InferenceServerClient(server.grpc_address)
+    for place in range(120):
+        request_id = f"{place}" * (1 + place % 50) + ("é" if place % 7 == 0 else "")
+        body, headers = request([float(place + 20)])
+        size = int(headers["Inference-Header-Content-Length"])
+        header = json.dumps({"id": request_id, **json.loads(body[:size])}).encode()
+        answer = server.request(
+            "POST", PATH, header + body[size:], {"Inference-Header-Content-Length": str(len(header))}
+        )
+        assert answer.status == 200
+        length = int(answer.headers["inference-header-content-length"])
+        assert json.loads(answer.body[:length])["id"] == request_id
+        assert first_column(answer.body, answer.headers) == [float(place + 20)]
+        tensor = grpc_client.InferInput("x", [1, 4], "FP32")
+        tensor.set_data_from_numpy(np.full((1, 4), place + 20, np.float32))
+        result = client.infer("rows", [tensor], request_id=request_id)
+        assert result.get_response().id == request_id
+        np.testing.assert_array_equal(result.as_numpy("y"), np.full((1, 4), place + 20))
+    client.close()

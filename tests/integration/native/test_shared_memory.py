@@ -20,6 +20,7 @@ import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 from servers.models.corpus import jpeg_paths
+from tests.integration.native.raw_client import check_well
 
 MODEL = "openclip_vit_b32"
 ROW_BYTES = 512 * 4
@@ -394,3 +395,26 @@ def test_cuda_memory_is_refused_clearly(open_server):
     answer = open_server.request("POST", "/v2/cudasharedmemory/region/r/register", body)
     assert answer.status == 501
     assert "system shared memory" in json.loads(answer.body)["error"]
+
+
+@pytest.mark.parametrize("fronts", ["0", "2"])
+def test_regions_leave_descriptors_for_clients(native, fronts):
+    """Each has one descriptor in each process, and all of them a quarter of what a process may have."""
+    server = native("--fronts", fronts, "--allow-shared-memory", "true", ulimit="-n 256")
+    server.wait_ready()
+    before = max(process.num_fds() for process in server.processes)
+    file = Path(f"/dev/shm/abserve_test_descriptors_{os.getpid()}")
+    file.write_bytes(bytes(16))
+    body = json.dumps({"key": f"/{file.name}", "offset": 0, "byte_size": 16}).encode()
+    try:
+        statuses = [
+            server.request("POST", f"/v2/systemsharedmemory/region/r{number}/register", body).status
+            for number in range(70)
+        ]
+        assert statuses == [200] * 64 + [413] * 6
+        assert max(process.num_fds() for process in server.processes) <= before + 64 + 2
+        check_well(server)
+        assert server.request("POST", "/v2/systemsharedmemory/region/r5/unregister").status == 200
+        assert server.request("POST", "/v2/systemsharedmemory/region/r99/register", body).status == 200
+    finally:
+        file.unlink()

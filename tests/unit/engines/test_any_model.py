@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from servers.contract.errors import InvalidRequestError
 from servers.contract.tensors import DATATYPES, TensorSpec
 from servers.engines import settings
 from servers.engines import torch as torch_engine
@@ -234,6 +235,27 @@ def test_the_given_sizes_are_prepared_and_longer_ones_on_demand(
     engine.infer(token_items(0, [30]))
     assert engine.describe().details["captured_graphs"] == 7
     assert set(executed) == {(1, 32)}
+
+
+def test_a_server_s_engine_prepares_nothing_while_others_wait(
+    graph_engine: Callable[..., TorchEngine], executed: list[tuple[int, int]]
+) -> None:
+    """Shorter requests take the smallest prepared length that holds them, longer ones are refused."""
+    specification = encoder()
+    engine = graph_engine(specification, pad_to=(10, 24))
+    engine.infer(token_items(0, [30]))  # one bucket of a length whose others are not prepared
+    engine.prepare_no_more()
+    captured = engine.describe().details["captured_graphs"]
+    executed.clear()
+    for length, bucket in ((3, 10), (10, 10), (11, 24), (24, 24)):
+        inputs = token_items(length, [length])
+        answers: Any = engine.infer(inputs)
+        np.testing.assert_allclose(answers["hidden"], alone(specification, inputs)["hidden"], atol=1e-6)
+        assert executed.pop() == (1, bucket)
+    for length in (25, 30, 48):
+        with pytest.raises(InvalidRequestError, match=rf"up to 24, the request has {length}.*--pad-to 10,24,{length}$"):
+            engine.infer(token_items(0, [length]))
+    assert engine.describe().details["captured_graphs"] == captured
 
 
 def test_a_cpu_is_warm_after_each_batch_size_and_each_length_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,6 +369,34 @@ def test_the_driver_refuses_to_pin_what_is_pinned(driver: str, monkeypatch: pyte
     copies.close()
 
 
+def test_models_that_share_memory_all_copy_from_it_without_waiting(
+    driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver locks memory once; it stays locked until the last of them has ended."""
+    monkeypatch.setattr(cuda_library, "LIBRARY", driver)
+    first, second, third = (CudaCopies(0, 1, 2, 3) for _ in range(3))
+    memory, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    place, size = memory.ctypes.data, memory.nbytes
+
+    def copied(copies: CudaCopies) -> bool:
+        """Whether it is taken for page-locked, and is: the driver refuses to copy it in a batch otherwise."""
+        with copies.current():
+            copies.to_device([target.ctypes.data] * 2, [place, place], [50, 50], copies.incoming)
+        return copies._page_locked([(place, size)])
+
+    for copies in (first, second, third):
+        assert copies.pin(place, size)
+        assert copied(copies)
+    first.close()
+    assert copied(second)
+    second.unpin(place)
+    assert not copied(second)
+    assert copied(third)
+    third.close()
+    assert first.pin(place, 50)  # so nobody has it locked any more
+    first.close()
+
+
 def test_an_engine_without_flights_executes_at_once() -> None:
     """The default of `Engine.start`."""
 

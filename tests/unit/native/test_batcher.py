@@ -288,3 +288,41 @@ def test_a_request_whose_inputs_cannot_be_read_for_another_reason_fails_alone(ha
     with pytest.raises(InternalError):
         harness.answer(harness.submit([0], window=Window()))
     assert harness.answer(harness.submit([1])) == [1]
+
+
+def test_values_that_the_engine_cannot_take_are_refused_before_the_batch(harness, monkeypatch):
+    """Both checks are made, nothing is executed again, and the engine is not tested."""
+
+    def check(inputs):
+        if (inputs["x"] == 5).any():
+            raise InvalidRequestError("five")
+
+    monkeypatch.setattr(harness.engine, "check_values", check)
+    harness.batcher._checks.append(harness.engine.check_values)
+    harness.occupy()
+    entries = [harness.submit([value]) for value in (1, 5, 2)]
+    harness.engine.gate.set()
+    assert [harness.answer(entries[place]) for place in (0, 2)] == [[1], [2]]
+    with pytest.raises(InvalidRequestError, match="five"):
+        harness.answer(entries[1])
+    assert harness.sizes() == [1, 2]
+    assert harness.engine.checks == 0
+
+
+def test_a_shape_that_the_engine_does_not_take_is_no_failure_of_it(harness, monkeypatch):
+    start = harness.engine.start
+
+    def refuse(requests, *others):
+        if requests[0]["x"].shape[1] == 3:
+            raise InvalidRequestError("not prepared")
+        return start(requests, *others)
+
+    monkeypatch.setattr(harness.engine, "start", refuse)
+    harness.occupy()
+    entries = [harness.submit([1], width=3), harness.submit([2], width=3), harness.submit([3])]
+    harness.engine.gate.set()
+    assert harness.answer(entries[2]) == [3]
+    for entry in entries[:2]:
+        with pytest.raises(InvalidRequestError, match="not prepared"):
+            harness.answer(entry)
+    assert harness.engine.checks == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from servers.contract.tensors import TensorSpec
@@ -11,7 +13,7 @@ from servers.models.specification import ModelSpecification
 from servers.native.arena import RequestMemory
 from servers.native.engine_side import EngineSide
 from servers.native.grpc_messages import decode_message, parse_message
-from servers.native.grpc_templates import MessageTemplates
+from servers.native.grpc_templates import MessageTemplates, id_field
 from servers.native.inference import InferenceService
 from servers.native.one_process import LocalLink
 from servers.native.regions import RegionTable
@@ -54,16 +56,17 @@ def test_a_message_with_other_values_is_found_and_its_tensors_are_its_own() -> N
     templates = MessageTemplates()
     keep(templates, message(2, 1))
     content = memoryview(message(2, 7).SerializeToString())
-    template = templates.find(content)
-    assert template is not None
+    found = templates.find(content)
+    assert found is not None
+    template, _, offset = found
     assert (template.rows, template.service) == (2, SERVICE)
-    arrays = template.queued(content, FIND, None, None).inputs
+    arrays = template.queued(content, offset, FIND, None, None).inputs
     assert arrays["a"].tolist() == [[7.0] * 4] * 2
     assert arrays["b"].tolist() == [[7] * 3] * 2
     assert np.shares_memory(arrays["b"], np.frombuffer(content, np.uint8))
 
 
-@pytest.mark.parametrize("other", [message(3, 1), message(2, 1, id="x"), message(2, 1, model_version="1")])
+@pytest.mark.parametrize("other", [message(3, 1), message(2, 1, model_version="1")])
 def test_a_message_with_other_bytes_around_its_tensors_is_not_found(other) -> None:
     templates = MessageTemplates()
     keep(templates, message(2, 1))
@@ -72,13 +75,77 @@ def test_a_message_with_other_bytes_around_its_tensors_is_not_found(other) -> No
 
 def test_messages_of_one_size_are_kept_apart() -> None:
     templates = MessageTemplates()
-    for name in "abc":
-        keep(templates, message(2, 1, id=name))
-    other = message(2, 3, id="b")
-    found = templates.find(memoryview(other.SerializeToString()))
+    for version in ("", "1"):
+        keep(templates, message(2, 1, model_version=version, id="x" * (4 - 3 * len(version))))
+    other = memoryview(message(2, 3, model_version="1", id="y").SerializeToString())
+    found = templates.find(other)
     assert found is not None
-    answer = found.answer({"y": np.ones((2, 1), "<f4"), "z": np.ones((2, 1), "<i8")}, {}, streamed=False)
-    assert service_pb2.ModelInferResponse.FromString(b"".join(answer)[5:]).id == "b"
+    template, _, offset = found
+    assert template.queued(other, offset, FIND, None, None).inputs["b"].tolist() == [[3] * 3] * 2
+
+
+def answered(templates: MessageTemplates, content: memoryview, *, streamed: bool) -> str | None:
+    """The id of the response to a known message with its own values; None to one that is not known."""
+    found = templates.find(content)
+    if found is None:
+        return None
+    template, request_id, offset = found
+    arrays = template.queued(content, offset, FIND, None, None).inputs
+    parsed, raw = parse_message(content)
+    for tensor in decode_message(parsed, raw, FIND).inputs:
+        np.testing.assert_array_equal(arrays[tensor.name], tensor.data)
+    outputs = {"y": np.ones((2, 1), "<f4"), "z": np.ones((2, 1), "<i8")}
+    answer = b"".join(template.answer(outputs, {}, request_id, streamed=streamed))
+    assert int.from_bytes(answer[1:5], "big") == len(answer) - 5
+    if streamed:
+        response = service_pb2.ModelStreamInferResponse.FromString(answer[5:]).infer_response
+        assert response.parameters["triton_final_response"].bool_param
+    else:
+        response = service_pb2.ModelInferResponse.FromString(answer[5:])
+    assert (response.model_name, response.model_version) == ("two", "1")
+    assert list(response.raw_output_contents) == [outputs["y"].tobytes(), outputs["z"].tobytes()]
+    assert response.id == parsed.id
+    return str(response.id)
+
+
+@given(
+    st.lists(st.text(max_size=20) | st.integers().map(str) | st.just("x" * 126) | st.just("x" * 200), min_size=1),
+    st.booleans(),
+)
+def test_a_message_s_id_is_its_own(ids: list[str], streamed: bool) -> None:
+    templates = MessageTemplates()
+    for request_id in ids:
+        content = memoryview(message(2, len(request_id), id=request_id).SerializeToString())
+        assert answered(templates, content, streamed=streamed) in (None, request_id)
+        keep(templates, message(2, 1, id=request_id))
+        assert answered(templates, content, streamed=streamed) == request_id
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_ids_that_differ_each_time_are_known(streamed: bool) -> None:
+    templates = MessageTemplates()
+    keep(templates, message(2, 1, id="first"))
+    for number in (*range(300), 2**62, f"{7:032x}"):
+        content = memoryview(message(2, 5, id=str(number), model_version="").SerializeToString())
+        assert answered(templates, content, streamed=streamed) == str(number)
+        assert templates.tensor_offset(len(content)) == bytes(content).index(np.full((2, 4), 5, "<f4").tobytes())
+    assert templates._count == 1
+
+
+def test_of_several_ids_the_last_one_counts() -> None:
+    templates = MessageTemplates()
+    once = message(2, 1, id="b").SerializeToString()
+    first = id_field(memoryview(once))
+    twice = memoryview(once[: first[0]] + b"\x1a\x01a" + once[first[0] :])
+    assert service_pb2.ModelInferRequest.FromString(bytes(twice)).id == "b"
+    for _ in range(2):
+        for content in (twice, memoryview(once)):
+            parsed, raw = parse_message(content)
+            templates.keep(content, raw, decode_message(parsed, raw, FIND), SERVICE)
+            for streamed in (False, True):
+                assert answered(templates, content, streamed=streamed) == "b"
+    other = memoryview(bytes(twice).replace(b"\x1a\x01a", b"\x1a\x01c"))
+    assert answered(templates, other, streamed=False) in (None, "b")
 
 
 def never_kept() -> list[service_pb2.ModelInferRequest]:
@@ -102,11 +169,12 @@ def test_what_its_other_bytes_do_not_say_is_never_kept(request_) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_answer_is_a_whole_message_with_its_prefix(streamed) -> None:
     templates = MessageTemplates()
-    template = templates.find(keep(templates, message(2, 1, id="seven")))
-    assert template is not None
+    found = templates.find(keep(templates, message(2, 1, id="seven")))
+    assert found is not None
+    template, request_id, _ = found
     for width in (3, 3, 50_000, 0):
         y, z = np.arange(2 * width, dtype="<f4").reshape(2, width), np.array([[5], [6]], "<i8")
-        answer = b"".join(template.answer({"y": y, "z": z}, {}, streamed=streamed))
+        answer = b"".join(template.answer({"y": y, "z": z}, {}, request_id, streamed=streamed))
         assert answer[0] == 0
         assert int.from_bytes(answer[1:5], "big") == len(answer) - 5
         if streamed:
@@ -121,6 +189,16 @@ def test_the_answer_is_a_whole_message_with_its_prefix(streamed) -> None:
 
 def test_messages_that_differ_each_time_do_not_accumulate() -> None:
     templates = MessageTemplates()
-    contents = [keep(templates, message(1, 1, id=str(number))) for number in range(1000, 2000)]
+    contents = [keep(templates, message(1, 1, id="é" + str(number))) for number in range(1000, 2000)]
     assert sum(templates.find(content) is not None for content in contents) <= 256
     assert templates.find(contents[-1]) is not None
+
+
+@given(
+    st.binary(max_size=400) | st.lists(st.sampled_from([b"\x0a", b"\x12", b"\x1a", b"\x00", b"\x01a"])).map(b"".join)
+)
+def test_any_bytes_have_an_id_or_none(content: bytes) -> None:
+    start, end = id_field(memoryview(content))
+    assert 0 <= start <= end <= len(content)
+    assert (start, end) == (0, 0) or content[start : start + 2] == bytes([0x1A, end - start - 2])
+    assert MessageTemplates().find(memoryview(content)) is None

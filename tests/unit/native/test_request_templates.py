@@ -87,12 +87,13 @@ def test_a_template_gives_what_decoding_gives(rows: int, width: int, request_id:
     decoded = decode_request(body, len(header), SIGNATURE)
     templates = TemplateCache(SIGNATURE)
     assert templates.find(header, body.nbytes) is None
-    template = templates.keep(header, decoded, body.nbytes)
-    assert template is not None
-    assert templates.find(header, body.nbytes) is template
+    kept = templates.keep(header, decoded, body.nbytes)
+    assert kept is not None
+    assert templates.find(header, body.nbytes) == kept
     assert templates.find(header, body.nbytes + 1) is None
+    template, request_id_sent, offset = kept
     checked_rows, checked = SIGNATURE.validate(decoded)
-    arrays = template.queued(body, NOTHING, None, None).inputs
+    arrays = template.queued(body, offset, NOTHING, None, None).inputs
     assert template.rows == checked_rows
     assert list(arrays) == list(checked)
     for name, array in arrays.items():
@@ -101,7 +102,7 @@ def test_a_template_gives_what_decoding_gives(rows: int, width: int, request_id:
         assert np.shares_memory(array, np.frombuffer(body, np.uint8))  # a view, not a copy
     for count in (rows, 1):  # the second is another shape of the same template
         outputs = {"y": np.full((count, 2), 2.5, "<f4"), "z": np.arange(count, dtype="<i8")}
-        answer = template.answer(outputs, {}, SIGNATURE, b"date: today\r\n")
+        answer = template.answer(outputs, {}, SIGNATURE, b"date: today\r\n", request_id_sent)
         tensors = tuple(OutputTensor(spec.name, spec.datatype, outputs[spec.name], True) for spec in SIGNATURE.outputs)
         content, json_bytes = encode_response(InferResponse("m", "1", request_id, tensors))
         head, _, body_sent = answer.partition(b"\r\n\r\n")
@@ -129,11 +130,12 @@ def test_tensors_in_shared_memory_are_those_of_the_moment(on_device: bool) -> No
     header = json.dumps(document).encode()
     templates = TemplateCache(SIGNATURE)
     body = memoryview(header + b"ab")
-    template = templates.keep(header, decode_request(body, len(header), SIGNATURE, memories.find), body.nbytes)
-    assert template is not None
+    kept = templates.keep(header, decode_request(body, len(header), SIGNATURE, memories.find), body.nbytes)
+    assert kept is not None
+    template, _, offset = kept
     for value in (3.0, 4.0):
         memories["in"].content[8:24] = np.full(4, value, "<f4").view(np.uint8)
-        queued = template.queued(memoryview(header + b"cd"), memories.find, None, None)
+        queued = template.queued(memoryview(header + b"cd"), offset, memories.find, None, None)
         targets = template.targets(queued, memories.find)
         assert queued.inputs["n"].tolist() == [[99, 100]]
         assert queued.inputs["x"].shape == (1, 4)
@@ -144,7 +146,7 @@ def test_tensors_in_shared_memory_are_those_of_the_moment(on_device: bool) -> No
             assert not queued.device_inputs
             assert not queued.device_outputs
         outputs = {"y": np.full((1, 2), value, "<f4"), "z": np.array([7])}
-        answer = template.answer(outputs, targets, SIGNATURE, b"")
+        answer = template.answer(outputs, targets, SIGNATURE, b"", b"")
         tensors = (
             OutputTensor("z", "INT64", outputs["z"], True),
             OutputTensor("y", "FP32", outputs["y"], True, RegionReference("out", 8, 16)),
@@ -153,10 +155,10 @@ def test_tensors_in_shared_memory_are_those_of_the_moment(on_device: bool) -> No
         if not on_device:
             assert memories["out"].content[16:24].view("<f4").tolist() == [value] * 2
     memories.add(Memory("in", 100, on_device=not on_device))  # of the other kind now
-    assert bool(template.queued(body, memories.find, None, None).device_inputs) is not on_device
+    assert bool(template.queued(body, offset, memories.find, None, None).device_inputs) is not on_device
     del memories["in"]
     with pytest.raises(NotFoundError):
-        template.queued(body, memories.find, None, None)
+        template.queued(body, offset, memories.find, None, None)
 
 
 def test_an_answer_without_data_is_json() -> None:
@@ -171,13 +173,13 @@ def test_an_answer_without_data_is_json() -> None:
     }
     body = memoryview(json.dumps(document).encode())
     request_ = decode_request(body, None, SIGNATURE, memories.find)
-    template = TemplateCache(SIGNATURE).keep(bytes(body), request_, body.nbytes)
-    assert template is not None
-    queued = template.queued(body, memories.find, None, None)
+    kept = TemplateCache(SIGNATURE).keep(bytes(body), request_, body.nbytes)
+    assert kept is not None
+    template, _, offset = kept
+    queued = template.queued(body, offset, memories.find, None, None)
     outputs = {"y": np.ones((1, 2), "<f4"), "z": np.array([7])}
-    head, _, content = template.answer(outputs, template.targets(queued, memories.find), SIGNATURE, b"").partition(
-        b"\r\n\r\n"
-    )
+    targets = template.targets(queued, memories.find)
+    head, _, content = template.answer(outputs, targets, SIGNATURE, b"", b"").partition(b"\r\n\r\n")
     assert b"content-type: application/json\r\n" in head
     assert b"inference-header" not in head
     assert [output["name"] for output in json.loads(content)["outputs"]] == ["y", "z"]
@@ -230,11 +232,9 @@ def test_requests_that_can_be_padded_to_one_size_share_a_key() -> None:
     for width in (2, 8, 9):
         header, data = request(width=width)
         body = memoryview(header + data)
-        template = TemplateCache(SIGNATURE, padding).keep(
-            header, decode_request(body, len(header), SIGNATURE), body.nbytes
-        )
-        assert template is not None
-        keys.append(template.key)
+        kept = TemplateCache(SIGNATURE, padding).keep(header, decode_request(body, len(header), SIGNATURE), body.nbytes)
+        assert kept is not None
+        keys.append(kept[0].key)
     assert keys[0] == keys[1] != keys[2]
 
 
@@ -264,7 +264,82 @@ def test_a_request_that_does_not_fit_the_model_is_refused_and_not_kept() -> None
 def test_headers_that_differ_each_time_do_not_collect() -> None:
     templates = TemplateCache(SIGNATURE)
     for index in range(1000):
-        header, data = request(id=str(index))
+        header, data = request(parameters={"binary_data_output": True, "trace": str(index)})
         body = memoryview(header + data)
         assert templates.keep(header, decode_request(body, len(header), SIGNATURE), body.nbytes) is not None
     assert len(templates._templates) <= 256
+
+
+def kept_id(templates: TemplateCache, header: bytes, data: bytes) -> tuple[bool, bytes]:
+    """Whether the header is known, and the id of the response to it, which is the one that decoding gives."""
+    body = memoryview(header + data)
+    decoded = decode_request(body, len(header), SIGNATURE)
+    found = templates.find(header, body.nbytes)
+    known = found is not None
+    if found is None:
+        found = templates.keep(header, decoded, body.nbytes)
+    assert found is not None
+    template, request_id, offset = found
+    queued = template.queued(body, offset, NOTHING, None, None)
+    for tensor in decoded.inputs:
+        np.testing.assert_array_equal(queued.inputs[tensor.name], tensor.data)
+    outputs = {"y": np.ones((2, 2), "<f4"), "z": np.arange(2)}
+    answer = template.answer(outputs, {}, SIGNATURE, b"", request_id)
+    tensors = tuple(OutputTensor(spec.name, spec.datatype, outputs[spec.name], True) for spec in SIGNATURE.outputs)
+    content, json_bytes = encode_response(InferResponse("m", "1", decoded.id, tensors))
+    head, _, sent = answer.partition(b"\r\n\r\n")
+    assert sent == content
+    assert b"content-length: %d" % len(content) in head
+    assert b"inference-header-content-length: %d\r\n" % (json_bytes or 0) in head
+    return known, request_id
+
+
+ids = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.integers().map(str) | st.uuids().map(str)
+
+
+@given(st.lists(ids, min_size=1, max_size=8), st.sampled_from([None, (",", ":"), (" , ", "  :\t")]), st.booleans())
+def test_a_request_s_id_is_its_own(given_ids: list[str], separators: tuple[str, str] | None, first: bool) -> None:
+    templates = TemplateCache(SIGNATURE)
+    for request_id in given_ids:
+        header, data = request()
+        document = json.loads(header)
+        document = {"id": request_id, **document} if first else {**document, "id": request_id}
+        for ascii_only in (True, False):
+            kept_id(templates, json.dumps(document, separators=separators, ensure_ascii=ascii_only).encode(), data)
+
+
+def test_ids_that_differ_each_time_are_known() -> None:
+    templates = TemplateCache(SIGNATURE)
+    known = []
+    for index in range(1000):
+        header, data = request(id=f"{index}-{index:x}")
+        was_known, request_id = kept_id(templates, header, data)
+        known.append(was_known)
+        assert request_id == f"{index}-{index:x}".encode()
+    assert known == [False] + [True] * 999
+    assert len(templates._templates) == 1
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ('{"id":"a",%s', '{"id":"b",%s'),
+        ('{"id":"",%s', '{"id":"b",%s', '{"id":"",%s'),
+        ('{"id":"b","id":"b",%s', '{"id":"a","id":"b",%s', '{"id":"c","id":"d",%s'),
+        ('{"id":"b","\\u0069d":"b",%s', '{"id":"a","\\u0069d":"b",%s'),
+        ('{"parameters":{"id":"a"},%s', '{"parameters":{"id":"b"},%s', '{"parameters":{"id":""},%s'),
+        ('{"other":["id","a"],%s', '{"other":["id","b"],%s'),
+        ('{"other":{"id":"a"},"id":"a",%s', '{"other":{"id":"b"},"id":"a",%s', '{"other":{"id":"b"},"id":"c",%s'),
+        ('{"id":"\\"",%s', '{"id":"\\\\",%s', '{"id":"a",%s', '{"id":"é",%s'),
+        ('{"id":"a/b",%s', '{"id":"~ !",%s'),
+    ],
+)
+def test_what_looks_like_an_id_is_none(texts: tuple[str, ...]) -> None:
+    header, data = request()
+    document = json.loads(header)
+    outputs = [{"name": name, "parameters": {"binary_data": True}} for name in "yz"]
+    rest = json.dumps({"inputs": document["inputs"], "outputs": outputs})[1:].encode()
+    templates = TemplateCache(SIGNATURE)
+    for _ in range(2):
+        for text in texts:
+            kept_id(templates, text.replace("%s", "").encode() + rest, data)
