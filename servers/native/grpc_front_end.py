@@ -20,7 +20,14 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
-from servers.contract.errors import ContractError, InternalError, InvalidRequestError, UnsupportedError
+from servers.contract.errors import (
+    ContractError,
+    InternalError,
+    InvalidRequestError,
+    TooLargeError,
+    UnsupportedError,
+)
+from servers.contract.tensors import Array
 from servers.native import documents
 from servers.native.arena import ALIGNMENT, RequestMemory
 from servers.native.errors import INTERNAL_ERROR, failure_reason
@@ -146,6 +153,13 @@ class GrpcFrontEnd:
         if size <= self.budget.left:  # nearly always
             return 0
         return sum(connection.arriving_bytes for connection in self._connections)
+
+    def allocate(self, size: int) -> Array:
+        """Memory for an input's decoded values, which count as held; any thread. Raises `ContractError`."""
+        most = self.settings.max_body_bytes
+        if size > most:
+            raise TooLargeError(f"an input's values have {size} bytes when they are decoded, the server takes {most}")
+        return self.memory.allocate(size)
 
     def answering(self, call: Call, message: Message) -> Any:
         """What answers a message, with methods `begin` and `stop`."""
