@@ -13,6 +13,7 @@ from servers.contract.errors import ContractError, InvalidRequestError, TooLarge
 from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError, grpc_status
 from servers.native.http2_frames import NUMBER, header_block
 from servers.native.message_memory import Message
+from servers.native.settings import NativeSettings
 
 PREFIX_BYTES = 5
 STREAM_WINDOW = 8 * 2**20
@@ -26,6 +27,8 @@ MANY_WAITING = 256
 """Messages of one stream that wait before its connection stops reading."""
 MOST_WAITING = 1024
 """Messages of one stream that wait for their turn while the client does not read its answers."""
+MANY_ARRIVING = 64
+"""Messages of one connection that arrive at once; more do not displace others when memory is short."""
 NEVER = float("inf")
 
 STATUS_CODES = {
@@ -236,7 +239,7 @@ class Call:
         elif size > most:
             self.refuse(InvalidRequestError(f"a {self.method.name}Request has at most {most} bytes, got {size}"))
         else:
-            message = self._front_end.take(size, compressed=bool(flag))
+            message = self._front_end.take(self, size, compressed=bool(flag))
             if message is None:
                 self.refuse(UnavailableError(HOLDS_ENOUGH))
                 return
@@ -294,6 +297,7 @@ class Call:
     def failed(self, refusal: Refusal) -> None:
         """The present message has no answer but an error."""
         self.answering = None
+        self._connection.credit_answer()
         self.finish(refusal)
 
     def refuse(self, error: ContractError) -> None:
@@ -328,6 +332,23 @@ class Call:
         if self.method.infers and self.message is not None and self.answering is None:
             self._front_end.count_disconnect()
         self.close()
+
+    # Memory, as a `Receiver`
+
+    @property
+    def greedy(self) -> bool:
+        """Whether many messages of its connection arrive."""
+        return bool(self._connection.arriving_messages > MANY_ARRIVING)
+
+    def late(self, now: float) -> bool:
+        """Whether the message arrives more slowly than it must."""
+        settings: NativeSettings = self._front_end.settings
+        arrived = 0 if self.message is None else self.message.filled
+        return arrived < (now - self._begun) * settings.min_body_bytes_per_s
+
+    def make_way(self) -> None:
+        """Others need the memory of the message that is arriving."""
+        self.refuse(UnavailableError(HOLDS_ENOUGH))
 
     # Time
 

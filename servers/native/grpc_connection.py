@@ -156,6 +156,11 @@ class Connection(asyncio.BufferedProtocol):
         return sum(call.message.held for call in self._calls.values() if call.message is not None)
 
     @property
+    def arriving_messages(self) -> int:
+        """How many messages are not complete."""
+        return sum(call.message is not None for call in self._calls.values())
+
+    @property
     def starved(self) -> bool:
         """Whether the budget has no room for the next byte of a message."""
         return self._call is not None and self._call.message is not None and self._call.message.space <= 0
@@ -431,14 +436,17 @@ class Connection(asyncio.BufferedProtocol):
 
     def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
         """Send a message with its prefix, as soon as the client's windows allow it; the `last` one ends the call."""
-        self._credit += CREDIT_PER_ANSWER
+        self.credit_answer()
         self._answers.send(call, pieces, last=last)
         if self._paused:
             self._front_end.soon(self._go_on)
 
+    def credit_answer(self) -> None:
+        """A message has been answered, if only by an error: it was worth its frames."""
+        self._credit += CREDIT_PER_ANSWER
+
     def finish(self, call: Call, trailers: bytes) -> None:
         """End the call with these trailers, behind what still waits to be sent."""
-        self._credit += CREDIT_PER_ANSWER
         self._answers.finish(call, trailers)
         if not call.closed:  # its answers wait for the client
             call.drop_messages()

@@ -139,13 +139,15 @@ class GrpcFrontEnd:
         """What the headers of a call say."""
         return read_call_head(fields, self._methods)
 
-    def take(self, size: int, *, compressed: bool) -> Message | None:
-        """Memory for a message; None if none is free, even after messages that are arriving have been ended."""
+    def take(self, call: Call, size: int, *, compressed: bool) -> Message | None:
+        """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""
         if size > self.budget.left + self._arriving_bytes(size):
             return None
         offset = 0 if compressed else self.templates.tensor_offset(size)
         try:
-            return Message(self.memory, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=HEAD_BYTES)
+            return Message(
+                self.memory, call, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=HEAD_BYTES
+            )
         except MemoryError:
             return None
 

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tritonclient.grpc import service_pb2
 
 from tests.integration.native.conftest import Server
 from tests.integration.native.health_probe import probed
-from tests.integration.native.raw_client import MIB, check_well
+from tests.integration.native.raw_client import MIB, PIXELS, check_well, connected, head
 from tests.integration.native.raw_grpc import DATA, END_HEADERS, END_STREAM, HEADERS, RawGrpc, block, frame, prefixed
 
 INVALID_ARGUMENT = 3
@@ -30,6 +31,16 @@ def server(request, tmp_path_factory, native_starter) -> Server:
     started: Server = native_starter(folder, "--engine", "null", "--fronts", str(request.param))
     with RawGrpc(started.grpc_port) as client:
         assert client.call(1, b"", "ServerReady").status == 0
+    check_well(started)
+    return started
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
+def small_server(request, tmp_path_factory, native_starter) -> Server:
+    """One that may hold 256 MiB, so that a size class of large requests has the least number of slots."""
+    folder = tmp_path_factory.mktemp("small")
+    options = ("--engine", "null", "--fronts", str(request.param), "--max-held-bytes", str(256 * MIB))
+    started: Server = native_starter(folder, *options)
     check_well(started)
     return started
 
@@ -95,3 +106,58 @@ def test_packed_values_cost_no_more_than_their_bytes(server) -> None:
     with prompt_health(server), bounded_growth(server, most), ThreadPoolExecutor(6) as pool:
         assert set(pool.map(attack, range(6))) == {INVALID_ARGUMENT}
     check_well(server)
+
+
+IMAGE_BYTES = PIXELS.nbytes
+
+
+def image_message() -> bytes:
+    """An image for the model, as a ModelInferRequest."""
+    request = service_pb2.ModelInferRequest(model_name="openclip_vit_b32", raw_input_contents=[PIXELS.tobytes()])
+    request.inputs.add(name="pixel_values", datatype="FP32", shape=[1, 3, 224, 224])
+    serialised: bytes = request.SerializeToString()
+    return serialised
+
+
+def announcing_calls(server: Server, stack: contextlib.ExitStack) -> int:
+    """Calls whose messages are announced and never come, more than a size class has slots; returns the bytes sent."""
+    call = block()
+    prefix = b"\0" + (IMAGE_BYTES + 200).to_bytes(4, "big")
+    sent = 0
+    for _ in range(3 * fronts_of(server)):
+        client = stack.enter_context(RawGrpc(server.grpc_port))
+        frames = [
+            frame(HEADERS, END_HEADERS, stream, call) + frame(DATA, 0, stream, prefix) for stream in range(1, 1023, 2)
+        ]
+        client.send(*frames)
+        sent += sum(map(len, frames))
+    return sent
+
+
+def announcing_requests(server: Server, stack: contextlib.ExitStack) -> int:
+    """The same over HTTP."""
+    announced = head(f"Content-Length: {IMAGE_BYTES + 200}") + b"{"
+    count = 1100 * fronts_of(server)
+    for _ in range(count):
+        stack.enter_context(connected(server)).sendall(announced)
+    return count * len(announced)
+
+
+def fronts_of(server: Server) -> int:
+    """The processes that receive: without the supervisor and the engine's, if there are any beside the first."""
+    return max(1, len(server.processes) - 2)
+
+
+@pytest.mark.parametrize("announce", [announcing_calls, announcing_requests])
+def test_announced_messages_refuse_nobody_else(small_server, announce) -> None:
+    """Some hundred kB refused every inference of their size for 30 s, since each announcement has a slot."""
+    message = image_message()
+    with contextlib.ExitStack() as stack:
+        assert announce(small_server, stack) < MIB
+        time.sleep(0.3)  # else they may arrive after the others
+        for _ in range(10):
+            with RawGrpc(small_server.grpc_port) as client:
+                client.open(1)
+                client.send(frame(DATA, END_STREAM, 1, prefixed(message)))
+                assert client.answer(1).status == 0
+            check_well(small_server)

@@ -12,6 +12,7 @@ import uvloop
 from tritonclient.grpc import service_pb2
 
 from servers.native.arena import ALIGNMENT
+from servers.native.grpc_calls import Call
 from servers.native.grpc_front_end import GrpcFrontEnd
 from servers.native.message_memory import Message
 from servers.native.settings import NativeSettings
@@ -27,8 +28,8 @@ class WatchedFrontEnd(GrpcFrontEnd):
         super().__init__(*arguments)
         self.taken: list[memoryview] = []
 
-    def take(self, size: int, *, compressed: bool) -> Message | None:
-        message = super().take(size, compressed=compressed)
+    def take(self, call: Call, size: int, *, compressed: bool) -> Message | None:
+        message = super().take(call, size, compressed=compressed)
         assert message is not None
         self.taken.append(message.room)
         return message

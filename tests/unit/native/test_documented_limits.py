@@ -7,7 +7,7 @@ from pathlib import Path
 
 from servers.contract.codec import MAX_ID_CHARACTERS
 from servers.contract.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
-from servers.native.grpc_calls import MANY_WAITING, MAX_METADATA_BYTES, MOST_WAITING, STREAM_WINDOW
+from servers.native.grpc_calls import MANY_ARRIVING, MANY_WAITING, MAX_METADATA_BYTES, MOST_WAITING, STREAM_WINDOW
 from servers.native.grpc_connection import (
     CREDIT_BYTES,
     CREDIT_PER_ANSWER,
@@ -59,6 +59,7 @@ def test_the_limits_of_grpc_are_as_written() -> None:
     assert f"A call may send {STREAM_WINDOW // 2**20} MiB before" in text
     assert f"{MANY_WAITING} wait before the connection is not read, {MOST_WAITING:,} if" in text
     assert f"at most {MAX_CALLS} calls" in text
+    assert f"A gRPC connection with more than {MANY_ARRIVING} arriving messages" in text
     assert f"Metadata have at most {MAX_METADATA_BYTES // 1024} KiB" in text
     assert f"a header block {MAX_BLOCK_BYTES // 1024} KiB, and {MAX_DECODED_BYTES // 1024} KiB after" in text
     assert f"has {MAX_CREDIT:,}; it gets {CREDIT_PER_ANSWER} back per answer" in text

@@ -106,8 +106,8 @@ class Answered:
         self.answering_count = 0
         self.sent: list[str] = []
 
-    def take(self, size: int, *, compressed: bool) -> Message:
-        return Message(self._memory, size, compressed=compressed, aligned_at=0, spare=9)
+    def take(self, call: Call, size: int, *, compressed: bool) -> Message:
+        return Message(self._memory, call, size, compressed=compressed, aligned_at=0, spare=9)
 
     def answering(self, call: Call, message: Message) -> Answering:
         message.release()

@@ -18,8 +18,22 @@ def memory_of(limit: int = 64 * MIB) -> RequestMemory:
     return RequestMemory(Arena(Layout.of(1, limit, 4 * MIB)), ByteBudget(limit))
 
 
+class Announced:
+    """A receiver that is late and makes way by giving its message back."""
+
+    greedy = False
+    message: Message | None = None
+
+    def late(self, now: float) -> bool:
+        return True
+
+    def make_way(self) -> None:
+        assert self.message is not None
+        self.message.release()
+
+
 def message(memory: RequestMemory, size: int, aligned_at: int = 0) -> Message:
-    return Message(memory, size, compressed=False, aligned_at=aligned_at, spare=9)
+    return Message(memory, Announced(), size, compressed=False, aligned_at=aligned_at, spare=9)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4000, 150_528, 3 * MIB])
