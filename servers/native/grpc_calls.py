@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -266,6 +267,10 @@ class Call:
         answering.begin()
 
     # The answers
+
+    def take_turns(self, answer: Callable[[], None]) -> None:
+        """Let the present message be answered when it is its connection's turn."""
+        self._connection.take_turns(answer)
 
     def answered(self, pieces: list[bytes]) -> None:
         """The present message has its answer: a message in pieces, with its prefix."""

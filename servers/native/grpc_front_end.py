@@ -38,7 +38,7 @@ from servers.native.grpc_templates import MessageTemplates
 from servers.native.http2_frames import HEAD_BYTES
 from servers.native.http_front_end import decompress
 from servers.native.inference import InferenceService
-from servers.native.limits import CONTROL_BODY_BYTES
+from servers.native.limits import CONTROL_BODY_BYTES, Turns
 from servers.native.message_memory import Message
 from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
@@ -51,6 +51,8 @@ MESSAGE_SLACK_BYTES = 64 * 1024
 """Room for names and parameters beside the tensors, as HTTP's limit leaves room for its headers."""
 READ_BYTES = 64 * 1024
 """Room for one read of everything but the messages' own bytes. Of a large message, this much is copied."""
+TURNS_NS = 2_000_000
+"""What all connections together may take of one turn of the event loop, beside one read each."""
 TICK_S = 0.25
 """How often the deadlines of connections and calls are checked: one timer for all, so that a call sets none."""
 
@@ -73,6 +75,8 @@ class GrpcFrontEnd:
         self.memory = memory
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)
+        self.turns = Turns(TURNS_NS)
+        """Of connections that have more to be read or answered than others should wait for."""
         self.compressed = 0
         # One thread each: reading values holds the interpreter, so that more threads would only take longer each.
         self.reading = ThreadPoolExecutor(1, "reading")
@@ -130,10 +134,6 @@ class GrpcFrontEnd:
         self.on_close()
         if not self._connections:
             self._all_closed.set()
-
-    def soon(self, callback: Callable[[], None]) -> None:
-        """Call back when the other connections have had their turn."""
-        asyncio.get_running_loop().call_soon(callback)
 
     def read_head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
         """What the headers of a call say."""
@@ -196,7 +196,12 @@ class ControlMessage:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Answer it, at once if that does not take time."""
+        """Answer it when it is its connection's turn."""
+        self._call.take_turns(self._carry_out)
+
+    def _carry_out(self) -> None:
+        if self._call.closed:
+            return
         content: bytes | memoryview = bytes(self._message.content)
         self._message.release()
         try:
@@ -215,8 +220,9 @@ class ControlMessage:
             log.exception("a call failed unexpectedly")
             self._call.failed(refusal_of(InternalError(INTERNAL_ERROR)))
 
-    def stop(self, reason: str) -> None:
+    def stop(self, _reason: str) -> None:
         """Nobody waits for the answer any more."""
+        self._message.release()
 
     async def _finish(self, described: Any, document: Awaitable[documents.Document | None]) -> None:
         try:

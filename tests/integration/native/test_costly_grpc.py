@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,7 +20,18 @@ from tritonclient.grpc import service_pb2
 from tests.integration.native.conftest import Server
 from tests.integration.native.health_probe import probed
 from tests.integration.native.raw_client import MIB, PIXELS, check_well, connected, head
-from tests.integration.native.raw_grpc import DATA, END_HEADERS, END_STREAM, HEADERS, RawGrpc, block, frame, prefixed
+from tests.integration.native.raw_grpc import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    MOST_WINDOW,
+    SETTINGS,
+    RawGrpc,
+    block,
+    frame,
+    prefixed,
+)
 
 INVALID_ARGUMENT = 3
 BESIDE_BUDGET_BYTES = 256 * MIB
@@ -161,3 +173,91 @@ def test_announced_messages_refuse_nobody_else(small_server, announce) -> None:
                 client.send(frame(DATA, END_STREAM, 1, prefixed(message)))
                 assert client.answer(1).status == 0
             check_well(small_server)
+
+
+ATTACK_S = 2.0
+
+
+class Flood:
+    """A connection that sends frames for some seconds as fast as they are taken, or until it is sent away."""
+
+    def __init__(self, server: Server) -> None:
+        self._client = RawGrpc(server.grpc_port, window=MOST_WINDOW, timeout_s=60)
+        self._client.widen(0, MOST_WINDOW - 65535)
+        self._ended = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self._stream = -1
+        self._number = 0
+        self.open_calls = threading.Semaphore(500)
+
+    def run(self, frames: Callable[[Flood], bytes]) -> None:
+        """Send what `frames` gives again and again."""
+        ends = time.monotonic() + ATTACK_S
+        while time.monotonic() < ends and not self._client.closed:
+            self._client.send(frames(self))
+        self._ended.set()
+        self._client.socket.close()
+        self._reader.join()
+
+    def open(self, headers: bytes, message: bytes | None = None, *, ends: bool = True) -> bytes:
+        """Open a call, and send its message."""
+        self._stream += 2
+        if message is None:
+            return frame(HEADERS, END_HEADERS | (END_STREAM if ends else 0), self._stream, headers)
+        self.open_calls.acquire(timeout=1)
+        whole = frame(DATA, END_STREAM, self._stream, prefixed(message))
+        return frame(HEADERS, END_HEADERS, self._stream, headers) + whole
+
+    def number(self) -> int:
+        """Another number each time."""
+        self._number += 1
+        return self._number
+
+    def _read(self) -> None:
+        """Count the ends of calls, which are the only frames of HEADERS that end something."""
+        client = self._client
+        answered = 0
+        while not client.closed and not self._ended.is_set():
+            with contextlib.suppress(OSError):
+                client.read()
+            ended = sum(answer.ended for answer in client.answers.values())
+            for _ in range(ended - answered):
+                self.open_calls.release()
+            answered = ended
+
+
+def many_windows(flood: Flood) -> bytes:
+    """5,400 window sizes in one frame, each for 500 open calls."""
+    call = b"" if flood.number() > 1 else b"".join(flood.open(block(), ends=False) for _ in range(500))
+    return call + frame(SETTINGS, content=struct.pack(">HIHI", 4, 65535, 4, 65536) * 2700)
+
+
+def many_fields(flood: Flood) -> bytes:
+    """Header blocks of 700 fields with one byte each, which differ, so that each is decoded."""
+    number = flood.number()
+    head = bytes(0x82 + (number >> 3 * place & 7) for place in range(8))
+    return flood.open(head + b"\x82" * 700)
+
+
+def many_table_sizes(flood: Flood) -> bytes:
+    """Header blocks that change the size of their table 30,000 times."""
+    return flood.open(b"\x20" * (30_000 - flood.number()) + block())
+
+
+def statistics_calls(flood: Flood) -> bytes:
+    return flood.open(block("ModelStatistics"), b"")
+
+
+def metadata_calls(flood: Flood) -> bytes:
+    return flood.open(block("ServerMetadata"), b"")
+
+
+@pytest.mark.parametrize("frames", [many_windows, many_fields, many_table_sizes, statistics_calls, metadata_calls])
+def test_frames_that_cost_much_keep_nobody_waiting(server, frames) -> None:
+    count = 4 * fronts_of(server)
+    floods = [Flood(server) for _ in range(count)]
+    with prompt_health(server), ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(flood.run, frames) for flood in floods]:
+            done.result()
+    check_well(server)
