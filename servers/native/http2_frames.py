@@ -29,7 +29,7 @@ MAX_DECODED_BYTES = 32 * 1024
 """Of a header block's fields, where each counts 32 bytes more: at most 1,024 of them, which take four milliseconds."""
 MAX_SETTINGS = 32
 """Entries of one frame; HTTP/2 has seven."""
-_MAX_KNOWN_BYTES = 16 * 1024
+MAX_KNOWN_BYTES = 16 * 1024
 """Of the header blocks that are remembered for one connection."""
 _MAX_SIZE_UPDATES = 2
 """At the start of a block, where RFC 7541 allows no more: each takes two microseconds."""
@@ -148,7 +148,7 @@ class HeaderBlocks(Generic[T]):
         meaning = self._interpret(fields)
         if decoder.header_table.dynamic_entries or decoder.header_table_size != size_before:
             self.forget()
-        elif self._known_bytes + len(block) <= _MAX_KNOWN_BYTES:
+        elif self._known_bytes + len(block) <= MAX_KNOWN_BYTES:
             self._known[block] = meaning
             self._known_bytes += len(block)
         return meaning

@@ -30,8 +30,12 @@ class Health:
     def slowest_s(self) -> float:
         return max(self.seconds)
 
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
     def __str__(self) -> str:
-        slowest_ms, median_ms = self.slowest_s * 1e3, statistics.median(self.seconds) * 1e3
+        slowest_ms, median_ms = self.slowest_s * 1e3, self.median_s * 1e3
         return f"{len(self.seconds)} answers, slowest {slowest_ms:.1f} ms, median {median_ms:.1f} ms"
 
 

@@ -261,3 +261,19 @@ def test_frames_that_cost_much_keep_nobody_waiting(server, frames) -> None:
         for done in [pool.submit(flood.run, frames) for flood in floods]:
             done.result()
     check_well(server)
+
+
+def test_remembered_header_blocks_take_little_and_are_forgotten(server) -> None:
+    """90 clients sent 64 blocks of 31 kB each, of which the server kept 184 MB when they had left."""
+    before = server.memory_bytes
+    with contextlib.ExitStack() as stack, bounded_growth(server, 64 * MIB):
+        for number in range(90):
+            client = stack.enter_context(RawGrpc(server.grpc_port))
+            for stream in range(1, 129, 2):
+                headers = block(more=[("x", f"{number:04}{stream:04}" + "y" * 31_000)])
+                client.send(frame(HEADERS, END_HEADERS | END_STREAM, stream, headers))
+            with contextlib.suppress(OSError):
+                while not client.closed and 127 not in client.answers:
+                    client.read()
+    check_well(server)
+    assert server.memory_bytes - before < 32 * MIB
