@@ -46,7 +46,7 @@ def written() -> list[bytes]:
 
 @pytest.fixture
 def answers(written) -> Answers:
-    return Answers(written.append, lambda call: None)
+    return Answers(written.append, lambda _: None)
 
 
 def waiting(answers: Answers, count: int, window: int) -> list[Any]:

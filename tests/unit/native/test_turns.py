@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_each_turn_does_some_of_the_work(most_ns: int, work_s: float, turns: int
             done.append((turn, number))
 
         for number in range(6):
-            work.add(lambda number=number: do(number))
+            work.add(partial(do, number))
         while len(done) < 6:
             turn += 1
             await asyncio.sleep(0)
@@ -36,7 +37,7 @@ def test_each_turn_does_some_of_the_work(most_ns: int, work_s: float, turns: int
 
 def test_work_that_adds_work_leaves_the_turn_to_others() -> None:
     async def pass_turns() -> int:
-        work, done, turn = Turns(10**12), 0, 0
+        work, done = Turns(10**12), 0
 
         def again() -> None:
             nonlocal done
@@ -44,8 +45,8 @@ def test_work_that_adds_work_leaves_the_turn_to_others() -> None:
             work.add(again)
 
         work.add(again)
-        for turn in range(1, 6):
+        for _ in range(5):
             await asyncio.sleep(0)
-        return done - turn
+        return done
 
-    assert abs(asyncio.run(pass_turns())) <= 1
+    assert 4 <= asyncio.run(pass_turns()) <= 6
