@@ -18,7 +18,6 @@ import mmap
 import os
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
@@ -184,7 +183,7 @@ class RequestMemory:
         self._lock = threading.RLock()
         self._free: list[list[int]] = [[] for _ in arena.layout.classes]
         self._used = [0] * len(arena.layout.classes)  # slots that have been used at least once: these are the first
-        self._receivers: list[OrderedDict[int, Receiver]] = [OrderedDict() for _ in arena.layout.classes]
+        self._receivers: list[dict[int, Receiver]] = [{} for _ in arena.layout.classes]
         self._kept: set[tuple[int, int]] = set()
         self._kept_bytes = 0
 
@@ -227,20 +226,17 @@ class RequestMemory:
             slot = self.take(size)
         if slot is None and not receiver.greedy:
             now = time.monotonic()
-            with self._lock:
-                late = next((other for other in receivers.values() if other.late(now)), None)
+            late = next((other for other in receivers.values() if other.late(now)), None)
             if late is not None:
                 late.make_way()
                 slot = self.take(size)
         if slot is not None:
-            with self._lock:
-                receivers[slot.index] = receiver
+            receivers[slot.index] = receiver
         return slot
 
     def arrived(self, slot: Slot) -> None:
         """The bytes of a slot from `take_for` have all come."""
-        with self._lock:
-            self._receivers[slot.kind].pop(slot.index, None)
+        self._receivers[slot.kind].pop(slot.index, None)
 
     def allocate(self, size: int) -> Array:
         """Bytes that count as held while the array exists. Raises `UnavailableError` when they would be too many."""
@@ -262,8 +258,8 @@ class RequestMemory:
         """Called when nothing refers to the slot any more."""
         one = self.arena.layout.classes[slot.kind]
         self.budget.release(slot.charged)
+        self._receivers[slot.kind].pop(slot.index, None)
         with self._lock:
-            self._receivers[slot.kind].pop(slot.index, None)
             warm = slot.index < one.warm
             if warm and not self.arena.page_locks:
                 warm = self._kept_bytes + one.size <= self._keep_at_most
