@@ -28,6 +28,10 @@ MANY_WAITING = 256
 """Messages of one stream that wait before its connection stops reading."""
 MOST_WAITING = 1024
 """Messages of one stream that wait for their turn while the client does not read its answers."""
+MOST_TOGETHER = 2048
+"""Messages of all streams of one connection that wait."""
+WAITING_BYTES = 4096
+"""What a waiting message counts beside its bytes: a page of memory and its objects."""
 MANY_ARRIVING = 64
 """Messages of one connection that arrive at once; more do not displace others when memory is short."""
 NEVER = float("inf")
@@ -207,8 +211,11 @@ class Call:
 
     @property
     def overfull(self) -> bool:
-        """Whether so many of its messages wait that no more should be read, although the client reads its answers."""
-        return len(self._inbox) >= MANY_WAITING and not self.unsent
+        """Whether so many messages wait that no more should be read, although the client reads its answers."""
+        count = len(self._inbox)
+        if not count or self.unsent:
+            return False
+        return count >= MANY_WAITING or bool(self._connection.waiting_messages >= MOST_TOGETHER)
 
     @property
     def arriving(self) -> bool:
@@ -255,8 +262,13 @@ class Call:
     def _complete(self, message: Message) -> None:
         self.message = None
         message.receive_ns = time.perf_counter_ns() - message.start_ns
+        if not self._free and not message.hold(WAITING_BYTES):
+            message.release()
+            self.refuse(UnavailableError(HOLDS_ENOUGH))
+            return
         self._inbox.append(message)
-        if len(self._inbox) > MOST_WAITING:
+        self._connection.waiting_messages += 1
+        if len(self._inbox) > MOST_WAITING or (self.unsent and self._connection.waiting_messages > MOST_TOGETHER):
             self._connection.reset(self)
         self.go_on()
 
@@ -289,6 +301,7 @@ class Call:
             return
         self._going_on = True
         while self._inbox and self._free:
+            self._connection.waiting_messages -= 1
             self._answer(self._inbox.popleft())
         self._going_on = False
         if self.method.streams and self.remote_closed and self._free and self.trailers is None:
@@ -330,6 +343,7 @@ class Call:
         message, self.message = self.message, None
         for held in (*self._inbox, *([] if message is None else [message])):
             held.release()
+        self._connection.waiting_messages -= len(self._inbox)
         self._inbox.clear()
 
     def cancel(self) -> None:
@@ -357,15 +371,19 @@ class Call:
 
     # Time
 
-    def expire(self, now: float, unread_s: float, *, pressed: bool) -> None:
+    def expire(self, now: float, unread_s: float, *, pressed: bool, scarce: bool) -> None:
         """End the call if its time is over; `pressed`: others wait for the room of arriving messages.
 
-        For the last `unread_s` seconds the server has not read what the client sent.
+        If room is `scarce`, a client must take its answers sooner if messages wait behind them. For the last `unread_s`
+        seconds the server has not read what the client sent.
         """
         settings = self._front_end.settings
         self._begun += unread_s
         if self.blocked_since:
-            if now > self.blocked_since + settings.read_timeout_s + self.sent_blocked / settings.min_body_bytes_per_s:
+            longest_s = settings.read_timeout_s + self.sent_blocked / settings.min_body_bytes_per_s
+            if scarce and self._inbox:
+                longest_s = min(longest_s, PRESSED_S)
+            if now > self.blocked_since + longest_s:
                 self._connection.reset(self)
         elif now >= self._deadline:
             self._stop_answering("expired")

@@ -88,6 +88,8 @@ class Connection(asyncio.BufferedProtocol):
         self._paused = False  # nothing is read from the transport
         self._room_by = 0.0  # when a message that waits for room is refused; 0: none waits
         self.stopping = False
+        self.waiting_messages = 0
+        """Complete messages of its calls that wait for the answers before them."""
 
     # Called by the transport
 
@@ -178,15 +180,15 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the budget has no room for the next byte of a message."""
         return self._call is not None and self._call.message is not None and self._call.message.space <= 0
 
-    def expire(self, now: float, seconds: float, *, pressed: bool) -> None:
-        """End what has taken too long; `seconds` have passed since the last time."""
+    def expire(self, now: float, seconds: float, *, pressed: bool, scarce: bool) -> None:
+        """End what has taken too long (see `Call.expire`); `seconds` have passed since the last time."""
         settings = self._front_end.settings
         self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
         if self._choked_since and now > self._choked_since + settings.read_timeout_s:
             self._transport.abort()
             return
         for call in list(self._calls.values()):
-            call.expire(now, seconds if self._paused and not pressed else 0.0, pressed=pressed)
+            call.expire(now, seconds if self._paused and not pressed else 0.0, pressed=pressed, scarce=scarce)
         if self._room_by and self.starved and now > self._room_by and self._call is not None:
             self._call.refuse(UnavailableError(HOLDS_ENOUGH))
         if not self._calls and now > self._idle_since + settings.keep_alive_timeout_s:

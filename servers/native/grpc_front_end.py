@@ -51,6 +51,8 @@ MESSAGE_SLACK_BYTES = 64 * 1024
 """Room for names and parameters beside the tensors, as HTTP's limit leaves room for its headers."""
 READ_BYTES = 64 * 1024
 """Room for one read of everything but the messages' own bytes. Of a large message, this much is copied."""
+SCARCE_SHARE = 4
+"""Room is scarce when less than 1/SCARCE_SHARE of the bytes that may be held are left."""
 TURNS_NS = 2_000_000
 """What all connections together may take of one turn of the event loop, beside one read each."""
 TICK_S = 0.25
@@ -179,8 +181,9 @@ class GrpcFrontEnd:
         now = time.monotonic()
         seconds, self._ticked = now - self._ticked, now
         pressed = any(connection.waits_for_room for connection in self._connections)
+        scarce = pressed or self.budget.left < self.budget.limit // SCARCE_SHARE
         for connection in list(self._connections):
-            connection.expire(now, seconds, pressed=pressed)
+            connection.expire(now, seconds, pressed=pressed, scarce=scarce)
         # Without connections nothing ticks; the next one starts the timer again.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._connections else None
 

@@ -55,13 +55,17 @@ class Message:
     def received(self, count: int) -> None:
         """`count` bytes, at most `space`, have been written behind the others."""
         self.filled += count
+        self.hold(count)
+        if self.filled == self.size and self._slot is not None:
+            self._memory.arrived(self._slot)
+
+    def hold(self, count: int) -> bool:
+        """Let `count` bytes more count as held until `release`; False if they would be too many."""
         slot = self._slot
-        if slot is None:
-            return
-        if self._budget.hold(count):
-            slot.charged += count
-        if self.filled == self.size:
-            self._memory.arrived(slot)
+        if slot is None or not self._budget.hold(count):
+            return False
+        slot.charged += count
+        return True
 
     def release(self) -> None:
         """Give the memory back, unless the engine still reads it; idempotent."""

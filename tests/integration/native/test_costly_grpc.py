@@ -34,6 +34,7 @@ from tests.integration.native.raw_grpc import (
 )
 
 INVALID_ARGUMENT = 3
+CANCEL = 8
 BESIDE_BUDGET_BYTES = 256 * MIB
 
 
@@ -277,3 +278,17 @@ def test_remembered_header_blocks_take_little_and_are_forgotten(server) -> None:
                     client.read()
     check_well(server)
     assert server.memory_bytes - before < 32 * MIB
+
+
+def test_messages_that_wait_for_unread_answers_are_bounded_per_connection(server) -> None:
+    """Two connections with 250 messages of one byte on each of 511 streams, 1.6 MB in all, took 300 MiB."""
+    call, messages = block("ModelStreamInfer"), prefixed(b"\x0a") * 250
+    count = 2 * fronts_of(server)
+    with contextlib.ExitStack() as stack, bounded_growth(server, count * 32 * MIB), prompt_health(server):
+        clients = [stack.enter_context(RawGrpc(server.grpc_port, window=0)) for _ in range(count)]
+        for client in clients:
+            for stream in range(1, 1023, 2):
+                client.send(frame(HEADERS, END_HEADERS, stream, call), frame(DATA, 0, stream, messages))
+        check_well(server)
+        assert {client.answer(1021).reset for client in clients} == {CANCEL}
+    check_well(server)

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from servers.contract.codec import MAX_ID_CHARACTERS
 from servers.contract.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
-from servers.native.grpc_calls import MANY_ARRIVING, MANY_WAITING, MAX_METADATA_BYTES, MOST_WAITING, STREAM_WINDOW
+from servers.native.grpc_calls import (
+    MANY_ARRIVING,
+    MANY_WAITING,
+    MAX_METADATA_BYTES,
+    MOST_TOGETHER,
+    MOST_WAITING,
+    PRESSED_S,
+    STREAM_WINDOW,
+    WAITING_BYTES,
+)
 from servers.native.grpc_connection import (
     BLOCK_BYTES_PER_CREDIT,
     CALLS_PER_CREDIT,
@@ -20,7 +29,7 @@ from servers.native.grpc_connection import (
     MAX_CREDIT,
     TURN_NS,
 )
-from servers.native.grpc_front_end import TURNS_NS
+from servers.native.grpc_front_end import SCARCE_SHARE, TURNS_NS
 from servers.native.grpc_messages import MAX_FIELDS
 from servers.native.http2_frames import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_SETTINGS
 from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
@@ -63,6 +72,10 @@ def test_the_limits_of_grpc_are_as_written() -> None:
     text = " ".join(TEXT.split())
     assert f"A call may send {STREAM_WINDOW // 2**20} MiB before" in text
     assert f"{MANY_WAITING} wait before the connection is not read, {MOST_WAITING:,} if" in text
+    assert f"together have {MOST_TOGETHER:,} waiting messages" in text
+    assert f"counts {WAITING_BYTES // 1024} KiB beside its bytes" in text
+    assert SCARCE_SHARE == 4
+    assert f"has {PRESSED_S:g} seconds when less than a quarter of `max_held_bytes` is left" in text
     assert f"at most {MAX_CALLS} calls" in text
     assert f"A gRPC connection with more than {MANY_ARRIVING} arriving messages" in text
     assert f"Metadata have at most {MAX_METADATA_BYTES // 1024} KiB" in text

@@ -100,6 +100,7 @@ class Answered:
     """In place of a connection and of the front end: only the first message's answer takes time."""
 
     settings = NativeSettings()
+    waiting_messages = 0
 
     def __init__(self) -> None:
         self._memory = RequestMemory.alone(self.settings)

@@ -65,6 +65,18 @@ def test_it_counts_as_it_fills_and_is_given_back_once() -> None:
         assert (one.held, memory.budget.held) == (0, 0)
 
 
+def test_what_it_holds_beside_its_bytes_is_given_back_with_them() -> None:
+    memory = memory_of(100_000)
+    one = message(memory, 1000)
+    one.received(1000)
+    assert one.hold(4096)
+    assert not one.hold(100_000)
+    assert memory.budget.held == 5096
+    one.release()
+    assert memory.budget.held == 0
+    assert not one.hold(1)
+
+
 def test_there_is_only_as_much_space_as_the_budget_has_room() -> None:
     memory = memory_of(100_000)
     one, other = (message(memory, 80_000) for _ in range(2))
