@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from servers.native import limits
 from servers.native.limits import Turns
 
 
-@pytest.mark.parametrize(("most_ns", "work_s", "turns"), [(0, 0.0, 6), (10**12, 0.0, 1), (20_000_000, 0.015, 3)])
-def test_each_turn_does_some_of_the_work(most_ns: int, work_s: float, turns: int) -> None:
+@pytest.mark.parametrize(("most_ns", "work_ns", "turns"), [(0, 1, 6), (1000, 1, 1), (20, 15, 3), (20, 25, 6)])
+def test_each_turn_does_some_of_the_work(
+    monkeypatch: pytest.MonkeyPatch, most_ns: int, work_ns: int, turns: int
+) -> None:
+    now_ns = 0
+    monkeypatch.setattr(limits, "time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
     done: list[tuple[int, int]] = []
     turn = 0
 
@@ -21,7 +26,8 @@ def test_each_turn_does_some_of_the_work(most_ns: int, work_s: float, turns: int
         work = Turns(most_ns)
 
         def do(number: int) -> None:
-            time.sleep(work_s)
+            nonlocal now_ns
+            now_ns += work_ns
             done.append((turn, number))
 
         for number in range(6):
