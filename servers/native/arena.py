@@ -5,6 +5,9 @@ Its size is only a promise: a page exists from its first byte on. The lowest fre
 the same size lie side by side. The first slots of a class are its warm ones: they keep their pages when they are free,
 and an engine on a GPU has them page-locked (see `warm_range`), after which no page of them may be given back.
 
+Bytes that are announced have a slot before they come. At most half of a class is lent so: beyond that, the next client
+gets the slot of another one whose bytes have been coming for longest, and too slowly.
+
 A process maps the file before it forks, so nothing has a name and nothing is left behind when all have ended.
 """
 
@@ -14,8 +17,10 @@ import contextlib
 import mmap
 import os
 import threading
+import time
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Protocol
 
 import numpy as np
 
@@ -152,6 +157,20 @@ class Slot:
         self._memory.free(self)
 
 
+class Receiver(Protocol):
+    """What receives bytes that a client has announced, into a slot; belongs to the event loop."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether its client has so many of them that no other should make way for this one."""
+
+    def late(self, now: float) -> bool:
+        """Whether the bytes come too slowly, at a time of `time.monotonic`."""
+
+    def make_way(self) -> None:
+        """Refuse the bytes and give the slot back."""
+
+
 class RequestMemory:
     """One front end's partition of the arena, and the bytes that all front ends may hold; any thread."""
 
@@ -164,6 +183,7 @@ class RequestMemory:
         self._lock = threading.RLock()
         self._free: list[list[int]] = [[] for _ in arena.layout.classes]
         self._used = [0] * len(arena.layout.classes)  # slots that have been used at least once: these are the first
+        self._receivers: list[dict[int, Receiver]] = [{} for _ in arena.layout.classes]
         self._kept: set[tuple[int, int]] = set()
         self._kept_bytes = 0
 
@@ -192,6 +212,32 @@ class RequestMemory:
         offset = self._start + one.start + index * one.size
         return Slot(self, kind, index, offset, self.arena.address + offset, size)
 
+    def take_for(self, receiver: Receiver, size: int) -> Slot | None:
+        """A slot for announced bytes, until `arrived`; None if no slot is free. In the event loop.
+
+        When few are left, another receiver makes way for it.
+        """
+        kind = self.arena.layout.class_of(size)
+        if kind is None:
+            return None
+        receivers = self._receivers[kind]
+        slot = None
+        if len(receivers) < self.arena.layout.classes[kind].count // 2:
+            slot = self.take(size)
+        if slot is None and not receiver.greedy:
+            now = time.monotonic()
+            late = next((other for other in receivers.values() if other.late(now)), None)
+            if late is not None:
+                late.make_way()
+                slot = self.take(size)
+        if slot is not None:
+            receivers[slot.index] = receiver
+        return slot
+
+    def arrived(self, slot: Slot) -> None:
+        """The bytes of a slot from `take_for` have all come."""
+        self._receivers[slot.kind].pop(slot.index, None)
+
     def allocate(self, size: int) -> Array:
         """Bytes that count as held while the array exists. Raises `UnavailableError` when they would be too many."""
         slot = self.take(size) if self.budget.hold(size) else None
@@ -212,6 +258,7 @@ class RequestMemory:
         """Called when nothing refers to the slot any more."""
         one = self.arena.layout.classes[slot.kind]
         self.budget.release(slot.charged)
+        self._receivers[slot.kind].pop(slot.index, None)
         with self._lock:
             warm = slot.index < one.warm
             if warm and not self.arena.page_locks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import os
 import socket
@@ -106,6 +107,7 @@ class NativeServer(uvicorn.Server):
         if self.grpc is not None and self._grpc_listener is not None:
             loop = asyncio.get_running_loop()
             self._grpc_server = await loop.create_server(self.grpc.connect, sock=self._grpc_listener, backlog=2048)
+        gc.freeze()  # modules live as long as the process; a full collection took 60 ms to find that out again
         self._on_open()
 
     def on_close(self) -> None:

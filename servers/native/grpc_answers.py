@@ -21,7 +21,7 @@ class Answers:
         self._end = end
         self._window = http2.DEFAULT_WINDOW
         self._max_frame = http2.DEFAULT_FRAME
-        self._waiting: dict[int, Call] = {}
+        self._waiting: dict[int, Call] = {}  # only the connection's window lets them wait
         self.initial_window = http2.DEFAULT_WINDOW
         """Of a new call."""
 
@@ -61,13 +61,18 @@ class Answers:
 
     def set_up(self, settings: Iterable[tuple[int, int]], calls: Iterable[Call]) -> None:
         """Use the client's settings. Raises `Http2Error`."""
+        before = self.initial_window
         for name, value in settings:
             if name == http2.INITIAL_WINDOW_SIZE:
-                more, self.initial_window = value - self.initial_window, value
-                for call in calls:
-                    call.send_window = _widened(call.send_window, more)
+                self.initial_window = value
             elif name == http2.MAX_FRAME_SIZE:
                 self._max_frame = value
+        more = self.initial_window - before
+        if more:
+            for call in calls:
+                call.send_window = _widened(call.send_window, more)
+                if call.unsent and call.send_window > 0:
+                    self._waiting[call.stream] = call
         self._flush_all()
 
     def widen(self, increment: int) -> None:
@@ -83,6 +88,8 @@ class Answers:
 
     def _flush_all(self) -> None:
         for call in list(self._waiting.values()):
+            if self._window <= 0:
+                break
             self._flush(call)
 
     def _flush(self, call: Call) -> None:
@@ -106,7 +113,10 @@ class Answers:
         if parts:
             self._write(b"".join(parts))
         if call.unsent:
-            self._waiting[call.stream] = call
+            if call.send_window > 0:
+                self._waiting[call.stream] = call
+            else:
+                self._waiting.pop(call.stream, None)
             call.blocked_since = call.blocked_since or time.monotonic()
             return
         self._waiting.pop(call.stream, None)

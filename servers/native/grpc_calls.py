@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from servers.contract.errors import ContractError, InvalidRequestError, TooLarge
 from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError, grpc_status
 from servers.native.http2_frames import NUMBER, header_block
 from servers.native.message_memory import Message
+from servers.native.settings import NativeSettings
 
 PREFIX_BYTES = 5
 STREAM_WINDOW = 8 * 2**20
@@ -26,6 +28,12 @@ MANY_WAITING = 256
 """Messages of one stream that wait before its connection stops reading."""
 MOST_WAITING = 1024
 """Messages of one stream that wait for their turn while the client does not read its answers."""
+MOST_TOGETHER = 2048
+"""Messages of all streams of one connection that wait."""
+WAITING_BYTES = 4096
+"""What a waiting message counts beside its bytes: a page of memory and its objects."""
+MANY_ARRIVING = 64
+"""Messages of one connection that arrive at once; more do not displace others when memory is short."""
 NEVER = float("inf")
 
 STATUS_CODES = {
@@ -206,8 +214,11 @@ class Call:
 
     @property
     def overfull(self) -> bool:
-        """Whether so many of its messages wait that no more should be read, although the client reads its answers."""
-        return len(self._inbox) >= MANY_WAITING and not self.unsent
+        """Whether so many messages wait that no more should be read, although the client reads its answers."""
+        count = len(self._inbox)
+        if not count or self.unsent:
+            return False
+        return count >= MANY_WAITING or bool(self._connection.waiting_messages >= MOST_TOGETHER)
 
     @property
     def arriving(self) -> bool:
@@ -239,7 +250,7 @@ class Call:
         elif size > most:
             self.refuse(InvalidRequestError(f"a {self.method.name}Request has at most {most} bytes, got {size}"))
         else:
-            message = self._front_end.take(size, compressed=bool(flag))
+            message = self._front_end.take(self, size, compressed=bool(flag))
             if message is None:
                 self.refuse(UnavailableError(HOLDS_ENOUGH))
                 return
@@ -254,8 +265,13 @@ class Call:
     def _complete(self, message: Message) -> None:
         self.message = None
         message.receive_ns = time.perf_counter_ns() - message.start_ns
+        if not self._free and not message.hold(WAITING_BYTES):
+            message.release()
+            self.refuse(UnavailableError(HOLDS_ENOUGH))
+            return
         self._inbox.append(message)
-        if len(self._inbox) > MOST_WAITING:
+        self._connection.waiting_messages += 1
+        if len(self._inbox) > MOST_WAITING or (self.unsent and self._connection.waiting_messages > MOST_TOGETHER):
             self._connection.reset(self)
         self.go_on()
 
@@ -266,6 +282,10 @@ class Call:
         answering.begin()
 
     # The answers
+
+    def take_turns(self, answer: Callable[[], None]) -> None:
+        """Let the present message be answered when it is its connection's turn."""
+        self._connection.take_turns(answer)
 
     def answered(self, pieces: list[bytes]) -> None:
         """The present message has its answer: a message in pieces, with its prefix."""
@@ -284,6 +304,7 @@ class Call:
             return
         self._going_on = True
         while self._inbox and self._free:
+            self._connection.waiting_messages -= 1
             self._answer(self._inbox.popleft())
         self._going_on = False
         if self.method.streams and self.remote_closed and self._free and self.trailers is None:
@@ -297,6 +318,7 @@ class Call:
     def failed(self, refusal: Refusal) -> None:
         """The present message has no answer but an error."""
         self.answering = None
+        self._connection.credit_answer()
         self.finish(refusal)
 
     def refuse(self, error: ContractError) -> None:
@@ -324,6 +346,7 @@ class Call:
         message, self.message = self.message, None
         for held in (*self._inbox, *([] if message is None else [message])):
             held.release()
+        self._connection.waiting_messages -= len(self._inbox)
         self._inbox.clear()
 
     def cancel(self) -> None:
@@ -332,17 +355,38 @@ class Call:
             self._front_end.count_disconnect()
         self.close()
 
+    # Memory, as a `Receiver`
+
+    @property
+    def greedy(self) -> bool:
+        """Whether many messages of its connection arrive."""
+        return bool(self._connection.arriving_messages > MANY_ARRIVING)
+
+    def late(self, now: float) -> bool:
+        """Whether the message arrives more slowly than it must."""
+        settings: NativeSettings = self._front_end.settings
+        arrived = 0 if self.message is None else self.message.filled
+        return arrived < (now - self._begun) * settings.min_body_bytes_per_s
+
+    def make_way(self) -> None:
+        """Others need the memory of the message that is arriving."""
+        self.refuse(UnavailableError(HOLDS_ENOUGH))
+
     # Time
 
-    def expire(self, now: float, unread_s: float, *, pressed: bool) -> None:
+    def expire(self, now: float, unread_s: float, *, pressed: bool, scarce: bool) -> None:
         """End the call if its time is over; `pressed`: others wait for the room of arriving messages.
 
-        For the last `unread_s` seconds the server has not read what the client sent.
+        If room is `scarce`, a client must take its answers sooner if messages wait behind them. For the last `unread_s`
+        seconds the server has not read what the client sent.
         """
         settings = self._front_end.settings
         self._begun += unread_s
         if self.blocked_since:
-            if now > self.blocked_since + settings.read_timeout_s + self.sent_blocked / settings.min_body_bytes_per_s:
+            longest_s = settings.read_timeout_s + self.sent_blocked / settings.min_body_bytes_per_s
+            if scarce and self._inbox:
+                longest_s = min(longest_s, PRESSED_S)
+            if now > self.blocked_since + longest_s:
                 self._connection.reset(self)
         elif now >= self._deadline:
             self._stop_answering("expired")

@@ -5,15 +5,16 @@ bytes past the frame: they are the head of the next one, and the next bytes of t
 bytes come through one buffer that the connections share.
 
 A connection stops reading while there is no room for a message's bytes, while its client does not read its answers, and
-when it has had its turn. Frames that bring neither a message nor a call cost credit, which answers, bytes and time give
-back: a client without credit (rapid resets, floods of empty frames, pings or settings) is sent away.
+when it has had its turn. Frames cost credit, more of it where they make more work, and answers, bytes and time give it
+back: a client without credit (rapid resets, floods of empty frames, pings, settings or headers) is sent away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from servers.contract.errors import UnavailableError
@@ -29,6 +30,13 @@ ROOM_WAIT_S = 5.0
 """How long an incomplete message waits for room in the budget before it is refused."""
 FRAMES_PER_TURN = 64
 """Frames of one connection before the others have their turn; a call takes two or more."""
+TURN_NS = 1_000_000
+"""The longest turn, but for its last frame."""
+FIELDS_PER_CREDIT = 16
+BLOCK_BYTES_PER_CREDIT = 256
+"""Fields and bytes of a header block that take as much work as another frame."""
+CALLS_PER_CREDIT = 16
+"""Open calls for which new settings take as much work as another frame."""
 MAX_CREDIT = 4000
 CREDIT_PER_ANSWER = 16
 CREDIT_PER_S = 1000
@@ -72,12 +80,16 @@ class Connection(asyncio.BufferedProtocol):
         self._block_stream = 0
         self._block_ends = False
         self._credit = MAX_CREDIT
+        self._controls: deque[Callable[[], None]] = deque()  # calls that do not infer, which take turns
+        self._resuming = False  # `_go_on` is going to be called
         self._unacknowledged = 0  # bytes received since the connection's window was updated
         self._answers = Answers(self._write, self._end)
         self._choked_since = 0.0  # when the client stopped reading; 0: it reads
         self._paused = False  # nothing is read from the transport
         self._room_by = 0.0  # when a message that waits for room is refused; 0: none waits
         self.stopping = False
+        self.waiting_messages = 0
+        """Complete messages of its calls that wait for the answers before them."""
 
     # Called by the transport
 
@@ -116,6 +128,9 @@ class Connection(asyncio.BufferedProtocol):
         self._front_end.discard(self)
         calls, self._calls = self._calls, {}
         self._call = self._ends = None
+        self._blocks.forget()
+        self._unparsed, self._block = bytearray(), b""
+        self._controls.clear()
         for call in calls.values():
             call.cancel()
 
@@ -156,19 +171,24 @@ class Connection(asyncio.BufferedProtocol):
         return sum(call.message.held for call in self._calls.values() if call.message is not None)
 
     @property
+    def arriving_messages(self) -> int:
+        """How many messages are not complete."""
+        return sum(call.message is not None for call in self._calls.values())
+
+    @property
     def starved(self) -> bool:
         """Whether the budget has no room for the next byte of a message."""
         return self._call is not None and self._call.message is not None and self._call.message.space <= 0
 
-    def expire(self, now: float, seconds: float, *, pressed: bool) -> None:
-        """End what has taken too long; `seconds` have passed since the last time."""
+    def expire(self, now: float, seconds: float, *, pressed: bool, scarce: bool) -> None:
+        """End what has taken too long (see `Call.expire`); `seconds` have passed since the last time."""
         settings = self._front_end.settings
         self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
         if self._choked_since and now > self._choked_since + settings.read_timeout_s:
             self._transport.abort()
             return
         for call in list(self._calls.values()):
-            call.expire(now, seconds if self._paused and not pressed else 0.0, pressed=pressed)
+            call.expire(now, seconds if self._paused and not pressed else 0.0, pressed=pressed, scarce=scarce)
         if self._room_by and self.starved and now > self._room_by and self._call is not None:
             self._call.refuse(UnavailableError(HOLDS_ENOUGH))
         if not self._calls and now > self._idle_since + settings.keep_alive_timeout_s:
@@ -204,8 +224,15 @@ class Connection(asyncio.BufferedProtocol):
         elif self._held_up:
             self._pause()
 
+    def _go_on_soon(self) -> None:
+        """Go on when the other connections have had their turn."""
+        if not self._resuming:
+            self._resuming = True
+            self._front_end.turns.add(self._go_on)
+
     def _go_on(self) -> None:
         """Use the bytes that have been read, and read more, unless something still forbids it."""
+        self._resuming = False
         if (self._unparsed or self._paused) and not self._held_up and not self._transport.is_closing():
             data, self._unparsed = self._unparsed, bytearray()
             self._advance(data, len(data))
@@ -213,6 +240,7 @@ class Connection(asyncio.BufferedProtocol):
     def _advance(self, data: bytes | bytearray, end: int) -> None:
         """Use `data[:end]` as far as possible, or until it is the other connections' turn, and keep the rest."""
         place, frames, used = 0, FRAMES_PER_TURN, -1
+        ends_ns = time.perf_counter_ns() + TURN_NS
         try:
             if not self._greeted:
                 place = self._greet(data, end)
@@ -225,6 +253,8 @@ class Connection(asyncio.BufferedProtocol):
                 else:
                     place = self._take_frame(data, place, end)
                     frames -= 1
+                if time.perf_counter_ns() > ends_ns:
+                    frames = 0
         except Http2Error as error:
             self._close(error.code)
             return
@@ -244,7 +274,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.starved:
             self._room_by = self._room_by or time.monotonic() + ROOM_WAIT_S
         elif not self._held_up:
-            self._front_end.soon(self._go_on)
+            self._go_on_soon()
 
     def _greet(self, data: bytes | bytearray, end: int) -> int:
         if not http2.PREFACE.startswith(data[: min(end, len(http2.PREFACE))]):
@@ -282,8 +312,8 @@ class Connection(asyncio.BufferedProtocol):
         self._take(kind, flags, stream, bytes(data[start : start + length]))
         return start + length
 
-    def _spend(self) -> None:
-        self._credit -= 1
+    def _spend(self, cost: int = 1) -> None:
+        self._credit -= cost
         if self._credit < 0:
             raise Http2Error(http2.ENHANCE_YOUR_CALM, "the client sends too many frames that bring nothing")
 
@@ -372,6 +402,8 @@ class Connection(asyncio.BufferedProtocol):
         stream, self._block_stream = self._block_stream, 0
         block, self._block = self._block, b""
         head = self._blocks.read(block)  # in any case: it may change the table for the next one
+        if fields := self._blocks.decoded_fields:
+            self._spend(fields // FIELDS_PER_CREDIT + len(block) // BLOCK_BYTES_PER_CREDIT)
         call = self._calls.get(stream)
         if call is not None:
             if not self._block_ends:
@@ -403,6 +435,7 @@ class Connection(asyncio.BufferedProtocol):
         if flags & http2.ACK:
             return
         self._settled = True
+        self._spend(len(self._calls) // CALLS_PER_CREDIT)
         self._answers.set_up(http2.read_settings(content), self._calls.values())
         self._write(_SETTINGS_ACK)
 
@@ -431,14 +464,29 @@ class Connection(asyncio.BufferedProtocol):
 
     def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
         """Send a message with its prefix, as soon as the client's windows allow it; the `last` one ends the call."""
-        self._credit += CREDIT_PER_ANSWER
+        self.credit_answer()
         self._answers.send(call, pieces, last=last)
         if self._paused:
-            self._front_end.soon(self._go_on)
+            self._go_on_soon()
+
+    def take_turns(self, answer: Callable[[], None]) -> None:
+        """Answer a call that does not infer, one per turn: it may take a millisecond, and its request has no bytes."""
+        self._controls.append(answer)
+        if len(self._controls) == 1:
+            self._front_end.turns.add(self._answer_control)
+
+    def _answer_control(self) -> None:
+        if self._controls:
+            self._controls.popleft()()
+        if self._controls:
+            self._front_end.turns.add(self._answer_control)
+
+    def credit_answer(self) -> None:
+        """A message has been answered, if only by an error: it was worth its frames."""
+        self._credit += CREDIT_PER_ANSWER
 
     def finish(self, call: Call, trailers: bytes) -> None:
         """End the call with these trailers, behind what still waits to be sent."""
-        self._credit += CREDIT_PER_ANSWER
         self._answers.finish(call, trailers)
         if not call.closed:  # its answers wait for the client
             call.drop_messages()
@@ -465,7 +513,7 @@ class Connection(asyncio.BufferedProtocol):
             self._idle_since = time.monotonic()
         self._close_if_done()
         if self._paused:
-            self._front_end.soon(self._go_on)
+            self._go_on_soon()
 
     def _drop_content(self, call: Call) -> None:
         """Drop what still comes of the present frame, if that is the call's."""

@@ -19,7 +19,14 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
-from servers.contract.errors import ContractError, InternalError, InvalidRequestError, UnsupportedError
+from servers.contract.errors import (
+    ContractError,
+    InternalError,
+    InvalidRequestError,
+    TooLargeError,
+    UnsupportedError,
+)
+from servers.contract.tensors import Array
 from servers.native import documents
 from servers.native.arena import ALIGNMENT, RequestMemory
 from servers.native.errors import INTERNAL_ERROR, failure_reason
@@ -31,7 +38,7 @@ from servers.native.grpc_templates import MessageTemplates
 from servers.native.http2_frames import HEAD_BYTES
 from servers.native.http_front_end import decompress
 from servers.native.inference import InferenceService
-from servers.native.limits import CONTROL_BODY_BYTES
+from servers.native.limits import CONTROL_BODY_BYTES, Turns
 from servers.native.message_memory import Message
 from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
@@ -44,6 +51,10 @@ MESSAGE_SLACK_BYTES = 64 * 1024
 """Room for names and parameters beside the tensors, as HTTP's limit leaves room for its headers."""
 READ_BYTES = 64 * 1024
 """Room for one read of everything but the messages' own bytes. Of a large message, this much is copied."""
+SCARCE_SHARE = 4
+"""Room is scarce when less than 1/SCARCE_SHARE of the bytes that may be held are left."""
+TURNS_NS = 2_000_000
+"""What all connections together may take of one turn of the event loop, beside one read each."""
 TICK_S = 0.25
 """How often the deadlines of connections and calls are checked: one timer for all, so that a call sets none."""
 
@@ -66,6 +77,8 @@ class GrpcFrontEnd:
         self.memory = memory
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)
+        self.turns = Turns(TURNS_NS)
+        """Of connections that have more to be read or answered than others should wait for."""
         self.compressed = 0
         # One thread each: reading values holds the interpreter, so that more threads would only take longer each.
         self.reading = ThreadPoolExecutor(1, "reading")
@@ -124,21 +137,19 @@ class GrpcFrontEnd:
         if not self._connections:
             self._all_closed.set()
 
-    def soon(self, callback: Callable[[], None]) -> None:
-        """Call back when the other connections have had their turn."""
-        asyncio.get_running_loop().call_soon(callback)
-
     def read_head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
         """What the headers of a call say."""
         return read_call_head(fields, self._methods)
 
-    def take(self, size: int, *, compressed: bool) -> Message | None:
-        """Memory for a message; None if none is free, even after messages that are arriving have been ended."""
+    def take(self, call: Call, size: int, *, compressed: bool) -> Message | None:
+        """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""
         if size > self.budget.left + self._arriving_bytes(size):
             return None
         offset = 0 if compressed else self.templates.tensor_offset(size)
         try:
-            return Message(self.memory, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=HEAD_BYTES)
+            return Message(
+                self.memory, call, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=HEAD_BYTES
+            )
         except MemoryError:
             return None
 
@@ -146,6 +157,13 @@ class GrpcFrontEnd:
         if size <= self.budget.left:  # nearly always
             return 0
         return sum(connection.arriving_bytes for connection in self._connections)
+
+    def allocate(self, size: int) -> Array:
+        """Memory for an input's decoded values, which count as held; any thread. Raises `ContractError`."""
+        most = self.settings.max_body_bytes
+        if size > most:
+            raise TooLargeError(f"an input's values have {size} bytes when they are decoded, the server takes {most}")
+        return self.memory.allocate(size)
 
     def answering(self, call: Call, message: Message) -> Any:
         """What answers a message, with methods `begin` and `stop`."""
@@ -163,9 +181,10 @@ class GrpcFrontEnd:
         now = time.monotonic()
         seconds, self._ticked = now - self._ticked, now
         pressed = any(connection.waits_for_room for connection in self._connections)
+        scarce = pressed or self.budget.left < self.budget.limit // SCARCE_SHARE
         for connection in list(self._connections):
             try:
-                connection.expire(now, seconds, pressed=pressed)
+                connection.expire(now, seconds, pressed=pressed, scarce=scarce)
             except Exception:  # the others have their limits, and the timer goes on
                 log.exception("the time limits of a connection could not be applied")
         # Without connections nothing ticks; the next one starts the timer again.
@@ -183,7 +202,12 @@ class ControlMessage:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Answer it, at once if that does not take time."""
+        """Answer it when it is its connection's turn."""
+        self._call.take_turns(self._carry_out)
+
+    def _carry_out(self) -> None:
+        if self._call.closed:
+            return
         content: bytes | memoryview = bytes(self._message.content)
         self._message.release()
         try:
@@ -202,8 +226,9 @@ class ControlMessage:
             log.exception("a call failed unexpectedly")
             self._call.failed(refusal_of(InternalError(INTERNAL_ERROR)))
 
-    def stop(self, reason: str) -> None:
+    def stop(self, _reason: str) -> None:
         """Nobody waits for the answer any more."""
+        self._message.release()
 
     async def _finish(self, described: Any, document: Awaitable[documents.Document | None]) -> None:
         try:

@@ -19,7 +19,14 @@ from servers.contract.records import InferRequest, Window
 from servers.native.errors import INTERNAL_ERROR, CallDeadlineError, RequestExpiredError, failure_reason
 from servers.native.failure_log import FailureLog
 from servers.native.grpc_calls import Call, Refusal, refusal_of, shortened
-from servers.native.grpc_messages import INLINE_BYTES, decode_message, encode_message, encode_streamed, parse_message
+from servers.native.grpc_messages import (
+    RawInput,
+    decode_message,
+    encode_message,
+    encode_streamed,
+    is_short,
+    parse_message,
+)
 from servers.native.grpc_templates import MessageTemplate
 from servers.native.http_front_end import MAX_INFLATING, decompress
 from servers.native.inference import in_thread
@@ -167,15 +174,11 @@ class PendingMessage:
 
     async def _infer(self, content: memoryview, start_ns: int) -> list[bytes]:
         front_end, times = self._front_end, self._times
-        parsed, raw = parse_message(content)
-        self._service = service = front_end.models.find(parsed.model_name, parsed.model_version or None)
-        service.check_accepting()
-        find = front_end.regions.find
-        request: InferRequest
-        if content.nbytes - sum(len(item.data) for item in raw) <= INLINE_BYTES:
-            request = decode_message(parsed, raw, find)
-        else:  # many values become Python objects
-            request = await in_thread(front_end.reading, decode_message, parsed, raw, find)
+        if is_short(content):
+            request, raw = self._read(content)
+        else:
+            request, raw = await in_thread(front_end.reading, self._read, content)
+        service = self._service
         if service.direct and not self._message.compressed:
             front_end.templates.keep(content, raw, request, service)
         times.decode_ns = time.perf_counter_ns() - start_ns
@@ -185,6 +188,16 @@ class PendingMessage:
         pieces = with_prefix(encode_streamed(answer) if self._call.method.streams else answer)
         times.encode_ns += time.perf_counter_ns() - inferred_ns
         return pieces
+
+    def _read(self, content: memoryview) -> tuple[InferRequest, list[RawInput]]:
+        """The request and its raw inputs; any thread. Raises `ContractError`."""
+        front_end = self._front_end
+        parsed = parse_message(content)
+        message = parsed.message
+        self._service = service = front_end.models.find(message.model_name, message.model_version or None)
+        service.check_accepting()
+        request = decode_message(parsed, front_end.regions.find, service.signature, front_end.allocate)
+        return request, parsed.raw
 
     def _succeed(self, pieces: list[bytes]) -> None:
         self._message.release()

@@ -2,16 +2,22 @@
 
 The raw inputs are cut out of the serialised bytes as views before protobuf parses the rest: its parser would copy them,
 and so would each access to `raw_input_contents`. So a batch is gathered from the bytes that gRPC received, and a
-request that runs alone is read there. The fields are counted before parsing, too: protobuf holds the interpreter until
-it is done, and a map of millions of parameters took it a minute.
+request that runs alone is read there. Typed contents are cut out as well, and decoded here once the model has accepted
+their number: protobuf makes eight bytes and more of a value that was sent as one, and holds the interpreter until it is
+done. For the same reason the fields are counted before parsing: a map of millions of parameters took it a minute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
@@ -22,11 +28,14 @@ from servers.contract.records import (
     InferRequest,
     InferResponse,
     InputTensor,
+    ModelSignature,
     Parameter,
     RequestedOutput,
 )
-from servers.contract.tensors import DATATYPES, Array
+from servers.contract.tensors import DATATYPES, Array, like
 from servers.contract.values import (
+    MAX_BYTES_ELEMENTS,
+    PAUSE_S,
     add_bytes_elements,
     array_from_bytes,
     bytes_from_array,
@@ -35,62 +44,117 @@ from servers.contract.values import (
     reshaped,
 )
 
-INLINE_BYTES = 16 * 1024
-"""Bytes of a message without its raw inputs; longer ones are decoded in a thread, piece by piece."""
+INLINE_BYTES = 4 * 1024
+"""Bytes of a message without its raw inputs; longer ones are parsed and decoded in a thread."""
+INLINE_FIELDS = 256
+"""Fields of a message, without those inside of others; one with more is parsed in a thread, too."""
 PIECE_VALUES = 64 * 1024
-"""Python's other threads run between two pieces, each of which takes two milliseconds."""
+"""Python's other threads run between two pieces, each of which takes a millisecond."""
+_OCTETS_BYTES = 256 * 1024
 
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _CONTENTS = {
-    **{name: f"{name.lower()}_contents" for name in ("BOOL", "INT64", "UINT64", "FP32", "FP64", "BYTES")},
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "BOOL": ("bool_contents", 1, _VARINT),
+    **dict.fromkeys(("INT8", "INT16", "INT32"), ("int_contents", 2, _VARINT)),
+    "INT64": ("int64_contents", 3, _VARINT),
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), ("uint_contents", 4, _VARINT)),
+    "UINT64": ("uint64_contents", 5, _VARINT),
+    "FP32": ("fp32_contents", 6, _FIXED32),
+    "FP64": ("fp64_contents", 7, _FIXED64),
+    "BYTES": ("bytes_contents", 8, _LENGTH),
 }
+"""By datatype: the field with its values, that field's number, and how one value is encoded."""
+_LONGEST_VARINT = 10
 
 MAX_TENSORS = 1024
 """More inputs or outputs than this are refused."""
-MAX_FIELDS = 16 * MAX_TENSORS
-UNCOUNTED_BYTES = 64 * 1024
-"""A message of this size is parsed in a millisecond, however many fields it has."""
+MAX_FIELDS = MAX_BYTES_ELEMENTS + 2 * MAX_TENSORS
+"""Of a message and inside of its tensors; packed values are one field."""
+MAX_REST_BYTES = 2**20
+"""Of a message without the values of its inputs: protobuf parses this much in a millisecond."""
 
 _INPUTS, _OUTPUTS, _RAW = 5, 6, 7
 _INPUT_CONTENTS = 5
-_COUNTED_IN: Mapping[int, Any] = {_INPUTS: {_INPUT_CONTENTS: {}}, _OUTPUTS: {}}
-"""Fields whose own fields are counted, too. Packed values count as one field: they are parsed fast."""
+_INPUT_TAG = bytes([_INPUTS << 3 | _LENGTH])
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+Allocate = Callable[[int], Array]
+"""Bytes for decoded values. Raises `ContractError` where the server's limits forbid it."""
 
 
 class RawInput(NamedTuple):
-    """A view of a raw input, where it is in its message, and where its field's tag begins."""
+    """A view of a raw input, and where it is in its message."""
 
     data: memoryview
     start: int
     end: int
-    tag: int
 
 
-def parse_message(content: bytes | memoryview) -> tuple[Any, list[RawInput]]:
-    """A ModelInferRequest without its raw inputs, and these. Raises `InvalidRequestError`."""
+class ParsedMessage(NamedTuple):
+    """A ModelInferRequest without the values of its inputs, and these: raw ones, and by input its typed contents."""
+
+    message: Any
+    raw: list[RawInput]
+    contents: list[list[memoryview]]
+
+
+def is_short(content: memoryview) -> bool:
+    """Whether `parse_message` and `decode_message` take a fraction of a millisecond. Raises `InvalidRequestError`."""
+    rest = len(content)
+    for fields, (number, _, _, value, end) in enumerate(_fields(content, 0, len(content))):
+        if fields >= INLINE_FIELDS:
+            return False
+        if number == _RAW:
+            rest -= end - value
+    return rest <= INLINE_BYTES
+
+
+def parse_message(content: bytes | memoryview) -> ParsedMessage:
+    """Split a serialised ModelInferRequest; any thread. Raises `InvalidRequestError`."""
     view = memoryview(content)
-    raw = _find_raw(view)
-    kept, kept_from = [], 0
-    for item in raw:
-        kept.append(view[kept_from : item.tag])
-        kept_from = item.end
+    raw: list[RawInput] = []
+    contents: list[list[memoryview]] = []
+    kept: list[bytes | memoryview] = []
+    kept_from = fields = 0
+    for number, _, start, value, end in _fields(view, 0, len(view)):
+        fields = _counted(fields)
+        item, cut = b"", number == _RAW
+        if cut:
+            raw.append(RawInput(view[value:end], value, end))
+        elif number == _INPUTS:
+            item, values, fields = _without_contents(view[value:end], fields)
+            contents.append(values)
+            cut = bool(values)
+        elif number == _OUTPUTS:
+            for _ in _fields(view, value, end):
+                fields = _counted(fields)
+        if cut:
+            kept += [view[kept_from:start], item]
+            kept_from = end
     rest = b"".join([*kept, view[kept_from:]])
-    if len(rest) > UNCOUNTED_BYTES:
-        _count_fields(memoryview(rest), 0, len(rest), _COUNTED_IN, 0)
+    if len(rest) > MAX_REST_BYTES:
+        raise InvalidRequestError(
+            f"the message has {len(rest)} bytes beside the values of its inputs, the limit is {MAX_REST_BYTES}"
+        )
     try:
         message = service_pb2.ModelInferRequest.FromString(rest)
     except DecodeError as exc:
         raise InvalidRequestError("the message is not a ModelInferRequest") from exc
     if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
         raise InvalidRequestError(f"a request has at most {MAX_TENSORS} inputs and {MAX_TENSORS} outputs")
-    return message, raw
+    return ParsedMessage(message, raw, contents)
 
 
-def decode_message(message: Any, raw: list[RawInput], find: FindWindow) -> InferRequest:
-    """The request of a message from `parse_message`; any thread. Raises `ContractError`."""
+def decode_message(
+    parsed: ParsedMessage,
+    find: FindWindow,
+    signature: ModelSignature | None = None,
+    allocate: Allocate = lambda size: np.empty(size, np.uint8),
+) -> InferRequest:
+    """The request of a message; any thread. Raises `ContractError`.
+
+    Typed contents are decoded when all else is right: with a `signature`, when that accepts the request.
+    """
+    message, raw, contents = parsed
     if len(message.id) > MAX_ID_CHARACTERS:
         raise InvalidRequestError(f"'id' has {len(message.id)} characters, the limit is {MAX_ID_CHARACTERS}")
     parameters = [_parameters(item, _owner("input", item)) for item in message.inputs]
@@ -100,7 +164,8 @@ def decode_message(message: Any, raw: list[RawInput], find: FindWindow) -> Infer
     waiting = iter(raw)
     bytes_elements = 0
     inputs: list[InputTensor] = []
-    for item, named in zip(message.inputs, parameters, strict=True):
+    typed: dict[int, list[memoryview]] = {}
+    for index, (item, named) in enumerate(zip(message.inputs, parameters, strict=True)):
         name, datatype = item.name, item.datatype
         if not 0 < len(name) <= MAX_ID_CHARACTERS:
             raise InvalidRequestError(f"an input's name must have 1 to {MAX_ID_CHARACTERS} characters, got {len(name)}")
@@ -110,22 +175,32 @@ def decode_message(message: Any, raw: list[RawInput], find: FindWindow) -> Infer
         if datatype == "BYTES":
             bytes_elements = add_bytes_elements(bytes_elements, shape, name)
         window = find_window(named, _owner("input", item), find)
-        if item.HasField("contents") and (raw or window is not None):
+        if contents[index] and (raw or window is not None):
             raise InvalidRequestError(f"input '{name}' has 'contents' and also raw_input_contents or shared memory")
         if window is not None:
             data = window_array(window, datatype, shape, name)
         elif raw:
             data = array_from_bytes(next(waiting).data, datatype, shape, name)
         else:
-            data = reshaped(_typed(item.contents, datatype, element_count(shape, name), name), shape, name)
+            typed[index] = _values(contents[index], datatype, element_count(shape, name), name)
+            data = reshaped(like(DATATYPES.get(datatype, np.dtype(object)), (prod(shape),)), shape, name)
         inputs.append(InputTensor(name, datatype, shape, data, window))
-    return InferRequest(
+    request = InferRequest(
         id=message.id,
         inputs=tuple(inputs),
         outputs=tuple(_output(item, find) for item in message.outputs) or None,
         binary_output=True,
         parameters=_parameters(message, "the request"),
     )
+    if not typed:
+        return request
+    if signature is not None:
+        signature.validate(request)
+    for index, pieces in typed.items():
+        item = inputs[index]
+        flat = _decoded(pieces, item.datatype, item.data.size, item.name, allocate)
+        inputs[index] = replace(item, data=flat.reshape(item.shape))
+    return replace(request, inputs=tuple(inputs))
 
 
 def encode_message(response: InferResponse) -> Any:
@@ -150,29 +225,87 @@ def encode_streamed(response: Any) -> Any:
     return service_pb2.ModelStreamInferResponse(infer_response=response)
 
 
-def _typed(contents: Any, datatype: str, count: int, name: str) -> Array:
-    """The values of an input in typed fields; flat."""
+def _values(contents: Sequence[memoryview], datatype: str, count: int, name: str) -> list[memoryview]:
+    """The encoded values of an input, checked for their number; they may come in several pieces, packed or not."""
     field = _CONTENTS.get(datatype)
     if field is None:
         raise InvalidRequestError(f"input '{name}' is {datatype}, which only raw_input_contents can carry")
-    values = getattr(contents, field)
-    if len(values) != count:
-        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, '{field}' has {len(values)}")
+    title, wanted, encoding = field
+    pieces: list[memoryview] = []
+    for part in contents:
+        for number, kind, _, start, end in _fields(part, 0, len(part)):
+            if number == wanted and kind in (encoding, _LENGTH):
+                pieces.append(part[start:end])
+    if encoding == _LENGTH:
+        found = len(pieces)
+    elif encoding == _VARINT:
+        found = sum(int(np.count_nonzero(octets < 0x80)) for piece in pieces for octets in _octets(piece))
+    else:
+        size = DATATYPES[datatype].itemsize
+        found = sum(map(len, pieces)) // size
+        if any(len(piece) % size for piece in pieces):
+            raise InvalidRequestError(f"'{title}' of input '{name}' ends inside a value")
+    if found != count:
+        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, '{title}' has {found}")
+    return pieces
+
+
+def _decoded(pieces: list[memoryview], datatype: str, count: int, name: str, allocate: Allocate) -> Array:
+    """The values of an input from `_values`; flat."""
+    title, _, encoding = _CONTENTS[datatype]
     if datatype == "BYTES":
         elements = np.empty(count, dtype=object)
-        elements[:] = list(values)
+        elements[:] = list(map(bytes, pieces))
         return elements
     dtype = DATATYPES[datatype]
-    flat = np.empty(count, dtype)
-    for start in range(0, count, PIECE_VALUES):
-        piece = values[start : start + PIECE_VALUES]
+    if encoding != _VARINT and len(pieces) == 1:
+        return np.frombuffer(pieces[0], dtype)
+    flat = allocate(count * dtype.itemsize).view(dtype) if count else np.empty(0, dtype)
+    filled = 0
+    for values in chain.from_iterable(_numbers(piece, dtype, encoding, f"'{title}' of '{name}'") for piece in pieces):
         if dtype.kind in "iu" and dtype.itemsize < 4:
             limits = np.iinfo(dtype.name)
-            if min(piece) < limits.min or max(piece) > limits.max:
+            if values.min() < limits.min or values.max() > limits.max:
                 allowed = f"{limits.min} to {limits.max}"
-                raise InvalidRequestError(f"'{field}' of input '{name}' is outside the range of {datatype}, {allowed}")
-        flat[start : start + len(piece)] = np.fromiter(piece, dtype, len(piece))
+                raise InvalidRequestError(f"'{title}' of input '{name}' is outside the range of {datatype}, {allowed}")
+        flat[filled : filled + len(values)] = values
+        filled += len(values)
     return flat
+
+
+def _numbers(data: memoryview, dtype: np.dtype[Any], encoding: int, owner: str) -> Iterator[npt.NDArray[Any]]:
+    """Encoded values in pieces, those of a smaller integer with 32 bits. Raises `InvalidRequestError`."""
+    if encoding != _VARINT:
+        yield np.frombuffer(data, dtype)
+        return
+    width = max(4, dtype.itemsize)
+    place = 0
+    while place < len(data):
+        if place:
+            time.sleep(PAUSE_S)
+        octets = np.frombuffer(data[place : place + PIECE_VALUES], np.uint8)
+        ends = np.flatnonzero(octets < 0x80) + 1
+        if not ends.size:
+            raise InvalidRequestError(f"{owner} ends inside a value, or has one of more than 64 bits")
+        octets = octets[: ends[-1]]
+        place += octets.size
+        numbers = octets.astype(np.uint64)
+        if ends.size < octets.size:
+            starts = np.concatenate(([0], ends[:-1]))
+            sizes = ends - starts
+            if sizes.max() > _LONGEST_VARINT:
+                raise InvalidRequestError(f"{owner} has a value of more than 64 bits")
+            shifts = 7 * (np.arange(octets.size) - np.repeat(starts, sizes))
+            numbers = np.bitwise_or.reduceat((numbers & 0x7F) << shifts.astype(np.uint64), starts)
+        yield numbers != 0 if dtype.kind == "b" else numbers.astype(f"<u{width}").view(f"<{dtype.kind}{width}")
+
+
+def _octets(data: memoryview) -> Iterator[npt.NDArray[np.uint8]]:
+    """The bytes in pieces, between which other threads run."""
+    for start in range(0, len(data), _OCTETS_BYTES):
+        if start:
+            time.sleep(PAUSE_S)
+        yield np.frombuffer(data[start : start + _OCTETS_BYTES], np.uint8)
 
 
 def _output(item: Any, find: FindWindow) -> RequestedOutput:
@@ -196,41 +329,41 @@ def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
     return parameters
 
 
-def _find_raw(view: memoryview) -> list[RawInput]:
-    """Raises `InvalidRequestError`."""
-    raw: list[RawInput] = []
-    for fields, (number, start, value, end) in enumerate(_fields(view, 0, len(view)), start=1):
-        _check_fields(fields)
-        if number == _RAW:
-            raw.append(RawInput(view[value:end], value, end, start))
-    return raw
+def _without_contents(item: memoryview, fields: int) -> tuple[bytes, list[memoryview], int]:
+    """An input without its typed contents, these, and `fields` plus its own. Raises `InvalidRequestError`."""
+    contents: list[memoryview] = []
+    kept: list[memoryview] = []
+    kept_from = 0
+    for number, kind, start, value, end in _fields(item, 0, len(item)):
+        fields = _counted(fields)
+        if number == _INPUT_CONTENTS and kind == _LENGTH:
+            contents.append(item[value:end])
+            for _ in _fields(item, value, end):
+                fields = _counted(fields)
+            kept.append(item[kept_from:start])
+            kept_from = end
+    if not contents:
+        return b"", contents, fields
+    rest = b"".join([*kept, item[kept_from:]])
+    return _INPUT_TAG + _as_varint(len(rest)) + rest, contents, fields
 
 
-def _count_fields(view: memoryview, position: int, end: int, counted_in: Mapping[int, Any], fields: int) -> int:
-    """`fields` plus those of a message between two positions. Raises `InvalidRequestError` for too many."""
-    for number, _, value, stop in _fields(view, position, end):
-        fields += 1
-        _check_fields(fields)
-        if number in counted_in:
-            fields = _count_fields(view, value, stop, counted_in[number], fields)
-    return fields
-
-
-def _check_fields(fields: int) -> None:
-    if fields > MAX_FIELDS:
+def _counted(fields: int) -> int:
+    if fields >= MAX_FIELDS:
         raise InvalidRequestError(f"the message has more than {MAX_FIELDS} fields")
+    return fields + 1
 
 
-def _fields(view: memoryview, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Each field's number (0 if it has no length), its start, its value's start, and its end."""
+def _fields(view: memoryview, position: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Each field's number, how it is encoded, its start, its value's start, and its end."""
     while position < end:
         start = position
         tag, position = _varint(view, position)
-        kind, number = tag & 7, 0
+        kind = tag & 7
         value = position
         if kind == _LENGTH:
             size, value = _varint(view, position)
-            position, number = value + size, tag >> 3
+            position = value + size
         elif kind == _VARINT:
             _, position = _varint(view, position)
         elif kind in (_FIXED64, _FIXED32):
@@ -239,7 +372,7 @@ def _fields(view: memoryview, position: int, end: int) -> Iterator[tuple[int, in
             raise InvalidRequestError("the message is not a ModelInferRequest")
         if position > end:
             raise InvalidRequestError("the message ends inside a field")
-        yield number, start, value, position
+        yield tag >> 3, kind, start, value, position
 
 
 def _varint(view: memoryview, position: int) -> tuple[int, int]:
@@ -252,3 +385,12 @@ def _varint(view: memoryview, position: int) -> tuple[int, int]:
             return value, position
         shift += 7
     raise InvalidRequestError("the message ends inside a field")
+
+
+def _as_varint(value: int) -> bytes:
+    octets = bytearray()
+    while value >= 0x80:
+        octets.append(value & 0x7F | 0x80)
+        value >>= 7
+    octets.append(value)
+    return bytes(octets)

@@ -25,8 +25,14 @@ LARGEST_FRAME = 2**24 - 1
 
 MAX_BLOCK_BYTES = 32 * 1024
 """Of a compressed header block; decoding takes time that grows with its square."""
-MAX_DECODED_BYTES = 64 * 1024
-_MAX_KNOWN_BLOCKS = 64
+MAX_DECODED_BYTES = 32 * 1024
+"""Of a header block's fields, where each counts 32 bytes more: at most 1,024 of them, which take four milliseconds."""
+MAX_SETTINGS = 32
+"""Entries of one frame; HTTP/2 has seven."""
+MAX_KNOWN_BYTES = 16 * 1024
+"""Of the header blocks that are remembered for one connection."""
+_MAX_SIZE_UPDATES = 2
+"""At the start of a block, where RFC 7541 allows no more: each takes two microseconds."""
 
 _HEAD = struct.Struct(">HBBBI")
 _SETTING = struct.Struct(">HI")
@@ -78,6 +84,8 @@ def read_settings(content: bytes) -> Iterator[tuple[int, int]]:
     """Names and values. Raises `Http2Error` for a value that HTTP/2 does not allow."""
     if len(content) % _SETTING.size:
         raise Http2Error(FRAME_SIZE_ERROR, "settings have six bytes each")
+    if len(content) > MAX_SETTINGS * _SETTING.size:
+        raise Http2Error(ENHANCE_YOUR_CALM, "the settings are too many")
     for name, value in _SETTING.iter_unpack(content):
         if name == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
             raise Http2Error(FLOW_CONTROL_ERROR, "the window is too large")
@@ -114,21 +122,47 @@ class HeaderBlocks(Generic[T]):
         self._interpret = interpret
         self._decoder = Decoder(MAX_DECODED_BYTES)
         self._known: dict[bytes, T] = {}
+        self._known_bytes = 0
+        self.decoded_fields = 0
+        """Of the last block, which cost time each; 0 if it was known."""
+
+    def forget(self) -> None:
+        """Give the memory back: the connection has ended."""
+        self._known.clear()
+        self._known_bytes = 0
 
     def read(self, block: bytes) -> T:
         """Raises `Http2Error`; the decoder's state is lost then."""
+        self.decoded_fields = 0
         known = self._known.get(block)
         if known is not None:
             return known
+        _check_size_updates(block)
         decoder = self._decoder
         size_before = decoder.header_table_size
         try:
             fields = [(bytes(name), bytes(value)) for name, value in decoder.decode(block, raw=True)]
         except (HPACKError, ValueError, IndexError) as exc:
             raise Http2Error(COMPRESSION_ERROR, "the headers cannot be decoded, or are too many") from exc
+        self.decoded_fields = len(fields)
         meaning = self._interpret(fields)
         if decoder.header_table.dynamic_entries or decoder.header_table_size != size_before:
-            self._known.clear()
-        elif len(self._known) < _MAX_KNOWN_BLOCKS:
+            self.forget()
+        elif self._known_bytes + len(block) <= MAX_KNOWN_BYTES:
             self._known[block] = meaning
+            self._known_bytes += len(block)
         return meaning
+
+
+def _check_size_updates(block: bytes) -> None:
+    """Raises `Http2Error` for more changes of the table's size at the start of a block than a client may send."""
+    updates = place = 0
+    while place < len(block) and block[place] & 0xE0 == 0x20:
+        updates += 1
+        if updates > _MAX_SIZE_UPDATES:
+            raise Http2Error(COMPRESSION_ERROR, "a header block changes the table's size too often")
+        longer = block[place] & 0x1F == 0x1F
+        place += 1
+        while longer and place < len(block):
+            longer = block[place] & 0x80 != 0
+            place += 1

@@ -16,7 +16,7 @@ import re
 
 import numpy as np
 
-from servers.native.arena import ALIGNMENT, RequestMemory, Slot
+from servers.native.arena import ALIGNMENT, Receiver, RequestMemory, Slot
 from servers.native.errors import HttpError
 
 MAX_CHUNK_LINE = 256
@@ -44,9 +44,9 @@ class FixedBody:
         self.complete = size == 0
 
     @classmethod
-    def take(cls, memory: RequestMemory, size: int, json_bytes: int) -> FixedBody | None:
+    def take(cls, memory: RequestMemory, receiver: Receiver, size: int, json_bytes: int) -> FixedBody | None:
         """An empty body; None when no slot is left for it."""
-        slot = memory.take(size + ALIGNMENT)
+        slot = memory.take_for(receiver, size + ALIGNMENT)
         return None if slot is None else cls(slot, size, json_bytes)
 
     @property

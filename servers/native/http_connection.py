@@ -61,6 +61,7 @@ class Connection(asyncio.BufferedProtocol):
         self._request: Request | None = None  # it waits for its response, or was answered last
         self._pending: PendingRequest | None = None  # `_request`, if it is an inference
         self._busy = False  # a request waits for its response
+        self._pipelined = False  # the request came before the last one's response
         self._advancing = False
         self._choked = False  # the client reads slower than it is answered
         self._paused = False  # nothing is read from the transport
@@ -200,7 +201,9 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
         elif self._unparsed or self._paused:
             data, self._unparsed = self._unparsed, bytearray()
+            self._pipelined = bool(data)
             self._advance(data, len(data))
+            self._pipelined = False
 
     def _advance(self, data: bytearray, end: int) -> None:
         """Use `data[:end]` as far as possible, or until it is the other connections' turn, and keep the rest."""
@@ -296,6 +299,8 @@ class Connection(asyncio.BufferedProtocol):
             wrong_verb = refusal(HttpError(405, "Method Not Allowed"))
             wrong_verb.headers.append((b"allow", b"POST"))
             self.answer(wrong_verb)
+        elif self._pipelined:
+            self._front_end.turns.add(lambda: self._front_end.run(self._ask(request)))
         else:
             self._front_end.run(self._ask(request))
 

@@ -30,6 +30,7 @@ from servers.native.errors import INTERNAL_ERROR, HttpError, failure_reason, htt
 from servers.native.failure_log import FailureLog
 from servers.native.http_parser import HeadReader, Request, RequestHead
 from servers.native.inference import InferenceService, in_thread
+from servers.native.limits import Turns
 from servers.native.queued_request import QueuedRequest
 from servers.native.regions import RegionTable
 from servers.native.request_templates import RequestTemplate, TemplateCache
@@ -149,6 +150,8 @@ class HttpFrontEnd:
         self.templates = {service: TemplateCache(service.signature, service.padding) for service in models}
         self.date = b""
         """The Date header of every response; it changes once per second."""
+        self.turns = Turns(0)
+        """Of clients that send the next request before they have their answer: one of them per turn of the loop."""
         self.compressed = 0
         # One thread each: parsing holds the interpreter, so that more threads would only take longer each. Compressed
         # bodies have another one, because a few bytes of them are as much work as a megabyte of plain JSON.

@@ -224,6 +224,17 @@ class Request:
         self._body = None
 
 
+class LostBody:
+    """A chunked body whose memory was needed by others. Its end is not known before it comes, so it is not read."""
+
+    arrived = 0
+    complete = False
+
+    def feed(self, _data: bytearray, _start: int, _end: int) -> int:
+        """Raises `HttpError`."""
+        raise unread(UnavailableError(HOLDS_ENOUGH))
+
+
 class RequestParser:
     """The parser of one connection. Bytes come through `parse`, those of a large body through `space` and `received`.
 
@@ -242,7 +253,8 @@ class RequestParser:
         self._memory = memory
         self._budget = memory.budget
         self._check = check
-        self._body: FixedBody | ChunkedBody | DroppedBody | None = None
+        self._body: FixedBody | ChunkedBody | DroppedBody | LostBody | None = None
+        self._body_began = 0.0
         self._refusal: ContractError | None = None
         self._skipped_line = False  # the one empty line that may come before a request
         self.head: RequestHead | None = None
@@ -300,6 +312,24 @@ class RequestParser:
         """Drop the request that is arriving."""
         self._body = None
 
+    # As a `Receiver`
+
+    @property
+    def greedy(self) -> bool:
+        """A connection has one body at a time."""
+        return False
+
+    def late(self, now: float) -> bool:
+        """Whether the body arrives more slowly than it must."""
+        return self.body_arrived < (now - self._body_began) * self._settings.min_body_bytes_per_s
+
+    def make_way(self) -> None:
+        """Others need the memory of the body that is arriving."""
+        if isinstance(self._body, FixedBody):
+            self.drop_body(UnavailableError(HOLDS_ENOUGH))
+        else:
+            self._body = LostBody()
+
     def _parse_head(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
         if data.startswith(b"\r\n", start, end):
             if self._skipped_line:
@@ -333,6 +363,7 @@ class RequestParser:
         size = head.length or 0
         limit = self._settings.max_body_bytes if head.target is not None else CONTROL_BODY_BYTES
         self._refusal = None
+        self._body_began = time.monotonic()
         if size > limit:
             raise HttpError(413, f"the body has {size} bytes, the server takes at most {limit}")
         if head.infers:
@@ -340,21 +371,21 @@ class RequestParser:
         if head.chunked:
             if self._refusal is not None:
                 raise unread(self._refusal)
-            slot = self._memory.take(limit)
+            slot = self._memory.take_for(self, limit)
             if slot is None:
                 raise unread(UnavailableError(HOLDS_ENOUGH))
             return ChunkedBody(slot, limit, self._settings.max_chunks)
         if size == 0:
             return None
         if self._refusal is None:
-            body = FixedBody.take(self._memory, size, head.json_bytes) if size <= self._budget.left else None
+            body = FixedBody.take(self._memory, self, size, head.json_bytes) if size <= self._budget.left else None
             if body is not None:
                 return body
             self._refusal = UnavailableError(HOLDS_ENOUGH)
         return DroppedBody(size)
 
     def _feed(
-        self, body: FixedBody | ChunkedBody | DroppedBody, data: bytearray, start: int, end: int
+        self, body: FixedBody | ChunkedBody | DroppedBody | LostBody, data: bytearray, start: int, end: int
     ) -> tuple[int, Request | None]:
         if isinstance(body, FixedBody):
             used = body.feed(data, start, min(end, start + self._budget.left))
@@ -368,8 +399,10 @@ class RequestParser:
     def _completed(self) -> Request:
         head, body, refusal = self.head, self._body, self._refusal
         assert head is not None
+        if isinstance(body, FixedBody | ChunkedBody):
+            self._memory.arrived(body.slot)
         self._body = None
-        return Request(head, self.start_ns, refusal, None if isinstance(body, DroppedBody) else body)
+        return Request(head, self.start_ns, refusal, body if isinstance(body, FixedBody | ChunkedBody) else None)
 
     def _hold(self, body: FixedBody | ChunkedBody, size: int) -> bool:
         held = self._budget.hold(size)

@@ -1,9 +1,12 @@
-"""The bytes that all clients together may make the server hold."""
+"""The bytes that all clients together may make the server hold, and the time that they get of an event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from servers.contract.errors import UnavailableError
@@ -56,3 +59,35 @@ class ByteBudget:
     def release(self, count: int) -> None:
         with self._lock:
             self._counters[self._own] -= count
+
+
+class Turns:
+    """Work that waits while others have their turn: one piece after the other, for `most_ns` in each turn of the loop.
+
+    At least one piece is done in each. Belongs to the event loop.
+    """
+
+    def __init__(self, most_ns: int) -> None:
+        self._most_ns = most_ns
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._scheduled = False
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Do this in a later turn, behind what waits already."""
+        self._waiting.append(work)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._do)
+
+    def _do(self) -> None:
+        self._scheduled = False
+        ends_ns = time.perf_counter_ns() + self._most_ns
+        for _ in range(len(self._waiting)):  # what these add is for the next turn
+            self._waiting.popleft()()
+            if time.perf_counter_ns() >= ends_ns:
+                break
+        if self._waiting:
+            self._schedule()

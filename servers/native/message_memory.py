@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servers.native.arena import ALIGNMENT, RequestMemory, Slot
+from servers.native.arena import ALIGNMENT, Receiver, RequestMemory, Slot
 
 _NOTHING = memoryview(b"")
 
@@ -12,17 +12,21 @@ _NOTHING = memoryview(b"")
 class Message:
     """Its bytes count as held from their arrival until `release`, and until nothing else refers to them."""
 
-    __slots__ = ("_budget", "_slot", "compressed", "filled", "receive_ns", "room", "size", "start_ns")
+    __slots__ = ("_budget", "_memory", "_slot", "compressed", "filled", "receive_ns", "room", "size", "start_ns")
 
-    def __init__(self, memory: RequestMemory, size: int, *, compressed: bool, aligned_at: int, spare: int) -> None:
+    def __init__(
+        self, memory: RequestMemory, receiver: Receiver, size: int, *, compressed: bool, aligned_at: int, spare: int
+    ) -> None:
         """The byte at `aligned_at` is on a 64-byte boundary; `spare` bytes of `room` follow those of the message.
 
         Raises `MemoryError` when no slot is left for it.
         """
-        slot = memory.take(size + spare + ALIGNMENT)
+        room_bytes = size + spare + ALIGNMENT
+        slot = memory.take_for(receiver, room_bytes) if size else memory.take(room_bytes)
         if slot is None:
             raise MemoryError
         start = -(slot.offset + aligned_at) % ALIGNMENT
+        self._memory = memory
         self._budget = memory.budget
         self._slot: Slot | None = slot
         self.size = size
@@ -51,8 +55,17 @@ class Message:
     def received(self, count: int) -> None:
         """`count` bytes, at most `space`, have been written behind the others."""
         self.filled += count
-        if self._slot is not None and self._budget.hold(count):
-            self._slot.charged += count
+        self.hold(count)
+        if self.filled == self.size and self._slot is not None:
+            self._memory.arrived(self._slot)
+
+    def hold(self, count: int) -> bool:
+        """Let `count` bytes more count as held until `release`; False if they would be too many."""
+        slot = self._slot
+        if slot is None or not self._budget.hold(count):
+            return False
+        slot.charged += count
+        return True
 
     def release(self) -> None:
         """Give the memory back, unless the engine still reads it; idempotent."""

@@ -20,6 +20,7 @@ from servers.native.http_front_end import MAX_INFLATING
 from servers.native.http_parser import Request, RequestHead, RequestParser
 from servers.native.settings import NativeSettings
 from tests.integration.native.conftest import FRONTS
+from tests.integration.native.health_probe import probed
 from tests.integration.native.raw_client import (
     MIB,
     PATH,
@@ -98,6 +99,19 @@ def test_a_scrape_costs_little_more_than_any_other_answer(null_server) -> None:
     for path in ("/metrics", "/v2/health/live"):
         cpu_s(path)
     assert cpu_s("/metrics") < 5 * cpu_s("/v2/health/live")
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_pipelined_scrapes_keep_nobody_waiting(tmp_path, native_starter, fronts) -> None:
+    """Each of 200 clients per front end asks 100 times at once and does not read."""
+    server = native_starter(tmp_path, "--engine", "null", "--fronts", str(fronts))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connected(server)) for _ in range(200 * max(1, fronts))]
+        with probed(server.port) as health:
+            for client in clients:
+                client.sendall(head(method="GET", path="/metrics") * 100)
+            time.sleep(3)
+    assert health.median_s < 0.1, str(health)
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"], ids=["all bare", "the last bare"])

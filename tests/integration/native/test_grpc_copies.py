@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,18 @@ import pytest
 import uvloop
 from tritonclient.grpc import service_pb2
 
+from servers.contract.tensors import Array
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
+from servers.models.specification import ModelSpecification
 from servers.native.arena import ALIGNMENT
+from servers.native.grpc_calls import Call
 from servers.native.grpc_front_end import GrpcFrontEnd
 from servers.native.message_memory import Message
 from servers.native.settings import NativeSettings
 from tests.integration.native.raw_grpc import DATA, END_STREAM, RawGrpc, frame, prefixed
 from tests.integration.native.test_copies import SPECIFICATION, VALUES, WatchedEngine, address
-from tests.unit.native.conftest import served
+from tests.unit.native.conftest import served, specification_of
 
 
 class WatchedFrontEnd(GrpcFrontEnd):
@@ -27,8 +34,8 @@ class WatchedFrontEnd(GrpcFrontEnd):
         super().__init__(*arguments)
         self.taken: list[memoryview] = []
 
-    def take(self, size: int, *, compressed: bool) -> Message | None:
-        message = super().take(size, compressed=compressed)
+    def take(self, call: Call, size: int, *, compressed: bool) -> Message | None:
+        message = super().take(call, size, compressed=compressed)
         assert message is not None
         self.taken.append(message.room)
         return message
@@ -89,3 +96,46 @@ def test_a_message_alone_reaches_the_engine_in_the_memory_it_was_received_in(
     for seen, taken in zip(engine.inputs[1:], front_end.taken[1:], strict=True):  # the first tells where the tensor is
         assert np.shares_memory(seen, np.frombuffer(taken, np.uint8))
         assert address(seen) % ALIGNMENT == 0
+
+
+class WaitingEngine(NullEngine):
+    """The null engine, once its gate is open."""
+
+    def __init__(self, specification: ModelSpecification) -> None:
+        super().__init__(specification, EngineSettings("null"))
+        self.gate = threading.Event()
+
+    def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        assert self.gate.wait(20)
+        return super().infer(inputs)
+
+
+def test_typed_values_count_with_the_bytes_that_they_become() -> None:
+    """A zero is one byte of a message and eight of a tensor."""
+    count = 50_000
+    specification = specification_of("INT64", count, 1)
+    request = service_pb2.ModelInferRequest(model_name="m")
+    item = request.inputs.add(name="x", datatype="INT64", shape=[1, count])
+    item.contents.int64_contents.extend([0] * count)
+    content = request.SerializeToString()
+
+    async def hold() -> int:
+        engine = WaitingEngine(specification)
+        settings = NativeSettings(max_batch_size=8, max_queue_delay_us=0)
+        async with served(specification, settings, lambda _: engine) as one:
+            front_end = GrpcFrontEnd(one.server.models, one.server.regions, settings, one.memory)
+            server = await asyncio.get_running_loop().create_server(front_end.connect, "127.0.0.1", 0)
+            talking = asyncio.create_task(asyncio.to_thread(talk, server.sockets[0].getsockname()[1], [content]))
+            most = 0
+            while not talking.done():
+                most = max(most, one.memory.budget.held)
+                if most > len(content):
+                    engine.gate.set()
+                await asyncio.sleep(0.001)
+            server.close()
+            await front_end.stop(10)
+            await talking
+            assert one.memory.budget.held == 0
+        return most
+
+    assert uvloop.run(hold()) == len(content) + 8 * count

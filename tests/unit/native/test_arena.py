@@ -41,6 +41,23 @@ def taken(one: RequestMemory, size: int) -> Slot:
     return slot
 
 
+class Client:
+    """A receiver; it takes its slot at once."""
+
+    def __init__(self, one: RequestMemory, size: int, *, late: bool = True, greedy: bool = False) -> None:
+        self.greedy = greedy
+        self._late = late
+        self.displaced = False
+        self.slot = one.take_for(self, size)
+
+    def late(self, now: float) -> bool:
+        assert now > 0
+        return self._late
+
+    def make_way(self) -> None:
+        self.displaced, self.slot = True, None
+
+
 def resident_bytes(array: Array) -> int:
     """Of the arena's pages that lie in this array, as the kernel reports those that exist."""
     address = array.__array_interface__["data"][0]
@@ -283,3 +300,50 @@ def test_front_ends_share_one_limit_and_each_counts_its_own() -> None:
         assert (first.left, second.held, counters.tolist()) == (0, 100, [60, 40])
     first.release(60)
     assert counters.tolist() == [0, 0]
+
+
+def test_announced_bytes_take_half_of_a_class_and_then_each_other_s_slots() -> None:
+    """A few bytes of clients that sent nothing more refused every other request for half a minute."""
+    one = memory()
+    first = Client(one, MIB, late=False)
+    waiting = [Client(one, MIB) for _ in range(MIN_SLOTS // 2 - 1)]
+    assert not any(client.displaced for client in waiting)
+    newcomers = [Client(one, MIB) for _ in range(3)]
+    assert [client.displaced for client in waiting[:4]] == [True, True, True, False]
+    assert all(client.slot is not None for client in newcomers)
+    assert not first.displaced  # its bytes come as fast as they must
+    assert Client(one, MIB, greedy=True).slot is None
+    assert not waiting[3].displaced
+    assert Client(one, 2 * MIB).slot is not None  # of another class
+    # Complete requests have the other half.
+    complete = [one.take(MIB) for _ in range(MIN_SLOTS // 2)]
+    assert None not in complete
+    assert one.take(MIB) is None
+
+
+def test_slots_whose_bytes_have_arrived_or_that_are_free_again_displace_nobody() -> None:
+    one = memory()
+    kept = [Client(one, MIB) for _ in range(MIN_SLOTS // 2)]
+    assert kept[0].slot is not None
+    one.arrived(kept[0].slot)
+    kept[1].slot = None
+    again = [Client(one, MIB) for _ in range(2)]
+    assert not any(client.displaced for client in (*kept, *again))
+    Client(one, MIB)
+    assert [client.displaced for client in kept[:3]] == [False, False, True]
+
+
+def test_without_a_late_client_the_next_one_is_refused() -> None:
+    one = memory()
+    prompt = [Client(one, MIB, late=False) for _ in range(MIN_SLOTS // 2)]
+    assert Client(one, MIB).slot is None
+    assert not any(client.displaced for client in prompt)
+
+
+def test_when_complete_requests_fill_a_class_an_announced_one_makes_way() -> None:
+    one = memory()
+    announced = Client(one, MIB)
+    complete = [one.take(MIB) for _ in range(MIN_SLOTS - 1)]
+    assert None not in complete
+    assert Client(one, MIB).slot is not None
+    assert announced.displaced

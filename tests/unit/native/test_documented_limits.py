@@ -7,17 +7,31 @@ from pathlib import Path
 
 from servers.contract.codec import MAX_ID_CHARACTERS
 from servers.contract.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
-from servers.native.grpc_calls import MANY_WAITING, MAX_METADATA_BYTES, MOST_WAITING, STREAM_WINDOW
+from servers.native.grpc_calls import (
+    MANY_ARRIVING,
+    MANY_WAITING,
+    MAX_METADATA_BYTES,
+    MOST_TOGETHER,
+    MOST_WAITING,
+    PRESSED_S,
+    STREAM_WINDOW,
+    WAITING_BYTES,
+)
 from servers.native.grpc_connection import (
+    BLOCK_BYTES_PER_CREDIT,
+    CALLS_PER_CREDIT,
     CREDIT_BYTES,
     CREDIT_PER_ANSWER,
     CREDIT_PER_S,
+    FIELDS_PER_CREDIT,
     FRAMES_PER_TURN,
     MAX_CALLS,
     MAX_CREDIT,
+    TURN_NS,
 )
+from servers.native.grpc_front_end import SCARCE_SHARE, TURNS_NS
 from servers.native.grpc_messages import MAX_FIELDS
-from servers.native.http2_frames import MAX_BLOCK_BYTES, MAX_DECODED_BYTES
+from servers.native.http2_frames import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_SETTINGS
 from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.http_connection import PIECES_PER_TURN
 from servers.native.http_front_end import MAX_INFLATING
@@ -58,12 +72,23 @@ def test_the_limits_of_grpc_are_as_written() -> None:
     text = " ".join(TEXT.split())
     assert f"A call may send {STREAM_WINDOW // 2**20} MiB before" in text
     assert f"{MANY_WAITING} wait before the connection is not read, {MOST_WAITING:,} if" in text
+    assert f"together have {MOST_TOGETHER:,} waiting messages" in text
+    assert f"counts {WAITING_BYTES // 1024} KiB beside its bytes" in text
+    assert SCARCE_SHARE == 4
+    assert f"has {PRESSED_S:g} seconds when less than a quarter of `max_held_bytes` is left" in text
     assert f"at most {MAX_CALLS} calls" in text
+    assert f"A gRPC connection with more than {MANY_ARRIVING} arriving messages" in text
     assert f"Metadata have at most {MAX_METADATA_BYTES // 1024} KiB" in text
-    assert f"a header block {MAX_BLOCK_BYTES // 1024} KiB, and {MAX_DECODED_BYTES // 1024} KiB after" in text
+    assert MAX_BLOCK_BYTES == MAX_DECODED_BYTES
+    assert f"a header block {MAX_BLOCK_BYTES // 1024} KiB, before and after decompression" in text
+    assert f"and settings {MAX_SETTINGS} entries" in text
+    assert f"remembers header blocks of {MAX_KNOWN_BYTES // 1024} KiB per connection" in text
+    assert f"one more per {FIELDS_PER_CREDIT} fields and per {BLOCK_BYTES_PER_CREDIT} bytes" in text
+    assert f"one more per {CALLS_PER_CREDIT} open calls" in text
     assert f"has {MAX_CREDIT:,}; it gets {CREDIT_PER_ANSWER} back per answer" in text
     assert f"one per {CREDIT_BYTES} bytes of a message, and {CREDIT_PER_S:,} per second" in text
-    assert f"After {FRAMES_PER_TURN} frames" in text
+    assert f"After {FRAMES_PER_TURN} frames, or {TURN_NS / 1e6:g} ms, the other connections" in text
+    assert f"has {TURNS_NS / 1e6:g} ms in each turn" in text
 
 
 def test_modules_that_are_named_exist() -> None:

@@ -100,14 +100,15 @@ class Answered:
     """In place of a connection and of the front end: only the first message's answer takes time."""
 
     settings = NativeSettings()
+    waiting_messages = 0
 
     def __init__(self) -> None:
         self._memory = RequestMemory.alone(self.settings)
         self.answering_count = 0
         self.sent: list[str] = []
 
-    def take(self, size: int, *, compressed: bool) -> Message:
-        return Message(self._memory, size, compressed=compressed, aligned_at=0, spare=9)
+    def take(self, call: Call, size: int, *, compressed: bool) -> Message:
+        return Message(self._memory, call, size, compressed=compressed, aligned_at=0, spare=9)
 
     def answering(self, call: Call, message: Message) -> Answering:
         message.release()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,8 +12,21 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from servers.contract.errors import ContractError, InvalidRequestError, NotFoundError
+from servers.contract.records import ModelSignature
+from servers.contract.tensors import TensorSpec
 from servers.contract.values import MAX_BYTES_ELEMENTS
-from servers.native.grpc_messages import MAX_FIELDS, PIECE_VALUES, decode_message, parse_message
+from servers.native.grpc_messages import (
+    INLINE_BYTES,
+    INLINE_FIELDS,
+    MAX_FIELDS,
+    MAX_REST_BYTES,
+    PIECE_VALUES,
+    decode_message,
+    is_short,
+    parse_message,
+)
+
+MIB = 2**20
 
 
 def no_region(_reference):
@@ -37,7 +53,7 @@ def messages(draw):
 
 @given(messages())
 def test_the_parts_are_those_of_protobuf(message):
-    rest, raw = parse_message(message.SerializeToString())
+    rest, raw, _ = parse_message(message.SerializeToString())
     assert [bytes(part.data) for part in raw] == list(message.raw_input_contents)
     message.ClearField("raw_input_contents")
     assert rest == message
@@ -51,18 +67,15 @@ def test_raw_inputs_may_stand_anywhere(message, data):
     before = data.draw(st.integers(0, len(raw)))
     parts = [service_pb2.ModelInferRequest(raw_input_contents=[part]).SerializeToString() for part in raw]
     serialised = b"".join([*parts[:before], message.SerializeToString(), *parts[before:]])
-    rest, found = parse_message(serialised)
+    rest, found, _ = parse_message(serialised)
     assert [bytes(part.data) for part in found] == raw
     assert rest == message
 
 
 @given(st.binary(max_size=200) | messages().map(lambda message: message.SerializeToString()), st.integers(0, 200))
 def test_any_bytes_give_a_request_or_an_error(serialised, end):
-    try:
-        message, raw = parse_message(serialised[:end])
-        decode_message(message, raw, no_region)
-    except ContractError:
-        pass
+    with contextlib.suppress(ContractError):
+        decode_message(parse_message(serialised[:end]), no_region)
 
 
 def test_raw_inputs_are_views_over_what_was_received():
@@ -70,7 +83,7 @@ def test_raw_inputs_are_views_over_what_was_received():
     message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[values.tobytes()])
     message.inputs.add(name="x", datatype="FP32", shape=[2, 3])
     serialised = message.SerializeToString()
-    data = decode_message(*parse_message(serialised), no_region).inputs[0].data
+    data = decode_message(parse_message(serialised), no_region).inputs[0].data
     assert np.shares_memory(data, np.frombuffer(serialised, np.uint8))
     np.testing.assert_array_equal(data, values.reshape(2, 3))
 
@@ -96,7 +109,7 @@ def test_typed_contents_of_every_datatype(datatype, field, values):
     message = service_pb2.ModelInferRequest(model_name="m")
     item = message.inputs.add(name="x", datatype=datatype, shape=[2])
     getattr(item.contents, field).extend(values)
-    tensor = decode_message(*parse_message(message.SerializeToString()), no_region).inputs[0]
+    tensor = decode_message(parse_message(message.SerializeToString()), no_region).inputs[0]
     assert tensor.data.tolist() == values
 
 
@@ -116,14 +129,62 @@ def test_typed_contents_that_do_not_fit(datatype, field, values, message):
     item = request.inputs.add(name="x", datatype=datatype, shape=[2])
     getattr(item.contents, field).extend(values)
     with pytest.raises(InvalidRequestError, match=message):
-        decode_message(*parse_message(request.SerializeToString()), no_region)
+        decode_message(parse_message(request.SerializeToString()), no_region)
+
+
+FIELDS = {  # by number: its name, how protobuf encodes one value, and the datatype
+    1: ("bool_contents", 0, "BOOL"),
+    2: ("int_contents", 0, "INT32"),
+    3: ("int64_contents", 0, "INT64"),
+    4: ("uint_contents", 0, "UINT32"),
+    5: ("uint64_contents", 0, "UINT64"),
+    6: ("fp32_contents", 5, "FP32"),
+    7: ("fp64_contents", 1, "FP64"),
+}
+
+
+def varint(value: int) -> bytes:
+    head = b""
+    while value >= 0x80:
+        head += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return head + bytes([value])
+
+
+@st.composite
+def encoded_contents(draw):
+    """An InferTensorContents with its fields in any order and any number, each packed or not."""
+    encoded = b""
+    for number in draw(st.lists(st.sampled_from(list(FIELDS)), max_size=6)):
+        kind = FIELDS[number][1]
+        size = {5: 4, 1: 8}.get(kind)
+        value = st.integers(0, 2**64 - 1).map(varint) if size is None else st.binary(min_size=size, max_size=size)
+        values = draw(st.lists(value, max_size=5))
+        if draw(st.booleans()):
+            packed = b"".join(values)
+            encoded += bytes([number << 3 | 2]) + varint(len(packed)) + packed
+        else:
+            encoded += b"".join(bytes([number << 3 | kind]) + value for value in values)
+    return encoded
+
+
+@given(st.lists(encoded_contents(), max_size=2), st.sampled_from(list(FIELDS.values())))
+def test_typed_contents_are_those_of_protobuf(parts, field):
+    """However a client encodes them; a value that has too many bits loses the upper ones."""
+    title, _, datatype = field
+    contents = service_pb2.InferTensorContents.FromString(b"".join(parts))
+    expected = list(getattr(contents, title))
+    item = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype=datatype, shape=[len(expected)])
+    encoded = b"".join(bytes([5 << 3 | 2]) + varint(len(part)) + part for part in parts) + item.SerializeToString()
+    parsed = parse_message(bytes([5 << 3 | 2]) + varint(len(encoded)) + encoded)
+    np.testing.assert_array_equal(decode_message(parsed, no_region).inputs[0].data.tolist(), expected)
 
 
 def test_long_typed_contents_are_read_in_pieces():
     request = service_pb2.ModelInferRequest(model_name="m")
     item = request.inputs.add(name="x", datatype="UINT8", shape=[PIECE_VALUES + 2])
     item.contents.uint_contents.extend([7] * PIECE_VALUES + [8, 255])
-    data = decode_message(*parse_message(request.SerializeToString()), no_region).inputs[0].data
+    data = decode_message(parse_message(request.SerializeToString()), no_region).inputs[0].data
     assert (data.dtype, data[:PIECE_VALUES].sum(), data[-2:].tolist()) == (
         np.dtype(np.uint8),
         7 * PIECE_VALUES,
@@ -131,7 +192,7 @@ def test_long_typed_contents_are_read_in_pieces():
     )
     item.contents.uint_contents[-1] = 256
     with pytest.raises(InvalidRequestError, match="outside the range of UINT8"):
-        decode_message(*parse_message(request.SerializeToString()), no_region)
+        decode_message(parse_message(request.SerializeToString()), no_region)
 
 
 @pytest.mark.parametrize("typed", [False, True])
@@ -147,7 +208,7 @@ def test_all_bytes_elements_of_a_request_together_are_limited(typed):
         return message.SerializeToString()
 
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_BYTES_ELEMENTS} BYTES elements, input 'x1'"):
-        decode_message(*parse_message(request(MAX_BYTES_ELEMENTS - 100, 101)), no_region)
+        decode_message(parse_message(request(MAX_BYTES_ELEMENTS - 100, 101)), no_region)
 
 
 def many_parameters(message):
@@ -178,11 +239,66 @@ def test_packed_values_are_one_field():
     message = service_pb2.ModelInferRequest(model_name="m")
     item = message.inputs.add(name="x", datatype="FP32", shape=[10 * MAX_FIELDS])
     item.contents.fp32_contents.extend([0.5] * 10 * MAX_FIELDS)
-    assert decode_message(*parse_message(message.SerializeToString()), no_region).inputs[0].data.sum() == 5 * MAX_FIELDS
+    assert decode_message(parse_message(message.SerializeToString()), no_region).inputs[0].data.sum() == 5 * MAX_FIELDS
+
+
+def zeros(count):
+    """As many values in as many bytes."""
+    message = service_pb2.ModelInferRequest(model_name="m")
+    item = message.inputs.add(name="x", datatype="INT64", shape=[count])
+    item.contents.int64_contents.extend([0] * count)
+    return message.SerializeToString()
+
+
+def test_values_take_memory_only_once_the_model_has_accepted_them():
+    """Protobuf made eight bytes and more of each byte before anybody had looked at the model."""
+    taken = []
+
+    def allocate(size):
+        taken.append(size)
+        return np.empty(size, np.uint8)
+
+    content = zeros(MIB)
+    tracemalloc.start()
+    parsed = parse_message(content)
+    for item in (TensorSpec("x", "FP32", (-1,)), TensorSpec("x", "INT64", (-1, 3)), TensorSpec("y", "INT64", (-1,))):
+        with pytest.raises(InvalidRequestError):
+            decode_message(parsed, no_region, ModelSignature("m", "1", (item,), (), 2 * MIB), allocate)
+    assert tracemalloc.get_traced_memory()[1] < MIB // 2
+    tracemalloc.stop()
+    assert taken == []
+    signature = ModelSignature("m", "1", (TensorSpec("x", "INT64", (-1,)),), (), 2 * MIB)
+    assert decode_message(parsed, no_region, signature, allocate).inputs[0].data.tolist() == [0] * MIB
+    assert taken == [8 * MIB]
+
+
+def test_only_few_bytes_and_fields_are_parsed_on_the_event_loop():
+    raw = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[bytes(MIB)]).SerializeToString()
+    assert is_short(memoryview(raw))
+    many = service_pb2.ModelInferRequest(raw_input_contents=[b""] * (INLINE_FIELDS + 1)).SerializeToString()
+    for content in (zeros(INLINE_BYTES), many):
+        assert not is_short(memoryview(content))
+
+
+@pytest.mark.parametrize("field", ["model_name", "id"])
+def test_what_surrounds_the_values_is_limited(field):
+    content = service_pb2.ModelInferRequest(**{field: "x" * MAX_REST_BYTES}).SerializeToString()
+    with pytest.raises(InvalidRequestError, match=f"the limit is {MAX_REST_BYTES}"):
+        parse_message(content)
+
+
+@pytest.mark.parametrize("contents", [b"\x32\x03abc", b"\x1a\x01\xff", b"\x1a\x0b" + b"\xff" * 10 + b"\x01"])
+def test_values_that_are_none_are_refused(contents):
+    """A number cut off, a varint cut off, and one of more than 64 bits."""
+    datatype, count = ("FP32", 0) if contents[0] == 0x32 else ("INT64", contents.count(1, 2))
+    item = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype=datatype, shape=[count])
+    encoded = item.SerializeToString() + bytes([5 << 3 | 2]) + varint(len(contents)) + contents
+    with pytest.raises(InvalidRequestError, match=r"inside a value|64 bits"):
+        decode_message(parse_message(bytes([5 << 3 | 2]) + varint(len(encoded)) + encoded), no_region)
 
 
 def test_a_shape_of_any_length_is_named_with_its_length():
     message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[b""])
     message.inputs.add(name="x", datatype="FP32", shape=[1] * 100_000)
     with pytest.raises(InvalidRequestError, match="has 100000 dimensions, the limit is 32"):
-        decode_message(*parse_message(message.SerializeToString()), no_region)
+        decode_message(parse_message(message.SerializeToString()), no_region)

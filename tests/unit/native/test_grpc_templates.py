@@ -47,8 +47,8 @@ def message(rows: int, value: float, **changes) -> service_pb2.ModelInferRequest
 
 def keep(templates: MessageTemplates, request: service_pb2.ModelInferRequest) -> memoryview:
     content = memoryview(request.SerializeToString())
-    parsed, raw = parse_message(content)
-    templates.keep(content, raw, decode_message(parsed, raw, FIND), SERVICE)
+    parsed = parse_message(content)
+    templates.keep(content, parsed.raw, decode_message(parsed, FIND), SERVICE)
     return content
 
 

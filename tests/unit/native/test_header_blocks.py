@@ -82,3 +82,38 @@ def test_any_bytes_give_headers_or_an_error(block):
         assert blocks.read(block) == blocks.read(block)
     except Http2Error:
         pass
+
+
+def test_only_so_many_bytes_of_blocks_are_remembered():
+    found = Interpreted()
+    blocks = [header_block([(b"x", b"%04d" % number + b"y" * 1000)]) for number in range(40)]
+    for _ in range(3):
+        for block in blocks:
+            found.blocks.read(block)
+    remembered = 40 - (found.count - 40) // 2
+    assert 10 <= remembered <= 16
+    found.blocks.forget()
+    for block in blocks:
+        found.blocks.read(block)
+    assert found.count == 40 + 2 * (40 - remembered) + 40
+
+
+@pytest.mark.parametrize(("updates", "allowed"), [(b"\x20", True), (b"\x20\x3f\xe1\x1f", True), (b"\x20" * 3, False)])
+def test_a_block_changes_the_table_s_size_twice_at_most(updates, allowed):
+    """Each took two microseconds: a block of them held the event loop for 60 ms."""
+    blocks = Interpreted().blocks
+    if allowed:
+        assert blocks.read(updates + b"\x82") == [(b":method", b"GET")]
+    else:
+        with pytest.raises(Http2Error, match="too often"):
+            blocks.read(updates + b"\x82")
+
+
+def test_fields_that_are_decoded_are_counted():
+    blocks = Interpreted().blocks
+    blocks.read(b"\x82" * 500)
+    assert blocks.decoded_fields == 500
+    blocks.read(b"\x82" * 500)
+    assert blocks.decoded_fields == 0
+    with pytest.raises(Http2Error, match="too many"):
+        blocks.read(b"\x82" * 1024)

@@ -32,8 +32,20 @@ def chunked(max_bytes: int, max_chunks: int) -> ChunkedBody:
     return ChunkedBody(slot, max_bytes, max_chunks)
 
 
+class Receiving:
+    """A receiver whose bytes come fast enough."""
+
+    greedy = False
+
+    def late(self, _now: float) -> bool:
+        return False
+
+    def make_way(self) -> None:
+        raise AssertionError("it is not late")
+
+
 def fixed(size: int, json_bytes: int = 0) -> FixedBody:
-    body = FixedBody.take(MEMORY, size, json_bytes)
+    body = FixedBody.take(MEMORY, Receiving(), size, json_bytes)
     assert body is not None
     return body
 
@@ -140,7 +152,7 @@ def test_a_fixed_body_takes_what_is_its_own() -> None:
 
 
 def test_a_body_for_which_no_slot_is_left_is_none() -> None:
-    assert FixedBody.take(MEMORY, 4 * LARGE_BYTES, 0) is None
+    assert FixedBody.take(MEMORY, Receiving(), 4 * LARGE_BYTES, 0) is None
 
 
 def test_a_large_body_takes_no_memory_before_it_arrives_and_none_afterwards() -> None:

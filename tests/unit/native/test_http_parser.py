@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given
@@ -169,3 +170,33 @@ def test_a_body_without_room_takes_no_more_bytes_and_can_be_dropped() -> None:
     assert used == len(rest)
     assert isinstance(request, Request)
     assert str(request.refusal) == "full"
+
+
+@pytest.mark.parametrize("sent", [post(bytes(4000))[:-1000], chunked(bytes(3000))[:-100]], ids=["length", "chunks"])
+def test_a_body_that_makes_way_gives_its_memory_back_and_its_request_is_refused(sent: bytes) -> None:
+    one, budget = parser()
+    used, head = one.parse(bytearray(sent), 0, len(sent))
+    while used < len(sent) and (more := one.parse(bytearray(sent), used, len(sent))[0]) > used:
+        used = more
+    assert isinstance(head, RequestHead)
+    assert budget.held > 2000
+    one.make_way()
+    assert budget.held == 0
+    rest = bytearray(1000)
+    if head.chunked:
+        with pytest.raises(HttpError, match="memory"):
+            one.parse(rest, 0, len(rest))
+        return
+    used, request = one.parse(rest, 0, len(rest))
+    assert isinstance(request, Request)
+    assert isinstance(request.refusal, UnavailableError)
+    assert request.body.nbytes == 0
+
+
+def test_a_body_is_late_when_it_comes_more_slowly_than_it_must() -> None:
+    one, _budget = parser()
+    data = bytearray(post(bytes(4000))[:-1000])
+    one.parse(data, 0, len(data))
+    now = time.monotonic()
+    assert not one.late(now)
+    assert one.late(now + 0.1)

@@ -18,8 +18,22 @@ def memory_of(limit: int = 64 * MIB) -> RequestMemory:
     return RequestMemory(Arena(Layout.of(1, limit, 4 * MIB)), ByteBudget(limit))
 
 
+class Announced:
+    """A receiver that is late and makes way by giving its message back."""
+
+    greedy = False
+    message: Message | None = None
+
+    def late(self, now: float) -> bool:
+        return True
+
+    def make_way(self) -> None:
+        assert self.message is not None
+        self.message.release()
+
+
 def message(memory: RequestMemory, size: int, aligned_at: int = 0) -> Message:
-    return Message(memory, size, compressed=False, aligned_at=aligned_at, spare=9)
+    return Message(memory, Announced(), size, compressed=False, aligned_at=aligned_at, spare=9)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4000, 150_528, 3 * MIB])
@@ -49,6 +63,18 @@ def test_it_counts_as_it_fills_and_is_given_back_once() -> None:
         one.release()
         one.release()
         assert (one.held, memory.budget.held) == (0, 0)
+
+
+def test_what_it_holds_beside_its_bytes_is_given_back_with_them() -> None:
+    memory = memory_of(100_000)
+    one = message(memory, 1000)
+    one.received(1000)
+    assert one.hold(4096)
+    assert not one.hold(100_000)
+    assert memory.budget.held == 5096
+    one.release()
+    assert memory.budget.held == 0
+    assert not one.hold(1)
 
 
 def test_there_is_only_as_much_space_as_the_budget_has_room() -> None:

@@ -1,0 +1,81 @@
+"""Asks a server for its health from a process that shares no interpreter with an attack.
+
+`python -m tests.integration.native.health_probe PORT` asks again and again until its input ends, then writes how long
+each answer took, in seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+PAUSE_S = 0.01
+LONGEST_S = 60
+
+
+class Health:
+    """What a probe has seen; known when it has ended."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @property
+    def slowest_s(self) -> float:
+        return max(self.seconds)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    def __str__(self) -> str:
+        slowest_ms, median_ms = self.slowest_s * 1e3, self.median_s * 1e3
+        return f"{len(self.seconds)} answers, slowest {slowest_ms:.1f} ms, median {median_ms:.1f} ms"
+
+
+@contextlib.contextmanager
+def probed(port: int) -> Iterator[Health]:
+    """Ask during the `with` block, at least once."""
+    health = Health()
+    command = [sys.executable, "-m", "tests.integration.native.health_probe", str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as probe:
+        assert probe.stdout is not None
+        assert probe.stdout.readline() == b"asking\n"
+        try:
+            yield health
+        finally:
+            output, _ = probe.communicate(timeout=2 * LONGEST_S)
+        health.seconds = json.loads(output)
+
+
+def main() -> int:
+    port = int(sys.argv[1])
+    seconds: list[float] = []
+    ended = threading.Event()
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    sys.stdout.write("asking\n")
+    sys.stdout.flush()
+    while not seconds or not ended.wait(PAUSE_S):
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
+        connection.request("GET", "/v2/health/live")
+        assert connection.getresponse().status == 200
+        connection.close()
+        seconds.append(time.perf_counter() - began)
+    json.dump(seconds, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
