@@ -10,11 +10,12 @@ Binary inputs become views over the body: no large data is copied here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
+import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from servers.contract.errors import InvalidRequestError, UnsupportedError
@@ -35,15 +36,15 @@ from servers.contract.tensors import DATATYPES, Array, like
 from servers.contract.values import (
     LONG_BYTES,
     MAX_SPECIAL_BYTES,
+    PIECE_VALUES,
     add_bytes_elements,
     array_from_bytes,
     array_from_json,
     bytes_from_array,
     check_byte_size,
     check_datatype,
-    dump_json,
     element_count,
-    json_from_array,
+    json_pieces,
     parse_json,
     reshaped,
 )
@@ -126,26 +127,53 @@ def decode_request(
 
 def encode_response(response: InferResponse) -> tuple[bytes, int | None]:
     """The body, and the size of its JSON header when binary data follows it (None: the body is all JSON)."""
-    outputs: list[dict[str, Any]] = []
+    pieces, header_bytes = encode_pieces(response)
+    return b"".join(pieces), header_bytes
+
+
+def encode_pieces(
+    response: InferResponse, hold: Callable[[int], None] = lambda _count: None
+) -> tuple[list[bytes], int | None]:
+    """The same with the body in pieces. `hold` is called for each of them with its size.
+
+    Sleeps between those of an output with more than `PIECE_VALUES` values. Raises `InvalidRequestError`.
+    """
+    document = {"id": response.id} if response.id else {}
+    document |= {"model_name": response.model_name, "model_version": response.model_version}
+    pieces: list[bytes] = []
     binary: list[bytes] = []
-    finite = True
-    for tensor in response.outputs:
+
+    def add(piece: bytes, to: list[bytes] = pieces) -> None:
+        hold(len(piece))
+        to.append(piece)
+
+    add(orjson.dumps(document)[:-1] + b',"outputs":[')
+    for index, tensor in enumerate(response.outputs):
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.data.shape)}
-        outputs.append(output)
-        if tensor.reference is not None:
-            continue  # without parameters, as from Triton: its C++ client takes them as a sign that binary data follows
-        if tensor.binary:
-            data = bytes_from_array(tensor.data)
-            binary.append(data)
-            output["parameters"] = {"binary_data_size": len(data)}
-        else:
-            values = json_from_array(tensor.data, tensor.name)
-            finite = finite and not (isinstance(values, list) and tensor.datatype != "BYTES")
-            output["data"] = values
-    document: dict[str, Any] = {"id": response.id} if response.id else {}
-    document |= {"model_name": response.model_name, "model_version": response.model_version, "outputs": outputs}
-    header = dump_json(document, finite=finite)
-    return b"".join([header, *binary]), len(header) if binary else None
+        ends = b"}"
+        # In shared memory it has no parameters, as from Triton: its C++ client takes them as a sign of binary data.
+        if tensor.binary and tensor.reference is None:
+            add(bytes_from_array(tensor.data), binary)
+            output["parameters"] = {"binary_data_size": len(binary[-1])}
+        elif tensor.reference is None:
+            ends = b',"data":'
+        add(b"," * (index > 0) + orjson.dumps(output)[:-1] + ends)
+        if ends != b"}":
+            for piece in json_pieces(tensor.data, tensor.name):
+                add(piece)
+            add(b"}")
+    add(b"]}")
+    return [*pieces, *binary], sum(map(len, pieces)) if binary else None
+
+
+def is_slow_to_encode(response: InferResponse) -> bool:
+    """Whether so many values become JSON, or BYTES, that this is work for a thread."""
+    slow = (
+        tensor.data.size
+        for tensor in response.outputs
+        if tensor.reference is None and (not tensor.binary or tensor.data.dtype.hasobject)
+    )
+    return sum(slow) > PIECE_VALUES
 
 
 def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindow | None) -> Window | None:

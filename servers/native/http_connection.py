@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from uvicorn.server import ServerState
 
@@ -18,6 +18,7 @@ from servers.contract.errors import UnavailableError
 from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, HttpError, ShuttingDownError
 from servers.native.http_front_end import Answer, HttpFrontEnd, PendingRequest, ask, refusal
 from servers.native.http_parser import Request, RequestHead, RequestParser
+from servers.native.limits import UNCOUNTED_BYTES, UnreadAnswers
 
 NEVER = float("inf")
 
@@ -69,6 +70,7 @@ class Connection(asyncio.BufferedProtocol):
         self._lingered = -1  # bytes dropped since a refusal; -1 before it
         self._body_by = 0.0  # when a body is late if no byte of it arrives
         self._room_by = 0.0  # when a body that waits for room is refused; 0: it does not wait
+        self._unread = UnreadAnswers(front_end.memory.budget)
         self.gone = False
         """The client has left."""
         self.deadline = NEVER
@@ -78,6 +80,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+        self._transport.set_write_buffer_limits(UNCOUNTED_BYTES)  # `resume_writing` follows whatever counts as held
         self._wait_at_most(self._settings.keep_alive_timeout_s)
         self._front_end.add(self)
 
@@ -115,6 +118,7 @@ class Connection(asyncio.BufferedProtocol):
         elif not self._busy and self._parser.in_body:
             self._front_end.count_disconnect(self._parser.head)
         self._parser.give_up()
+        self._unread.count(0)
         if self._request is not None:
             self._request.release()
         self._pending = None  # breaks the cycle of the two
@@ -126,6 +130,7 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._choked = False
+        self._unread.count(self._transport.get_write_buffer_size())
         if not self._busy and self._lingered < 0:
             self._wait_at_most(self._settings.keep_alive_timeout_s)
             self._go_on()
@@ -170,20 +175,33 @@ class Connection(asyncio.BufferedProtocol):
         """The header lines of every response."""
         return self._front_end.date + (_CLOSE if self._stopping else b"")
 
+    def has_room(self, count: int) -> bool:
+        """Whether a response of `count` bytes may wait for the client to read it; they count as held until it has.
+
+        It exists, so the request's own memory is given back first.
+        """
+        if self._request is not None:
+            self._request.release()
+        return self._unread.count(self._transport.get_write_buffer_size() + count)
+
     def answer(self, answer: Answer) -> None:
         """Send a response; in the event loop."""
         request = self._request
         assert request is not None
-        self.send(answer.encode(self.common_headers, with_body=request.head.method != b"HEAD"))
+        self.send(answer.encode(self.common_headers, with_body=request.head.method != b"HEAD"), answer.more)
 
-    def send(self, data: bytes) -> None:
-        """Send a response's bytes; in the event loop."""
+    def send(self, data: bytes, more: Sequence[bytes] = ()) -> None:
+        """Send a response's bytes, in pieces if they are many; in the event loop."""
         if self._given_up:
             return
         transport = self._transport
         if not transport.is_closing():
             transport.write(data)
+            if more:
+                transport.writelines(more)
         settings, unsent = self._settings, transport.get_write_buffer_size()
+        if not self._choked:
+            self._unread.count(unsent)
         self._wait_at_most(settings.read_timeout_s if unsent else settings.keep_alive_timeout_s)
         assert self._request is not None
         self._request.release()
@@ -302,7 +320,10 @@ class Connection(asyncio.BufferedProtocol):
     async def _ask(self, request: Request) -> None:
         """Ask the application; goes on when the client leaves, since the work may be half done."""
         client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
-        self.answer(await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body)))
+        answer = await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body))
+        if not self.gone and not self.has_room(answer.size):
+            answer = refusal(UnavailableError(HOLDS_ENOUGH))
+        self.answer(answer)
 
     def _reject(self, error: HttpError) -> None:
         """Refuse a request that is not read any further; the connection ends when the client has read the refusal."""

@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
-from servers.contract.codec import decode_request, encode_response, parse_header_length
+from servers.contract.codec import (
+    decode_request,
+    encode_pieces,
+    encode_response,
+    is_slow_to_encode,
+    parse_header_length,
+)
 from servers.contract.errors import ContractError, InvalidRequestError
 from servers.contract.records import InferResponse, ModelSignature, OutputTensor
 from servers.contract.tensors import DATATYPES, TensorSpec
-from servers.contract.values import MAX_BYTES_ELEMENTS
+from servers.contract.values import MAX_BYTES_ELEMENTS, PIECE_VALUES
 
 SIGNATURE = ModelSignature(
     "m", "1", (TensorSpec("x", "FP32", (-1, 4)),), (TensorSpec("y", "FP32", (-1, 4)),), max_batch_size=8
@@ -246,6 +252,23 @@ def test_header_length_zero_is_the_one_inputs_bytes() -> None:
         decode_request(memoryview(bytes(16)), 0, ModelSignature("m", "1", (one,), (), 8))
     image = ModelSignature("m", "1", (TensorSpec("image", "BYTES", (-1, 1)),), (), 8)
     assert decode_request(memoryview(b"\xff\xd8jpeg"), 0, image).inputs[0].data.tolist() == [[b"\xff\xd8jpeg"]]
+
+
+@pytest.mark.parametrize("count", [0, 1, PIECE_VALUES - 1, PIECE_VALUES, PIECE_VALUES + 1, 3 * PIECE_VALUES])
+@pytest.mark.parametrize("first", [0.1, np.nan])
+def test_long_outputs_in_json_are_whole(count: int, first: float) -> None:
+    array = np.arange(count, dtype=np.float32) / 7
+    array[:1] = first
+    texts = np.array([f"é{value}".encode() for value in array.tolist()], object)
+    tensors = OutputTensor("y", "FP32", array, False), OutputTensor("z", "BYTES", texts, False)
+    held: list[int] = []
+    response = InferResponse("m", "1", "", tensors)
+    pieces, _ = encode_pieces(response, held.append)
+    assert held == [len(piece) for piece in pieces]
+    values, strings = (output["data"] for output in json.loads(b"".join(pieces))["outputs"])
+    np.testing.assert_array_equal(np.array(values, np.float32), array)
+    assert [string.encode() for string in strings] == texts.tolist()
+    assert is_slow_to_encode(response) == (2 * count > PIECE_VALUES)
 
 
 def test_nan_and_infinity_stay_parsable() -> None:
