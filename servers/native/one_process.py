@@ -22,6 +22,7 @@ from servers.native.inference import wake_all
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.native.supervisor import exit_status
 
 log = structlog.get_logger("abserve.server")
 
@@ -118,4 +119,4 @@ def serve_in_one_process(
     log.info("stopped", accepted_work_finished=finished)
     if failed:
         return 1
-    return 130 if signal.SIGINT in received else 0
+    return exit_status(received)

@@ -44,11 +44,16 @@ def test_live_while_loading_and_inference_is_503_until_ready(controlled):
 
 @pytest.mark.parametrize(
     ("signals", "status"),
-    [((signal.SIGTERM,), 0), ((signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130)],
-    ids=["SIGTERM", "Ctrl-C again and again"],
+    [
+        ((signal.SIGTERM,), 0),
+        ((signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130),
+        ((signal.SIGTERM, signal.SIGINT), 0),
+    ],
+    ids=["SIGTERM", "Ctrl-C again and again", "SIGTERM, then Ctrl-C"],
 )
-def test_a_signal_finishes_accepted_work_and_takes_no_more(controlled, signals, status):
-    server = controlled("--max-batch-size", "1", "--max-queue-delay-us", "0")
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_a_signal_finishes_accepted_work_and_takes_no_more(controlled, signals, status, fronts):
+    server = controlled("--max-batch-size", "1", "--max-queue-delay-us", "0", "--fronts", str(fronts))
     server.open("load")
     server.wait_ready()
     with ThreadPoolExecutor(6) as pool, socket.create_connection(("127.0.0.1", server.port)) as idle:
