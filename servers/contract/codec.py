@@ -9,9 +9,8 @@ Binary inputs become views over the body: no large data is copied here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,6 +46,7 @@ from servers.contract.values import (
     json_pieces,
     parse_json,
     reshaped,
+    with_marks,
 )
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -56,7 +56,6 @@ _ShortText = Annotated[str, Meta(max_length=MAX_ID_CHARACTERS)]
 _Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARACTERS)]
 _Parameters = dict[str, Parameter] | None
 P = TypeVar("P")
-"""A part that may be long: `msgspec.Raw`, its text, or the values that Python's json read where it holds NaN."""
 
 
 class _Output(msgspec.Struct):
@@ -64,23 +63,24 @@ class _Output(msgspec.Struct):
     parameters: _Parameters = None
 
 
-class _Input(msgspec.Struct, Generic[P]):
+class _Input(msgspec.Struct):
+    """A part that may be long is its text, which is parsed later."""
+
     name: _Name
     datatype: str
-    shape: P
-    parameters: P | UnsetType = UNSET
-    data: P | UnsetType = UNSET
+    shape: msgspec.Raw
+    parameters: msgspec.Raw | UnsetType = UNSET
+    data: msgspec.Raw | UnsetType = UNSET
 
 
-class _Request(msgspec.Struct, Generic[P]):
-    inputs: list[_Input[P]]
+class _Request(msgspec.Struct):
+    inputs: list[_Input]
     id: _ShortText = ""
-    outputs: P | UnsetType = UNSET
-    parameters: P | UnsetType = UNSET
+    outputs: msgspec.Raw | UnsetType = UNSET
+    parameters: msgspec.Raw | UnsetType = UNSET
 
 
-_REQUEST = msgspec.json.Decoder(_Request[msgspec.Raw])
-_REQUEST_WITH_NAN = msgspec.json.Decoder(_Request[Any])
+_REQUEST = msgspec.json.Decoder(_Request)
 _SHAPE = msgspec.json.Decoder(tuple[int, ...])
 _OUTPUTS = msgspec.json.Decoder(list[_Output] | None)
 _PARAMETERS = msgspec.json.Decoder(_Parameters)
@@ -226,27 +226,21 @@ def check_classification(parameters: Mapping[str, Parameter], owner: str) -> Non
         raise UnsupportedError(f"{owner} asks for 'classification', which this server does not offer")
 
 
-def _parse_request(text: bytes) -> _Request[Any]:
+def _parse_request(text: bytes) -> _Request:
     try:
         return parse_json(text, _REQUEST)
     except InvalidRequestError:
-        # RFC 8259 does not have them, but Triton and its clients send them, and Python's slow parser reads them.
         if b"NaN" not in text and b"Infinity" not in text:
             raise
     if len(text) > MAX_SPECIAL_BYTES:
         raise InvalidRequestError(f"JSON with NaN may have {MAX_SPECIAL_BYTES} bytes: send the tensors as binary data")
-    try:
-        document = parse_json(json.loads(text), _REQUEST_WITH_NAN)
-        document.id.encode()  # this parser accepts half a surrogate pair, which no response can hold
-    except (ValueError, RecursionError) as exc:
-        raise InvalidRequestError("failed to parse the request JSON: it is not valid JSON") from exc
-    return document
+    return parse_json(with_marks(text), _REQUEST)
 
 
-def _part(part: Any, decoder: msgspec.json.Decoder[P], owner: str) -> P | None:
+def _part(part: msgspec.Raw | UnsetType, decoder: msgspec.json.Decoder[P], owner: str) -> P | None:
     if part is UNSET:
         return None
-    if isinstance(part, msgspec.Raw) and len(bytes(part)) > LONG_BYTES:
+    if len(bytes(part)) > LONG_BYTES:
         raise InvalidRequestError(f"{owner} has more than {LONG_BYTES} bytes of JSON")
     return parse_json(part, decoder, owner)
 
@@ -268,7 +262,7 @@ def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
 
 
 def _decode_inputs(
-    items: list[_Input[Any]], body: memoryview, offset: int, find: FindWindow | None
+    items: list[_Input], body: memoryview, offset: int, find: FindWindow | None
 ) -> tuple[list[InputTensor], int]:
     """The inputs, and where the bytes of the binary ones end; they begin at `offset` in the body."""
     tensors: list[InputTensor] = []
@@ -286,7 +280,7 @@ def _decode_inputs(
             bytes_elements = add_bytes_elements(bytes_elements, shape, name)
         if window is not None:
             data = window_array(window, datatype, shape, name)
-        elif size is None:
+        elif isinstance(item.data, msgspec.Raw):
             data = array_from_json(item.data, datatype, shape, name)
         else:
             if type(size) is not int or size < 0:

@@ -157,7 +157,7 @@ def test_any_input_object_gives_a_request_or_a_contract_error(changes: dict[str,
         (document(data=None), "must be a JSON array"),
         (document(data=[1, 2, "3", 4]), "only values of datatype FP32"),
         (document(data=[1, 2, None, 4]), "only values of datatype FP32"),
-        (document(data=[[1, 2], [3]]), "only values of datatype FP32"),
+        (document(data=[[1, 2], [3]]), "needs 4 elements for its shape, got 3"),
         (document(data=[10**400, 2, 3, 4]), "only values of datatype FP32"),
         (document(data=[10**400, float("nan"), 3, 4]), "too large for FP32"),
         (document(datatype="FP16"), "FP16, which JSON cannot carry"),
@@ -171,14 +171,40 @@ def test_any_input_object_gives_a_request_or_a_contract_error(changes: dict[str,
         ({**document(), "outputs": [{}]}, "name"),
         ({**document(), "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]}, "true or false"),
         ({**document(), "outputs": [{"name": "y", "parameters": {"classification": 1}}]}, "does not offer"),
-        ({**document(data=[float("nan"), 2, 3, 4]), "id": "\ud800"}, "not valid JSON"),
+        ({**document(data=[float("nan"), 2, 3, 4]), "id": "\ud800"}, "failed to parse"),
         ({**document(), "id": "\ud800"}, "failed to parse"),
-        (document(data=json.loads("[" * 119 + "]" * 119)), "only values of datatype FP32"),
+        (document(data=json.loads("[" * 119 + "]" * 119)), "nested deeper than 32"),
     ],
 )
 def test_each_contradiction_is_named(value: object, message: str) -> None:
     with pytest.raises(ContractError, match=re.escape(message)):
         decode(value)
+
+
+SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.1, -3, 1e30]
+
+
+@given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=9), st.text('NaInfity\\"-[],', max_size=20))
+def test_nan_and_infinity_are_read_and_texts_that_look_like_them_stay(numbers: list[float], text: str) -> None:
+    nested = [numbers[:3], *([[value]] for value in numbers[3:])]  # the lists need not be those of the shape
+    strings = [text, [[text + "NaN"]], "é"]
+    tensors = [
+        {"name": f"NaN {text}", "datatype": "FP32", "shape": [1, len(numbers)], "data": nested},
+        {"name": "strings", "datatype": "BYTES", "shape": [3], "data": strings},
+    ]
+    header = json.dumps({"id": text, "inputs": tensors}).encode()
+    request = decode_request(memoryview(header), None, SIGNATURE)
+    assert (request.id, request.inputs[0].name) == (text, f"NaN {text}")
+    np.testing.assert_array_equal(request.inputs[0].data, np.array([numbers], np.float32))
+    assert request.inputs[1].data.tolist() == [text.encode(), f"{text}NaN".encode(), "é".encode()]
+
+
+@pytest.mark.parametrize("data", [[], [[]], [[], []], [[[]], []]])
+@pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL", "BYTES"])
+def test_no_elements_in_any_lists_are_an_empty_tensor(data: list[object], datatype: str) -> None:
+    tensor = {"name": "x", "datatype": datatype, "shape": [2, 0], "data": data}
+    request = decode_request(memoryview(json.dumps({"inputs": [tensor]}).encode()), None, SIGNATURE)
+    assert request.inputs[0].data.shape == (2, 0)
 
 
 def test_unparsable_json_is_named_and_a_quarter_million_brackets_do_no_harm() -> None:
