@@ -52,7 +52,8 @@ class LocalLink:
 
     async def ask(self, method: str, *arguments: object) -> None:
         """See `EngineLink`; goes on when the caller is cancelled."""
-        await asyncio.shield(asyncio.to_thread(self._side.carry_out, method, arguments))
+        threads = self._side.threads(method, arguments)
+        await asyncio.shield(asyncio.wrap_future(threads.submit(self._side.carry_out, method, arguments)))
 
     def complete(self, requests: Sequence[QueuedRequest]) -> None:
         """See `FrontEnd`."""
