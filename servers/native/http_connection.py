@@ -2,13 +2,16 @@
 
 The transport receives a body of known size straight into the body's own memory. Everything else comes through one
 buffer that all connections share, since each read is used up before the next. While a request waits for its response,
-what the client sends stays in the socket, except one read. Every refusal is a response of the protocol. A refusal that
-does not read its request to the end is followed by lingering: closing at once could destroy the response.
+what the client sends stays in the socket, except one read. If it sends its end, it has left or only closed its half: an
+interim response tells, since the system of a client that has left answers it with a reset. Every refusal is a response
+of the protocol. A refusal that does not read its request to the end is followed by lingering: closing at once could
+destroy the response.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,6 +33,8 @@ LAST_BODY_S = 5.0
 """How long an arriving body may take to complete once the server is told to stop."""
 ROOM_WAIT_S = 5.0
 """How long an incomplete body waits for room in the budget before it is refused; then it has as long to go on."""
+LEFT_S = 0.005
+"""How soon a client that has sent its end is asked whether it has left; afterwards at every tick."""
 PIECES_PER_TURN = 16
 """Requests, or pieces of chunked bodies, that one connection may bring before the others have their turn."""
 
@@ -66,6 +71,7 @@ class Connection(asyncio.BufferedProtocol):
         self._choked = False  # the client reads slower than it is answered
         self._paused = False  # nothing is read from the transport
         self._stopping = False  # this request is the last
+        self._ended = False  # the client sends nothing more
         self._given_up = False  # already refused, because the server ends
         self._lingered = -1  # bytes dropped since a refusal; -1 before it
         self._body_by = 0.0  # when a body is late if no byte of it arrives
@@ -108,6 +114,18 @@ class Connection(asyncio.BufferedProtocol):
             self._advance(self._unparsed, len(self._unparsed))
         else:
             self._advance(self._front_end.scratch, nbytes)
+
+    def eof_received(self) -> bool:
+        """The client sends nothing more. True if it may still wait for a response, for which the connection stays."""
+        if not self._busy or self._transport.is_closing():
+            return False
+        assert self._request is not None
+        self._ended = self._stopping = True
+        if self._request.head.version != "1.0":  # which has no interim responses
+            self._transport.write(_CONTINUE)
+        asyncio.get_running_loop().call_later(LEFT_S, self._check_left)
+        self._wait_at_most(0)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The client or the server has closed."""
@@ -159,6 +177,8 @@ class Connection(asyncio.BufferedProtocol):
         """The deadline has passed."""
         if self.waits_for_room:
             self._find_room()
+        elif self._ended and self._busy:
+            self._check_left()
         elif self._busy or self._lingered >= 0 or self._transport.get_write_buffer_size():
             self._transport.abort()
         elif self._parser.in_body and not self._stopping and self._body_seconds_left > 0:
@@ -293,6 +313,14 @@ class Connection(asyncio.BufferedProtocol):
         self._body_by += max(0.0, ROOM_WAIT_S - self._body_seconds_left)
         self._wait_at_most(self._body_seconds_left)
         self._go_on()
+
+    def _check_left(self) -> None:
+        """End the connection of a client that has sent its end, if it does not read either."""
+        if self._busy and not self.gone:
+            poll = select.poll()
+            poll.register(self._transport.get_extra_info("socket"), 0)  # only errors
+            if poll.poll(0):
+                self._transport.abort()
 
     def _wait_at_most(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
