@@ -77,8 +77,7 @@ class Connection(asyncio.BufferedProtocol):
         self._body_by = 0.0  # when a body is late if no byte of it arrives
         self._room_by = 0.0  # when a body that waits for room is refused; 0: it does not wait
         self._unread = UnreadAnswers(front_end.memory.budget)
-        self.gone = False
-        """The client has left."""
+        self._gone = False
         self.deadline = NEVER
         """When `expire` is due, in `time.monotonic` seconds."""
 
@@ -129,7 +128,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The client or the server has closed."""
-        self.gone = True
+        self._gone = True
         self._front_end.remove(self)
         if self._busy and self._pending is not None:
             self._pending.abandon()
@@ -191,6 +190,17 @@ class Connection(asyncio.BufferedProtocol):
     # Called by the pending request
 
     @property
+    def gone(self) -> bool:
+        """The client has left."""
+        if self._gone or not self._ended:
+            return self._gone
+        if self._transport.is_closing():
+            return True
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), 0)  # only errors
+        return bool(poll.poll(0))
+
+    @property
     def common_headers(self) -> bytes:
         """The header lines of every response."""
         return self._front_end.date + (_CLOSE if self._stopping else b"")
@@ -232,7 +242,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         """Use the bytes that have been read, or can be, unless something forbids it; also after a response."""
-        if self._busy or self._advancing or self._choked or self.gone or self._lingered >= 0 or self._parser.starved:
+        if self._busy or self._advancing or self._choked or self._gone or self._lingered >= 0 or self._parser.starved:
             return
         if self._stopping and not self._parser.in_body:
             self._transport.close()
@@ -316,11 +326,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _check_left(self) -> None:
         """End the connection of a client that has sent its end, if it does not read either."""
-        if self._busy and not self.gone:
-            poll = select.poll()
-            poll.register(self._transport.get_extra_info("socket"), 0)  # only errors
-            if poll.poll(0):
-                self._transport.abort()
+        if self._busy and not self._gone and self.gone:
+            self._transport.abort()
 
     def _wait_at_most(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds

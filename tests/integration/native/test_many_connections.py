@@ -14,7 +14,7 @@ import pytest
 from tests.integration.native.conftest import Server, wait_until
 from tests.integration.native.raw_client import LIVE, read_answer
 from tests.integration.native.raw_grpc import PREFACE, settings
-from tests.integration.native.test_processes import FRONT_ENDS, front_ends
+from tests.integration.native.test_processes import FRONT_ENDS, front_ends, has_ended
 
 CLIENTS = 1500
 """More than the supervisor's sockets to two front ends hold (278 each), and fewer than the backlog."""
@@ -70,6 +70,7 @@ def test_clients_of_front_ends_that_have_died_are_served_by_their_successors(con
             clients = connect(stack, server.port, 10)
             for process in known:
                 process.kill()
+            wait_until(lambda: all(map(has_ended, known)), "their sockets are closed")
             for client in clients:
                 client.sendall(LIVE)
         assert [read_answer(client)[0] for client in clients] == [200] * 10
