@@ -90,7 +90,7 @@ class ScriptedReader:
             lost=LOST in failed.values(),
         )
 
-    def samples(self, index: int, since_us: int) -> SampleBatch:
+    def samples(self, index: int, since_ns: int) -> SampleBatch:
         """Those of the last 14 s, on the wall clock, as the driver gives them."""
         code = self._fault("samples")
         if code is not None:
@@ -101,9 +101,9 @@ class ScriptedReader:
         found = []
         for number in range(max(1, newest - SAMPLES_KEPT + 1), newest + 1):
             end_ns = number * SAMPLE_PERIOD_NS
-            at_us = (end_ns + shift_ns) // 1000
-            if at_us > since_us:
-                found.append((at_us, round(self._busy(end_ns - SAMPLE_PERIOD_NS, end_ns), 2)))
+            stamp_ns = (end_ns + shift_ns) // 1000 * 1000
+            if stamp_ns > since_ns:
+                found.append((stamp_ns, round(self._busy(end_ns - SAMPLE_PERIOD_NS, end_ns), 2)))
         return SampleBatch(samples=tuple(found))
 
     def edge(self, index: int) -> EdgeReading:
@@ -169,9 +169,9 @@ class ScriptedMachine:
         """Of one GPU."""
         return self._gpus[index].reading(index)
 
-    def samples(self, index: int, since_us: int) -> SampleBatch:
+    def samples(self, index: int, since_ns: int) -> SampleBatch:
         """Of one GPU."""
-        return self._gpus[index].samples(index, since_us)
+        return self._gpus[index].samples(index, since_ns)
 
     def edge(self, index: int) -> EdgeReading:
         """Of one GPU."""
@@ -195,7 +195,7 @@ class NullReader:
         """There is none."""
         return Reading(failed={"energy": "UNINITIALIZED"})
 
-    def samples(self, index: int, since_us: int) -> SampleBatch:
+    def samples(self, index: int, since_ns: int) -> SampleBatch:
         """There are none."""
         return SampleBatch(failed={"samples": "UNINITIALIZED"})
 

@@ -9,12 +9,12 @@ Binary inputs become views over the body: no large data is copied here.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from servers.contract.errors import InvalidRequestError, UnsupportedError
@@ -35,17 +35,18 @@ from servers.contract.tensors import DATATYPES, Array, like
 from servers.contract.values import (
     LONG_BYTES,
     MAX_SPECIAL_BYTES,
+    PIECE_VALUES,
     add_bytes_elements,
     array_from_bytes,
     array_from_json,
     bytes_from_array,
     check_byte_size,
     check_datatype,
-    dump_json,
     element_count,
-    json_from_array,
+    json_pieces,
     parse_json,
     reshaped,
+    with_marks,
 )
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -55,7 +56,6 @@ _ShortText = Annotated[str, Meta(max_length=MAX_ID_CHARACTERS)]
 _Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARACTERS)]
 _Parameters = dict[str, Parameter] | None
 P = TypeVar("P")
-"""A part that may be long: `msgspec.Raw`, its text, or the values that Python's json read where it holds NaN."""
 
 
 class _Output(msgspec.Struct):
@@ -63,23 +63,24 @@ class _Output(msgspec.Struct):
     parameters: _Parameters = None
 
 
-class _Input(msgspec.Struct, Generic[P]):
+class _Input(msgspec.Struct):
+    """A part that may be long is its text, which is parsed later."""
+
     name: _Name
     datatype: str
-    shape: P
-    parameters: P | UnsetType = UNSET
-    data: P | UnsetType = UNSET
+    shape: msgspec.Raw
+    parameters: msgspec.Raw | UnsetType = UNSET
+    data: msgspec.Raw | UnsetType = UNSET
 
 
-class _Request(msgspec.Struct, Generic[P]):
-    inputs: list[_Input[P]]
+class _Request(msgspec.Struct):
+    inputs: list[_Input]
     id: _ShortText = ""
-    outputs: P | UnsetType = UNSET
-    parameters: P | UnsetType = UNSET
+    outputs: msgspec.Raw | UnsetType = UNSET
+    parameters: msgspec.Raw | UnsetType = UNSET
 
 
-_REQUEST = msgspec.json.Decoder(_Request[msgspec.Raw])
-_REQUEST_WITH_NAN = msgspec.json.Decoder(_Request[Any])
+_REQUEST = msgspec.json.Decoder(_Request)
 _SHAPE = msgspec.json.Decoder(tuple[int, ...])
 _OUTPUTS = msgspec.json.Decoder(list[_Output] | None)
 _PARAMETERS = msgspec.json.Decoder(_Parameters)
@@ -126,26 +127,53 @@ def decode_request(
 
 def encode_response(response: InferResponse) -> tuple[bytes, int | None]:
     """The body, and the size of its JSON header when binary data follows it (None: the body is all JSON)."""
-    outputs: list[dict[str, Any]] = []
+    pieces, header_bytes = encode_pieces(response)
+    return b"".join(pieces), header_bytes
+
+
+def encode_pieces(
+    response: InferResponse, hold: Callable[[int], None] = lambda _count: None
+) -> tuple[list[bytes], int | None]:
+    """The same with the body in pieces. `hold` is called for each of them with its size.
+
+    Sleeps between those of an output with more than `PIECE_VALUES` values. Raises `InvalidRequestError`.
+    """
+    document = {"id": response.id} if response.id else {}
+    document |= {"model_name": response.model_name, "model_version": response.model_version}
+    pieces: list[bytes] = []
     binary: list[bytes] = []
-    finite = True
-    for tensor in response.outputs:
+
+    def add(piece: bytes, to: list[bytes] = pieces) -> None:
+        hold(len(piece))
+        to.append(piece)
+
+    add(orjson.dumps(document)[:-1] + b',"outputs":[')
+    for index, tensor in enumerate(response.outputs):
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.data.shape)}
-        outputs.append(output)
-        if tensor.reference is not None:
-            continue  # without parameters, as from Triton: its C++ client takes them as a sign that binary data follows
-        if tensor.binary:
-            data = bytes_from_array(tensor.data)
-            binary.append(data)
-            output["parameters"] = {"binary_data_size": len(data)}
-        else:
-            values = json_from_array(tensor.data, tensor.name)
-            finite = finite and not (isinstance(values, list) and tensor.datatype != "BYTES")
-            output["data"] = values
-    document: dict[str, Any] = {"id": response.id} if response.id else {}
-    document |= {"model_name": response.model_name, "model_version": response.model_version, "outputs": outputs}
-    header = dump_json(document, finite=finite)
-    return b"".join([header, *binary]), len(header) if binary else None
+        ends = b"}"
+        # In shared memory it has no parameters, as from Triton: its C++ client takes them as a sign of binary data.
+        if tensor.binary and tensor.reference is None:
+            add(bytes_from_array(tensor.data), binary)
+            output["parameters"] = {"binary_data_size": len(binary[-1])}
+        elif tensor.reference is None:
+            ends = b',"data":'
+        add(b"," * (index > 0) + orjson.dumps(output)[:-1] + ends)
+        if ends != b"}":
+            for piece in json_pieces(tensor.data, tensor.name):
+                add(piece)
+            add(b"}")
+    add(b"]}")
+    return [*pieces, *binary], sum(map(len, pieces)) if binary else None
+
+
+def is_slow_to_encode(response: InferResponse) -> bool:
+    """Whether so many values become JSON, or BYTES, that this is work for a thread."""
+    slow = (
+        tensor.data.size
+        for tensor in response.outputs
+        if tensor.reference is None and (not tensor.binary or tensor.data.dtype.hasobject)
+    )
+    return sum(slow) > PIECE_VALUES
 
 
 def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindow | None) -> Window | None:
@@ -198,28 +226,21 @@ def check_classification(parameters: Mapping[str, Parameter], owner: str) -> Non
         raise UnsupportedError(f"{owner} asks for 'classification', which this server does not offer")
 
 
-def _parse_request(text: bytes) -> _Request[Any]:
+def _parse_request(text: bytes) -> _Request:
     try:
         return parse_json(text, _REQUEST)
     except InvalidRequestError:
-        # RFC 8259 does not have them, but Triton and its clients send them, and Python's slow parser reads them.
         if b"NaN" not in text and b"Infinity" not in text:
             raise
     if len(text) > MAX_SPECIAL_BYTES:
         raise InvalidRequestError(f"JSON with NaN may have {MAX_SPECIAL_BYTES} bytes: send the tensors as binary data")
-    try:
-        values = json.loads(text.decode())
-        if b"\\u" in text:
-            json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair, which that parser accepts
-    except (ValueError, RecursionError) as exc:
-        raise InvalidRequestError("failed to parse the request JSON: it is not valid JSON") from exc
-    return parse_json(values, _REQUEST_WITH_NAN)
+    return parse_json(with_marks(text), _REQUEST)
 
 
-def _part(part: Any, decoder: msgspec.json.Decoder[P], owner: str) -> P | None:
+def _part(part: msgspec.Raw | UnsetType, decoder: msgspec.json.Decoder[P], owner: str) -> P | None:
     if part is UNSET:
         return None
-    if isinstance(part, msgspec.Raw) and len(bytes(part)) > LONG_BYTES:
+    if len(bytes(part)) > LONG_BYTES:
         raise InvalidRequestError(f"{owner} has more than {LONG_BYTES} bytes of JSON")
     return parse_json(part, decoder, owner)
 
@@ -241,7 +262,7 @@ def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
 
 
 def _decode_inputs(
-    items: list[_Input[Any]], body: memoryview, offset: int, find: FindWindow | None
+    items: list[_Input], body: memoryview, offset: int, find: FindWindow | None
 ) -> tuple[list[InputTensor], int]:
     """The inputs, and where the bytes of the binary ones end; they begin at `offset` in the body."""
     tensors: list[InputTensor] = []
@@ -259,7 +280,7 @@ def _decode_inputs(
             bytes_elements = add_bytes_elements(bytes_elements, shape, name)
         if window is not None:
             data = window_array(window, datatype, shape, name)
-        elif size is None:
+        elif isinstance(item.data, msgspec.Raw):
             data = array_from_json(item.data, datatype, shape, name)
         else:
             if type(size) is not int or size < 0:

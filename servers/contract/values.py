@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from math import prod
+from secrets import randbelow
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,16 +29,26 @@ MAX_BYTES_ELEMENTS = 16_384
 """BYTES elements per request, over all inputs: each becomes an object, which holds the interpreter."""
 _LENGTH = struct.Struct("<I")
 MAX_SPECIAL_BYTES = 4 * 2**20
-"""Longest JSON with NaN or with BYTES: it is parsed in one go, which holds the interpreter."""
+"""Longest JSON with NaN or with BYTES: it is read by Python, which takes ten times as long."""
 LONG_BYTES = 256 * 1024
-"""Shorter JSON is parsed in one go, in two milliseconds."""
+"""Shorter JSON is parsed in one go, in a few milliseconds."""
 PIECE_BYTES = 128 * 1024
+PIECE_VALUES = 8192
+"""Values that become JSON text in one go, in less than two milliseconds, or in five where one of them is NaN."""
 PAUSE_S = 20e-6
 """Pause between pieces, so that other threads run. NumPy releases the interpreter too briefly for another thread to
 take it, which then waits its five milliseconds anew: without pauses none ran for the 150 ms of a body of 24 MB."""
 
 _PYTHON_TYPES: dict[str, set[type]] = {"BOOL": {bool}, "FP32": {int, float}, "FP64": {int, float}}
 _OPENING = re.compile(rb"(?:\s*\[)*")
+_STRING = re.compile(rb'"(?:[^"\\]++|(?:\\.)++)*+"?', re.DOTALL)
+"""One without an end reaches to that of the text: looking for it again from each of its quotes would take minutes."""
+_STRUCTURE_OR_STRING = re.compile(rb'[\[\],\s]++|"(?:[^"\\]++|(?:\\.)++)*+"', re.DOTALL)
+_QUOTE = ord('"')
+_MARK_START = b"1e9%014d" % randbelow(10**14)
+"""Of numbers that no client sends: larger than any datatype holds, and other ones in each process."""
+_MARKS = ((b"NaN", _MARK_START + b"1"), (b"Infinity", _MARK_START + b"2"))
+_UNMARKED = tuple((mark, special) for special, mark in _MARKS)
 
 T = TypeVar("T")
 
@@ -132,20 +143,34 @@ def parse_json(document: Any, decoder: msgspec.json.Decoder[T], owner: str = "th
         raise InvalidRequestError(f"failed to parse {owner}: {exc}") from exc
 
 
-def array_from_json(data: msgspec.Raw | object, datatype: str, shape: tuple[int, ...], name: str) -> Array:
-    """An array of `data`, valid JSON text or the values in it.
+def with_marks(text: bytes) -> bytes:
+    """JSON text with a mark, which is a number, in place of each NaN and Infinity outside of its strings.
+
+    RFC 8259 does not have them, but Triton and its clients send them. `array_from_json` knows the marks.
+    """
+    marked, place = bytearray(), 0
+    for string in _STRING.finditer(text):
+        marked += _replaced(text[place : string.start()], _MARKS)
+        marked += string[0]
+        place = string.end()
+    marked += _replaced(text[place:], _MARKS)
+    return bytes(marked)
+
+
+def array_from_json(data: msgspec.Raw, datatype: str, shape: tuple[int, ...], name: str) -> Array:
+    """An array of `data`, valid JSON text. How its lists are nested does not matter.
 
     Raises `InvalidRequestError` when values, their number or their range do not fit.
     """
     count = element_count(shape, name)
+    text = bytes(data)
     if datatype == "FP16":
         raise InvalidRequestError(f"input '{name}' is FP16, which JSON cannot carry: send it as binary data")
+    if not text.startswith(b"["):
+        raise InvalidRequestError(f"'data' of input '{name}' must be a JSON array")
     parts: list[Array] = []
     read = 0
-    for values in _pieces(bytes(data), datatype, name) if isinstance(data, msgspec.Raw) else (data,):
-        if not isinstance(values, list):
-            raise InvalidRequestError(f"'data' of input '{name}' must be a JSON array")
-        part = _flat_bytes(values, name) if datatype == "BYTES" else _flat_numbers(values, datatype, name)
+    for part in _strings(text, count, name) if datatype == "BYTES" else _numbers(text, datatype, name):
         parts.append(part)
         read += part.size
         if read > count:
@@ -156,34 +181,66 @@ def array_from_json(data: msgspec.Raw | object, datatype: str, shape: tuple[int,
     return reshaped(parts[0] if len(parts) == 1 else np.concatenate(parts), shape, name)
 
 
-def _pieces(text: bytes, datatype: str, name: str) -> Iterator[Any]:
-    """The values of a JSON array; a long one is parsed in pieces and returned flat. Raises `InvalidRequestError`."""
-    if datatype == "BYTES" and len(text) > MAX_SPECIAL_BYTES:
+def _numbers(text: bytes, datatype: str, name: str) -> Iterator[Array]:
+    """The values of a JSON array, flat, in pieces of the text. Raises `InvalidRequestError`."""
+    depth = text[: _OPENING.match(text).end()].count(b"[")  # type: ignore[union-attr]  # it matches any text
+    if depth > MAX_DIMENSIONS:
+        raise InvalidRequestError(f"'data' of input '{name}' is nested deeper than {MAX_DIMENSIONS} levels")
+    start = 0
+    while start < len(text):
+        end = len(text) if len(text) <= LONG_BYTES else text.find(b",", start + PIECE_BYTES)
+        end = len(text) if end < 0 else end
+        # Without its brackets: a parser, and NumPy, would make an object of each list.
+        piece = text[start:end].translate(None, b"[] \t\r\n")
+        try:
+            if not piece.strip(b","):  # as for a shape with a zero
+                values = []
+            elif _MARK_START in piece:
+                values = json.loads(b"[%b]" % _replaced(piece, _UNMARKED))
+            else:
+                values = orjson.loads(b"[%b]" % piece)
+        except ValueError as exc:  # a piece of a string or object, or a number beyond 64-bit floats
+            raise InvalidRequestError(f"'data' of input '{name}' must hold only values of datatype {datatype}") from exc
+        yield _converted(values, datatype, name)
+        start = end + 1
+        if start < len(text):
+            time.sleep(PAUSE_S)
+
+
+def _strings(text: bytes, count: int, name: str) -> Iterator[Array]:
+    """The strings of a JSON array, flat, but not many more than `count`. Raises `InvalidRequestError`.
+
+    Each is parsed by itself, in Python: parsing all of them in one go would hold the interpreter.
+    """
+    if len(text) > MAX_SPECIAL_BYTES:
         raise InvalidRequestError(
             f"BYTES in JSON may have {MAX_SPECIAL_BYTES} bytes: send input '{name}' as binary data"
         )
-    try:
-        if len(text) <= LONG_BYTES or datatype == "BYTES" or not text.startswith(b"["):
-            yield orjson.loads(text)
-            return
-        depth = text[: _OPENING.match(text).end()].count(b"[")  # type: ignore[union-attr]  # it matches any text
-        if depth > MAX_DIMENSIONS:
-            raise InvalidRequestError(f"'data' of input '{name}' is nested deeper than {MAX_DIMENSIONS} levels")
-        start = 0
-        while start < len(text):
-            end = text.find(b",", start + PIECE_BYTES)
-            end = len(text) if end < 0 else end
-            yield orjson.loads(b"[%b]" % text[start:end].translate(None, b"[] \t\r\n"))
-            start = end + 1
-            time.sleep(PAUSE_S)
-    except orjson.JSONDecodeError as exc:  # a piece of a string or object, or a number beyond 64-bit floats
-        raise InvalidRequestError(f"'data' of input '{name}' must hold only values of datatype {datatype}") from exc
+    flat: list[bytes] = []
+    place = 0
+    while place < len(text) and len(flat) <= count:
+        found = _STRUCTURE_OR_STRING.match(text, place)
+        if found is None:
+            raise InvalidRequestError(f"'data' of input '{name}' must hold only strings for datatype BYTES")
+        place = found.end()
+        if text[found.start()] == _QUOTE:
+            try:
+                flat.append(orjson.loads(found[0]).encode())
+            except ValueError as exc:
+                raise InvalidRequestError(f"a string in 'data' of input '{name}' is not valid Unicode") from exc
+    elements = np.empty(len(flat), dtype=object)
+    elements[:] = flat
+    yield elements
 
 
-def _flat_numbers(data: list[Any], datatype: str, name: str) -> Array:
+def _replaced(text: bytes, pairs: Sequence[tuple[bytes, bytes]]) -> bytes:
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return text
+
+
+def _converted(values: list[Any], datatype: str, name: str) -> Array:
     dtype = DATATYPES[datatype]
-    # As objects: NumPy would turn one long string among a million numbers into a million long strings.
-    values = np.array(data, dtype=object).reshape(-1).tolist()
     if not set(map(type, values)) <= _PYTHON_TYPES.get(datatype, {int}):
         raise InvalidRequestError(f"'data' of input '{name}' must hold only values of datatype {datatype}")
     if dtype.kind in "iu" and values:
@@ -198,42 +255,30 @@ def _flat_numbers(data: list[Any], datatype: str, name: str) -> Array:
         raise InvalidRequestError(f"'data' of input '{name}' holds a number too large for {datatype}") from exc
 
 
-def _flat_bytes(data: list[Any], name: str) -> Array:
-    flat: list[bytes] = []
-    stack: list[Any] = [data]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, list):
-            stack.extend(reversed(item))
-        elif isinstance(item, str):
-            try:
-                flat.append(item.encode())
-            except UnicodeEncodeError as exc:
-                raise InvalidRequestError(f"a string in 'data' of input '{name}' is not valid Unicode") from exc
-        else:
-            raise InvalidRequestError(f"'data' of input '{name}' must hold only strings for datatype BYTES")
-    elements = np.empty(len(flat), dtype=object)
-    elements[:] = flat
-    return elements
+def json_pieces(array: Array, name: str) -> Iterator[bytes]:
+    """The `data` of an output as JSON text, in pieces with a pause between them: a writer holds Python's interpreter.
 
-
-def json_from_array(array: Array, name: str) -> Array | list[Any]:
-    """The `data` of an output, for `dump_json`. Raises `InvalidRequestError` where JSON cannot carry it."""
+    NaN and Infinity are written as Python's json and Triton write them. Raises `InvalidRequestError` where JSON cannot
+    carry the values.
+    """
     flat = array.reshape(-1)
-    if flat.dtype == object:
-        try:
-            return [bytes(element).decode("utf-8") for element in flat.tolist()]
-        except UnicodeDecodeError as exc:
-            raise InvalidRequestError(f"output '{name}' is not text: request it as binary data") from exc
     if flat.dtype == np.float16:
         raise InvalidRequestError(f"output '{name}' is FP16, which JSON cannot carry: request it as binary data")
-    if flat.dtype.kind == "f" and not np.isfinite(flat).all():
-        return [float(value) for value in flat]
-    return np.ascontiguousarray(flat)
+    finite = flat.dtype.kind != "f" or bool(np.isfinite(flat).all())
+    for start in range(0, max(1, flat.size), PIECE_VALUES):
+        if start:
+            time.sleep(PAUSE_S)
+        end = start + PIECE_VALUES
+        text = _json_text(flat[start:end], name, finite=finite)[1:-1]
+        yield b"%b%b%b" % (b"," if start else b"[", text, b"]" if end >= flat.size else b"")
 
 
-def dump_json(value: dict[str, Any], *, finite: bool) -> bytes:
-    """JSON text. When not `finite`, NaN and Infinity are written as Python's json and Triton write them."""
+def _json_text(flat: Array, name: str, *, finite: bool) -> bytes:
+    if flat.dtype == object:
+        try:
+            return orjson.dumps([bytes(element).decode("utf-8") for element in flat.tolist()])
+        except UnicodeDecodeError as exc:
+            raise InvalidRequestError(f"output '{name}' is not text: request it as binary data") from exc
     if finite:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    return json.dumps(value, separators=(",", ":"), default=lambda item: item.tolist()).encode()
+        return orjson.dumps(np.ascontiguousarray(flat), option=orjson.OPT_SERIALIZE_NUMPY)
+    return json.dumps(flat.tolist(), separators=(",", ":")).encode()

@@ -1,6 +1,7 @@
 """GPU metrics (prefix `nvml_`) and host metrics (prefix `host_`) for Prometheus.
 
-A value that could not be read is absent, never 0. Without a GPU there is `nvml_up 0` and no series of a device.
+A value that could not be read is absent, never 0. Without a GPU, and while the driver hangs or its answers cannot be
+read, there is `nvml_up 0` and no series of a device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from time import monotonic_ns, time_ns
 from typing import Any, Literal
 
 import psutil
+import structlog
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -32,7 +34,11 @@ from servers.gpu.readings import (
 )
 from servers.gpu.recording import Intervals, Recording
 
+log = structlog.get_logger("abserve.gpu")
+
 POLL_SECONDS = 1.0
+STALE_SECONDS = 10.0
+"""Values that are older are not published: the poll that should have renewed them waits for the driver."""
 PERMANENT_CODES = frozenset({"NOT_SUPPORTED", "FUNCTION_NOT_FOUND"})
 """Errors counted once per device and call: they describe the device and are not a new failure each time."""
 LONGEST_SAMPLE_S = 1.0
@@ -199,24 +205,25 @@ class GpuPolling(Collector):
         self._errors: Counter[tuple[str, ...]] = Counter()
         self._devices: defaultdict[str, _Device] = defaultdict(_Device)  # by UUID
         self._last_success: dict[Labels, float] = {}
+        self._polled_ns = clock_ns()
         self.status: Status = "error"
         self.points: Mapping[str, Mapping[Labels, float]] = {}
         """By family and labels; replaced as a whole by each poll."""
 
     def poll(self) -> None:
-        """Read what is due and publish it. After the loss of a GPU, try to open the library again."""
+        """Read what is due and publish it. After the loss of a GPU, or an exception, try to open the library again."""
         start_ns = self._clock_ns()
-        if self._recording is None:
-            intervals = Intervals(reconnect=POLL_SECONDS)
-            self._recording = Recording(self._reader, intervals, self._clock_ns, self._wall_ns, self._observe)
-            self._recording.edge("first")
-        else:
-            self._recording.tick()
-            if self._recording.connection is not self._connection:
-                for device in self._devices.values():
-                    device.forget_readings()
-                self._recording.tick()
-        self._connection, self.status = self._recording.connection, self._recording.status
+        devices: Mapping[str, Labels] = {}  # by UUID
+        try:
+            recording = self._read()
+            self.status = recording.status
+            devices = {one.uuid: _identity(one, recording.connection) for one in recording.devices}
+        except Exception as error:
+            call = "poll", type(error).__name__
+            if not self._errors[call]:  # once for each kind: it may come every second
+                log.exception("the GPUs could not be read and have no values until they can be")
+            self._errors[call] += 1
+            self._recording, self.status = None, "error"
         if self.status == "ok":
             self._last_success = {(): self._wall_ns() / 1e9}
         points: dict[str, Mapping[Labels, float]] = {
@@ -224,9 +231,9 @@ class GpuPolling(Collector):
             "nvml_last_success_timestamp_seconds": self._last_success,
             "nvml_collect_duration_seconds": {(): (self._clock_ns() - start_ns) / 1e9},
             "nvml_errors_total": dict(sorted(self._errors.items())),
-            "nvml_device_info": {_identity(one, self._connection): 1.0 for one in self._recording.devices},
+            "nvml_device_info": dict.fromkeys(devices.values(), 1.0),
         }
-        values = {identity.uuid: self._devices[identity.uuid].values for identity in self._recording.devices}
+        values = {uuid: self._devices[uuid].values for uuid in devices}
         for definition in DEFINITIONS:
             if definition.quantities:
                 points[definition.name] = {
@@ -235,11 +242,35 @@ class GpuPolling(Collector):
                     for labels, quantity in definition.quantities.items()
                     if quantity in found
                 }
-        self.points = points
+        self.points, self._polled_ns = points, self._clock_ns()
+
+    def _read(self) -> Recording:
+        """Read what is due, all of it after the library was opened."""
+        if self._recording is None:
+            intervals = Intervals(reconnect=POLL_SECONDS)
+            recording = Recording(self._reader, intervals, self._clock_ns, self._wall_ns, self._observe)
+            self._forget_readings()
+            recording.edge("first")
+            self._recording = recording
+        else:
+            recording = self._recording
+            recording.tick()
+            if recording.connection is not self._connection:
+                self._forget_readings()
+                recording.tick()
+        self._connection = recording.connection
+        return recording
+
+    def _forget_readings(self) -> None:
+        for device in self._devices.values():
+            device.forget_readings()
 
     def collect(self) -> Iterator[Metric]:
         """Every GPU family that has a value."""
         points = self.points
+        if self._clock_ns() - self._polled_ns > STALE_SECONDS * 1e9:
+            kept = ("nvml_last_success_timestamp_seconds", "nvml_errors_total")
+            points = {"nvml_up": {(): 0.0}, **{name: points[name] for name in kept if name in points}}
         for definition in DEFINITIONS:
             if points.get(definition.name):
                 yield definition.family(points[definition.name])

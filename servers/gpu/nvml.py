@@ -105,23 +105,25 @@ def _read_field_values(handle: Any) -> tuple[Values, dict[str, str]]:
     failed: dict[str, str] = {}
     found = pynvml.nvmlDeviceGetFieldValues(handle, list(_FIELD_VALUES.values()))
     for name, value in zip(_FIELD_VALUES, found, strict=True):
-        if value.nvmlReturn == pynvml.NVML_SUCCESS:
-            values[name] = getattr(value.value, _UNION_FIELDS[value.valueType])
-        else:
+        if value.nvmlReturn != pynvml.NVML_SUCCESS:
             failed[name] = _code_name(value.nvmlReturn)
+        elif value.valueType < len(_UNION_FIELDS):
+            values[name] = getattr(value.value, _UNION_FIELDS[value.valueType])
+        else:  # of a newer driver
+            failed[name] = f"VALUE_TYPE_{value.valueType}"
     return values, failed
 
 
-def _read_samples(handle: Any, since_us: int) -> list[tuple[int, float]]:
-    """The driver's utilisation samples after `since_us`, in order."""
+def _read_samples(handle: Any, since_ns: int) -> list[tuple[int, float]]:
+    """The driver's utilisation samples after `since_ns`, in order. The driver counts microseconds."""
     try:
-        kind, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, since_us)
+        kind, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, since_ns // 1000)
     except pynvml.NVMLError as error:
         if error.value == pynvml.NVML_ERROR_NOT_FOUND:
             return []
         raise
-    pairs = [(s.timeStamp, getattr(s.sampleValue, _UNION_FIELDS[kind]) / 100) for s in samples]
-    return sorted((at_us, share) for at_us, share in pairs if at_us > since_us and 0 <= share <= 1)
+    pairs = [(s.timeStamp * 1000, getattr(s.sampleValue, _UNION_FIELDS[kind]) / 100) for s in samples]
+    return sorted((at_ns, share) for at_ns, share in pairs if at_ns > since_ns and 0 <= share <= 1)
 
 
 def _read_processes(handle: Any) -> tuple[GpuProcess, ...]:
@@ -270,10 +272,10 @@ class NvmlReader:
         """The energy so far alone, for callers whom a whole reading would hold up; None if it cannot be read."""
         return (_Calls().run("energy", _READING_CALLS["energy"], self._handles[index]) or {}).get("energy_joules")
 
-    def samples(self, index: int, since_us: int) -> SampleBatch:
+    def samples(self, index: int, since_ns: int) -> SampleBatch:
         """New utilisation samples."""
         calls = _Calls()
-        found = calls.run("samples", lambda handle: _read_samples(handle, since_us), self._handles[index])
+        found = calls.run("samples", lambda handle: _read_samples(handle, since_ns), self._handles[index])
         return SampleBatch(samples=tuple(found or ()), failed=calls.failed, lost=calls.lost)
 
     def edge(self, index: int) -> EdgeReading:
@@ -320,10 +322,12 @@ class _Calls:
         self.lost = False
 
     def run(self, name: str, call: Callable[[Any], T], handle: Any) -> T | None:
-        """The call's value; None if it fails."""
+        """The call's value; None if it fails, or if the driver's answer is none that this module knows."""
         try:
             return call(handle)
         except ERRORS as error:
             self.failed[name] = _code_name(error.value) if isinstance(error, pynvml.NVMLError) else "LIBRARY_MISMATCH"
             self.lost = self.lost or _status_of(error) == "gpu_lost"
-            return None
+        except Exception as error:  # noqa: BLE001  such as text that is not UTF-8; its code is published
+            self.failed[name] = type(error).__name__
+        return None

@@ -93,7 +93,11 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Utilisation samples of the driver's ring buffer: (time stamp in µs on the driver's clock, busy share 0–1)."""
+    """Utilisation samples of the driver's ring buffer: (time stamp in ns, busy share 0–1).
+
+    The time stamps are on the driver's clock when a `GpuReader` returns them, and on the recording's when it passes
+    them on.
+    """
 
     samples: tuple[tuple[int, float], ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -120,8 +124,8 @@ class GpuReader(Protocol):
     def reading(self, index: int) -> Reading:
         """All fast quantities, and energy; about 4 ms on an H200, of which energy takes 3.7."""
 
-    def samples(self, index: int, since_us: int) -> SampleBatch:
-        """Utilisation samples later than `since_us`, in order; about 2 ms. An empty batch is not a failure."""
+    def samples(self, index: int, since_ns: int) -> SampleBatch:
+        """Utilisation samples later than `since_ns`, in order; about 2 ms. An empty batch is not a failure."""
 
     def edge(self, index: int) -> EdgeReading:
         """Process list and ECC counters."""

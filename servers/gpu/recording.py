@@ -48,8 +48,8 @@ class Intervals:
 @dataclass(slots=True)
 class _Device:
     identity: DeviceIdentity
-    last_sample_us: int = 0
-    last_sample_ns: int = 0
+    last_stamp_ns: int = 0  # of the newest sample, on the driver's clock
+    last_sample_ns: int = 0  # the same on the recording's clock
     reading_failed: bool = False
 
 
@@ -184,7 +184,7 @@ class Recording:
     def _drain(self) -> list[Line]:
         lines: list[Line] = [] if self._lost else self._check_clock()
         for device in self._readable():
-            batch = self._reader.samples(device.identity.index, device.last_sample_us)
+            batch = self._reader.samples(device.identity.index, device.last_stamp_ns)
             now_ns = self._clock_ns()
             if batch.lost:
                 self._observe(device.identity, batch)
@@ -194,13 +194,13 @@ class Recording:
             # A time stamp from before the wall clock was set back is in the future: an earlier drain had it already.
             fresh = [
                 (at_ns, share)
-                for at_us, share in batch.samples
-                if device.last_sample_ns < (at_ns := at_us * 1000 - shift_ns) <= now_ns + CLOCK_STEP_NS
+                for stamp_ns, share in batch.samples
+                if device.last_sample_ns < (at_ns := stamp_ns - shift_ns) <= now_ns + CLOCK_STEP_NS
             ]
             self._observe(device.identity, replace(batch, samples=tuple(fresh)))
             if fresh:
                 device.last_sample_ns = fresh[-1][0]
-                device.last_sample_us = (device.last_sample_ns + shift_ns) // 1000
+                device.last_stamp_ns = device.last_sample_ns + shift_ns
                 lines.append({"type": "samples", "at_ns": now_ns, "uuid": device.identity.uuid, "utilization": fresh})
         return lines
 
@@ -213,10 +213,10 @@ class Recording:
         if not stepped:
             return []
         for device in self._devices:
-            device.last_sample_us = 0
+            device.last_stamp_ns = 0
         return [_event(at_ns, "clock_step")]
 
-    def _sample_shift_ns(self, newest_us: int, now_ns: int) -> int:
+    def _sample_shift_ns(self, newest_ns: int, now_ns: int) -> int:
         """The driver's clock minus this one. Real drivers use wall time, else monotonic time, else the newest is now.
 
         The first drain with samples decides which.
@@ -225,10 +225,10 @@ class Recording:
             near = [
                 name
                 for name, shift_ns in (("wall", self._offset_ns), ("monotonic", 0))
-                if abs(newest_us * 1000 - shift_ns - now_ns) < SAMPLE_CLOCK_RANGE_NS
+                if abs(newest_ns - shift_ns - now_ns) < SAMPLE_CLOCK_RANGE_NS
             ]
             self._sample_clock = near[0] if near else "own"
-        return {"wall": self._offset_ns, "monotonic": 0, "own": newest_us * 1000 - now_ns}[self._sample_clock]
+        return {"wall": self._offset_ns, "monotonic": 0, "own": newest_ns - now_ns}[self._sample_clock]
 
     def _edge(self, label: str) -> list[Line]:
         lines: list[Line] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from servers.models.script_archive import is_script_archive, script_state
 from servers.models.specification import Preprocessing
 from servers.models.weights import CheckpointWeights, FindPretrained, PretrainedWeights, WeightsError, verify
 
@@ -24,7 +25,7 @@ def option_of(source: CheckpointWeights | PretrainedWeights) -> str:
 def read_state(
     source: CheckpointWeights | PretrainedWeights, find: FindPretrained | None = None
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """The state dict on the CPU and whether its file is a TorchScript archive. Executes no pickled code.
+    """The state dict on the CPU and whether its file is a TorchScript archive. Executes nothing that is in the file.
 
     The file must be the pinned one; `find` finds that of a tag. A state dict under the key `state_dict` is taken from
     there; the prefix `module.` of DataParallel goes. Raises `WeightsError`.
@@ -44,12 +45,9 @@ def read_state(
     try:
         if path.suffix == ".safetensors":
             return load_file(path), False
-        try:
-            loaded: object = torch.load(path, map_location="cpu", weights_only=True)
-        except RuntimeError as exc:
-            if "TorchScript" not in str(exc):
-                raise
-            return dict(torch.jit.load(path, map_location="cpu").state_dict()), True  # type: ignore[no-untyped-call]
+        if is_script_archive(path):
+            return script_state(path), True
+        loaded: object = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError, KeyError) as exc:
         raise WeightsError(f"{option}: unreadable as a checkpoint ({type(exc).__name__})") from exc
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):

@@ -60,8 +60,6 @@ log_limited = FailureLog("abserve.engine")
 
 READ_BYTES = 256 * 1024
 LONG_S = 0.002
-MAX_ASKING = 8
-"""Threads for what blocks; more wait."""
 
 
 class FrontEndChannel:
@@ -209,9 +207,8 @@ class EngineServer:
         self._side = EngineSide(settings, offers, statistics, arena, self._wake)
         self._epoll = select.epoll()
         self._channels: dict[int, FrontEndChannel] = {}
-        self._asking = ThreadPoolExecutor(MAX_ASKING, "asking")
         self._front_ends_open = threading.Event()
-        self._to_open = settings.fronts or 0
+        self._opened: set[FrontEndChannel] = set()
         self._failed = threading.Event()
         self._stop_by: float | None = None
         self._buffer = bytearray(READ_BYTES)
@@ -302,7 +299,7 @@ class EngineServer:
         elif isinstance(message, Answer):
             channel.answered(message)
         elif isinstance(message, Ask):
-            self._asking.submit(self._carry_out, channel, message)
+            self._side.threads(message.method, message.arguments).submit(self._carry_out, channel, message)
         elif isinstance(message, Unusable):
             channel.fail(message, sent=False)
 
@@ -391,8 +388,8 @@ class EngineServer:
         failure = None
         try:
             if message.method == "opened":
-                self._to_open -= 1
-                if self._to_open <= 0:
+                self._opened = {*self._opened, channel} & {*self._channels.values()}  # without those that have ended
+                if len(self._opened) >= (self._settings.fronts or 0):
                     self._front_ends_open.set()
             else:
                 self._side.carry_out(message.method, message.arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, Protocol
@@ -25,6 +25,9 @@ from servers.native.statistics import Statistics
 
 TELL_SECONDS = 35.0
 """How long a front end may take to do as it is told: longer than the decoding of images that it has accepted."""
+
+MAX_ASKING = 8
+"""Threads for what blocks, but for loads and unloads; more wait."""
 
 Offer = tuple[ModelSpecification, BuildEngine]
 """A model to be served, and how its engine is built."""
@@ -59,6 +62,8 @@ class EngineSide:
             ModelHost(specification, build, settings, own, arena, complete, self._changed, wake)
             for (specification, build), own in zip(offers, statistics, strict=True)
         ]
+        self._asking = ThreadPoolExecutor(MAX_ASKING, "asking")
+        self._changing = [ThreadPoolExecutor(1, "changing") for _ in self.hosts]
         self._methods: Mapping[str, Callable[..., None]] = {
             "load": self._load,
             "unload": lambda model: self.hosts[model].unload(),
@@ -88,6 +93,10 @@ class EngineSide:
         """A front end has ended."""
         with self._lock, suppress(ValueError):
             self._front_ends.remove(front_end)
+
+    def threads(self, method: str, arguments: Sequence[Any]) -> ThreadPoolExecutor:
+        """Where `carry_out` may block. A model is loaded and unloaded in its own thread, however many ask for that."""
+        return self._changing[arguments[0]] if method in ("load", "unload") else self._asking
 
     def carry_out(self, method: str, arguments: Sequence[Any]) -> None:
         """What a front end asks for; blocks. Raises `ContractError`."""

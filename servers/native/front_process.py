@@ -45,6 +45,7 @@ class FrontProcessServer(NativeServer):
             self._connect_engines = partial(pool.open, engines)
         self._supervisor = supervisor
         self._opening: set[asyncio.Task[None]] = set()
+        self._unsaid = 0  # connections that have closed, of which the supervisor does not know yet
         super().__init__(settings, specifications, statistics, self._link, memory, lambda: None, self._opened)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -72,19 +73,36 @@ class FrontProcessServer(NativeServer):
 
     def on_close(self) -> None:
         """See `NativeServer`: the supervisor knows who has the fewest."""
-        with suppress(OSError):
-            self._supervisor.send(CLOSED)
+        self._unsaid += 1
+        if self._unsaid == 1:
+            self._say_closed()
+
+    def _say_closed(self) -> None:
+        """Tell the supervisor of all connections that have closed, as soon as it takes that."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._unsaid -= self._supervisor.send(CLOSED * self._unsaid)
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended
+            self._unsaid = 0
+        if self._unsaid:
+            loop.add_writer(self._supervisor, self._say_closed)
+        else:
+            loop.remove_writer(self._supervisor)
 
     def _take(self) -> None:
-        """Connections from the supervisor, or its end."""
+        """Connections from the supervisor, or its end; some of them before others have their turn."""
         with suppress(BlockingIOError):
-            while True:
+            for _ in range(DESCRIPTORS_AT_ONCE):
                 try:
                     data, descriptors, *_ = socket.recv_fds(self._supervisor, DESCRIPTORS_AT_ONCE, DESCRIPTORS_AT_ONCE)
                 except ConnectionResetError:  # it has ended without reading who has closed connections
                     data, descriptors = b"", []
                 for kind, descriptor in zip(data, descriptors, strict=False):
                     self._open(socket.socket(fileno=descriptor), grpc=kind == GRPC)
+                for _ in data[len(descriptors) :]:  # no descriptor was left for these: they are closed
+                    self.on_close()
                 if not data:
                     self.should_exit = True
                     asyncio.get_running_loop().remove_reader(self._supervisor)
@@ -92,9 +110,16 @@ class FrontProcessServer(NativeServer):
 
     def _open(self, connection: socket.socket, *, grpc: bool) -> None:
         connection.setblocking(False)
-        task = asyncio.get_running_loop().create_task(self.accept(connection, grpc=grpc))
+        task = asyncio.get_running_loop().create_task(self._accept(connection, grpc=grpc))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
+
+    async def _accept(self, connection: socket.socket, *, grpc: bool) -> None:
+        try:
+            await self.accept(connection, grpc=grpc)
+        except OSError:  # the client has left already
+            connection.close()
+            self.on_close()
 
 
 def run_front_end(server: FrontProcessServer) -> int:

@@ -25,6 +25,11 @@ class Answers:
         self.initial_window = http2.DEFAULT_WINDOW
         """Of a new call."""
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of messages that the client's windows do not allow yet."""
+        return sum([len(piece) for call in self._waiting.values() for piece in call.unsent])
+
     def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
         """Send a message with its prefix; the `last` one ends the call."""
         size = sum(map(len, pieces))

@@ -287,6 +287,10 @@ class Call:
         """Let the present message be answered when it is its connection's turn."""
         self._connection.take_turns(answer)
 
+    def has_room(self, pieces: list[bytes]) -> bool:
+        """Whether this answer may wait for the client to read it: without room the call has to fail."""
+        return self.closed or self._connection.has_room(sum(map(len, pieces)))
+
     def answered(self, pieces: list[bytes]) -> None:
         """The present message has its answer: a message in pieces, with its prefix."""
         self.answering = None

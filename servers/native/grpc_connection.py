@@ -23,6 +23,7 @@ from servers.native.errors import HOLDS_ENOUGH
 from servers.native.grpc_answers import Answers, ending_frame
 from servers.native.grpc_calls import MAX_METADATA_BYTES, STREAM_WINDOW, Call, CallHead
 from servers.native.http2_frames import Http2Error
+from servers.native.limits import UnreadAnswers
 
 MAX_CALLS = 512
 """Calls per connection; clients queue those beyond it."""
@@ -84,6 +85,7 @@ class Connection(asyncio.BufferedProtocol):
         self._resuming = False  # `_go_on` is going to be called
         self._unacknowledged = 0  # bytes received since the connection's window was updated
         self._answers = Answers(self._write, self._end)
+        self._unread = UnreadAnswers(front_end.budget)
         self._choked_since = 0.0  # when the client stopped reading; 0: it reads
         self._paused = False  # nothing is read from the transport
         self._room_by = 0.0  # when a message that waits for room is refused; 0: none waits
@@ -126,6 +128,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The client or the server has closed."""
         self._front_end.discard(self)
+        self._unread.count(0)
         calls, self._calls = self._calls, {}
         self._call = self._ends = None
         self._blocks.forget()
@@ -142,6 +145,7 @@ class Connection(asyncio.BufferedProtocol):
         """The client has caught up."""
         if not self._transport.is_closing():
             self._choked_since = 0.0
+            self.has_room(0)
             self._go_on()
 
     # Called by the front end
@@ -187,6 +191,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._choked_since and now > self._choked_since + settings.read_timeout_s:
             self._transport.abort()
             return
+        self.has_room(0)
         for call in list(self._calls.values()):
             call.expire(now, seconds if self._paused and not pressed else 0.0, pressed=pressed, scarce=scarce)
         if self._room_by and self.starved and now > self._room_by and self._call is not None:
@@ -461,6 +466,10 @@ class Connection(asyncio.BufferedProtocol):
         if not call.ending:
             call.receive_window += increment
             self._write(http2.window_update(call.stream, increment))
+
+    def has_room(self, count: int) -> bool:
+        """Whether an answer of `count` bytes may wait for the client to read it; it counts as held until it has."""
+        return self._unread.count(self._transport.get_write_buffer_size() + self._answers.waiting_bytes + count)
 
     def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
         """Send a message with its prefix, as soon as the client's windows allow it; the `last` one ends the call."""

@@ -24,12 +24,13 @@ from servers.contract.errors import (
     InternalError,
     InvalidRequestError,
     TooLargeError,
+    UnavailableError,
     UnsupportedError,
 )
 from servers.contract.tensors import Array
 from servers.native import documents
 from servers.native.arena import ALIGNMENT, RequestMemory
-from servers.native.errors import INTERNAL_ERROR, failure_reason
+from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, failure_reason
 from servers.native.failure_log import FailureLog
 from servers.native.grpc_calls import Call, CallHead, Method, read_call_head, refusal_of
 from servers.native.grpc_connection import Connection
@@ -241,7 +242,10 @@ class ControlMessage:
 
     def _answer(self, described: Any, document: documents.Document | None) -> None:
         reply = GetMessageClass(described.output_type)()
-        self._call.answered(with_prefix(json_format.ParseDict(document or {}, reply, ignore_unknown_fields=True)))
+        pieces = with_prefix(json_format.ParseDict(document or {}, reply, ignore_unknown_fields=True))
+        if not self._call.has_room(pieces):
+            raise UnavailableError(HOLDS_ENOUGH)
+        self._call.answered(pieces)
 
 
 def max_connections() -> int:

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2
 
 from servers.contract.errors import ContractError, InternalError, TooLargeError, UnavailableError
 from servers.contract.records import InferRequest, Window
-from servers.native.errors import INTERNAL_ERROR, CallDeadlineError, RequestExpiredError, failure_reason
+from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, CallDeadlineError, RequestExpiredError, failure_reason
 from servers.native.failure_log import FailureLog
 from servers.native.grpc_calls import Call, Refusal, refusal_of, shortened
 from servers.native.grpc_messages import (
@@ -201,7 +201,9 @@ class PendingMessage:
 
     def _succeed(self, pieces: list[bytes]) -> None:
         self._message.release()
-        if not self._over:
+        if not self._over and not self._call.has_room(pieces):
+            self._fail(UnavailableError(HOLDS_ENOUGH))
+        elif not self._over:
             self._over = True
             self._service.statistics.record_success(self._times)
             self._call.answered(pieces)

@@ -82,11 +82,12 @@ Allocate = Callable[[int], Array]
 
 
 class RawInput(NamedTuple):
-    """A view of a raw input, and where it is in its message."""
+    """A view of a raw input, where it is in its message, and where its field's tag begins."""
 
     data: memoryview
     start: int
     end: int
+    tag: int
 
 
 class ParsedMessage(NamedTuple):
@@ -119,7 +120,7 @@ def parse_message(content: bytes | memoryview) -> ParsedMessage:
         fields = _counted(fields)
         item, cut = b"", number == _RAW
         if cut:
-            raw.append(RawInput(view[value:end], value, end))
+            raw.append(RawInput(view[value:end], value, end, start))
         elif number == _INPUTS:
             item, values, fields = _without_contents(view[value:end], fields)
             contents.append(values)

@@ -2,15 +2,18 @@
 
 The transport receives a body of known size straight into the body's own memory. Everything else comes through one
 buffer that all connections share, since each read is used up before the next. While a request waits for its response,
-what the client sends stays in the socket, except one read. Every refusal is a response of the protocol. A refusal that
-does not read its request to the end is followed by lingering: closing at once could destroy the response.
+what the client sends stays in the socket, except one read. If it sends its end, it has left or only closed its half: an
+interim response tells, since the system of a client that has left answers it with a reset. Every refusal is a response
+of the protocol. A refusal that does not read its request to the end is followed by lingering: closing at once could
+destroy the response.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from uvicorn.server import ServerState
 
@@ -18,6 +21,7 @@ from servers.contract.errors import UnavailableError
 from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, HttpError, ShuttingDownError
 from servers.native.http_front_end import Answer, HttpFrontEnd, PendingRequest, ask, refusal
 from servers.native.http_parser import Request, RequestHead, RequestParser
+from servers.native.limits import UNCOUNTED_BYTES, UnreadAnswers
 
 NEVER = float("inf")
 
@@ -29,6 +33,8 @@ LAST_BODY_S = 5.0
 """How long an arriving body may take to complete once the server is told to stop."""
 ROOM_WAIT_S = 5.0
 """How long an incomplete body waits for room in the budget before it is refused; then it has as long to go on."""
+LEFT_S = 0.005
+"""How soon a client that has sent its end is asked whether it has left; afterwards at every tick."""
 PIECES_PER_TURN = 16
 """Requests, or pieces of chunked bodies, that one connection may bring before the others have their turn."""
 
@@ -66,12 +72,13 @@ class Connection(asyncio.BufferedProtocol):
         self._choked = False  # the client reads slower than it is answered
         self._paused = False  # nothing is read from the transport
         self._stopping = False  # this request is the last
+        self._ended = False  # the client sends nothing more
         self._given_up = False  # already refused, because the server ends
         self._lingered = -1  # bytes dropped since a refusal; -1 before it
         self._body_by = 0.0  # when a body is late if no byte of it arrives
         self._room_by = 0.0  # when a body that waits for room is refused; 0: it does not wait
-        self.gone = False
-        """The client has left."""
+        self._unread = UnreadAnswers(front_end.memory.budget)
+        self._gone = False
         self.deadline = NEVER
         """When `expire` is due, in `time.monotonic` seconds."""
 
@@ -79,6 +86,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+        self._transport.set_write_buffer_limits(UNCOUNTED_BYTES)  # `resume_writing` follows whatever counts as held
         self._wait_at_most(self._settings.keep_alive_timeout_s)
         self._front_end.add(self)
 
@@ -107,15 +115,28 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._advance(self._front_end.scratch, nbytes)
 
+    def eof_received(self) -> bool:
+        """The client sends nothing more. True if it may still wait for a response, for which the connection stays."""
+        if not self._busy or self._transport.is_closing():
+            return False
+        assert self._request is not None
+        self._ended = self._stopping = True
+        if self._request.head.version != "1.0":  # which has no interim responses
+            self._transport.write(_CONTINUE)
+        asyncio.get_running_loop().call_later(LEFT_S, self._check_left)
+        self._wait_at_most(0)
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The client or the server has closed."""
-        self.gone = True
+        self._gone = True
         self._front_end.remove(self)
         if self._busy and self._pending is not None:
             self._pending.abandon()
         elif not self._busy and self._parser.in_body:
             self._front_end.count_disconnect(self._parser.head)
         self._parser.give_up()
+        self._unread.count(0)
         if self._request is not None:
             self._request.release()
         self._pending = None  # breaks the cycle of the two
@@ -127,6 +148,7 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._choked = False
+        self._unread.count(self._transport.get_write_buffer_size())
         if not self._busy and self._lingered < 0:
             self._wait_at_most(self._settings.keep_alive_timeout_s)
             self._go_on()
@@ -155,6 +177,8 @@ class Connection(asyncio.BufferedProtocol):
         """The deadline has passed."""
         if self.waits_for_room:
             self._find_room()
+        elif self._ended and self._busy:
+            self._check_left()
         elif self._busy or self._lingered >= 0 or self._transport.get_write_buffer_size():
             self._transport.abort()
         elif self._parser.in_body and not self._stopping and self._body_seconds_left > 0:
@@ -167,24 +191,48 @@ class Connection(asyncio.BufferedProtocol):
     # Called by the pending request
 
     @property
+    def gone(self) -> bool:
+        """The client has left."""
+        if self._gone or not self._ended:
+            return self._gone
+        if self._transport.is_closing():
+            return True
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), 0)  # only errors
+        return bool(poll.poll(0))
+
+    @property
     def common_headers(self) -> bytes:
         """The header lines of every response."""
         return self._front_end.date + (_CLOSE if self._stopping else b"")
+
+    def has_room(self, count: int) -> bool:
+        """Whether a response of `count` bytes may wait for the client to read it; they count as held until it has.
+
+        It exists, so the request's own memory is given back first.
+        """
+        if self._request is not None:
+            self._request.release()
+        return self._unread.count(self._transport.get_write_buffer_size() + count)
 
     def answer(self, answer: Answer) -> None:
         """Send a response; in the event loop."""
         request = self._request
         assert request is not None
-        self.send(answer.encode(self.common_headers, with_body=request.head.method != b"HEAD"))
+        self.send(answer.encode(self.common_headers, with_body=request.head.method != b"HEAD"), answer.more)
 
-    def send(self, data: bytes) -> None:
-        """Send a response's bytes; in the event loop."""
+    def send(self, data: bytes, more: Sequence[bytes] = ()) -> None:
+        """Send a response's bytes, in pieces if they are many; in the event loop."""
         if self._given_up:
             return
         transport = self._transport
         if not transport.is_closing():
             transport.write(data)
+            if more:
+                transport.writelines(more)
         settings, unsent = self._settings, transport.get_write_buffer_size()
+        if not self._choked:
+            self._unread.count(unsent)
         self._wait_at_most(settings.read_timeout_s if unsent else settings.keep_alive_timeout_s)
         assert self._request is not None
         self._request.release()
@@ -195,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         """Use the bytes that have been read, or can be, unless something forbids it; also after a response."""
-        if self._busy or self._advancing or self._choked or self.gone or self._lingered >= 0 or self._parser.starved:
+        if self._busy or self._advancing or self._choked or self._gone or self._lingered >= 0 or self._parser.starved:
             return
         if self._stopping and not self._parser.in_body:
             self._transport.close()
@@ -279,6 +327,11 @@ class Connection(asyncio.BufferedProtocol):
         self._wait_at_most(self._body_seconds_left)
         self._go_on()
 
+    def _check_left(self) -> None:
+        """End the connection of a client that has sent its end, if it does not read either."""
+        if self._busy and not self._gone and self.gone:
+            self._transport.abort()
+
     def _wait_at_most(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
 
@@ -307,7 +360,10 @@ class Connection(asyncio.BufferedProtocol):
     async def _ask(self, request: Request) -> None:
         """Ask the application; goes on when the client leaves, since the work may be half done."""
         client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
-        self.answer(await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body)))
+        answer = await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body))
+        if not self.gone and not self.has_room(answer.size):
+            answer = refusal(UnavailableError(HOLDS_ENOUGH))
+        self.answer(answer)
 
     def _reject(self, error: HttpError) -> None:
         """Refuse a request that is not read any further; the connection ends when the client has read the refusal."""

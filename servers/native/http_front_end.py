@@ -13,7 +13,7 @@ import json
 import mmap
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -22,15 +22,15 @@ from typing import Any
 
 from uvicorn.server import ServerState
 
-from servers.contract.codec import HEADER_LENGTH, decode_request, encode_response, parse_header_length
+from servers.contract.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
 from servers.contract.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
-from servers.contract.records import InferRequest, Window
+from servers.contract.records import InferRequest, InferResponse, Window
 from servers.native.arena import RequestMemory
-from servers.native.errors import INTERNAL_ERROR, HttpError, failure_reason, http_status
+from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, HttpError, failure_reason, http_status
 from servers.native.failure_log import FailureLog
 from servers.native.http_parser import HeadReader, Request, RequestHead
 from servers.native.inference import InferenceService, in_thread
-from servers.native.limits import Turns
+from servers.native.limits import ByteBudget, Turns
 from servers.native.queued_request import QueuedRequest
 from servers.native.regions import RegionTable
 from servers.native.request_templates import RequestTemplate, TemplateCache
@@ -45,6 +45,8 @@ READ_BYTES = 64 * 1024
 """Room for one read of heads and small bodies. Of a large body, this much is copied."""
 INLINE_JSON_BYTES = 16 * 1024
 """Longer JSON is parsed in a thread: this much holds the event loop for a fraction of a millisecond."""
+JOINED_BYTES = 2**20
+"""A larger body is sent in the pieces that it is made of: copying all of them at once would hold the event loop."""
 INFLATED_STEP_BYTES = 64 * 1024
 """Compressed bodies are inflated in steps of this size, which fit into memory that the heap has anyway."""
 MAX_INFLATING = 8
@@ -69,14 +71,20 @@ _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One response; `headers` include its Content-Length."""
+    """One response; `headers` include its Content-Length. The rest of a large body comes in `more` pieces."""
 
     status: int
     headers: Headers
     body: bytes
+    more: Sequence[bytes] = ()
+
+    @property
+    def size(self) -> int:
+        """The bytes of the whole body."""
+        return len(self.body) + sum(map(len, self.more))
 
     def encode(self, common: bytes, *, with_body: bool = True) -> bytes:
-        """The bytes to send, with the header lines `common`. Line ends inside a header are left out."""
+        """The bytes to send before `more`, with the header lines `common`. Line ends inside a header are left out."""
         parts = [STATUS_LINES.get(self.status, b"HTTP/1.1 %d \r\n" % self.status), common]
         for name, value in self.headers:
             # Starlette's redirects and errors may quote the client; a line end in the quote would begin a header.
@@ -153,9 +161,10 @@ class HttpFrontEnd:
         self.turns = Turns(0)
         """Of clients that send the next request before they have their answer: one of them per turn of the loop."""
         self.compressed = 0
-        # One thread each: parsing holds the interpreter, so that more threads would only take longer each. Compressed
+        # One thread each: JSON holds the interpreter, so that more threads would only take longer each. Compressed
         # bodies have another one, because a few bytes of them are as much work as a megabyte of plain JSON.
         self.parsing = ThreadPoolExecutor(1, "parsing")
+        self.encoding = ThreadPoolExecutor(1, "encoding")
         self.inflating = ThreadPoolExecutor(1, "inflating")
         self.on_close: Callable[[], None] = lambda: None
         """Called for each connection that has been closed."""
@@ -322,6 +331,8 @@ class PendingRequest:
             self._service.statistics.record_disconnect()
         elif answer is None:
             self._refuse(queued.error or InternalError(INTERNAL_ERROR))
+        elif not self._connection.has_room(len(answer)):
+            self._refuse(UnavailableError(HOLDS_ENOUGH))
         else:
             self._service.statistics.record_success(self._times)
             self._connection.send(answer)
@@ -380,15 +391,21 @@ class PendingRequest:
         times.decode_ns = time.perf_counter_ns() - started_ns
         response = await self._service.infer(request, times)
         inferred_ns = time.perf_counter_ns()
-        content, header_bytes = encode_response(response)
+        if is_slow_to_encode(response):
+            budget = self._front_end.memory.budget
+            with budget.holding(sum(tensor.data.nbytes for tensor in response.outputs)):
+                pieces, header_bytes = await in_thread(self._front_end.encoding, _encode_within, response, budget)
+        else:
+            pieces, header_bytes = encode_pieces(response)
         times.encode_ns += time.perf_counter_ns() - inferred_ns
-        headers = [(b"content-length", b"%d" % len(content))]
+        size = sum(map(len, pieces))
+        headers = [(b"content-length", b"%d" % size)]
         if header_bytes is None:
             headers.append((b"content-type", b"application/json"))
         else:
             headers.append((b"content-type", b"application/octet-stream"))
             headers.append((_HEADER_LENGTH, b"%d" % header_bytes))
-        return Answer(200, headers, content)
+        return Answer(200, headers, b"", pieces) if size > JOINED_BYTES else Answer(200, headers, b"".join(pieces))
 
     async def _carry_out(self, work: Coroutine[Any, Any, Answer]) -> None:
         try:
@@ -403,8 +420,11 @@ class PendingRequest:
             log.exception("a request failed unexpectedly")
             self._refuse(InternalError(INTERNAL_ERROR))
         else:
-            self._count()
-            self._connection.answer(answer)
+            if self._connection.gone or self._connection.has_room(answer.size):
+                self._count()
+                self._connection.answer(answer)
+            else:
+                self._refuse(UnavailableError(HOLDS_ENOUGH))
 
     def _refuse(self, error: ContractError) -> None:
         self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
@@ -433,6 +453,22 @@ class PendingRequest:
             self._service.statistics.record_disconnect()
         else:
             self._service.statistics.record_success(self._times)
+
+
+def _encode_within(response: InferResponse, budget: ByteBudget) -> tuple[list[bytes], int | None]:
+    """Encode a response; what exists of it counts as held until it is whole. Raises `ContractError`."""
+    held = 0
+
+    def hold(count: int) -> None:
+        nonlocal held
+        if not budget.hold(count):
+            raise UnavailableError(HOLDS_ENOUGH)
+        held += count
+
+    try:
+        return encode_pieces(response, hold)
+    finally:
+        budget.release(held)
 
 
 def decompress(data: memoryview, limit: int) -> memoryview:

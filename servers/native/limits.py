@@ -14,14 +14,16 @@ from servers.native.errors import HOLDS_ENOUGH
 
 CONTROL_BODY_BYTES = 64 * 1024
 """Largest body of a request that is not an inference: no such request needs more."""
+UNCOUNTED_BYTES = 64 * 1024
+"""Answers with fewer bytes in all that a client has not read do not count as held, like one read of what it sends."""
 
 
 class ByteBudget:
-    """Bytes of requests that have arrived, wait in the queue or are executed.
+    """Bytes of requests that have arrived, wait in the queue or are executed, and of answers that are not read yet.
 
-    Each front end counts its own in one of `counters`, which all share: 64-bit integers, one per front end. Only one
-    thread of a front end holds, any thread releases. Front ends that hold at the same moment may together exceed the
-    limit by one read each.
+    Each front end counts its own in one of `counters`, which all share: 64-bit integers, one per front end. Any thread
+    of a front end holds and releases. Front ends that hold at the same moment may together exceed the limit by one read
+    each.
     """
 
     def __init__(self, limit: int, counters: memoryview | None = None, own: int = 0) -> None:
@@ -91,3 +93,24 @@ class Turns:
                 break
         if self._waiting:
             self._schedule()
+
+
+class UnreadAnswers:
+    """The bytes of one client's answers that it has not read yet, as far as they count as held."""
+
+    __slots__ = ("_budget", "_counted")
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._counted = 0
+
+    def count(self, unread: int) -> bool:
+        """The client has `unread` bytes now; False, and nothing changes, when all clients would have too many."""
+        counted = unread if unread > UNCOUNTED_BYTES else 0
+        more = counted - self._counted
+        if more > 0 and not self._budget.hold(more):
+            return False
+        if more < 0:
+            self._budget.release(-more)
+        self._counted = counted
+        return True

@@ -22,6 +22,7 @@ from servers.native.inference import wake_all
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.native.supervisor import exit_status
 
 log = structlog.get_logger("abserve.server")
 
@@ -51,7 +52,8 @@ class LocalLink:
 
     async def ask(self, method: str, *arguments: object) -> None:
         """See `EngineLink`; goes on when the caller is cancelled."""
-        await asyncio.shield(asyncio.to_thread(self._side.carry_out, method, arguments))
+        threads = self._side.threads(method, arguments)
+        await asyncio.shield(asyncio.wrap_future(threads.submit(self._side.carry_out, method, arguments)))
 
     def complete(self, requests: Sequence[QueuedRequest]) -> None:
         """See `FrontEnd`."""
@@ -118,4 +120,4 @@ def serve_in_one_process(
     log.info("stopped", accepted_work_finished=finished)
     if failed:
         return 1
-    return 130 if signal.SIGINT in received else 0
+    return exit_status(received)

@@ -126,7 +126,7 @@ class NativeSettings(BaseSettings):
         2 * 2**30,
         ge=1,
         title="Limits",
-        description="All bodies that arrive, wait or are executed, in bytes; more get 503 at once.",
+        description="Bodies that arrive, wait or are executed, and unread answers, in bytes; more get 503.",
     )
     read_timeout_s: float = Field(
         30,

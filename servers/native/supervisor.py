@@ -1,7 +1,8 @@
 """A server of several processes: front ends, an engine process per device, and this one, which starts and watches all.
 
-This process accepts connections and passes each to the front end that has the fewest. It imports nothing slow and has
-one thread, so that it can fork at any time: a front end that dies is started again, and only its own clients notice.
+This process accepts connections and passes each to the front end that has the fewest. While none can take one, clients
+wait in the kernel's backlog. It imports nothing slow and has one thread, so that it can fork at any time: a front end
+that dies is started again, and only its own clients notice.
 The end of an engine's process is that of the server: what was in it is lost, and your process manager starts all again.
 Children end when the socket to this process does, so none outlives it.
 """
@@ -29,6 +30,7 @@ from servers.native.statistics import Statistics, row_width
 
 log = structlog.get_logger("abserve.server")
 
+NEVER = float("inf")
 BACKLOG = 2048
 ACCEPTS_PER_TURN = 64
 SHORT_LIFE_S = 10.0
@@ -36,6 +38,10 @@ MOST_SHORT_LIVES = 5
 """A front end that has died so often soon after its start is not started again: the server ends."""
 RESERVE_S = 0.2
 """A child that has not finished its work is left so long to end by itself."""
+KILLED_S = 1.0
+"""How long a child may take to end after SIGKILL: one that waits in a driver that hangs may never end."""
+RETRY_S = 0.001
+"""Pause before a connection that no front end could take is offered again, if the system did not say that one can."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +79,8 @@ class Supervisor:
         self._front_ends: dict[int, _FrontEnd] = {}
         self._engines: dict[int, socket.socket] = {}
         """By process, in the order of the devices: the sockets to them."""
+        self._waiting: tuple[socket.socket, int] | None = None
+        """A connection that no front end could take, and its protocol: as long as it waits, no other is accepted."""
         self._signals: list[int] = []
         self._logged_signals = 1  # the first one ends the server and is not logged
         self._failed = False
@@ -97,14 +105,15 @@ class Supervisor:
         self._on_listening()
         self._selector.register(wakes, selectors.EVENT_READ)
         while not self._signals and not self._failed:
-            for key, _ in self._selector.select():
+            for key, events in self._selector.select():
                 if key.fileobj in self._listeners:
                     self._accept(key.fileobj)
                 elif key.fileobj is wakes:
                     wakes.recv(4096)
-                else:
+                elif events & selectors.EVENT_READ:
                     self._count_closed(key.data)
             self._bury()
+            self._offer_again()
         return self._end()
 
     def _note(self, number: int, _frame: object) -> None:
@@ -125,7 +134,8 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             controls = [*self._engines.values(), *(one.control for one in self._front_ends.values())]
-            for one in [*self._listeners, *self._inherited, *controls]:
+            waiting = [] if self._waiting is None else [self._waiting[0]]
+            for one in [*self._listeners, *self._inherited, *controls, *waiting]:
                 if one not in keeps:
                     one.close()
             self._selector.close()
@@ -172,7 +182,7 @@ class Supervisor:
         own.setblocking(False)
         front_end = _FrontEnd(number, process, own, partition, time.monotonic(), short_lives=short_lives)
         self._front_ends[process] = front_end
-        self._selector.register(own, selectors.EVENT_READ, front_end)
+        self._selector.register(own, self._control_events, front_end)
         for control, (to_engine, to_front_end) in zip(self._engines.values(), pairs, strict=True):
             with suppress(OSError):  # it has ended, as this process will know soon
                 socket.send_fds(control, [b"f"], [to_front_end.fileno()])
@@ -232,6 +242,8 @@ class Supervisor:
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_TURN):
+            if self._waiting is not None:
+                return
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:
@@ -240,16 +252,47 @@ class Supervisor:
                 log.warning("a connection could not be accepted", reason=str(error))
                 time.sleep(0.01)
                 return
-            with connection:
-                self._pass_on(connection, self._listeners[listener])
+            if not self._pass_on(connection, self._listeners[listener]):
+                self._wait_with(connection, self._listeners[listener])
 
-    def _pass_on(self, connection: socket.socket, kind: int) -> None:
-        """Give it to the front end with the fewest; a client that nobody can take is disconnected."""
+    def _pass_on(self, connection: socket.socket, kind: int) -> bool:
+        """Give it to the front end with the fewest; False if none can take it."""
         for front_end in sorted(self._front_ends.values(), key=lambda one: one.open_connections):
             with suppress(OSError):  # it has died, or is too busy to take one
                 socket.send_fds(front_end.control, [bytes([kind])], [connection.fileno()])
                 front_end.open_connections += 1
-                return
+                connection.close()
+                return True
+        return False
+
+    def _wait_with(self, connection: socket.socket, kind: int) -> None:
+        """Accept nothing until a front end takes this one: the others wait in the backlog."""
+        self._waiting = connection, kind
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+        self._watch_controls()
+
+    def _offer_again(self) -> None:
+        """Offer the connection that waits, and accept others once it is taken."""
+        if self._waiting is None:
+            return
+        if not self._pass_on(*self._waiting):
+            time.sleep(RETRY_S)
+            return
+        self._waiting = None
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._watch_controls()
+
+    @property
+    def _control_events(self) -> int:
+        """A front end's socket brings closed connections; while one waits, it also matters whether it takes more."""
+        return selectors.EVENT_READ | (0 if self._waiting is None else selectors.EVENT_WRITE)
+
+    def _watch_controls(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _FrontEnd):
+                self._selector.modify(key.fileobj, self._control_events, key.data)
 
     def _count_closed(self, front_end: _FrontEnd) -> None:
         try:
@@ -269,6 +312,8 @@ class Supervisor:
         ends = time.monotonic() + self._settings.shutdown_timeout_s
         for listener in self._listeners:
             listener.close()
+        if self._waiting is not None:
+            self._waiting[0].close()
         for front_end in self._front_ends.values():
             front_end.control.close()
         for process in list(self._front_ends):
@@ -279,10 +324,14 @@ class Supervisor:
             control.close()
         if any([self._wait_for(process, ends) for process in self._engines]) or self._failed:  # noqa: C419  wait for all
             return 1
-        return 130 if signal.SIGINT in self._signals else 0
+        return exit_status(self._signals)
 
     def _wait_for(self, process: int, ends: float) -> int:
-        """Wait for a child, until `ends` of `time.monotonic`, and then end it by force; returns its exit status."""
+        """Wait for a child, until `ends` of `time.monotonic`, and then end it by force; returns its exit status.
+
+        One that SIGKILL does not end within `KILLED_S` is left behind, with status 1.
+        """
+        killed = NEVER
         while True:
             for _ in range(self._logged_signals, len(self._signals)):
                 timeout_s = self._settings.shutdown_timeout_s
@@ -294,11 +343,25 @@ class Supervisor:
                 return 0
             if ended:
                 return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > ends:
-                log.error("ended by force: a process of the server could not stop in time")
+            now = time.monotonic()
+            if now > killed + KILLED_S:
+                log.error(
+                    "a process of the server is left behind: it waits in the kernel, perhaps for a driver that hangs, "
+                    "and keeps its memory, also on a GPU, until the driver or the machine is restarted",
+                    process=process,
+                )
+                return 1
+            if now > ends and killed == NEVER:
+                killed = now
+                log.error("ended by force: a process of the server could not stop in time", process=process)
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.005)
+
+
+def exit_status(signals: Sequence[int]) -> int:
+    """Of a server that these signals have stopped: the first one counts, the others only ask again."""
+    return 130 if signals[:1] == [signal.SIGINT] else 0
 
 
 def make_arena(settings: NativeSettings, models: int) -> Arena:

@@ -2,7 +2,8 @@
 
 Loading lasts until the file FOLDER/load exists, each batch until FOLDER/infer exists. A first value of 666 makes the
 engine raise, 13 makes it answer NaN for that row alone; otherwise a row is answered with itself. If FOLDER/wide exists
-rows have any number of values, of which the first four are answered. From the moment that FOLDER/dead exists it raises
+rows have any number of values, of which the first four are answered; if FOLDER/large exists a row is answered with
+LARGE_VALUES values, the first of which are its own. From the moment that FOLDER/dead exists it raises
 for everything, as after the loss of its device. If FOLDER/two exists the engine has room for two batches in flight;
 from the moment that FOLDER/unready exists it raises where it must not, when it is asked whether a batch is executed.
 In process PID the gates are closed while FOLDER/hold-PID exists. FOLDER/closed has a line for each engine's end.
@@ -29,6 +30,7 @@ from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv
 
 POLL_S = 0.002
+LARGE_VALUES = 8 * 2**20
 
 SPECIFICATION = ModelSpecification(
     name="rows",
@@ -44,10 +46,11 @@ SPECIFICATION = ModelSpecification(
 class ControlledEngine(Engine):
     """The null engine behind two gates."""
 
-    def __init__(self, folder: Path, settings: EngineSettings) -> None:
-        super().__init__(SPECIFICATION, settings)
+    def __init__(self, folder: Path, specification: ModelSpecification, settings: EngineSettings) -> None:
+        super().__init__(specification, settings)
         self._folder = folder
-        self._null = NullEngine(SPECIFICATION, settings)
+        self._null = NullEngine(specification, settings)
+        self._large = np.arange(LARGE_VALUES, dtype="<f4") / 7 if (folder / "large").exists() else None
         self.flights = 2 if (folder / "two").exists() else 1
 
     def load(self) -> None:
@@ -66,6 +69,8 @@ class ControlledEngine(Engine):
         if (outputs["y"] == 666).any():
             raise RuntimeError("planted failure with /a/secret/path")
         outputs["y"][(outputs["y"][:, 0] == 13)] = np.nan
+        if self._large is not None:
+            outputs["y"][:, 4:] = self._large[4:]
         return outputs
 
     def ready(self) -> bool:
@@ -96,9 +101,12 @@ def main() -> int:
     configure_logs(settings.log_level)
     wide = (folder / "wide").exists()
     specification = replace(SPECIFICATION, inputs=(TensorSpec("x", "FP32", (-1, -1)),)) if wide else SPECIFICATION
+    if (folder / "large").exists():
+        specification = replace(specification, outputs=(TensorSpec("y", "FP32", (-1, LARGE_VALUES)),))
 
     def build(_settings: EngineSettings) -> ControlledEngine:
-        return ControlledEngine(folder, EngineSettings(kind="null", max_batch_size=settings.max_batch_size))
+        engine_settings = EngineSettings(kind="null", max_batch_size=settings.max_batch_size)
+        return ControlledEngine(folder, specification, engine_settings)
 
     grpc = bind("127.0.0.1", settings.grpc_port) if settings.grpc_port else None
     return serve(settings, [(specification, build)], bind("127.0.0.1", settings.http_port), grpc)

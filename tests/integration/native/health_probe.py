@@ -1,7 +1,7 @@
 """Asks a server for its health from a process that shares no interpreter with an attack.
 
-`python -m tests.integration.native.health_probe PORT` asks again and again until its input ends, then writes how long
-each answer took, in seconds.
+`python -m tests.integration.native.health_probe PORT LEAST` asks until its input ends, at least LEAST times, and then
+writes how long each answer took, in seconds.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Health:
 
 
 @contextlib.contextmanager
-def probed(port: int) -> Iterator[Health]:
-    """Ask during the `with` block, at least once."""
+def probed(port: int, least: int = 1) -> Iterator[Health]:
+    """Ask during the `with` block, at least so often."""
     health = Health()
-    command = [sys.executable, "-m", "tests.integration.native.health_probe", str(port)]
+    command = [sys.executable, "-m", "tests.integration.native.health_probe", str(port), str(least)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as probe:
         assert probe.stdout is not None
         assert probe.stdout.readline() == b"asking\n"
@@ -54,8 +54,15 @@ def probed(port: int) -> Iterator[Health]:
         health.seconds = json.loads(output)
 
 
+def slowest_quiet_s(port: int) -> float:
+    """The slowest of 50 checks while nothing else is asked."""
+    with probed(port, 50) as health:
+        pass
+    return health.slowest_s
+
+
 def main() -> int:
-    port = int(sys.argv[1])
+    port, least = map(int, sys.argv[1:])
     seconds: list[float] = []
     ended = threading.Event()
 
@@ -66,7 +73,7 @@ def main() -> int:
     threading.Thread(target=wait, daemon=True).start()
     sys.stdout.write("asking\n")
     sys.stdout.flush()
-    while not seconds or not ended.wait(PAUSE_S):
+    while len(seconds) < least or not ended.wait(PAUSE_S):
         began = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
         connection.request("GET", "/v2/health/live")

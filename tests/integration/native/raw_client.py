@@ -43,14 +43,15 @@ def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
         part = connection.recv(65536)
         assert part, f"closed after {received!r}"
         received += part
-    text, _, body = received.partition(b"\r\n\r\n")
+    text, _, begun = received.partition(b"\r\n\r\n")
+    body = bytearray(begun)
     lines = text.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
     while len(body) < int(headers["content-length"]):
         part = connection.recv(65536)
         assert part
         body += part
-    return int(lines[0].split(" ")[1]), headers, body
+    return int(lines[0].split(" ")[1]), headers, bytes(body)
 
 
 def send_all(connection: socket.socket, data: bytes) -> None:

@@ -121,3 +121,27 @@ def test_without_the_switch_it_is_refused_and_the_switch_is_named(null_server):
         assert answer.status == 400
         assert "--allow-model-control" in json.loads(answer.body)["error"]
     assert null_server.status("/v2/health/ready") == 200
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_loads_that_wait_keep_nobody_from_the_server_s_metadata(controlled, fronts):
+    """More of them than there are threads for what blocks filled these, and `GET /v2` waited for the last load."""
+    server = controlled(*CONTROL, "--fronts", str(fronts), "--allow-shared-memory", "true", grpc=True)
+    server.open("load", "infer")
+    server.wait_ready()
+    assert server.request("POST", "/v2/repository/models/rows/unload").status == 200
+    for name in ("load", "load-reached"):
+        (server.folder / name).unlink()
+    metadata = server.request("GET", "/v2").body
+    with ThreadPoolExecutor(24) as pool, tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
+        loading = [pool.submit(server.request, "POST", "/v2/repository/models/rows/load") for _ in range(24)]
+        try:
+            server.wait_until((server.folder / "load-reached").exists, "the first one loads")
+            for _ in range(4):
+                assert server.request("GET", "/v2").body == metadata
+                assert client.get_server_metadata(client_timeout=20).name == "abserve-native"
+            assert not any(future.done() for future in loading)
+        finally:
+            server.open("load")
+        assert {future.result().status for future in loading} == {200}
+    assert server.infer([6.0] * 4).status == 200

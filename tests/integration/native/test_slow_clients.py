@@ -24,6 +24,7 @@ from tests.integration.native.raw_client import (
     read_answer,
     send_all,
 )
+from tests.integration.native.test_held_memory import PENDING, row_request
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,35 @@ def test_a_long_body_in_json_delays_nobody_for_long(null_server) -> None:
         assert long.result().status == 200
         assert len(waited) > 10
     assert min(shares) < 0.5, "on the event loop, one answer would have waited for most of it"
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("timeout", [False, True], ids=["plain", "as a task"])
+def test_a_client_that_closes_its_half_is_answered_and_one_that_leaves_is_not_executed(
+    controlled, fronts, count, timeout
+) -> None:
+    """A half-closed client got the answer of a GET, but none of an inference."""
+    server = controlled("--fronts", str(fronts), "--max-batch-size", "1", "--max-queue-delay-us", "0")
+    server.open("load")
+    server.wait_ready()
+    request = row_request(4, timeout=timeout)
+    with connected(server) as half, connected(server) as first:
+        first.sendall(request)
+        server.wait_until((server.folder / "infer-reached").exists, "the engine has one")
+        half.sendall(request * count)
+        half.shutdown(socket.SHUT_WR)
+        server.wait_until(lambda: server.metric(PENDING) == 1, "it waits")
+        with connected(server) as leaving:
+            leaving.sendall(request)
+            server.wait_until(lambda: server.metric(PENDING) == 2, "the other one waits, too")
+        server.wait_until(lambda: server.metric("abserve_native_client_disconnects_total") == 1, "it has left")
+        server.open("infer")
+        assert read_answer(first)[0] == 200
+        received = b"".join(iter(lambda: half.recv(65536), b""))
+    assert received.count(b"HTTP/1.1 200 OK") == count
+    assert received.count(np.ones(4, "<f4").tobytes()) == count
+    assert server.model_stats()["inference_count"] == count + 1
 
 
 @pytest.mark.slow

@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
-from servers.contract.codec import decode_request, encode_response, parse_header_length
+from servers.contract.codec import (
+    decode_request,
+    encode_pieces,
+    encode_response,
+    is_slow_to_encode,
+    parse_header_length,
+)
 from servers.contract.errors import ContractError, InvalidRequestError
 from servers.contract.records import InferResponse, ModelSignature, OutputTensor
 from servers.contract.tensors import DATATYPES, TensorSpec
-from servers.contract.values import MAX_BYTES_ELEMENTS
+from servers.contract.values import MAX_BYTES_ELEMENTS, PIECE_VALUES
 
 SIGNATURE = ModelSignature(
     "m", "1", (TensorSpec("x", "FP32", (-1, 4)),), (TensorSpec("y", "FP32", (-1, 4)),), max_batch_size=8
@@ -151,7 +157,7 @@ def test_any_input_object_gives_a_request_or_a_contract_error(changes: dict[str,
         (document(data=None), "must be a JSON array"),
         (document(data=[1, 2, "3", 4]), "only values of datatype FP32"),
         (document(data=[1, 2, None, 4]), "only values of datatype FP32"),
-        (document(data=[[1, 2], [3]]), "only values of datatype FP32"),
+        (document(data=[[1, 2], [3]]), "needs 4 elements for its shape, got 3"),
         (document(data=[10**400, 2, 3, 4]), "only values of datatype FP32"),
         (document(data=[10**400, float("nan"), 3, 4]), "too large for FP32"),
         (document(datatype="FP16"), "FP16, which JSON cannot carry"),
@@ -165,14 +171,40 @@ def test_any_input_object_gives_a_request_or_a_contract_error(changes: dict[str,
         ({**document(), "outputs": [{}]}, "name"),
         ({**document(), "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]}, "true or false"),
         ({**document(), "outputs": [{"name": "y", "parameters": {"classification": 1}}]}, "does not offer"),
-        ({**document(data=[float("nan"), 2, 3, 4]), "id": "\ud800"}, "not valid JSON"),
+        ({**document(data=[float("nan"), 2, 3, 4]), "id": "\ud800"}, "failed to parse"),
         ({**document(), "id": "\ud800"}, "failed to parse"),
-        (document(data=json.loads("[" * 119 + "]" * 119)), "only values of datatype FP32"),
+        (document(data=json.loads("[" * 119 + "]" * 119)), "nested deeper than 32"),
     ],
 )
 def test_each_contradiction_is_named(value: object, message: str) -> None:
     with pytest.raises(ContractError, match=re.escape(message)):
         decode(value)
+
+
+SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.1, -3, 1e30]
+
+
+@given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=9), st.text('NaInfity\\"-[],', max_size=20))
+def test_nan_and_infinity_are_read_and_texts_that_look_like_them_stay(numbers: list[float], text: str) -> None:
+    nested = [numbers[:3], *([[value]] for value in numbers[3:])]  # the lists need not be those of the shape
+    strings = [text, [[text + "NaN"]], "é"]
+    tensors = [
+        {"name": f"NaN {text}", "datatype": "FP32", "shape": [1, len(numbers)], "data": nested},
+        {"name": "strings", "datatype": "BYTES", "shape": [3], "data": strings},
+    ]
+    header = json.dumps({"id": text, "inputs": tensors}).encode()
+    request = decode_request(memoryview(header), None, SIGNATURE)
+    assert (request.id, request.inputs[0].name) == (text, f"NaN {text}")
+    np.testing.assert_array_equal(request.inputs[0].data, np.array([numbers], np.float32))
+    assert request.inputs[1].data.tolist() == [text.encode(), f"{text}NaN".encode(), "é".encode()]
+
+
+@pytest.mark.parametrize("data", [[], [[]], [[], []], [[[]], []]])
+@pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL", "BYTES"])
+def test_no_elements_in_any_lists_are_an_empty_tensor(data: list[object], datatype: str) -> None:
+    tensor = {"name": "x", "datatype": datatype, "shape": [2, 0], "data": data}
+    request = decode_request(memoryview(json.dumps({"inputs": [tensor]}).encode()), None, SIGNATURE)
+    assert request.inputs[0].data.shape == (2, 0)
 
 
 def test_unparsable_json_is_named_and_a_quarter_million_brackets_do_no_harm() -> None:
@@ -246,6 +278,23 @@ def test_header_length_zero_is_the_one_inputs_bytes() -> None:
         decode_request(memoryview(bytes(16)), 0, ModelSignature("m", "1", (one,), (), 8))
     image = ModelSignature("m", "1", (TensorSpec("image", "BYTES", (-1, 1)),), (), 8)
     assert decode_request(memoryview(b"\xff\xd8jpeg"), 0, image).inputs[0].data.tolist() == [[b"\xff\xd8jpeg"]]
+
+
+@pytest.mark.parametrize("count", [0, 1, PIECE_VALUES - 1, PIECE_VALUES, PIECE_VALUES + 1, 3 * PIECE_VALUES])
+@pytest.mark.parametrize("first", [0.1, np.nan])
+def test_long_outputs_in_json_are_whole(count: int, first: float) -> None:
+    array = np.arange(count, dtype=np.float32) / 7
+    array[:1] = first
+    texts = np.array([f"é{value}".encode() for value in array.tolist()], object)
+    tensors = OutputTensor("y", "FP32", array, False), OutputTensor("z", "BYTES", texts, False)
+    held: list[int] = []
+    response = InferResponse("m", "1", "", tensors)
+    pieces, _ = encode_pieces(response, held.append)
+    assert held == [len(piece) for piece in pieces]
+    values, strings = (output["data"] for output in json.loads(b"".join(pieces))["outputs"])
+    np.testing.assert_array_equal(np.array(values, np.float32), array)
+    assert [string.encode() for string in strings] == texts.tolist()
+    assert is_slow_to_encode(response) == (2 * count > PIECE_VALUES)
 
 
 def test_nan_and_infinity_stay_parsable() -> None:

@@ -58,7 +58,7 @@ def test_long_data_gives_the_same_array(datatype: str, nested: bool) -> None:
         (request([*range(COUNT - 1), True]), "must hold only values"),
         (request([*range(COUNT + 1)]), "needs 100000 elements"),
         (request([*range(COUNT - 1)]), "got 99999"),
-        (request([[]] * COUNT), "must hold only values"),
+        (request([[]] * COUNT), "got 0"),
         (request([300] * COUNT, "UINT8"), "outside the range"),
         (request([1.5] * COUNT, "INT32"), "must hold only values"),
         (request(values("FP32"), "FP16"), "FP16"),

@@ -10,12 +10,15 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from servers.gpu import nvml
 from servers.gpu.exporter import CPU_MODES, DEFINITIONS, HOST_DEFINITIONS, GpuExporter, GpuPolling
 from servers.gpu.readings import EdgeReading, GpuProcess, Reading
 from tests.scripted_reader import Fault, NullReader, Phase, ScriptedReader
@@ -238,3 +241,61 @@ def test_a_hole_in_the_samples_is_not_observed_time(clock: Clock) -> None:
     after = polling.points
     assert after[observed][UUID,] - before[observed][UUID,] == pytest.approx(14.0 + 1.0)
     assert after[busy][UUID,] == pytest.approx(0.5 * after[observed][UUID,])
+
+
+def test_an_exception_while_polling_takes_the_values_away_until_there_are_new_ones(export: Any, clock: Clock) -> None:
+    """It ended the polling: the last values stayed, and `nvml_up 1` with them."""
+
+    class Odd(ScriptedReader):
+        odd = False
+
+        def reading(self, index: int) -> Reading:
+            if self.odd:
+                raise IndexError("a value of a type that no release had before")
+            return super().reading(index)
+
+    reader = Odd(clock.monotonic_ns, clock.wall_ns)
+    polling = GpuPolling(reader, clock.monotonic_ns, clock.wall_ns)
+    port = export(polling).port
+    poll_for(polling, clock, 3)
+    assert value(scrape(port), "nvml_up") == 1
+    reader.odd = True
+    poll_for(polling, clock, 3)
+    found = scrape(port)
+    assert value(found, "nvml_up") == 0
+    assert value(found, "nvml_errors_total", call="poll", code="IndexError") == 3
+    assert {name for name, _ in found if name.startswith("nvml_device")} == set()
+    reader.odd = False
+    poll_for(polling, clock, 3)
+    assert value(scrape(port), "nvml_up") == 1
+    assert value(scrape(port), "nvml_device_power_watts", uuid=UUID) is not None
+
+
+def test_values_of_a_driver_that_hangs_disappear(export: Any, clock: Clock) -> None:
+    polling = GpuPolling(ScriptedReader(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
+    exporter = export(polling)
+    exporter._ended.set()  # nothing polls any more, as when a call of the driver does not return
+    exporter._thread.join()
+    assert value(scrape(exporter.port), "nvml_up") == 1
+    clock.now_ns += 11 * S
+    found = scrape(exporter.port)
+    assert value(found, "nvml_up") == 0
+    assert value(found, "nvml_last_success_timestamp_seconds") == 100 + 1_700_000_000
+    assert {name for name, _ in found if name.startswith("nvml_device")} == set()
+
+
+def test_a_value_of_an_unknown_type_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def values(_handle: object, fields: list[int]) -> list[Any]:
+        kinds = [99, *[3] * (len(fields) - 1)]
+        return [SimpleNamespace(nvmlReturn=0, valueType=kind, value=SimpleNamespace(ullVal=7)) for kind in kinds]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", values)
+    found, failed = nvml._read_field_values(None)
+    assert set(found.values()) == {7}
+    assert list(failed.values()) == ["VALUE_TYPE_99"]
+
+
+def test_an_answer_that_cannot_be_read_is_a_failed_call() -> None:
+    calls = nvml._Calls()
+    assert calls.run("name", lambda _: b"\xff".decode(), None) is None
+    assert (calls.failed, calls.lost) == ({"name": "UnicodeDecodeError"}, False)

@@ -81,13 +81,13 @@ def test_a_step_of_the_wall_clock_is_an_event_and_leaves_no_hole(step_s: int) ->
     class Kept(ScriptedReader):
         """Old samples keep their old stamps, as in a real ring buffer."""
 
-        def samples(self, index: int, since_us: int) -> SampleBatch:
-            shift_us = (self._wall_ns() - self._clock_ns()) // 1000
+        def samples(self, index: int, since_ns: int) -> SampleBatch:
+            shift_ns = self._wall_ns() - self._clock_ns()
             stamped = [
-                (at_us if at_us - shift_us > 107_000_000 else at_us - shift_us + WALL // 1000, share)
-                for at_us, share in super().samples(index, 0).samples
+                (at_ns if at_ns - shift_ns > 107 * S else at_ns - shift_ns + WALL, share)
+                for at_ns, share in super().samples(index, 0).samples
             ]
-            return SampleBatch(tuple(sorted(pair for pair in stamped if pair[0] > since_us)))
+            return SampleBatch(tuple(sorted(pair for pair in stamped if pair[0] > since_ns)))
 
     world = World(reader=Kept).until(107)
     world.offset_ns += step_s * S
@@ -101,14 +101,14 @@ def test_a_step_of_the_wall_clock_is_an_event_and_leaves_no_hole(step_s: int) ->
 
 def test_samples_on_the_monotonic_clock_and_on_one_of_their_own() -> None:
     class Monotonic(ScriptedReader):
-        shift_us = -WALL // 1000
+        shift_ns = -WALL
 
-        def samples(self, index: int, since_us: int) -> SampleBatch:
-            found = super().samples(index, since_us - self.shift_us if since_us else 0)
-            return SampleBatch(tuple((at_us + self.shift_us, share) for at_us, share in found.samples))
+        def samples(self, index: int, since_ns: int) -> SampleBatch:
+            found = super().samples(index, since_ns - self.shift_ns if since_ns else 0)
+            return SampleBatch(tuple((at_ns + self.shift_ns, share) for at_ns, share in found.samples))
 
     class Own(Monotonic):
-        shift_us = 10**15
+        shift_ns = 10**18
 
     assert World(reader=Monotonic).until(120).samples() == World().until(120).samples()
     own = World(reader=Own).until(120).samples()

@@ -16,7 +16,18 @@ from servers.contract.records import ModelSignature
 from servers.contract.tensors import TensorSpec
 from servers.native.arena import RequestMemory
 from servers.native.engine_pool import EnginePool, combined
-from servers.native.messages import Answer, Ask, Cancel, Done, FrameReader, Message, Submit, SubmitMany, encode
+from servers.native.messages import (
+    Answer,
+    Ask,
+    Cancel,
+    Done,
+    FrameReader,
+    Message,
+    Submit,
+    SubmitMany,
+    Unusable,
+    encode,
+)
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 
@@ -31,7 +42,7 @@ class EngineEnd:
         connected.setblocking(False)
         self.socket = connected
         self._reader = FrameReader()
-        self.received: list[Message] = []
+        self.received: list[Message | Unusable] = []
 
     async def messages(self, count: int) -> list[Any]:
         """All messages, of which there are at least so many."""

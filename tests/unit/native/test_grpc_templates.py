@@ -91,8 +91,8 @@ def answered(templates: MessageTemplates, content: memoryview, *, streamed: bool
         return None
     template, request_id, offset = found
     arrays = template.queued(content, offset, FIND, None, None).inputs
-    parsed, raw = parse_message(content)
-    for tensor in decode_message(parsed, raw, FIND).inputs:
+    request = decode_message(parse_message(content), FIND)
+    for tensor in request.inputs:
         np.testing.assert_array_equal(arrays[tensor.name], tensor.data)
     outputs = {"y": np.ones((2, 1), "<f4"), "z": np.ones((2, 1), "<i8")}
     answer = b"".join(template.answer(outputs, {}, request_id, streamed=streamed))
@@ -104,7 +104,7 @@ def answered(templates: MessageTemplates, content: memoryview, *, streamed: bool
         response = service_pb2.ModelInferResponse.FromString(answer[5:])
     assert (response.model_name, response.model_version) == ("two", "1")
     assert list(response.raw_output_contents) == [outputs["y"].tobytes(), outputs["z"].tobytes()]
-    assert response.id == parsed.id
+    assert response.id == request.id
     return str(response.id)
 
 
@@ -140,8 +140,8 @@ def test_of_several_ids_the_last_one_counts() -> None:
     assert service_pb2.ModelInferRequest.FromString(bytes(twice)).id == "b"
     for _ in range(2):
         for content in (twice, memoryview(once)):
-            parsed, raw = parse_message(content)
-            templates.keep(content, raw, decode_message(parsed, raw, FIND), SERVICE)
+            parsed = parse_message(content)
+            templates.keep(content, parsed.raw, decode_message(parsed, FIND), SERVICE)
             for streamed in (False, True):
                 assert answered(templates, content, streamed=streamed) == "b"
     other = memoryview(bytes(twice).replace(b"\x1a\x01a", b"\x1a\x01c"))

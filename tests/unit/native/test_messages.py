@@ -37,6 +37,7 @@ from servers.native.messages import (
     SentForms,
     Submit,
     SubmitMany,
+    Unusable,
     divided,
     done_many_message,
     done_message,
@@ -66,10 +67,10 @@ def memory() -> RequestMemory:
 def received(messages: Iterable[Message], cuts: Iterable[int] = ()) -> list[Message]:
     """The messages, each a frame of its own, after a stream that is cut at these bytes."""
     stream = b"".join(encode([message]) for message in messages)
-    reader, found = FrameReader(), []
+    reader, found = FrameReader(), list[Message]()
     edges = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
     for start, end in itertools.pairwise(edges):
-        found += reader.feed(stream[start:end])
+        found += [message for message in reader.feed(stream[start:end]) if not isinstance(message, Unusable)]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -13,9 +14,11 @@ import pytest
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.native.arena import RequestMemory
+from servers.native.engine_process import EngineServer
 from servers.native.engine_side import EngineSide
 from servers.native.errors import NotReadyError
 from servers.native.inference import InferenceService, State
+from servers.native.messages import Answer, Ask, FrameReader, encode
 from servers.native.one_process import LocalLink
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
@@ -87,3 +90,50 @@ def test_a_front_end_that_accepts_requests_is_not_yet_said_to_be_ready() -> None
     service.check_accepting()
     service.check_ready()
     assert service.ready
+
+
+class OpeningFrontEnd:
+    """A front end's process as the engine's process sees it."""
+
+    def __init__(self, supervisor: socket.socket) -> None:
+        self._socket, theirs = socket.socketpair()
+        socket.send_fds(supervisor, [b"f"], [theirs.fileno()])
+        theirs.close()
+        self._reader = FrameReader()
+        self._messages: list[Any] = []
+
+    def open(self) -> None:
+        """Say so, and return when the engine's process has heard it."""
+        self._socket.sendall(encode([Ask(7, "opened")]))
+        while not any(isinstance(message, Answer) for message in self._messages):
+            self._messages += self._reader.feed(self._socket.recv(65536))
+
+    def die(self) -> None:
+        self._socket.close()
+
+
+def test_a_front_end_that_opens_and_dies_does_not_count_for_one_that_is_not_open() -> None:
+    settings = NativeSettings(max_batch_size=8, fronts=2)
+    supervisor, child = socket.socketpair()
+    server = EngineServer(settings, [], [], RequestMemory.alone(settings).arena, child)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        first, second = OpeningFrontEnd(supervisor), OpeningFrontEnd(supervisor)
+        first.open()
+        first.die()
+        until(lambda: len(server._channels) == 1)
+        successor = OpeningFrontEnd(supervisor)
+        successor.open()
+        assert not server._front_ends_open.is_set()
+        second.open()
+        assert server._front_ends_open.is_set()
+        for front_end in (second, successor):
+            front_end.die()
+        until(lambda: not server._channels)
+    finally:
+        supervisor.close()
+        thread.join(10)
+        for one in (child, server._wakes, server._waker):
+            one.close()
+    assert not thread.is_alive()

@@ -1,11 +1,13 @@
-"""A second signal during the shutdown, in the middle of a line of the log: the server goes on."""
+"""The shutdown: a signal in the middle of a line of the log, and children that do not end."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +15,7 @@ import structlog
 
 from servers.native.front_server import NativeServer
 from servers.native.settings import NativeSettings
-from servers.native.supervisor import Supervisor
+from servers.native.supervisor import KILLED_S, Supervisor
 
 log = structlog.get_logger()
 
@@ -66,3 +68,29 @@ def test_the_supervisor_goes_on(log_file: Interrupted) -> None:
     log_file.handler = lambda: supervisor._note(signal.SIGINT, None)
     run_within(5, lambda: log.warning("one line"))
     assert supervisor._signals == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_a_child_that_no_signal_ends_is_left_behind_after_one_attempt(
+    log_file: Interrupted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in a driver that hangs. It got a signal and a line of the log every 5 ms, for ever."""
+    supervisor = object.__new__(Supervisor)
+    supervisor._signals, supervisor._settings, supervisor._logged_signals = [], NativeSettings(), 1
+    statuses: list[int] = []
+    sent: list[tuple[int, int]] = []
+    kill, process = os.kill, os.fork()
+    if not process:
+        time.sleep(60)
+        os._exit(0)
+    monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
+    began = time.monotonic()
+    try:
+        run_within(KILLED_S + 10, lambda: statuses.append(supervisor._wait_for(process, began + 0.1)))
+    finally:
+        kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    assert statuses == [1]
+    assert sent == [(process, signal.SIGKILL)]
+    ended, left = log_file.getvalue().splitlines()
+    assert "ended by force" in ended
+    assert "left behind" in left
