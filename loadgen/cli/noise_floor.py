@@ -53,14 +53,17 @@ def noise_floor(
     Exit status: 0 stored, 1 not stored, 2 an option or a file is wrong, 130 interrupted.
     """
     from loadgen.machine.noise_floor import NoiseFloorError, make_floor, store_floor
+    from loadgen.result.analysis import readable
+    from loadgen.storage.stored_run import StoredRunError
 
     try:
-        result, status = (_stored(from_run), EXIT_VALID) if from_run else _measured(context, file, out, options)
+        folder, result, status = _stored(from_run) if from_run else _measured(context, file, out, options)
         if result is None or status not in (EXIT_VALID, EXIT_INVALID):
             raise typer.Exit(status)
-        floor = make_floor(result)
-        path = store_floor(floor)
-    except PlanError as exc:
+        with readable(folder):
+            floor = make_floor(result)
+            path = store_floor(floor)
+    except (PlanError, StoredRunError) as exc:
         fail(str(exc))
     except NoiseFloorError as exc:
         fail(str(exc), EXIT_INVALID)
@@ -85,7 +88,7 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
 
 def _measured(
     context: typer.Context, file: Path | None, out: Path | None, options: dict[str, object]
-) -> tuple[Result | None, int]:
+) -> tuple[Path, Result | None, int]:
     given = given_options(context, options)
     if stray := [option.flag for option in given if option.path[0] == "arms" and option.path[1] != "a"]:
         raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave the other arms out")
@@ -94,19 +97,16 @@ def _measured(
     if plan.is_matrix:
         raise PlanError("the noise floor needs one transport and one payload; give one of each")
     plan = check_run(plan, out, {})
-    status, result = run_and_report(plan.runs[0][1], out or default_out(settings.model))
-    return result, status
+    folder = out or default_out(settings.model)
+    status, result = run_and_report(plan.runs[0][1], folder)
+    return folder, result, status
 
 
-def _stored(directory: Path) -> Result:
+def _stored(directory: Path) -> tuple[Path, Result | None, int]:
     from loadgen.result.analysis import analyse, readable
-    from loadgen.storage.stored_run import StoredRunError
 
-    try:
-        with readable(directory):
-            return analyse(directory)
-    except StoredRunError as exc:
-        raise PlanError(str(exc)) from exc
+    with readable(directory):
+        return directory, analyse(directory), EXIT_VALID
 
 
 def _print(floor: NoiseFloor) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from loadgen.comparison.pairs import pair_metrics
-from loadgen.documents import DocumentError, read_record
+from loadgen.documents import DocumentError, read_named, read_record
 from loadgen.machine.environment import utc_now
 from loadgen.machine.fingerprint import cache_path, fingerprint, store_record
 from loadgen.records.machine import NoiseFloor
@@ -32,7 +32,7 @@ def own_floors(environment: Environment, experiment: Experiment) -> tuple[NoiseF
 def read_floors(path: Path) -> tuple[NoiseFloor, ...]:
     """The stored floors, empty without a file. Raises `NoiseFloorError` for an unreadable one."""
     try:
-        return cast("tuple[NoiseFloor, ...]", read_record(path.read_bytes(), tuple[NoiseFloor, ...]))
+        return cast("tuple[NoiseFloor, ...]", read_record(read_named(path), tuple[NoiseFloor, ...]))
     except FileNotFoundError:
         return ()
     except (OSError, DocumentError) as exc:

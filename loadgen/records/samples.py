@@ -15,6 +15,9 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import psutil
+
+from loadgen.documents import open_inside
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
@@ -167,8 +170,40 @@ def read_samples(path: Path) -> Samples:
         return load_samples(file, path.name)
 
 
-def load_samples(file: BinaryIO, name: str) -> Samples:
-    """Read all whole records of an open file; `name` is for messages. Raises `ValueError`."""
+def read_stored_samples(folder: Path, name: str, most: int) -> Samples:
+    """Like `read_samples`, by the path relative to a folder that may come from somebody else, and at most one record
+    more than `most`. Raises `OSError`, `ValueError`."""
+    with _open_stored(folder, name) as file:
+        held = os.fstat(file.fileno()).st_size // SAMPLE_DTYPE.itemsize
+        wanted, free = min(held, max(0, most) + 1), psutil.virtual_memory().available
+        if wanted * SAMPLE_DTYPE.itemsize > free:
+            raise ValueError(f"{name} holds {held:,} samples, too many for the {free:,} bytes of free memory")
+        return load_samples(file, name, wanted)
+
+
+def count_samples(folder: Path, name: str) -> int:
+    """The whole records of a sample file, without reading them; see `read_stored_samples`. Raises `OSError`,
+    `ValueError`."""
+    with _open_stored(folder, name) as file:
+        _check_header(file, name)
+        return (os.fstat(file.fileno()).st_size - file.tell()) // SAMPLE_DTYPE.itemsize
+
+
+def _open_stored(folder: Path, name: str) -> BinaryIO:
+    try:
+        return open_inside(folder, name)
+    except FileNotFoundError:
+        return open_inside(folder, f"{name}.part")
+
+
+def load_samples(file: BinaryIO, name: str, most: int | None = None) -> Samples:
+    """Read all whole records of an open file, or the first `most`; `name` is for messages. Raises `ValueError`."""
+    _check_header(file, name)
+    content = file.read(-1 if most is None else most * SAMPLE_DTYPE.itemsize)
+    return np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
+
+
+def _check_header(file: BinaryIO, name: str) -> None:
     try:
         np.lib.format.read_magic(file)
         _, _, dtype = np.lib.format.read_array_header_1_0(file)
@@ -176,9 +211,6 @@ def load_samples(file: BinaryIO, name: str) -> Samples:
         raise ValueError(f"{name} has no readable header: {exc}") from exc
     if dtype != SAMPLE_DTYPE:
         raise ValueError(f"{name} holds no samples but {dtype}")
-    content = file.read()
-    whole = len(content) - len(content) % SAMPLE_DTYPE.itemsize
-    return np.frombuffer(content[:whole], dtype=SAMPLE_DTYPE)
 
 
 def _header(count: int) -> bytes:

@@ -26,6 +26,12 @@ from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
 from loadgen.studies.rate_search.records import RampFound, RateFound, RatesFound
 from loadgen.studies.registry import parts
 
+CONTRADICTIONS = (
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, StopIteration,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What records of the right types raise that were edited into contradictions."""
+
 
 def analyse(out_dir: Path) -> Result:
     """The result of the run in `out_dir`, also if it was interrupted or killed.
@@ -110,7 +116,7 @@ def readable(path: Path) -> Iterator[None]:
     `StoredRunError`."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as exc:
+    except CONTRADICTIONS as exc:
         raise StoredRunError(
             f"the records in {path} contradict each other ({type(exc).__name__}: {one_line(str(exc))}); "
             "run the comparison again, or report a bug if the files were not edited"

@@ -266,7 +266,7 @@ def assess_run(
 ) -> EvidenceFile:
     """Read the readings in `directory` and judge every arm. `processes_unknown`: the arms without PIDs, and why. Raises
     `ReadingsError`."""
-    readings = read_readings([directory / name for name in files])
+    readings = read_readings(directory, files)
     own = frozenset(pid for several in (*pids.values(), *(run.pids for run in controls.values())) for pid in several)
     gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -208,14 +209,14 @@ def test_a_process_between_the_blocks_is_not_foreign(run: Run, plan: Any) -> Non
         assert run(spread).inputs.attribution.foreign is foreign, at_s
 
 
-def test_no_readings_at_all(run: Run, plan: Any) -> None:
+def test_no_readings_at_all(run: Run, plan: Any, tmp_path: Path) -> None:
     from loadgen.studies.gpu_proof.analyse import assess
     from loadgen.studies.gpu_proof.readings import read_readings
 
     blocks = plan().block_records()
     record = assess(
-        read_readings([]), label="a", workload=None, blocks=blocks, gaps=[], completions_ns=np.empty(0, np.int64),
-        gpu_info=None, model_config=None,
+        read_readings(tmp_path, []), label="a", workload=None, blocks=blocks, gaps=[],
+        completions_ns=np.empty(0, np.int64), gpu_info=None, model_config=None,
     )  # fmt: skip
     assert (record.finding, record.code) == ("INCONCLUSIVE", "no_nvml")
 
