@@ -1,4 +1,4 @@
-"""A fault of the analysis or of a report costs no measurement: the records stay, and a sentence repeats the analysis."""
+"""A fault of the analysis costs no measurement: the records stay, and a sentence says how to repeat the analysis."""
 
 from __future__ import annotations
 
