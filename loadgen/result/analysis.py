@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.comparison.comparisons import compare_all, invalidate
+from loadgen.comparison.comparisons import compare_all, invalidate, leading_comparisons
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.stages import break_down
@@ -23,6 +23,7 @@ from loadgen.result.stopping import describe_stopping
 from loadgen.result.thresholds import judge_thresholds
 from loadgen.result.verdict import reach_verdict
 from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
+from loadgen.studies.causes.analyse import CausesFound, with_verdicts
 from loadgen.studies.rate_search.records import RampFound, RateFound, RatesFound
 from loadgen.studies.registry import parts
 
@@ -70,7 +71,8 @@ def analyse_run(run: StoredRun) -> Result:
     facts = replace(facts, comparisons=drafts)
     checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
-    facts = replace(facts, comparisons=comparisons)
+    causes = with_verdicts(facts.of(CausesFound), run.experiment, leading_comparisons(comparisons))
+    facts = replace(facts, comparisons=comparisons, findings={**findings, CausesFound.STUDY: causes})
     titles = {request.label: request.target for request in run.experiment.arms}
     titles |= {arm.label: arm.title for arm in run.arms}
     verdict = reach_verdict(facts, titles, checks)
@@ -89,7 +91,7 @@ def analyse_run(run: StoredRun) -> Result:
         summaries=summaries,
         stages=breakdowns,
         blocks=blocks,
-        studies={name: found for name, found in findings.items() if found != type(found)()},
+        studies={name: found for name, found in facts.findings.items() if found != type(found)()},
         stopping=stopping,
         noise_floors=run.noise_floors,
         noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment),
