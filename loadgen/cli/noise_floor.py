@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,9 @@ def noise_floor(
     out: Annotated[Path | None, _MAIN(**OUT)] = None,
     **options: object,
 ) -> None:
-    """Compare arm A with itself and store how much it differs: no comparison on this machine will claim less.
+    """Compare arm A with itself and store how much it differs: no comparison of this arm will claim less.
+
+    It counts on this machine for the same model, payload, transport and workloads.
 
     Takes the options of `abserve compare`, but runs 24 pairs over 6 restarts by default, and no cold starts. Stored in
     $XDG_CACHE_HOME/abserve for this machine, where `abserve compare` finds it.
@@ -54,6 +57,7 @@ def noise_floor(
     """
     from loadgen.machine.noise_floor import NoiseFloorError, make_floor, store_floor
     from loadgen.result.analysis import readable
+    from loadgen.result.noise_floor import COMMAND
     from loadgen.storage.stored_run import StoredRunError
 
     try:
@@ -62,11 +66,14 @@ def noise_floor(
             raise typer.Exit(status)
         with readable(folder):
             floor = make_floor(result)
-            path = store_floor(floor)
     except (PlanError, StoredRunError) as exc:
         fail(str(exc))
     except NoiseFloorError as exc:
         fail(str(exc), EXIT_INVALID)
+    try:
+        path = store_floor(floor)
+    except NoiseFloorError as exc:
+        fail(f"{exc}, then run: {COMMAND} --from {shlex.quote(str(folder))}", EXIT_INVALID)
     _print(floor)
     typer.echo(f"stored in {path}")
 
@@ -118,5 +125,6 @@ def _print(floor: NoiseFloor) -> None:
 
     rows = [(one.scenario, METRICS[one.metric].title, share(one.difference), str(one.pairs)) for one in floor.entries]
     table = doc.Table((*doc.names("scenario", "metric"), *doc.numbers("identical arms differ by up to", "pairs")), rows)
-    section = doc.Section(f"Noise floor of this machine: {floor.title}", (table,))
+    title = f"Noise floor of this machine: {floor.title}, {floor.model}, {floor.payload} over {floor.transport}"
+    section = doc.Section(title, (table,))
     print_document(doc.Document("Noise floor", (doc.Chapter("", (section,)),)), make_console(sys.stdout))

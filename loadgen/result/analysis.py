@@ -17,7 +17,7 @@ from loadgen.comparison.summaries import summarise_blocks, summarise_workload
 from loadgen.documents import one_line, stored_path
 from loadgen.records.run import Found
 from loadgen.result.checks.registry import make_checks, reason_against
-from loadgen.result.noise_floor import apply_floor, floor_sentence, is_self_comparison
+from loadgen.result.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
 from loadgen.result.result_file import FILE_NAME, Result, read_result
 from loadgen.result.stopping import describe_stopping
 from loadgen.result.thresholds import judge_thresholds
@@ -67,7 +67,8 @@ def analyse_run(run: StoredRun) -> Result:
     drafts = compare_all(run.experiment, blocks, run.cold_starts, values, latencies_of(run.blocks), facts.item)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
-        drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
+        floors = floors_by_arm(run.experiment, run.arms, run.noise_floors)
+        drafts = apply_floor(drafts, floors, run.experiment.equivalence_margin)
     facts = replace(facts, comparisons=drafts)
     checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
@@ -94,7 +95,7 @@ def analyse_run(run: StoredRun) -> Result:
         studies={name: found for name, found in facts.findings.items() if found != type(found)()},
         stopping=stopping,
         noise_floors=run.noise_floors,
-        noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment),
+        noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment, run.arms),
         thresholds=judge_thresholds(facts),
     )
 
