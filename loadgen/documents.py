@@ -1,15 +1,21 @@
-"""Decodes JSON from other programs within limits on size and depth, and makes every text in it printable.
+"""Reads files and JSON from other programs within limits on size and depth, and makes every text in it printable.
 
 The result is a value or a `DocumentError`, whatever the bytes are. Servers' documents and stored records are decoded
-only here.
+only here. A folder may come from somebody else: `…_inside` reads only regular files inside it, by no link, and never
+waits for a pipe or reads a device.
 """
 
 from __future__ import annotations
 
+import errno
 import gzip
+import os
+import stat
 import zlib
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -42,22 +48,120 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
+def open_inside(folder: Path, name: str) -> BinaryIO:
+    """Open a regular file by its path relative to `folder`, no part of which may be a link. Raises `OSError`, and
+    `DocumentError` for anything else."""
+    with _directory_of(folder, name) as (directory, last):
+        return _open_regular(last, os.O_NOFOLLOW, directory)
+
+
+def open_named(path: Path) -> BinaryIO:
+    """Open a regular file that the user has named, also by a link. Raises `OSError` and `DocumentError`."""
+    return _open_regular(str(path), 0)
+
+
+def read_inside(folder: Path, name: str, most_bytes: int = MOST_RECORD_BYTES) -> bytes:
+    """The content of a file inside `folder`; see `open_inside`. Raises `OSError` and `DocumentError`."""
+    with open_inside(folder, name) as file:
+        return read_limited(file, most_bytes)
+
+
+def read_named(path: Path, most_bytes: int = MOST_RECORD_BYTES) -> bytes:
+    """The content of a file that the user has named; see `open_named`. Raises `OSError` and `DocumentError`."""
+    with open_named(path) as file:
+        return read_limited(file, most_bytes)
+
+
+def read_limited(file: BinaryIO, most_bytes: int) -> bytes:
+    """A whole regular file. Raises `DocumentError` if it is longer than the limit."""
+    size = os.fstat(file.fileno()).st_size
+    if size > most_bytes:
+        raise DocumentError(f"it has {size:,} bytes, more than the limit of {most_bytes:,}")
+    return file.read(size)
+
+
+def list_inside(folder: Path, name: str) -> list[str]:
+    """What a directory inside `folder` holds, as sorted paths relative to `folder`; empty without the directory. Raises
+    `OSError`, and `DocumentError` if a part of its path is a link."""
+    try:
+        with _directory_of(folder, f"{name}/*") as (directory, _):
+            return [f"{name}/{entry}" for entry in sorted(os.listdir(directory))]  # noqa: PTH208 (of an open directory)
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def _directory_of(folder: Path, name: str) -> Iterator[tuple[int, str]]:
+    """The open directory that holds the file, and the file's name in it."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise DocumentError(f"{one_line(name)!r} leads out of the folder {folder}")
+    *way, last = path.parts
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in way:
+            try:
+                inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            except OSError as exc:
+                raise _link_error(exc, part, directory) from exc
+            os.close(directory)
+            directory = inner
+        yield directory, last
+    finally:
+        os.close(directory)
+
+
+def _open_regular(name: str, flags: int, directory: int | None = None) -> BinaryIO:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=directory)
+    except OSError as exc:
+        raise _link_error(exc, name, directory) from exc
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DocumentError("it is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _link_error(error: OSError, name: str, directory: int | None) -> Exception:
+    """What to raise for a part of a path that could not be opened."""
+    if error.errno == errno.ENXIO:  # a socket
+        return DocumentError("it is not a regular file")
+    if directory is not None and error.errno in (errno.ELOOP, errno.ENOTDIR):
+        if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            return DocumentError(f"{name} is a link, which may lead out of the folder; put the files in its place")
+        return DocumentError(f"{name} is not a folder")
+    return error
+
+
 def stored_path(path: Path) -> Path:
     """The file itself, or its compressed copy NAME.gz where only that exists, as in published runs."""
     packed = path.with_name(f"{path.name}.gz")
     return packed if packed.exists() and not path.exists() else path
 
 
-def read_stored(path: Path) -> bytes:
-    """Read a stored file, unpacked if it is compressed. Raises `OSError` and `DocumentError`."""
-    path = stored_path(path)
-    if path.suffix != ".gz":
-        return path.read_bytes()
+def is_stored(folder: Path, name: str) -> bool:
+    """Whether `folder` holds this file, a regular one."""
     try:
-        with gzip.open(path) as file:
-            return file.read(MOST_RECORD_BYTES + 1)  # one byte over the limit, which the decoder refuses
-    except (EOFError, zlib.error, gzip.BadGzipFile) as exc:
-        raise DocumentError(f"it is not a whole gzip file ({exc})") from exc
+        open_inside(folder, name).close()
+    except (OSError, DocumentError):
+        return False
+    return True
+
+
+def read_stored(path: Path, most_bytes: int = MOST_RECORD_BYTES) -> bytes:
+    """Read a stored file that is not a link, unpacked if it is compressed. Raises `OSError` and `DocumentError`."""
+    path = stored_path(path)
+    with open_inside(path.parent, path.name) as file:
+        if path.suffix != ".gz":
+            return read_limited(file, most_bytes)
+        try:
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                content = unpacked.read(most_bytes + 1)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as exc:
+            raise DocumentError(f"it is not a whole gzip file ({exc})") from exc
+    if len(content) > most_bytes:
+        raise DocumentError(f"it unpacks to more than the limit of {most_bytes:,} bytes")
+    return content
 
 
 def read_json(content: bytes | memoryview) -> Any:

@@ -1,4 +1,7 @@
-"""Formats numbers for readers: with their unit, no more digits than their interval supports, and 0 only for 0."""
+"""Formats numbers for readers: with their unit, no more digits than their interval supports, and 0 only for 0.
+
+A formatted text is never parsed again: what a text shows as a number is `significant`, `shown_ratio` or `round`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,20 @@ WIDEST = 100.0
 NOT_DETERMINED = "not determined"
 
 
+def significant(value: float, digits: int) -> float:
+    """`value` with this many significant digits."""
+    return round(value, _decimals(value, digits)) if value and math.isfinite(value) else value
+
+
+def _decimals(value: float, digits: int) -> int:
+    return digits - 1 - math.floor(math.log10(abs(value)))
+
+
 def number(value: float, digits: int = 3) -> str:
     """`value` with this many significant digits, thousands separated, never in exponent form."""
     if value == 0.0 or not math.isfinite(value):
         return f"{abs(value):.0f}"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, decimals):,.{max(decimals, 0)}f}"
+    return f"{significant(value, digits):,.{max(_decimals(value, digits), 0)}f}"
 
 
 def supported_decimals(low: float, high: float) -> int:
@@ -42,8 +53,8 @@ def measured(value: float | None, interval: Interval | None) -> str:
     if value:
         leading = -math.floor(math.log10(abs(value)))
         decimals = min(max(decimals, leading), leading + 3)
-    text = f"{round(value, decimals):,.{min(max(decimals, 0), MAX_DECIMALS)}f}"
-    return text if float(text.replace(",", "")) or not value else number(value, 1)
+    kept, places = round(value, decimals), min(max(decimals, 0), MAX_DECIMALS)
+    return f"{kept:,.{places}f}" if round(kept, places) or not value else number(value, 1)
 
 
 def measured_interval(interval: Interval) -> str:
@@ -62,8 +73,12 @@ def _ratio_decimals(low: float, high: float) -> int:
 
 
 def _factor(value: float, decimals: int) -> str:
-    text = f"{value:,.{decimals}f}"
-    return text if float(text.replace(",", "")) else number(value, 1)
+    return f"{value:,.{decimals}f}" if round(value, decimals) else number(value, 1)
+
+
+def shown_ratio(value: float, interval: Interval | None) -> float:
+    """A ratio with the digits that `ratio` shows."""
+    return round(value, 2 if interval is None else _ratio_decimals(*interval))
 
 
 def ratio(value: float | None, interval: Interval | None) -> str:

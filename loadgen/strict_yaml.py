@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from loadgen.documents import one_line
+from loadgen.documents import DocumentError, one_line, read_named
 
 _MOST_BYTES = 1 << 16
 _MOST_NODES = 2000
@@ -68,11 +68,11 @@ def read_mapping(path: Path, kind: str, example: str) -> dict[str, Any]:
     """The mapping in a file, not validated; `kind` ("an experiment file") and `example` are for messages. Raises
     `YamlError`."""
     try:
-        content = path.read_bytes()
+        content = read_named(path, _MOST_BYTES)
     except OSError as exc:
         raise YamlError(f"{path}: {exc.strerror or exc}; give the path of {kind}") from exc
-    if len(content) > _MOST_BYTES:
-        raise YamlError(f"{path} has {len(content)} bytes; {kind} has at most {_MOST_BYTES}")
+    except DocumentError as exc:
+        raise YamlError(f"{path}: {exc}; {kind} has at most {_MOST_BYTES} bytes and is a regular file") from exc
     try:
         parsed = yaml.load(content, Loader=_StrictLoader)
     except yaml.YAMLError as exc:

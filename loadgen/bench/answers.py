@@ -25,7 +25,7 @@ from loadgen.bench.preparation import Inputs
 from loadgen.generator.kept_answers import unpacked
 from loadgen.generator.messages import KeptAnswer, Open, Outcome
 from loadgen.records.parity import ParityCase, ParityRecord
-from loadgen.records.run import Label, Workload
+from loadgen.records.run import REQUEST_TIMEOUT_S, Label, Workload
 from loadgen.statistics.agreement import (
     NOT_FINITE,
     Agreement,
@@ -56,7 +56,8 @@ LEAST_PARITY_ITEMS = 8
 ANSWERS_OF_A_TRIAL = 4
 """Few, because a search has dozens of trials."""
 _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
-_TIMEOUT_S = 120.0
+_LEAST_TIMEOUT_S = 120.0
+"""More than a request of the load has by default: the first answers come from a server that has just started."""
 
 Answer = Mapping[str, Array]
 """The outputs for one item, or for several; the first dimension is the item."""
@@ -75,6 +76,7 @@ class ParityTarget:
     target: Target
     signature: Signature
     inputs: SampleInputs
+    request_timeout_s: float = REQUEST_TIMEOUT_S
 
     def rules(self, tolerance: Tolerance) -> Rules:
         """How its outputs are compared, by their kinds and datatypes."""
@@ -267,7 +269,7 @@ def _typical(answers: Sequence[Answer]) -> dict[str, float]:
 def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
     """The answer to one request, on its own connection. Raises `AnswerError`, `ConnectionRefused`."""
     request = arm.target.sendable(prepare(arm.target.transport, arm.inputs, arm.signature, items))
-    connection = arm.target.connection((request,), timeout_s=_TIMEOUT_S)
+    connection = arm.target.connection((request,), timeout_s=max(arm.request_timeout_s, _LEAST_TIMEOUT_S))
     try:
         answer = read_answer(connection, connection.send(request))
     finally:
@@ -341,7 +343,9 @@ class AnswersUnderLoad:
         for label, arm in arms.items():
             reference = first if arms[first].payload == arm.payload else label
             own = [kept for kept in self.kept if kept.label == label]
-            asked = ParityTarget(arms[reference].target, signatures[reference], inputs[arm.payload])
+            asked = ParityTarget(
+                arms[reference].target, signatures[reference], inputs[arm.payload], arm.request_timeout_s
+            )
             error: str | None = None
             expected: list[list[Answer]] = []
             try:

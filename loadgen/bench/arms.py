@@ -16,14 +16,13 @@ from loadgen.bench.server_statistics import ServerStatistics
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
 from loadgen.records.model_config import effective_settings, read_triton, step_calls
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Transport, Workload
+from loadgen.records.run import REQUEST_TIMEOUT_S, ArmRecord, ArmRequest, Experiment, Transport, Workload
 from loadgen.records.samples import NS_PER_MS
 from loadgen.records.server import StepRecord
 from loadgen.targets.interface import Deployment
 from loadgen.transport.endpoint import Endpoint, EndpointError, Signature
 from loadgen.transport.transports import Target
 
-REQUEST_TIMEOUT_S = 60.0
 BODIES_PER_TURN = 13
 """Odd, so that successive rounds of a workload begin with each of its 4, 8, 16 or 32 bodies."""
 _MOST_STEPS = 16
@@ -46,6 +45,7 @@ class Arm:
     payload: str = "fp32"
     signature: Signature | None = None
     """Its inputs and outputs by the server's metadata, once the server is ready."""
+    request_timeout_s: float = REQUEST_TIMEOUT_S
 
     @property
     def endpoint(self) -> Endpoint:
@@ -95,7 +95,7 @@ class Arm:
             requests=workload.requests,
             seconds=workload.seconds,
             max_seconds=workload.max_seconds,
-            timeout_s=REQUEST_TIMEOUT_S,
+            timeout_s=self.request_timeout_s,
             samples_path=None if samples is None else str(samples),
             arrivals=workload.arrivals,
             rate_per_s=workload.rate_per_s,

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+import typer
+
 from loadgen.cli.json_output import complain, fail
+from loadgen.documents import one_line
 
 if TYPE_CHECKING:
     from loadgen.report.document import Document
     from loadgen.result.result_file import Result
     from loadgen.studies.engines.records import Matrix
+
+
+@dataclass
+class Analysis:
+    """Whether the analysis of a measurement failed; the user was told."""
+
+    failed: bool = False
+
+
+@contextmanager
+def analysis_of(folder: Path, again: str) -> Iterator[Analysis]:
+    """Whatever fails in the analysis of a measurement becomes one sentence with the command that repeats it, because
+    the samples and the records in `folder` are whole."""
+    analysis = Analysis()
+    try:
+        yield analysis
+    except (typer.Exit, click.ClickException):
+        raise
+    except Exception as exc:  # noqa: BLE001 (no fault of the analysis may cost a measurement)
+        analysis.failed = True
+        complain(
+            f"the analysis failed ({type(exc).__name__}: {one_line(str(exc))}); everything that was measured is in "
+            f"{folder}; analyse it again with: {again} {shlex.quote(str(folder))}; please report this as a bug"
+        )
 
 
 def check_export(mlflow: str | None) -> None:

@@ -99,6 +99,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             minutes=minutes if has_load else None,
             until_decided=own.until == "decided",
             time_limit_minutes=own.time_limit if own.until == "decided" else None,
+            request_timeout_s=own.request_timeout,
             explain=full if own.explain is None else own.explain,
             explain_seconds=own.explain_minutes * 60.0,
             ceiling=own_engines and (full if own.ceiling is None else own.ceiling),

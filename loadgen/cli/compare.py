@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadgen.cli.after import check_export, hand_over
+from loadgen.cli.after import analysis_of, check_export, hand_over
 from loadgen.cli.assembly import ExperimentPlan, check_out, check_servers, default_out, plan_experiment
 from loadgen.cli.json_output import check_files, complain, fail
+from loadgen.documents import one_line
 from loadgen.experiment.file import effective_settings, write_settings
 from loadgen.experiment.options import given_options, takes_settings
 from loadgen.experiment.plan import Combination, PlanError
@@ -114,8 +115,8 @@ def _run_matrix(
         worst = max(worst, status, key=_SEVERITY.index)
         try:
             write_index(out, entries)
-        except OSError as exc:  # a full disk: the runs go on
-            complain(f"no index: {exc.strerror or exc}")
+        except Exception as exc:  # noqa: BLE001 (a full disk or a fault of the report: the runs go on)
+            complain(f"no index: {_reason(exc)}")
             worst = max(worst, EXIT_INVALID, key=_SEVERITY.index)
         if status == EXIT_INTERRUPTED:
             break
@@ -132,10 +133,17 @@ def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv
         try:
             if path is not None:
                 write(path, results)
-        except OSError as exc:
-            complain(f"cannot write {path}: {exc.strerror or exc}")
+        except Exception as exc:  # noqa: BLE001 (no fault of a format may cost the others)
+            complain(f"cannot write {path}: {_reason(exc)}")
             status = max(status, EXIT_INVALID, key=_SEVERITY.index)
     return status
+
+
+def _reason(error: Exception) -> str:
+    """Why something could not be written, for people."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"{type(error).__name__}: {one_line(str(error))}; the records are kept, so report this as a bug"
 
 
 def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None) -> tuple[int, Result | None]:
@@ -160,17 +168,18 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
         return EXIT_INVALID, None
     if state.error is not None:
         complain(state.error)
-    result = analyse(out)
-    report = None
-    try:
-        report, *_ = write_reports(out, result)
-    except OSError as exc:  # a full disk: show what was measured all the same
-        complain(f"no reports: {exc.strerror or exc}; free some space, then: abserve report {out}")
-    document = result_document(result)
-    print_document(document, console)
-    hand_over(document, mlflow, result, out)
-    if report is None:
-        return EXIT_INVALID, result
+    result = report = None
+    with analysis_of(out, "abserve report") as analysis:
+        result = analyse(out)
+        try:
+            report, *_ = write_reports(out, result)
+        except OSError as exc:  # a full disk: show what was measured all the same
+            complain(f"no reports: {exc.strerror or exc}; free some space, then: abserve report {out}")
+        document = result_document(result)
+        print_document(document, console)
+        hand_over(document, mlflow, result, out)
+    if result is None or report is None or analysis.failed:
+        return EXIT_INTERRUPTED if state.state == "interrupted" else EXIT_INVALID, result
     console.print(f"report: {report}", soft_wrap=True)
     if state.state == "interrupted":
         complain(f"interrupted; finished blocks are in {out}", style="bold yellow")

@@ -73,4 +73,4 @@ def _read(path: Path) -> Result:
     if not path.exists():
         fail(f"{path} does not exist; give {_RUN[0].lower()}{_RUN[1:-1]}")
     with readable(path):
-        return stored_result(path) if path.is_dir() else read_result(path)
+        return stored_result(path) if path.is_dir() else read_result(path.resolve())

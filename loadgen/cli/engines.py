@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadgen.cli.after import check_export, hand_over
+from loadgen.cli.after import analysis_of, check_export, hand_over
 from loadgen.cli.assembly import check_out, default_out
 from loadgen.cli.json_output import check_files, complain, fail, write_json
 from loadgen.experiment.file import checked_settings, read_file
@@ -185,18 +185,20 @@ def _report(
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     folder = store.directory
-    matrix = analyse(plan, environment, store.visits(), state)
-    document = matrix_document(matrix)
-    print_document(document, console)
-    status = exit_status(matrix)
-    try:
-        report, *_ = write_reports(folder, matrix)
-        console.print(f"report: {report}", soft_wrap=True)
-    except OSError as exc:  # a full disk: what was measured is shown all the same
-        complain(f"no reports: {exc.strerror or exc}; free some space, then: {_again(folder)}")
-        status = EXIT_FAILED
-    hand_over(document, mlflow, matrix, folder)
-    write_json(matrix, json_file)
+    status = EXIT_FAILED
+    with analysis_of(folder, "abserve report"):
+        matrix = analyse(plan, environment, store.visits(), state)
+        document = matrix_document(matrix)
+        print_document(document, console)
+        status = exit_status(matrix)
+        try:
+            report, *_ = write_reports(folder, matrix)
+            console.print(f"report: {report}", soft_wrap=True)
+        except OSError as exc:  # a full disk: what was measured is shown all the same
+            complain(f"no reports: {exc.strerror or exc}; free some space, then: {_again(folder)}")
+            status = EXIT_FAILED
+        hand_over(document, mlflow, matrix, folder)
+        write_json(matrix, json_file)
     if state.state == "interrupted":
         complain(f"interrupted; what was measured is in {folder}; continue with: {_again(folder)}", style="bold yellow")
         return EXIT_INTERRUPTED

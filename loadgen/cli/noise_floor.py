@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,9 @@ def noise_floor(
     out: Annotated[Path | None, _MAIN(**OUT)] = None,
     **options: object,
 ) -> None:
-    """Compare arm A with itself and store how much it differs: no comparison on this machine will claim less.
+    """Compare arm A with itself and store how much it differs: no comparison of this arm will claim less.
+
+    It counts on this machine for the same model, payload, transport and workloads.
 
     Takes the options of `abserve compare`, but runs 24 pairs over 6 restarts by default, and no cold starts. Stored in
     $XDG_CACHE_HOME/abserve for this machine, where `abserve compare` finds it.
@@ -53,17 +56,24 @@ def noise_floor(
     Exit status: 0 stored, 1 not stored, 2 an option or a file is wrong, 130 interrupted.
     """
     from loadgen.machine.noise_floor import NoiseFloorError, make_floor, store_floor
+    from loadgen.result.analysis import readable
+    from loadgen.result.noise_floor import COMMAND
+    from loadgen.storage.stored_run import StoredRunError
 
     try:
-        result, status = (_stored(from_run), EXIT_VALID) if from_run else _measured(context, file, out, options)
+        folder, result, status = _stored(from_run) if from_run else _measured(context, file, out, options)
         if result is None or status not in (EXIT_VALID, EXIT_INVALID):
             raise typer.Exit(status)
-        floor = make_floor(result)
-        path = store_floor(floor)
-    except PlanError as exc:
+        with readable(folder):
+            floor = make_floor(result)
+    except (PlanError, StoredRunError) as exc:
         fail(str(exc))
     except NoiseFloorError as exc:
         fail(str(exc), EXIT_INVALID)
+    try:
+        path = store_floor(floor)
+    except NoiseFloorError as exc:
+        fail(f"{exc}, then run: {COMMAND} --from {shlex.quote(str(folder))}", EXIT_INVALID)
     _print(floor)
     typer.echo(f"stored in {path}")
 
@@ -85,7 +95,7 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
 
 def _measured(
     context: typer.Context, file: Path | None, out: Path | None, options: dict[str, object]
-) -> tuple[Result | None, int]:
+) -> tuple[Path, Result | None, int]:
     given = given_options(context, options)
     if stray := [option.flag for option in given if option.path[0] == "arms" and option.path[1] != "a"]:
         raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave the other arms out")
@@ -94,19 +104,16 @@ def _measured(
     if plan.is_matrix:
         raise PlanError("the noise floor needs one transport and one payload; give one of each")
     plan = check_run(plan, out, {})
-    status, result = run_and_report(plan.runs[0][1], out or default_out(settings.model))
-    return result, status
+    folder = out or default_out(settings.model)
+    status, result = run_and_report(plan.runs[0][1], folder)
+    return folder, result, status
 
 
-def _stored(directory: Path) -> Result:
+def _stored(directory: Path) -> tuple[Path, Result | None, int]:
     from loadgen.result.analysis import analyse, readable
-    from loadgen.storage.stored_run import StoredRunError
 
-    try:
-        with readable(directory):
-            return analyse(directory)
-    except StoredRunError as exc:
-        raise PlanError(str(exc)) from exc
+    with readable(directory):
+        return directory, analyse(directory), EXIT_VALID
 
 
 def _print(floor: NoiseFloor) -> None:
@@ -118,5 +125,6 @@ def _print(floor: NoiseFloor) -> None:
 
     rows = [(one.scenario, METRICS[one.metric].title, share(one.difference), str(one.pairs)) for one in floor.entries]
     table = doc.Table((*doc.names("scenario", "metric"), *doc.numbers("identical arms differ by up to", "pairs")), rows)
-    section = doc.Section(f"Noise floor of this machine: {floor.title}", (table,))
+    title = f"Noise floor of this machine: {floor.title}, {floor.model}, {floor.payload} over {floor.transport}"
+    section = doc.Section(title, (table,))
     print_document(doc.Document("Noise floor", (doc.Chapter("", (section,)),)), make_console(sys.stdout))

@@ -55,6 +55,8 @@ def rank(
     from loadgen.report.console import make_console
     from loadgen.report.job_summary import append_job_summary
     from loadgen.report.renderers.terminal import print_document
+    from loadgen.result.analysis import readable
+    from loadgen.storage.stored_run import StoredRunError
 
     if spot and reserved:
         fail("give --spot or --reserved, not both")
@@ -63,19 +65,20 @@ def rank(
     if out is not None and out.exists() and not out.is_dir():
         fail(f"--out {out}: this is a file; give a folder")
     try:
-        reads = read_all(results)
-        found = analyse.rank(
-            reads,
-            read_prices(prices or EXAMPLES),
-            "spot" if spot else "reserved" if reserved else "on-demand",
-            model=model,
-            precision=precision,
-            price_file=EXAMPLES.name if prices is None else str(prices),
-            example_prices=prices is None,
-        )
-    except (UnreadableError, PriceError) as exc:
+        reads, known_prices = read_all(results), read_prices(prices or EXAMPLES)
+        with readable(Path(", ".join(map(str, results)))):
+            found = analyse.rank(
+                reads,
+                known_prices,
+                "spot" if spot else "reserved" if reserved else "on-demand",
+                model=model,
+                precision=precision,
+                price_file=EXAMPLES.name if prices is None else str(prices),
+                example_prices=prices is None,
+            )
+            document = ranking_document(found)
+    except (UnreadableError, PriceError, StoredRunError) as exc:
         fail(str(exc))
-    document = ranking_document(found)
     render = formats(found, document)
     output = "json" if as_json else output
     if output is not None and output not in render:

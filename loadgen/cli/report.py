@@ -80,8 +80,9 @@ def report(
         console.print(f"{path}", soft_wrap=True)
     try:
         if mlflow is not None:
-            found.export(mlflow)
-    except ExportError as exc:
+            with readable(directory):
+                found.export(mlflow)
+    except (ExportError, StoredRunError) as exc:
         fail(str(exc), 1)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())

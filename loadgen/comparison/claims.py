@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from loadgen.comparison.comparisons import Comparison, Outcome, advantage, winner_of
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import WorkloadSummary
-from loadgen.quantities import is_determined, measured, ratio, ratio_interval
+from loadgen.quantities import is_determined, measured, ratio, ratio_interval, shown_ratio
 from loadgen.records.run import Label, Pairing, Workload, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
@@ -104,7 +104,7 @@ def _as_measured(comparison: Comparison) -> str:
     if found is None:
         return comparison.reason or "not measured"
     factor = ratio(found.factor, found.ci95)
-    if found.better is not None and float(factor.removesuffix("×")) > 1.0:
+    if found.better is not None and shown_ratio(found.factor, found.ci95) > 1.0:
         factor += f" in favour of {shown(found.better)}"
     if found.ci95 is None:
         return f"{factor}, no interval: {comparison.reason}"

@@ -30,7 +30,7 @@ from pydantic import (
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.headers import read_headers
 from loadgen.records.payloads import DEFAULT_MODEL, Payload
-from loadgen.records.run import DeploymentKind, Scenario, Transport
+from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Scenario, Transport
 from loadgen.statistics.early_stopping import queries_needed
 
 MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "Load", "Measurement", "Output")
@@ -287,6 +287,9 @@ class ExperimentSettings(Settings):
         "planned", description="decided adds rounds until every scenario has a verdict."
     )
     time_limit: float = _measurement(30.0, gt=0.0, description="Most minutes of load with --until decided.")
+    request_timeout: float = _measurement(
+        REQUEST_TIMEOUT_S, gt=0.0, le=3600.0, description="Seconds after which a request counts as failed."
+    )
     seed: int = _measurement(
         0, ge=0, le=2**63 - 1, description="Seed for the order of the blocks, the inputs and the arrivals."
     )

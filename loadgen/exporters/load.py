@@ -109,7 +109,9 @@ class LoadCollector(Collector):
         yield from self._state()
         counts = self._counts
         latency = HistogramMetricFamily(
-            "abserve_load_latency_seconds", "From sending a request to its last byte, good answers.", labels=("name",)
+            "abserve_load_latency_seconds",
+            "From when a request was due (in a closed loop: sent) to its last byte, good answers.",
+            labels=("name",),
         )
         requests = CounterMetricFamily("abserve_load_requests", "Finished requests, good or failed.", labels=("name",))
         failures = CounterMetricFamily("abserve_load_failures", "Requests without a good answer.", labels=("name",))

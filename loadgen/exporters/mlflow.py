@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from loadgen.documents import one_line, stored_path
+from loadgen.documents import is_stored, one_line, stored_path
 from loadgen.ranking.candidates import configuration_name
 from loadgen.records.run import Environment
 from loadgen.result.result_file import FILE_NAME, Result
@@ -242,7 +242,8 @@ def _write(
             _log(client, child, one.params, one.metrics, {})
             client.set_terminated(child)
         for file in _FILES:
-            if (path := stored_path(folder / file)).is_file():
+            path = stored_path(folder / file)
+            if is_stored(path.parent, path.name):
                 client.log_artifact(parent, str(path))
         status = "FINISHED"
     finally:

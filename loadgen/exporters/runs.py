@@ -6,7 +6,7 @@ shows nothing and does not affect other runs.
 
 from __future__ import annotations
 
-import stat
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,13 +18,15 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loadgen.documents import MOST_RECORD_BYTES, DocumentError, printable, read_record
+from loadgen.documents import MOST_RECORD_BYTES, DocumentError, open_inside, printable, read_limited, read_record
 from loadgen.storage.run_lock import is_running
 
 NEWEST = 20
 SILENT_SECONDS = 600.0
 """A run in the state "running" that wrote nothing for so long was killed, unless its process is alive: nearly every
 block and trial is shorter."""
+_DEEPEST = 3
+"""Levels of folders in a run."""
 _COMPARED = ("run", "scenario", "metric", "baseline", "arm", "verdict")
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "abserve_run_running": ("1 while the run goes on.", ("run", "phase")),
@@ -104,13 +106,13 @@ class RunsCollector(Collector):
 
         for began_s, folder in self._newest():
             run = printable(folder.name)
-            if (state := self._read(folder / "run.json", _State)) is not None:
+            if (state := self._read(folder, "run.json", _State)) is not None:
                 running = state.state == "running" and (
                     is_running(folder) or self._wall_s() - _last_written(folder) < SILENT_SECONDS
                 )
                 show(float(running), "abserve_run_running", run, state.phase if running else "")
                 show(began_s, "abserve_run_start_timestamp_seconds", run)
-            if (result := self._read(folder / "result.json", _Result)) is not None:
+            if (result := self._read(folder, "result.json", _Result)) is not None:
                 show(float(result.valid), "abserve_run_valid", run, result.verdict.sentence)
                 for arm in result.arms:
                     show(1.0, "abserve_run_arm_info", run, arm.label, arm.title)
@@ -121,7 +123,7 @@ class RunsCollector(Collector):
                     if one.ci95 is not None:
                         show(one.ci95[0], "abserve_comparison_ratio_low", *labels)
                         show(one.ci95[1], "abserve_comparison_ratio_high", *labels)
-            if (evidence := self._read(folder / "evidence.json", _Evidence)) is not None:
+            if (evidence := self._read(folder, "evidence.json", _Evidence)) is not None:
                 for found in evidence.records:
                     if not found.control:
                         what = (found.label, found.workload or "all", found.finding, found.code or "")
@@ -142,34 +144,35 @@ class RunsCollector(Collector):
                     found.append((path.stat().st_mtime, path.parent))
         return sorted(found)[-NEWEST:]
 
-    def _read(self, path: Path, kind: type[T]) -> T | None:
+    def _read(self, folder: Path, name: str, kind: type[T]) -> T | None:
         """The decoded file, read again when it has changed; None when it cannot be used."""
+        path = folder / name
         try:
-            found = path.stat()
-            known = self._known.get(path)
-            if known is None or known[0] != found.st_mtime_ns:
-                known = self._known[path] = (found.st_mtime_ns, _decoded(path, found.st_mode, found.st_size, kind))
-        except OSError:
+            with open_inside(folder, name) as file:
+                changed_ns = os.fstat(file.fileno()).st_mtime_ns
+                known = self._known.get(path)
+                if known is None or known[0] != changed_ns:
+                    known = self._known[path] = (changed_ns, _decoded(read_limited(file, MOST_RECORD_BYTES), kind))
+        except (OSError, DocumentError):
             return None
         return known[1]  # type: ignore[no-any-return]
 
 
-def _decoded(path: Path, mode: int, size: int, kind: type[T]) -> T | None:
-    if not stat.S_ISREG(mode) or size > MOST_RECORD_BYTES:  # reading a named pipe would block
-        return None
+def _decoded(content: bytes, kind: type[T]) -> T | None:
     try:
-        return read_record(path.read_bytes(), kind)  # type: ignore[no-any-return]
+        return read_record(content, kind)  # type: ignore[no-any-return]
     except DocumentError:
         return None
 
 
 def _last_written(folder: Path) -> float:
     """The newest time of the run's folders, which change with every block, trial and sample file."""
-    paths = [folder, folder / "run.json"]
+    times = [0.0]
     with suppress(OSError):
-        paths += [path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern) if path.is_dir()]
-    times = []
-    for path in paths:
+        times.append((folder / "run.json").stat(follow_symlinks=False).st_mtime)
+    for place, inner, _ in os.walk(folder):  # follows no link
         with suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times, default=0.0)
+            times.append(os.stat(place).st_mtime)  # noqa: PTH116 (os.walk gives texts)
+        if len(Path(place).relative_to(folder).parts) == _DEEPEST:
+            inner.clear()
+    return max(times)

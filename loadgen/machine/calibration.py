@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from loadgen.documents import DocumentError, read_record
+from loadgen.documents import DocumentError, read_named, read_record
 from loadgen.machine.environment import installed_versions, read_host
 from loadgen.machine.fingerprint import cache_path, fingerprint, store_record
 from loadgen.records.machine import Calibration
@@ -38,7 +38,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 def read_calibration(path: Path) -> Calibration:
     """Raises `CalibrationError` for a missing or unreadable file."""
     try:
-        return cast("Calibration", read_record(path.read_bytes(), Calibration))
+        return cast("Calibration", read_record(read_named(path), Calibration))
     except (OSError, DocumentError) as exc:
         raise CalibrationError(f"cannot read the calibration {path}: {exc}; make one with: abserve calibrate") from exc
 

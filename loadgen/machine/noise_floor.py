@@ -1,17 +1,27 @@
-"""The noise floors of a machine: one file per machine with one floor for each arm compared with itself."""
+"""The noise floors of a machine: one file per machine with a floor per arm, model, payload and transport."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
 from loadgen.comparison.pairs import pair_metrics
-from loadgen.documents import DocumentError, read_record
+from loadgen.documents import DocumentError, read_named, read_record
 from loadgen.machine.environment import utc_now
 from loadgen.machine.fingerprint import cache_path, fingerprint, store_record
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Environment, Experiment
-from loadgen.result.noise_floor import COMMAND, floor_entries, gpu_of, is_self_comparison, servers_of, tail_floors
+from loadgen.result.noise_floor import (
+    COMMAND,
+    floor_entries,
+    floor_of_arm,
+    gpu_of,
+    is_self_comparison,
+    server_of,
+    tail_floors,
+)
 from loadgen.result.result_file import Result
 from loadgen.studies.cold_start.analyse import ColdStartsFound
 
@@ -21,24 +31,28 @@ class NoiseFloorError(Exception):
 
 
 def own_floors(environment: Environment, experiment: Experiment) -> tuple[NoiseFloor, ...]:
-    """The floors of this machine for servers in the same place; empty when the file cannot be read."""
+    """The floors of this machine for servers in the same places; if the file cannot be read, one that says so."""
+    digest, servers = _digest(environment), {server_of(arm) for arm in experiment.arms}
     try:
-        floors = read_floors(cache_path("noise-floor", _digest(environment)))
-    except NoiseFloorError:
-        return ()
-    return tuple(floor for floor in floors if floor.servers == servers_of(experiment))
+        floors = read_floors(cache_path("noise-floor", digest))
+    except NoiseFloorError as exc:
+        return (
+            NoiseFloor(
+                fingerprint=digest, servers="", title="", made_at=utc_now(), restarts=0, entries=(),
+                problem=f"{exc} and run: {COMMAND}",
+            ),
+        )  # fmt: skip
+    return tuple(floor for floor in floors if floor.servers in servers)
 
 
 def read_floors(path: Path) -> tuple[NoiseFloor, ...]:
     """The stored floors, empty without a file. Raises `NoiseFloorError` for an unreadable one."""
     try:
-        return cast("tuple[NoiseFloor, ...]", read_record(path.read_bytes(), tuple[NoiseFloor, ...]))
+        return cast("tuple[NoiseFloor, ...]", read_record(read_named(path), tuple[NoiseFloor, ...]))
     except FileNotFoundError:
         return ()
     except (OSError, DocumentError) as exc:
-        raise NoiseFloorError(
-            f"cannot read the noise floors in {path}: {exc}; remove the file and run: {COMMAND}"
-        ) from exc
+        raise NoiseFloorError(f"cannot read the noise floors in {path}: {exc}; remove the file") from exc
 
 
 def make_floor(result: Result) -> NoiseFloor:
@@ -52,10 +66,9 @@ def make_floor(result: Result) -> NoiseFloor:
     entries += tail_floors(result.comparisons)
     if not entries:
         raise NoiseFloorError(f"the run measured no pairs of blocks; raise --rounds and run: {COMMAND}")
-    return NoiseFloor(
+    return msgspec.structs.replace(
+        floor_of_arm(experiment, experiment.baseline, result.arms),
         fingerprint=_digest(result.environment),
-        servers=servers_of(experiment),
-        title=next((arm.title for arm in result.arms), experiment.baseline.target),
         made_at=utc_now(),
         restarts=experiment.restarts,
         entries=entries,
@@ -63,11 +76,17 @@ def make_floor(result: Result) -> NoiseFloor:
 
 
 def store_floor(floor: NoiseFloor) -> Path:
-    """Store it in the machine's file, in place of an earlier one with the same title. Raises `NoiseFloorError`."""
+    """Store it in the machine's file, in place of an earlier one of the same arm in the same scenarios. Raises
+    `NoiseFloorError`."""
     path = cache_path("noise-floor", floor.fingerprint)
-    others = [one for one in read_floors(path) if (one.title, one.servers) != (floor.title, floor.servers)]
+    measured = {entry.scenario for entry in floor.entries}
+    kept = []
+    for one in read_floors(path):
+        entries = tuple(entry for entry in one.entries if one.arm != floor.arm or entry.scenario not in measured)
+        if entries:
+            kept.append(msgspec.structs.replace(one, entries=entries))
     try:
-        store_record(path, [*others, floor])
+        store_record(path, [*kept, floor])
     except OSError as exc:
         raise NoiseFloorError(f"cannot store {path}: {exc.strerror or exc}; set XDG_CACHE_HOME to a folder") from exc
     return path

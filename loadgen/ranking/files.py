@@ -49,7 +49,7 @@ def _results_in(path: Path) -> Iterator[Path]:
     if not path.exists():
         raise UnreadableError(f"{path} does not exist; {_REMEDY}")
     if not path.is_dir():
-        yield path
+        yield path.resolve() if path.is_symlink() else path  # a link that the user gives is followed
         return
     own = _result_of(path)
     inner = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from loadgen.records.run import Record, Transport
@@ -124,6 +125,19 @@ class NoiseFloor(Record, frozen=True, kw_only=True):
     made_at: str
     restarts: int
     entries: tuple[FloorEntry, ...]
+    model: str | None = None
+    """None, like the payload and the transport, in a floor from before they were kept; it counts for no run."""
+    payload: str | None = None
+    transport: str | None = None
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
+    """The arm's settings as requested."""
+    problem: str | None = None
+    """Why the floors of the machine cannot be read; there are no entries then."""
+
+    @property
+    def arm(self) -> tuple[object, ...]:
+        """What the floor is of: it counts for no other arm, model, payload or transport."""
+        return self.servers, self.title, self.model, self.payload, self.transport, tuple(sorted(self.settings.items()))
 
 
 def used_gpu(document: Mapping[str, Any] | None) -> str | None:

@@ -18,6 +18,7 @@ class ParityCase(Record, frozen=True, kw_only=True):
     """The arm whose outputs are compared."""
     kind: Literal["reference", "alone"]
     images: int
+    """Items, also of other kinds than images."""
     cosine_min: float
     max_abs: float
     ok: bool

@@ -191,6 +191,10 @@ class Workload(Record, frozen=True, kw_only=True):
         return f"{self.scenario}({details})" if details else self.scenario
 
 
+REQUEST_TIMEOUT_S = 60.0
+"""The default for a request of the load."""
+
+
 class Experiment(Record, frozen=True, kw_only=True):
     """Everything requested. `seed` decides the order of the blocks, the inputs and the arrivals; `equivalence_margin`
     is δ of the verdict."""
@@ -228,6 +232,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Time of the whole comparison, if it decides the number of rounds; `Workload.rounds` is the minimum."""
     time_limit_minutes: float | None = None
     """Limit of the load with `until_decided`: no round begins that would end later."""
+    request_timeout_s: float = REQUEST_TIMEOUT_S
+    """After which a request counts as failed."""
     explain: bool = False
     """Whether ablations test the causes of the differences after the load."""
     explain_seconds: float = 600.0

@@ -16,6 +16,9 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import psutil
+
+from loadgen.documents import open_inside
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
@@ -172,32 +175,47 @@ def read_samples(path: Path) -> Samples:
 class SampleFile:
     """The samples of a stored block, read whenever they are asked for: a run has more of them than memory may hold."""
 
-    path: Path
+    folder: Path
+    """It may come from somebody else."""
+    name: str
+    """The path of the file in it, without `.part`."""
     count: int
+    """Whole records to read."""
 
     def read(self) -> Samples:
-        """Raises `OSError`, `ValueError`."""
-        return read_samples(self.path)[: self.count]
+        """At most `count` records. Raises `OSError`, `ValueError`."""
+        with _open_stored(self.folder, self.name) as file:
+            held = os.fstat(file.fileno()).st_size // SAMPLE_DTYPE.itemsize
+            wanted, free = min(held, self.count), psutil.virtual_memory().available
+            if wanted * SAMPLE_DTYPE.itemsize > free:
+                raise ValueError(f"{self.name} holds {held:,} samples, too many for the {free:,} bytes of free memory")
+            return load_samples(file, self.name, wanted)
 
 
-def find_samples(path: Path) -> SampleFile:
-    """NAME.npy, or NAME.npy.part if only that exists, with the number of its whole records. Raises `OSError`,
-    `ValueError`."""
-    path = _existing(path)
-    with path.open("rb") as file:
-        _read_header(file, path.name)
+def find_samples(folder: Path, name: str) -> SampleFile:
+    """NAME.npy in a folder that may come from somebody else, or NAME.npy.part if only that exists, with the number of
+    its whole records. Raises `OSError`, `ValueError`."""
+    with _open_stored(folder, name) as file:
+        _read_header(file, name)
         stored_bytes = os.fstat(file.fileno()).st_size - file.tell()
-    return SampleFile(path, max(stored_bytes, 0) // SAMPLE_DTYPE.itemsize)
+    return SampleFile(folder, name, max(stored_bytes, 0) // SAMPLE_DTYPE.itemsize)
+
+
+def _open_stored(folder: Path, name: str) -> BinaryIO:
+    try:
+        return open_inside(folder, name)
+    except FileNotFoundError:
+        return open_inside(folder, f"{name}.part")
 
 
 def _existing(path: Path) -> Path:
     return part_path(path) if not path.exists() and part_path(path).exists() else path
 
 
-def load_samples(file: BinaryIO, name: str) -> Samples:
-    """Read all whole records of an open file; `name` is for messages. Raises `ValueError`."""
+def load_samples(file: BinaryIO, name: str, most: int | None = None) -> Samples:
+    """Read all whole records of an open file, or the first `most`; `name` is for messages. Raises `ValueError`."""
     _read_header(file, name)
-    content = file.read()
+    content = file.read(-1 if most is None else most * SAMPLE_DTYPE.itemsize)
     return np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import loadgen.report.document as doc
 from loadgen.documents import printable
-from loadgen.quantities import per_second
+from loadgen.quantities import per_second, significant
 from loadgen.records.run import Label, item_of, shown
 from loadgen.result.result_file import Result
 
@@ -82,7 +82,7 @@ def label_text(text: str) -> str:
 
 def rounded(value: float) -> float:
     """Six significant digits; a picture needs no more, and the file is a third smaller."""
-    return float(f"{value:.6g}")
+    return significant(value, 6)
 
 
 def line(
@@ -202,10 +202,10 @@ def round_ticks(low: float, high: float) -> list[float]:
     for tier in _TIERS:
         for decade in decades:
             for mantissa in tier:
-                place = math.log10(float(f"{mantissa}e{decade}"))
+                place = math.log10(mantissa * 10.0**decade)
                 if start <= place <= end and all(abs(place - other) >= gap for other in taken):
                     taken.append(place)
-    return [float(f"{10**place:.4g}") for place in sorted(taken)]
+    return [significant(10**place, 4) for place in sorted(taken)]
 
 
 def log_axis(values: Iterable[float]) -> doc.Figure:

@@ -23,6 +23,7 @@ from loadgen.bench.live_ratios import LiveRatio, LiveRatios
 from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
+from loadgen.documents import one_line
 from loadgen.quantities import counted, number, per_second
 from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
@@ -159,7 +160,15 @@ class RichProgress(MovingLine, Progress):
             line = f"{who}  {record.workload:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
             self._say(line, style="red" if problem else "")
         self._last_block = " ".join(f"{who} {record.workload}: {rate}, {p50}".split())
-        found = self._ratios.add(summary) if self._ratios is not None else []
+        found: list[LiveRatio] = []
+        try:
+            found = self._ratios.add(summary) if self._ratios is not None else []
+        except Exception as exc:  # noqa: BLE001 (what only shows may not end a run)
+            self._ratios = None
+            self._say(
+                f"no ratios during this run ({type(exc).__name__}: {one_line(str(exc), 100)}); the report has them",
+                style="yellow",
+            )
         if not found:
             return
         self._unprinted = True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.comparison.comparisons import compare_all, invalidate
+from loadgen.comparison.comparisons import compare_all, invalidate, leading_comparisons
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.stages import break_down
@@ -17,14 +17,21 @@ from loadgen.comparison.summaries import summarise_blocks, summarise_workload
 from loadgen.documents import one_line, stored_path
 from loadgen.records.run import Found
 from loadgen.result.checks.registry import make_checks, reason_against
-from loadgen.result.noise_floor import apply_floor, floor_sentence, is_self_comparison
+from loadgen.result.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
 from loadgen.result.result_file import FILE_NAME, Result, read_result
 from loadgen.result.stopping import describe_stopping
 from loadgen.result.thresholds import judge_thresholds
 from loadgen.result.verdict import reach_verdict
 from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
+from loadgen.studies.causes.analyse import CausesFound, with_verdicts
 from loadgen.studies.rate_search.records import RampFound, RateFound, RatesFound
 from loadgen.studies.registry import parts
+
+CONTRADICTIONS = (
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, StopIteration,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What records of the right types raise that were edited into contradictions."""
 
 
 def analyse(out_dir: Path) -> Result:
@@ -60,11 +67,13 @@ def analyse_run(run: StoredRun) -> Result:
     drafts = compare_all(run.experiment, blocks, run.cold_starts, values, latencies_of(run.blocks), facts.item)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
-        drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
+        floors = floors_by_arm(run.experiment, run.arms, run.noise_floors)
+        drafts = apply_floor(drafts, floors, run.experiment.equivalence_margin)
     facts = replace(facts, comparisons=drafts)
     checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
-    facts = replace(facts, comparisons=comparisons)
+    causes = with_verdicts(facts.of(CausesFound), run.experiment, leading_comparisons(comparisons))
+    facts = replace(facts, comparisons=comparisons, findings={**findings, CausesFound.STUDY: causes})
     titles = {request.label: request.target for request in run.experiment.arms}
     titles |= {arm.label: arm.title for arm in run.arms}
     verdict = reach_verdict(facts, titles, checks)
@@ -83,10 +92,10 @@ def analyse_run(run: StoredRun) -> Result:
         summaries=summaries,
         stages=breakdowns,
         blocks=blocks,
-        studies={name: found for name, found in findings.items() if found != type(found)()},
+        studies={name: found for name, found in facts.findings.items() if found != type(found)()},
         stopping=stopping,
         noise_floors=run.noise_floors,
-        noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment),
+        noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment, run.arms),
         thresholds=judge_thresholds(facts),
     )
 
@@ -110,7 +119,7 @@ def readable(path: Path) -> Iterator[None]:
     `StoredRunError`."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as exc:
+    except CONTRADICTIONS as exc:
         raise StoredRunError(
             f"the records in {path} contradict each other ({type(exc).__name__}: {one_line(str(exc))}); "
             "run the comparison again, or report a bug if the files were not edited"

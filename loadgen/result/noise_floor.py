@@ -1,4 +1,7 @@
-"""How much identical arms differ on one machine; no comparison claims a smaller difference.
+"""How much identical arms differ on one machine; no comparison of these arms claims a smaller difference.
+
+A floor is of an arm, a model, a payload, a transport and a workload, and counts for no other: the noise of a request of
+1 ms says nothing about one of 100 ms.
 
 A run of the same arm twice (A/A) with R starts of the servers gives R mean log ratios d whose true mean is 0. The floor
 of a metric is t(R; 97.5 %) · √(Σd²/R): 95 % of single starts of identical arms lie within it (a prediction interval
@@ -19,10 +22,11 @@ from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.pairs import PairedMetric
 from loadgen.quantities import share
 from loadgen.records.machine import FloorEntry, NoiseFloor, own_devices, used_gpu
-from loadgen.records.run import ArmRequest, Experiment
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
 
 LEAST_RESTARTS = 3
+MOST_NAMED = 3
 COMMAND = "abserve noise-floor"
 _LOCAL = {"localhost", "127.0.0.1", "::1", ""}
 
@@ -33,9 +37,10 @@ def is_self_comparison(experiment: Experiment) -> bool:
     return all(other == first for other in others)
 
 
-def servers_of(experiment: Experiment) -> str:
-    """Hosts of servers on other machines; empty if all are on this one."""
-    return ", ".join(sorted({_host(arm) for arm in experiment.arms} - _LOCAL))
+def server_of(arm: ArmRequest) -> str:
+    """Host of a server on another machine; empty on this one."""
+    host = _host(arm)
+    return "" if host in _LOCAL else host
 
 
 def floor_entries(paired: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
@@ -74,19 +79,54 @@ def _far_end(interval: tuple[float, float]) -> float:
     return max(abs(math.log(bound)) for bound in interval)
 
 
+def floor_of_arm(experiment: Experiment, request: ArmRequest, arms: Sequence[ArmRecord]) -> NoiseFloor:
+    """A floor without entries that says which arm it is of."""
+    threads = {"threads": str(experiment.threads)} if request.embedded else {}
+    return NoiseFloor(
+        fingerprint="",
+        servers=server_of(request),
+        title=next((arm.title for arm in arms if arm.label == request.label), request.target),
+        made_at="",
+        restarts=0,
+        entries=(),
+        model=request.model or experiment.model,
+        payload=experiment.payload_of(request),
+        transport=experiment.transport,
+        settings=threads | request.settings,
+    )
+
+
+def floors_by_arm(
+    experiment: Experiment, arms: Sequence[ArmRecord], floors: Sequence[NoiseFloor]
+) -> dict[Label, list[NoiseFloor]]:
+    """The floors of each arm of an experiment, with its model, payload and transport."""
+    keys = {request.label: floor_of_arm(experiment, request, arms).arm for request in experiment.arms}
+    return {label: [floor for floor in floors if floor.arm == key] for label, key in keys.items()}
+
+
 def find_floor(floors: Sequence[NoiseFloor], scenario: str, metric: str) -> float | None:
-    """The floor as a share: the largest of this workload, else of the metric in any; None without either."""
-    entries = [entry for floor in floors for entry in floor.entries if entry.metric == metric]
-    own = [entry.difference for entry in entries if entry.scenario == scenario]
-    return max(own or [entry.difference for entry in entries], default=None)
+    """The largest of these floors in a workload, as a share; None without any."""
+    return max(
+        (
+            entry.difference
+            for floor in floors
+            for entry in floor.entries
+            if (entry.scenario, entry.metric) == (scenario, metric)
+        ),
+        default=None,
+    )
 
 
 def apply_floor(
-    comparisons: Sequence[Comparison], floors: Sequence[NoiseFloor], margin: float
+    comparisons: Sequence[Comparison], floors: Mapping[Label, Sequence[NoiseFloor]], margin: float
 ) -> tuple[Comparison, ...]:
-    """Make a comparison inconclusive if it claims a difference within the floor, or "no difference" with a margin below
-    the floor."""
-    return tuple(_applied(c, find_floor(floors, c.scenario, c.metric), margin) for c in comparisons)
+    """Make a comparison inconclusive if it claims a difference within the floor of one of its arms, or "no difference"
+    with a margin below that floor."""
+
+    def floor(one: Comparison) -> float | None:
+        return find_floor([f for label in one.pairing for f in floors.get(label, ())], one.scenario, one.metric)
+
+    return tuple(_applied(one, floor(one), margin) for one in comparisons)
 
 
 def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comparison:
@@ -104,17 +144,46 @@ def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comp
     return msgspec.structs.replace(comparison, verdict="inconclusive", reason=reason)
 
 
-def floor_sentence(floors: Sequence[NoiseFloor], comparisons: Sequence[Comparison], experiment: Experiment) -> str:
+def unknown_floor(floors: Sequence[NoiseFloor]) -> str:
+    """Why no floor is known for a run, of which these are the machine's."""
+    if (problem := next((floor.problem for floor in floors if floor.problem is not None), None)) is not None:
+        return problem
+    if not floors:
+        return "never measured on this machine"
+    made = list(dict.fromkeys(_words(floor) for floor in floors))
+    more = f" and {len(made) - MOST_NAMED} more" if len(made) > MOST_NAMED else ""
+    named = "; ".join(made[:MOST_NAMED])
+    return f"never measured for these arms, model, payload, transport and workloads (measured: {named}{more})"
+
+
+def _words(floor: NoiseFloor) -> str:
+    key = ", ".join(filter(None, (floor.model, floor.payload, floor.transport)))
+    return f"{floor.title} with {key}" if key else f"{floor.title} by an older version"
+
+
+def floor_sentence(
+    floors: Sequence[NoiseFloor],
+    comparisons: Sequence[Comparison],
+    experiment: Experiment,
+    arms: Sequence[ArmRecord] = (),
+) -> str:
     """The floor, or how to measure it, for every report."""
     if is_self_comparison(experiment):
         return "The arm is compared with itself: the differences are this machine's noise."
-    known = [c.noise_floor for c in comparisons if c.leading and c.noise_floor is not None]
+    leading = [c for c in comparisons if c.leading]
+    known = [c.noise_floor for c in leading if c.noise_floor is not None]
     if not known:
-        return f"The noise floor of this machine is unknown; measure it with: {COMMAND}"
+        if not floors:
+            return f"The noise floor of this machine is unknown; measure it with: {COMMAND}"
+        why = unknown_floor(floors)
+        return f"The noise floor is unknown: {why}" + ("" if COMMAND in why else f"; measure it with: {COMMAND}")
     low, high = share(min(known)), share(max(known))
-    made = ", ".join(dict.fromkeys(f"{floor.title}, {floor.made_at}" for floor in floors))
+    used = [floor for own in floors_by_arm(experiment, arms, floors).values() for floor in own]
+    made = ", ".join(dict.fromkeys(f"{floor.title}, {floor.made_at}" for floor in used))
     span = low if low == high else f"{low} to {high}"
-    return f"Noise floor of this machine (identical arms: {made}): {span}; no smaller difference is claimed."
+    lacking = dict.fromkeys(c.scenario for c in leading if c.noise_floor is None)
+    rest = f" Not measured in {', '.join(lacking)}." if lacking else ""
+    return f"Noise floor of this machine (identical arms: {made}): {span}; no smaller difference is claimed.{rest}"
 
 
 def _host(arm: ArmRequest) -> str:

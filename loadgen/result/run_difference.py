@@ -1,9 +1,15 @@
 """Whether the ratios between the arms have changed from one run to another, with an interval and a test.
 
 The change of a comparison is the new ratio over the old one. Each run's log ratio has a standard error and degrees of
-freedom; the runs are independent, so the difference has Welch's t (Biometrika 34, 1947). p is adjusted by Holm over all
-comparisons of the two runs. The speed of the machine on the day cancels in each ratio; what a start of the servers
-changes does not, unless the runs have restarts: `caveats` say so.
+freedom; the runs are independent, so the difference has Welch's t (Biometrika 34, 1947). The interval of a high
+percentile is made of order statistics and reaches further to one side, often many times, so it has no standard error:
+two of them are combined by the method of variance estimates recovery (Donner and Zou, Stat. Methods Med. Res. 21,
+2012), each side with the side of the other run that it faces. At another significance each side is as many times as
+long as Student's t, with the run's degrees of freedom, since the number of samples that a percentile's interval spans
+grows with t.
+
+p is adjusted by Holm over all comparisons of the two runs. The speed of the machine on the day cancels in each ratio;
+what a start of the servers changes does not, unless the runs have restarts: `caveats` say so.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from scipy import stats
+from scipy.optimize import brentq
 
 from loadgen.comparison.comparisons import Comparison, Outcome
 from loadgen.comparison.pairs import METRICS
@@ -21,6 +28,7 @@ from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.result.result_file import Result
 from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t
 
+LEAST_P, MOST_P = 1e-12, 0.999
 Kind = Literal["machine", "gpu", "software", "load", "arm"]
 HOST = ("cpu_model", "cpu_count", "kernel", "architecture", "glibc", "os", "virtualisation", "python")
 BINDING: frozenset[Kind] = frozenset(("machine", "gpu", "software", "load"))
@@ -210,6 +218,8 @@ def _test(old: Comparison, new: Comparison) -> _Test:
         if one.ratio is None:
             return _Test(reason=f"not measured in the {name} run: {one.reason}")
     centre = math.log(new.ratio or 1.0) - math.log(old.ratio or 1.0)
+    if any("order statistics" in one.method for one in (old, new)) and old.ci95 and new.ci95:
+        return _test_tails(centre, _Sides.of(old), _Sides.of(new))
     first, second = _spread(old), _spread(new)
     if first is None or second is None:
         missing = old if first is None else new
@@ -220,6 +230,45 @@ def _test(old: Comparison, new: Comparison) -> _Test:
     half = critical_t(degrees, SIGNIFICANCE) * error
     p = 2.0 * float(stats.t.sf(abs(centre) / error, degrees))
     return _Test(math.exp(centre), (math.exp(centre - half), math.exp(centre + half)), p)
+
+
+class _Sides(NamedTuple):
+    """How far a 95 % interval reaches below and above its log ratio, and the degrees of freedom that scale it."""
+
+    below: float
+    above: float
+    degrees: float
+
+    @staticmethod
+    def of(comparison: Comparison) -> _Sides:
+        low, high = map(math.log, comparison.ci95 or (1.0, 1.0))
+        centre = math.log(comparison.ratio or 1.0)
+        units = comparison.restarts if comparison.restarts > 1 else comparison.pairs
+        return _Sides(centre - low, high - centre, max(1.0, comparison.degrees or units - 1.0))
+
+    def at(self, significance: float) -> _Sides:
+        longer = critical_t(self.degrees, significance) / critical_t(self.degrees, SIGNIFICANCE)
+        return _Sides(self.below * longer, self.above * longer, self.degrees)
+
+
+def _test_tails(centre: float, old: _Sides, new: _Sides) -> _Test:
+    """The test of a change whose intervals are made of order statistics."""
+
+    def interval(significance: float) -> tuple[float, float]:
+        first, second = old.at(significance), new.at(significance)
+        return centre - math.hypot(second.below, first.above), centre + math.hypot(second.above, first.below)
+
+    def beyond(log_p: float) -> float:
+        """Above 0 if the interval at this significance excludes no change."""
+        low, high = interval(math.exp(log_p))
+        return low if centre > 0.0 else -high
+
+    least, most = math.log(LEAST_P), math.log(MOST_P)
+    p = 1.0 if beyond(most) <= 0.0 else LEAST_P if beyond(least) > 0.0 else math.exp(brentq(beyond, least, most))
+    low, high = interval(SIGNIFICANCE)
+    if low == high:
+        return _Test(math.exp(centre), reason="the intervals of both runs have no width")
+    return _Test(math.exp(centre), (math.exp(low), math.exp(high)), p)
 
 
 def _spread(comparison: Comparison) -> tuple[float, float] | None:

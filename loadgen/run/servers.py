@@ -31,7 +31,14 @@ def make_arms(bench: Bench) -> None:
     for request in experiment.arms:
         deployment = make_deployment(request, experiment, bench.store, bench.work, bench.abserve)
         model, payload = experiment.model_of(request) or experiment.model, experiment.payload_of(request)
-        bench.arms[request.label] = Arm(request, deployment, model, experiment.transport, payload)
+        bench.arms[request.label] = Arm(
+            request,
+            deployment,
+            model,
+            experiment.transport,
+            payload,
+            request_timeout_s=experiment.request_timeout_s,
+        )
         bench.resources.callback(deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop)
 
 
@@ -124,7 +131,7 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
     used = {workload.batch_size for workload in bench.experiment.workloads}
     largest = max(1, min([*limits, max({8, *used})]))
     arms = {
-        label: ParityTarget(arm.target, bench.signatures[label], bench.inputs[arm.payload])
+        label: ParityTarget(arm.target, bench.signatures[label], bench.inputs[arm.payload], arm.request_timeout_s)
         for label, arm in bench.arms.items()
     }
     sizes = {largest, *(size for size in used if size < largest)}

@@ -90,12 +90,18 @@ def write_whole(path: Path, record: object, secrets: Sequence[str] = ()) -> None
         content = msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n"
         for secret in secrets:
             content = content.replace(msgspec.json.encode(secret)[1:-1], HIDDEN.encode())
-        part.write_bytes(content)
+        with open(part, "wb", opener=_no_link) as file:
+            file.write(content)
         os.replace(part, path)  # noqa: PTH105 (the rename is the point)
     except OSError as exc:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file to write, unless a link in its place leads elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _text(value: object) -> str:

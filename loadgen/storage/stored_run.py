@@ -7,11 +7,11 @@ and cannot be read is an error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-from loadgen.documents import DocumentError, read_record
+from loadgen.documents import DocumentError, list_inside, read_inside, read_record
 from loadgen.records.machine import Calibration, NoiseFloor
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, BlockRecord, Environment, Experiment, Record, RunState, Workload
@@ -113,7 +113,7 @@ class StoredRun:
 
     def blocks_in(self, folder: str, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
         """Read a study's own blocks, in the order in which they ran. Raises `StoredRunError`."""
-        return _read_blocks(self.directory / folder, workloads)
+        return _read_blocks(self.directory, folder, workloads)
 
 
 def read_run(directory: Path) -> StoredRun:
@@ -123,7 +123,7 @@ def read_run(directory: Path) -> StoredRun:
         raise StoredRunError(
             f"{directory} holds no run: experiment.json is missing; give the directory that `abserve compare` wrote to"
         )
-    blocks = _read_blocks(directory, experiment.workloads)
+    blocks = _read_blocks(directory, ".", experiment.workloads)
     evidence = _one(directory, EvidenceFile)
     explanation = _one(directory, Explanation)
     return StoredRun(
@@ -140,7 +140,7 @@ def read_run(directory: Path) -> StoredRun:
         evidence=evidence,
         readings=_read_gpu(directory, evidence),
         container_cold_starts=_all(directory, ContainerColdStart) or (),
-        trials=tuple(_numbered(directory / "trials", Trial)),
+        trials=tuple(_numbered(directory, "trials", Trial)),
         calibration=_one(directory, Calibration),
         cache_probes=_all(directory, CacheProbe) or (),
         answers=_all(directory, AnswersCompared),
@@ -148,75 +148,84 @@ def read_run(directory: Path) -> StoredRun:
         conditions=_one(directory, Conditions),
         explanation=explanation,
         ablation_blocks=tuple(
-            _read_blocks(directory / one.folder, one.workloads) for one in (explanation.done if explanation else ())
+            _read_blocks(directory, one.folder, one.workloads) for one in (explanation.done if explanation else ())
         ),
         ceilings=_one(directory, Ceilings),
     )
 
 
-def _read_blocks(directory: Path, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
-    """Read the blocks in the order in which they ran."""
+def _read_blocks(directory: Path, folder: str, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
+    """Read the blocks of a folder in `directory`, in the order in which they ran."""
     named = {workload.name: workload for workload in workloads}
-    records = sorted(_numbered(directory / "blocks", BlockRecord), key=lambda record: record.index)
-    return tuple(read_block(directory, record, named) for record in records)
+    records = sorted(_numbered(directory, f"{folder}/blocks", BlockRecord), key=lambda record: record.index)
+    return tuple(read_block(directory, record, named, folder) for record in records)
 
 
 def _read_gpu(directory: Path, evidence: EvidenceFile | None) -> Readings | None:
     if evidence is None:
         return None
     try:
-        return read_readings([directory / name for name in evidence.readings])
+        return read_readings(directory, evidence.readings)
     except ReadingsError as exc:
         raise StoredRunError(str(exc)) from exc
 
 
 def _one(directory: Path, kind: type[R]) -> R | None:
-    return cast("R | None", _read(directory / kind.FILE, kind))
+    return cast("R | None", _read(directory, kind.FILE, kind))
 
 
 def _all(directory: Path, kind: type[R]) -> tuple[R, ...] | None:
-    return cast("tuple[R, ...] | None", _read(directory / kind.FILE, tuple[kind, ...]))  # type: ignore[valid-type]
+    return cast("tuple[R, ...] | None", _read(directory, kind.FILE, tuple[kind, ...]))  # type: ignore[valid-type]
 
 
-def _numbered(folder: Path, kind: type[R]) -> list[R]:
-    records = (_read(path, kind) for path in sorted(folder.glob("*.json")))
+def _numbered(directory: Path, folder: str, kind: type[R]) -> list[R]:
+    records = (_read(directory, name, kind) for name in _files(directory, folder) if name.endswith(".json"))
     return [cast("R", record) for record in records if record is not None]
 
 
-def _read(path: Path, kind: object) -> object | None:
+def _files(directory: Path, folder: str) -> list[str]:
+    try:
+        return list_inside(directory, folder)
+    except (OSError, DocumentError) as exc:
+        raise StoredRunError(f"{directory / folder} cannot be read: {exc}") from exc
+
+
+def _read(directory: Path, name: str, kind: object) -> object | None:
     """Read a file; None if it does not exist."""
     try:
-        return cast("object", read_record(path.read_bytes(), kind))
+        return cast("object", read_record(read_inside(directory, name), kind))
     except FileNotFoundError:
         return None
     except (OSError, DocumentError) as exc:
-        raise StoredRunError(f"{path} cannot be read: {exc}") from exc
+        raise StoredRunError(f"{directory / name} cannot be read: {exc}") from exc
 
 
-def read_block(directory: Path, record: BlockRecord, workloads: Mapping[str, Workload]) -> StoredBlock:
-    """Read a block and find its samples. Raises `StoredRunError` for an unknown workload."""
+def read_block(
+    directory: Path, record: BlockRecord, workloads: Mapping[str, Workload], folder: str = "."
+) -> StoredBlock:
+    """Read a block of a folder in `directory` and find its samples. Raises `StoredRunError` for an unknown workload."""
     if record.workload not in workloads:
         raise StoredRunError(
             f"block {record.index} belongs to the workload {record.workload}, which the experiment does not have"
         )
     try:
-        stored = find_samples(directory / record.samples)
+        stored = find_samples(directory, f"{folder}/{record.samples}")
     except (OSError, ValueError) as exc:
         return StoredBlock(record, workloads[record.workload], None, f"samples of block {record.index}: {exc}")
     problem = None
     if stored.count != record.requests:
         problem = f"block {record.index} counted {record.requests} requests, its file holds {stored.count}"
+        stored = replace(stored, count=min(stored.count, max(0, record.requests) + 1))
     return StoredBlock(record, workloads[record.workload], stored, problem)
 
 
 def _read_partial(directory: Path, known: set[str]) -> tuple[PartialBlock, ...]:
     found = []
-    for path in sorted((directory / "samples").glob("*")):
-        name = str(path.relative_to(directory))
-        if name in known or not path.name.endswith((".npy", ".npy.part")):
+    for name in _files(directory, "samples"):
+        if name in known or not name.endswith((".npy", ".npy.part")):
             continue
         try:
-            found.append(PartialBlock(name, find_samples(path).count))
+            found.append(PartialBlock(name, find_samples(directory, name).count))
         except (OSError, ValueError):
             found.append(PartialBlock(name, 0))
     return tuple(found)

@@ -22,10 +22,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from loadgen.documents import one_line
+from loadgen.documents import one_line, open_named, read_inside, read_named
 from loadgen.transport.endpoint import Signature, TensorSignature, fits
 from loadgen.transport.inputs import (
     GIVEN,
+    MOST_INPUT_BYTES,
     SAMPLE_TYPES,
     Array,
     InputError,
@@ -118,7 +119,9 @@ def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
 
 
 def _read_npz(path: Path, signature: Signature) -> Items:
-    with np.load(path, allow_pickle=False) as content:
+    with open_named(path) as file, np.load(file, allow_pickle=False) as content:
+        if (unpacked := sum(one.file_size for one in content.zip.infolist())) > MOST_INPUT_BYTES:
+            raise InputError(f"its arrays have {unpacked:,} bytes, more than the limit of {MOST_INPUT_BYTES:,}")
         _check_names(content.files, signature, "the file")
         arrays = {tensor.name: _of_npz(content[tensor.name], tensor) for tensor in signature.inputs}
     counts = {name: len(array) for name, array in arrays.items()}
@@ -146,7 +149,7 @@ def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
     _check_names([path.name for path in folder.iterdir() if path.is_file()], signature, "the folder")
     item = {}
     for tensor in signature.inputs:
-        content = (folder / tensor.name).read_bytes()
+        content = read_inside(folder, tensor.name, MOST_INPUT_BYTES)
         values = _bytes_of(content.splitlines()) if tensor.datatype == "BYTES" else _from_buffer(content, tensor, "")
         item[tensor.name] = _shaped(values, None, tensor, "")
     return item
@@ -155,7 +158,7 @@ def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
 def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
     """The items of perf_analyzer's file, and what in it is not used."""
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_named(path, MOST_INPUT_BYTES))
     except ValueError as exc:
         raise InputError(f"it is not JSON: {exc}") from exc
     data = document.get("data") if isinstance(document, dict) else None
@@ -173,7 +176,7 @@ def _steps(data: Sequence[object]) -> Iterator[object]:
 
 def _read_lines(path: Path, signature: Signature) -> Items:
     items = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_named(path, MOST_INPUT_BYTES).decode().splitlines(), start=1):
         if line.strip():
             try:
                 content = json.loads(line)

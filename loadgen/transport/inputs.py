@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from loadgen.documents import open_named, read_limited, read_named
 from loadgen.invocation import ABSERVE
 from loadgen.records.payloads import OWN_TENSORS
 from loadgen.transport.endpoint import Signature, TensorSignature
@@ -43,6 +44,9 @@ NUMPY_TYPES: Mapping[str, str] = {
 """The protocol's datatypes except BYTES and BF16, which NumPy does not have."""
 SAMPLE_TYPES: Mapping[str, str] = {**NUMPY_TYPES, "BYTES": "O"}
 """The datatypes of samples: every one but BF16."""
+
+MOST_INPUT_BYTES = 2**32
+"""Limit of a file of inputs, and of what a compressed one unpacks to."""
 
 
 class InputError(Exception):
@@ -154,7 +158,7 @@ def write_samples(
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The content of `samples.json`; empty if it is missing or damaged, because the arrays alone can be sent."""
     with suppress(OSError, ValueError):
-        manifest = json.loads((directory / MANIFEST).read_bytes())
+        manifest = json.loads(read_named(directory / MANIFEST))
         return manifest if isinstance(manifest, dict) else {}
     return {}
 
@@ -254,7 +258,7 @@ def _read_jpegs(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Array
         name = str(variant["tensor"] if "tensor" in variant else variant["inputs"][0]["name"])
     except (KeyError, TypeError, IndexError):
         raise InputError(f"{directory / MANIFEST} does not say which input takes a JPEG file") from None
-    return {name: byte_array([[path.read_bytes()] for path in paths])}
+    return {name: byte_array([[read_named(path, MOST_INPUT_BYTES)] for path in paths])}
 
 
 def _read_arrays(directory: Path, payload: str) -> dict[str, Array]:
@@ -273,7 +277,9 @@ def _load(path: Path) -> Array:
     """The items of one input. Raises `InputError` for anything but a file of at least one item."""
     try:
         as_json = path.suffix == ".json"  # nested lists of base64 strings
-        items = byte_array(json.loads(path.read_bytes()), base64.b64decode) if as_json else np.load(path)
+        with open_named(path) as file:
+            content = read_limited(file, MOST_INPUT_BYTES) if as_json else None
+            items = np.load(file) if content is None else byte_array(json.loads(content), base64.b64decode)
         if isinstance(items, np.ndarray) and items.ndim and len(items):
             return items
         reason = "it holds no items"

@@ -40,6 +40,7 @@ TEXT = "text"
 GENERATED_ITEMS = 64
 _MOST_BYTES = 2**28
 """Limit for all generated items together; at least 8 items are made even if they exceed it."""
+MOST_JPEG_BYTES = 2**26
 
 
 class SamplesError(Exception):
@@ -101,6 +102,12 @@ def _jpegs(folder: Path) -> Sequence[Path]:
     found = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
     if not found:
         raise SamplesError(f"--images {folder}: no .jpg or .jpeg files in it")
+    inside = folder.resolve()
+    for path in found:  # a folder may come from somebody else: no pipe is waited for, no other file is sent
+        if not path.is_file() or not path.resolve().is_relative_to(inside):
+            raise SamplesError(f"--images {folder}: {path.name} is not a regular file inside the folder")
+        if path.stat().st_size > MOST_JPEG_BYTES:
+            raise SamplesError(f"--images {folder}: {path.name} has more than {MOST_JPEG_BYTES:,} bytes")
     return found
 
 

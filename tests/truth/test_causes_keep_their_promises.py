@@ -49,9 +49,7 @@ def test_intervals_cover_and_what_is_no_cause_stays_unnamed(count: int) -> None:
         total = combine([(1.0 if one.effect.label == "b" else -1.0, one.saved) for one in real])
         low, high = total.ci95_ms or (0.0, 0.0)
         covered += low <= SAVED_MS["b"] - SAVED_MS["a"] <= high
-        causes = rank_causes(
-            WORKLOAD, Pairing("a", "b"), pairs(rng, 12, 10.0, 20.0), [*real, *none], [], None, comparable=True
-        )
+        causes = rank_causes(WORKLOAD, Pairing("a", "b"), pairs(rng, 12, 10.0, 20.0), [*real, *none], [], None)
         assert causes is not None
         found = {cause.name for cause in causes.causes if cause.found}
         named += len(found - {"transfer"})

@@ -34,6 +34,12 @@ def test_the_command_reference_is_that_of_the_code() -> None:
     assert (ROOT / "docs/commands.md").read_text() == made, "make reference"
 
 
+def test_no_field_of_a_result_counts_images_where_any_items_are_meant() -> None:
+    """A search, a ramp, the parity check and an engine's ceiling are of texts, too."""
+    text = (ROOT / "docs/result.schema.json").read_text()
+    assert not re.findall(r'"description": "[^"]*[Ii]mages per second[^"]*"', text)
+
+
 def rounded_like(shown: str, value: float) -> str:
     """``value`` with the decimals of ``shown``, and for whole numbers with its significant digits."""
     digits = shown.replace(",", "")

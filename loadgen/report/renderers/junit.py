@@ -24,32 +24,38 @@ def render_junit(documents: Mapping[str, doc.Document | None]) -> str:
     """The documents by the names of their runs; the only run of a command has an empty name. A run without a document
     stored nothing, which is a failure."""
     root = ET.Element("testsuites", name="abserve")
+    states: Counter[str] = Counter()
+    seconds = 0.0
     for run, document in documents.items():
         tables = (_NOTHING,) if document is None else doc.only(document, doc.JUNIT).tables
         for table in tables:
             if table.outcomes:
+                states.update(outcome.state for outcome in table.outcomes)
+                seconds += table.seconds
                 suite = _suite(root, f"abserve.{run}.{table.name}" if run else f"abserve.{table.name}", table)
                 if document is not None and document.started_at is not None:
                     suite.set("timestamp", printable(document.started_at.removesuffix("Z")))
-    for attribute in ("tests", "failures", "errors", "skipped"):
-        root.set(attribute, str(sum(int(suite.get(attribute, "0")) for suite in root)))
-    root.set("time", f"{sum(float(suite.get('time', '0')) for suite in root):.3f}")
+    root.attrib |= _totals(states, seconds)
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
+def _totals(states: Counter[str], seconds: float) -> dict[str, str]:
+    return {
+        "tests": str(states.total()),
+        "failures": str(states["failure"]),
+        "errors": "0",
+        "skipped": str(states["skipped"]),
+        "time": f"{seconds:.3f}",
+    }
+
+
 def _suite(root: ET.Element, name: str, table: doc.Table) -> ET.Element:
     """Texts are made printable, which is less than XML can hold: a server's message may hold anything."""
-    states = [outcome.state for outcome in table.outcomes]
     suite = ET.SubElement(
         root,
         "testsuite",
-        name=printable(name),
-        tests=str(len(states)),
-        failures=str(states.count("failure")),
-        errors="0",
-        skipped=str(states.count("skipped")),
-        time=f"{table.seconds:.3f}",
+        {"name": printable(name)} | _totals(Counter(outcome.state for outcome in table.outcomes), table.seconds),
     )
     seen: Counter[str] = Counter()
     for row, outcome in zip(table.rows, table.outcomes, strict=True):

@@ -14,7 +14,7 @@ from loadgen.records.model_config import POLICY_EFFECT, executed_models, queue_p
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, shown
 from loadgen.result.checks.registry import Outcome, Severity, check, per_comparison, per_load
-from loadgen.result.noise_floor import is_self_comparison
+from loadgen.result.noise_floor import is_self_comparison, unknown_floor
 from loadgen.studies.ceiling.analyse import CeilingsFound
 from loadgen.studies.load.analyse import FORMED_FACTOR
 
@@ -197,7 +197,7 @@ def restarts(facts: Facts) -> Iterator[Outcome]:
 @check(
     "the noise floor of this machine is known",
     "informs",
-    "Run `abserve noise-floor` once on this machine: it compares an arm with itself.",
+    "Run `abserve noise-floor` here with the model, payload and transport of this run: it compares an arm with itself.",
 )
 def noise_floor(facts: Facts) -> Iterator[Outcome]:
     loads = _leading_loads(facts)
@@ -205,12 +205,14 @@ def noise_floor(facts: Facts) -> Iterator[Outcome]:
         return
     floors = [c.noise_floor for c in loads if c.noise_floor is not None]
     if not floors:
-        yield Outcome(None, "never measured on this machine")
+        yield Outcome(None, unknown_floor(facts.run.noise_floors))
         return
     detail = f"identical arms differ by up to {share(max(floors))} on this machine"
     within = dict.fromkeys(c.scenario for c in loads if c.reason is not None and "noise floor" in c.reason)
     if within:
         detail += f", so there is no verdict on {', '.join(within)}"
+    if lacking := dict.fromkeys(c.scenario for c in loads if c.noise_floor is None):
+        detail += f"; not measured in {', '.join(lacking)}"
     yield Outcome(True, detail, max(floors))
 
 

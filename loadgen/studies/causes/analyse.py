@@ -17,15 +17,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import msgspec
 import numpy as np
 
 from loadgen.comparison.claims import place
+from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import side_by_side
 from loadgen.comparison.stages import LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number, signed_ms
-from loadgen.records.run import Found, Label, Pairing, Record, Workload, shown
+from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Workload, shown
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
 from loadgen.studies.causes.records import BESIDE, Ablation, CauseName, Untested
 
@@ -207,6 +209,7 @@ class WorkloadCauses(Record, frozen=True, kw_only=True):
     unattributed_ci95_ms: tuple[float, float] | None
     unattributed_share: float | None
     sentence: str
+    """Calls an arm faster only if the verdict does; see `with_verdicts`."""
     notes: tuple[str, ...]
     """Causes within the noise, untested causes and what the latency breakdown suggests for them, drift."""
 
@@ -223,13 +226,8 @@ def rank_causes(
     effects: Sequence[MeasuredEffect],
     untested: Sequence[Untested],
     breakdown: LatencyBreakdown | None,
-    *,
-    comparable: bool,
 ) -> WorkloadCauses | None:
-    """Rank the causes. `pairs`: mean request times of both arms per round, the baseline's first; None without pairs.
-
-    Arms that are not `comparable` are not called faster; their requests are.
-    """
+    """Rank the causes. `pairs`: mean request times of both arms per round, the baseline's first; None without pairs."""
     gap = difference(pairs)
     if gap is None or gap.mean_ms == 0.0:
         return None
@@ -245,12 +243,7 @@ def rank_causes(
     baseline_ms, arm_ms = np.mean(pairs, axis=0).tolist()
     ratio = max(baseline_ms, arm_ms) / min(baseline_ms, arm_ms)
     rest_share = rest.mean_ms / gap.mean_ms if gap.seen else None
-    base, arm = map(shown, pairing)
-    faster, slower = (base, arm) if gap.mean_ms > 0.0 else (arm, base)
-    subjects = (f"{faster} is", slower) if comparable else (f"Requests to {faster} are", f"requests to {slower}")
-    gain = f"{number(abs(gap.mean_ms))} ms less per request"
-    sentence = f"{subjects[0]} {ratio:.2f}× faster than {subjects[1]} {place(workload)} ({gain})"
-    return WorkloadCauses(
+    found = WorkloadCauses(
         workload=workload.name,
         baseline=pairing.baseline,
         arm=pairing.arm,
@@ -264,9 +257,44 @@ def rank_causes(
         unattributed_ms=rest.mean_ms,
         unattributed_ci95_ms=rest.ci95_ms,
         unattributed_share=rest_share,
-        sentence=sentence + _shares(causes, rest_share),
+        sentence="",
         notes=(*_notes(causes, pairing), *_drifts(causes, {pairing.baseline: baseline_ms, pairing.arm: arm_ms})),
     )
+    return msgspec.structs.replace(found, sentence=_sentence(found, workload, None, comparable=True))
+
+
+def _sentence(found: WorkloadCauses, workload: Workload, leading: Comparison | None, *, comparable: bool) -> str:
+    """The difference and the shares of its causes. The arm with the shorter requests is called faster if it wins the
+    leading comparison; arms that are not `comparable` are not called faster, their requests are."""
+    base, arm = map(shown, found.pairing)
+    faster = next(label for label in found.pairing if label != found.slower)
+    winner = None if leading is None else leading.winner
+    if winner == faster:
+        subjects = (f"{shown(faster)} is", shown(found.slower))
+        if not comparable:
+            subjects = (f"Requests to {shown(faster)} are", f"requests to {shown(found.slower)}")
+        gain = f"{number(abs(found.difference_ms))} ms less per request"
+        lead = f"{subjects[0]} {found.ratio:.2f}× faster than {subjects[1]} {place(workload)} ({gain})"
+    else:
+        no_verdict = leading is None or leading.verdict == "invalid"
+        means = f"{number(found.baseline_ms)} ms on {base} and {number(found.arm_ms)} ms on {arm}"
+        said = "No verdict" if no_verdict else "No winner" if winner is None else f"{shown(winner)} wins"
+        lead = f"{said} {place(workload)}; requests took {means} on average"
+    return lead + _shares(found.causes, found.unattributed_share)
+
+
+def with_verdicts(found: CausesFound, experiment: Experiment, leading: Sequence[Comparison]) -> CausesFound:
+    """The causes with sentences that follow the verdicts of the leading comparisons."""
+    by_name = {workload.name: workload for workload in experiment.workloads}
+    verdicts = {(one.scenario, one.pairing): one for one in leading}
+
+    def judged(one: WorkloadCauses) -> WorkloadCauses:
+        comparable = len({experiment.payload_of(experiment.arm(label)) for label in one.pairing}) == 1
+        leads = verdicts.get((one.workload, one.pairing))
+        text = _sentence(one, by_name[one.workload], leads, comparable=comparable)
+        return msgspec.structs.replace(one, sentence=text)
+
+    return msgspec.structs.replace(found, workloads=tuple(map(judged, found.workloads)))
 
 
 def _cause(
@@ -312,7 +340,8 @@ def _shares(causes: Sequence[Cause], unattributed: float | None) -> str:
 
 
 def _described(cause: Cause) -> str:
-    """Name the arm that pays for a cause, if only one does: a cause of the faster arm works against the difference."""
+    """Name the arm that pays for a cause, if only one does: a cause of the arm with the shorter requests works against
+    the difference."""
     whose = f" of {shown(cause.effects[0].label)}" if len(cause.effects) == 1 else ""
     what = f" ({cause.effects[0].changed.partition(',')[0]})" if cause.name == "payload" else ""
     return cause.title + whose + what
@@ -322,7 +351,10 @@ def _notes(causes: Sequence[Cause], pairing: Pairing) -> list[str]:
     notes = []
     against = [cause.title for cause in causes if cause.found and (cause.share or 0.0) < 0.0]
     if against:
-        notes.append(f"Negative share ({', '.join(against)}): it costs the faster arm more and hides some difference.")
+        notes.append(
+            f"Negative share ({', '.join(against)}): it costs the arm with the shorter requests more and hides some "
+            "difference."
+        )
     noise = [cause.title for cause in causes if cause.effects and not cause.found]
     if noise:
         notes.append(f"Within the noise: {', '.join(noise)}.")
@@ -399,8 +431,7 @@ def analyse(facts: Facts) -> CausesFound:
         for pairing in experiment.pairings:
             pairs = mean_pairs(workload.name, facts.blocks, pairing)
             breakdown = breakdowns.get((workload.name, *pairing))
-            comparable = len({experiment.payload_of(experiment.arm(label)) for label in pairing}) == 1
-            causes = rank_causes(workload, pairing, pairs, effects, untested, breakdown, comparable=comparable)
+            causes = rank_causes(workload, pairing, pairs, effects, untested, breakdown)
             if causes is not None:
                 found.append(causes)
     return CausesFound(workloads=tuple(found), explained=explanation.workloads, left_out=explanation.left_out)

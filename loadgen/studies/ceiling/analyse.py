@@ -33,8 +33,9 @@ class EngineShare(Record, frozen=True, kw_only=True):
     executed_batch_mean: float | None
     """Items per execution; None where the server does not report it."""
     engine_images_per_s: float
-    """The engine alone at that size, copies included."""
+    """Items per second, of any kind, of the engine alone at that size, copies included."""
     served_images_per_s: float
+    """Items per second, of any kind."""
     share: float
     """Served over engine; above 1 the ceiling is not reliable."""
     offered: bool

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from loadgen.documents import DocumentError, read_record, read_stored, stored_path
+from loadgen.documents import DocumentError, list_inside, read_inside, read_record, read_stored, stored_path
 from loadgen.records.run import Environment, RunState
 from loadgen.report.renderers.csv import field
 from loadgen.report.renderers.html import render_html
@@ -58,29 +58,32 @@ def stored_matrix(directory: Path) -> Matrix:
 
     Raises `StoredRunError` and `ResultError`.
     """
-    visits = sorted((directory / "visits").glob("*.json"))
+    try:
+        visits = [name for name in list_inside(directory, "visits") if name.endswith(".json")]
+    except (OSError, DocumentError) as exc:
+        raise StoredRunError(f"{directory / 'visits'} cannot be read: {exc}") from exc
     if not visits and stored_path(directory / Matrix.FILE).exists():
         return read_matrix(directory / Matrix.FILE)
-    plan, environment = _read(directory / Plan.FILE, Plan), _read(directory / Environment.FILE, Environment)
+    plan, environment = _read(directory, Plan.FILE, Plan), _read(directory, Environment.FILE, Environment)
     if plan is None or environment is None:
         missing = Plan.FILE if plan is None else Environment.FILE
         raise StoredRunError(
             f"{directory} holds no engine matrix: {missing} is missing; give the directory that `abserve engines` "
             "wrote to"
         )
-    read = [_read(path, Visit) for path in visits]
-    state = _read(directory / RunState.FILE, RunState)
+    read = [_read(directory, name, Visit) for name in visits]
+    state = _read(directory, RunState.FILE, RunState)
     return analyse(plan, environment, [one for one in read if one is not None], state)
 
 
-def _read(path: Path, kind: type[R]) -> R | None:
+def _read(directory: Path, name: str, kind: type[R]) -> R | None:
     """A record, or None without its file. Raises `StoredRunError`."""
     try:
-        return cast("R", read_record(path.read_bytes(), kind))
+        return cast("R", read_record(read_inside(directory, name), kind))
     except FileNotFoundError:
         return None
     except (OSError, DocumentError) as exc:
-        raise StoredRunError(f"{path} cannot be read: {exc}") from exc
+        raise StoredRunError(f"{directory / name} cannot be read: {exc}") from exc
 
 
 def read_matrix(path: Path) -> Matrix:

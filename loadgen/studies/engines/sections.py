@@ -139,13 +139,15 @@ def _own_winners(matrix: Matrix, scope: Scope) -> list[Winner]:
 
 
 def _sentence(matrix: Matrix, view: View) -> str:
-    """Which configuration leads in most cells of a view, and by how much at the middle length and the largest batch."""
+    """Which configuration leads in most cells of a view, those that are certain first, and by how much at the middle
+    length and the largest batch of them."""
     own = _own_winners(matrix, view.scope)
     if not own:
         return "no cell with right answers."
     configurations = matrix.plan.configurations
-    most = Counter(one.configuration for one in own).most_common(1)[0][0]
-    won = [one for one in own if one.configuration == most]
+    decided = [one for one in own if one.certain] or own
+    most = Counter(one.configuration for one in decided).most_common(1)[0][0]
+    won = [one for one in decided if one.configuration == most]
     length = charts.shown_length(view.cells)
     at = max(won, key=lambda one: (one.length == length, one.batch))
     cell = next(one for one in view.cells if (one.configuration, one.batch, one.length) == (most, at.batch, at.length))
@@ -154,13 +156,12 @@ def _sentence(matrix: Matrix, view: View) -> str:
     if at.runner_up is not None and at.ratio is not None:
         other = title_of(configurations[at.runner_up])
         over += [f"{times(at.ratio)} that of {other}"] if not over or other != baseline else []
-    certain = sum(one.certain for one in won)
-    sure = {0: "none", len(won): "all"}.get(certain, certain)
+    name, shapes = title_of(configurations[most]), f"{len(won)} of {counted(len(own), 'shape')}"
+    lead = f"{name} is the fastest at {shapes}"
+    if not at.certain:
+        lead = f"no certain winner; {name} measured the highest throughput at {shapes}"
     rate = f"{value(cell.items_per_second)} {items(matrix.configurations[most].item)}/s"
-    return (
-        f"{title_of(configurations[most])} is the fastest at {len(won)} of {counted(len(own), 'shape')}, certainly at "
-        f"{sure}. At {shape_text(at.batch, at.length)}: {rate}{', ' if over else ''}{join(over)}."
-    )
+    return f"{lead}. At {shape_text(at.batch, at.length)}: {rate}{', ' if over else ''}{join(over)}."
 
 
 def questions(matrix: Matrix) -> doc.Section | None:

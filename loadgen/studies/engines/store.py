@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from loadgen.documents import DocumentError, read_record
+from loadgen.documents import DocumentError, list_inside, read_inside, read_record
 from loadgen.records.run import Environment, Record, RunState
 from loadgen.storage.run_lock import only_run
 from loadgen.storage.store import StorageError, storage_sentence, write_whole
@@ -45,22 +45,26 @@ class MatrixStore:
 
     def plan(self) -> Plan:
         """The stored plan. Raises `StorageError`."""
-        plan: Plan = self._read(self.directory / Plan.FILE, Plan)
+        plan: Plan = self._read(Plan.FILE, Plan)
         return plan
 
     def environment(self) -> Environment:
         """The stored environment. Raises `StorageError`."""
-        environment: Environment = self._read(self.directory / Environment.FILE, Environment)
+        environment: Environment = self._read(Environment.FILE, Environment)
         return environment
 
     def state(self) -> RunState:
         """The stored state. Raises `StorageError`."""
-        state: RunState = self._read(self.directory / RunState.FILE, RunState)
+        state: RunState = self._read(RunState.FILE, RunState)
         return state
 
     def visits(self) -> tuple[Visit, ...]:
         """All visits by number. Raises `StorageError` for one that cannot be read."""
-        return tuple(self._read(path, Visit) for path in sorted((self.directory / VISITS).glob("*.json"), key=_number))
+        try:
+            names = [name for name in list_inside(self.directory, VISITS) if name.endswith(".json")]
+        except (OSError, DocumentError) as exc:
+            raise StorageError(f"{self.directory / VISITS} cannot be read: {exc}; start again with --out") from exc
+        return tuple(self._read(name, Visit) for name in sorted(names, key=_number))
 
     def log_path(self, name: str) -> Path:
         """The log of a process."""
@@ -70,15 +74,16 @@ class MatrixStore:
         """The file of a model's own answers."""
         return (self.directory / "references" / f"{number:02d}.npz").resolve()
 
-    @staticmethod
-    def _read(path: Path, kind: Any) -> Any:
+    def _read(self, name: str, kind: Any) -> Any:
+        path = self.directory / name
         try:
-            return read_record(path.read_bytes(), kind)
+            return read_record(read_inside(self.directory, name), kind)
         except OSError as exc:
             raise StorageError(f"cannot read {path}: {exc.strerror or exc}; give the folder of a matrix") from exc
         except DocumentError as exc:
             raise StorageError(f"{path} cannot be read: {exc}; remove it, or start again with --out") from exc
 
 
-def _number(path: Path) -> int:
-    return int(path.stem) if path.stem.isdecimal() else -1
+def _number(name: str) -> int:
+    stem = PurePath(name).stem
+    return int(stem) if stem.isdecimal() else -1

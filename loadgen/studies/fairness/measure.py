@@ -47,7 +47,6 @@ IDLE_SECONDS = 0.3
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 GROUPS = 24
 REPEATS = 5
-_TIMEOUT_S = 60.0
 _MOST_SECONDS = 30.0
 _LEAST_GROUPS = 6
 
@@ -163,13 +162,15 @@ def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature) -> CachePr
     """Send one item per request over HTTP, whatever the transport of the load: a cache serves all of them. A failure is
     in the record, not raised."""
     try:
-        fresh, repeated = _probe_times(replace(arm.target, transport="http"), inputs, signature)
+        fresh, repeated = _probe_times(replace(arm.target, transport="http"), inputs, signature, arm.request_timeout_s)
     except (ConnectionRefused, InputError) as exc:
         return CacheProbe(label=arm.request.label, fresh_ns=(), repeated_ns=(), error=str(exc))
     return CacheProbe(label=arm.request.label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
 
 
-def _probe_times(target: Target, inputs: SampleInputs, signature: Signature) -> tuple[list[int], list[int]]:
+def _probe_times(
+    target: Target, inputs: SampleInputs, signature: Signature, timeout_s: float
+) -> tuple[list[int], list[int]]:
     variation = find_variation(inputs, signature)
     if variation is None or variation.capacity < GROUPS + REPEATS:
         raise InputError(f"the inputs of {signature.model} are too small to make new ones")
@@ -179,7 +180,7 @@ def _probe_times(target: Target, inputs: SampleInputs, signature: Signature) -> 
     first = random.getrandbits(8 * DIGITS)
     fresh: list[int] = []
     repeated: list[int] = []
-    connection = target.connection((), timeout_s=_TIMEOUT_S)
+    connection = target.connection((), timeout_s=timeout_s)
     began = perf_counter()
     try:
         connection.connect()

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from loadgen.comparison.facts import Facts
+from loadgen.quantities import significant
 from loadgen.records.machine import used_gpu
 from loadgen.records.model_config import executed_config, mapping
 from loadgen.records.run import ArmRecord, BlockRecord, Found, Label, Record
@@ -270,7 +271,7 @@ def assess_run(
 ) -> EvidenceFile:
     """Read the readings in `directory` and judge every arm. `processes_unknown`: the arms without PIDs, and why. Raises
     `ReadingsError`."""
-    readings = read_readings([directory / name for name in files])
+    readings = read_readings(directory, files)
     own = frozenset(pid for several in (*pids.values(), *(run.pids for run in controls.values())) for pid in several)
     gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
 
@@ -389,5 +390,5 @@ def _points(at_ns: Ns, values: Values, span: Window | None, origin_ns: int) -> P
         at_ns, values = at_ns[inside], values[inside]
     steps = np.ceil((at_ns - origin_ns) / (SERIES_STEP_S * 1e9)).astype(np.int64)
     found, places = np.unique(steps, return_inverse=True)
-    means = np.bincount(places, weights=values) / np.bincount(places)
-    return tuple((float(step * SERIES_STEP_S), float(f"{mean:.4g}")) for step, mean in zip(found, means, strict=True))
+    means = (np.bincount(places, weights=values) / np.bincount(places)).tolist()
+    return tuple((float(step * SERIES_STEP_S), significant(mean, 4)) for step, mean in zip(found, means, strict=True))

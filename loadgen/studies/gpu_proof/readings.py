@@ -21,7 +21,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from loadgen.documents import DocumentError, read_inside
+
 SCHEMA = "abserve.gpu-readings/1"
+MOST_BYTES = 2**29
+"""Limit of a file: a day of one GPU has about a tenth of it."""
 
 Ns = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -149,15 +153,16 @@ class Readings:
         return max([len(self.devices), *counts])
 
 
-def read_readings(paths: Sequence[Path]) -> Readings:
-    """Read every file, in the order given. A truncated last line is dropped: its sampler was killed while writing.
+def read_readings(folder: Path, names: Sequence[str]) -> Readings:
+    """Read every file, by its path relative to `folder`, in the order given. A truncated last line is dropped: its
+    sampler was killed while writing.
 
     Raises `ReadingsError`.
     """
     headers: list[HeaderLine] = []
     lines: list[Line] = []
-    for path in paths:
-        found = _read_lines(path)
+    for name in names:
+        path, found = folder / name, _read_lines(folder, name)
         if not found or not isinstance(found[0], HeaderLine):
             raise ReadingsError(f"{path} holds no readings: its first line is not a header")
         if found[0].schema != SCHEMA:
@@ -174,11 +179,14 @@ def read_readings(paths: Sequence[Path]) -> Readings:
     )
 
 
-def _read_lines(path: Path) -> list[Line]:
+def _read_lines(folder: Path, name: str) -> list[Line]:
+    path = folder / name
     try:
-        content = path.read_bytes()
+        content = read_inside(folder, name, MOST_BYTES)
     except OSError as exc:
         raise ReadingsError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    except DocumentError as exc:
+        raise ReadingsError(f"{path} cannot be read: {exc}") from exc
     whole, _, _ = content.rpartition(b"\n")
     found = []
     for number, text in enumerate(whole.splitlines(), 1):

@@ -45,7 +45,7 @@ class Trial(Record, frozen=True, kw_only=True):
     """The part of it in which users only waited for the moment to send."""
     generator_processes: int = 1
     throughput_per_s: float | None
-    """Images per second: in a ramp while all users were busy; at a rate good answers over the trial's time."""
+    """Items per second: in a ramp while all users were busy; at a rate good answers over the trial's time."""
     p50_ms: float | None
     p99_ms: float | None
     """p99 from the intended start, of good answers; None with too few samples."""
@@ -106,7 +106,7 @@ class RampFound(Record, frozen=True, kw_only=True):
     label: Label
     rungs: tuple[RampRung, ...]
     saturation_per_s: float | None
-    """Images per second, the best of all steps."""
+    """Items per second, the best of all steps."""
     knee_concurrency: int | None
     """Users of the first step that no later one exceeds by 5 %."""
     saturated: bool

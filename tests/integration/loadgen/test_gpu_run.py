@@ -49,7 +49,7 @@ def test_of_four_gpus_the_one_that_the_servers_name_is_read(tmp_path: Path) -> N
     state = gpu_run(tmp_path / "run", single(0.3, 1), busy_blocks=2, control=False, others=3)
     assert (state.state, state.error) == ("finished", None)
     own = "GPU-5c719ed0-0000-0000-0000-000000000000"
-    readings = read_readings([tmp_path / "run/gpu/0000.jsonl"])
+    readings = read_readings(tmp_path, ["run/gpu/0000.jsonl"])
     assert (readings.gpu_count, list(readings.devices)) == (4, [own])
     result = analyse(tmp_path / "run")
     evidence = result.of(GpuFound).evidence
@@ -65,7 +65,7 @@ def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     out = tmp_path / "run"
     state = gpu_run(out, single(0.3, 2), busy_blocks=4, control=False)
     assert (state.state, state.error) == ("finished", None)
-    readings = read_readings([out / "gpu/0000.jsonl"])
+    readings = read_readings(out, ["gpu/0000.jsonl"])
     labels = [edge.label for edge in readings.edges if edge.label != "periodic"]
     rounds = [[f"gap {n} start", f"gap {n} end"] for n in range(3)]
     pairs = [[f"block {i} {when}" for i in pair for when in ("before", "after")] for pair in ((0, 1), (2, 3))]

@@ -121,6 +121,16 @@ def environment(**runner: object) -> Any:
     return SimpleNamespace(runner=SimpleNamespace(**state), user_classes=[], host="http://h")
 
 
+def test_the_latency_says_from_when_it_counts() -> None:
+    """The locustfile counts from the due time where there is a rate; see test_open_loop_run."""
+    (latency,) = [
+        one
+        for one in LoadCollector(environment(), LoadCounts()).collect()
+        if one.name == "abserve_load_latency_seconds"
+    ]
+    assert "From when a request was due (in a closed loop: sent)" in latency.documentation
+
+
 def test_a_master_shows_the_sum_of_its_workers() -> None:
     workers = [LoadCounts(), LoadCounts()]
     total = LoadCounts()

@@ -34,7 +34,7 @@ def test_readings_lie_on_the_generators_time_axis(start_sampler: Start, stub_lib
     sampler.wait_for(lambda: len(sampler.lines("reading")) > 3)
     assert sampler.stop() == 0
     after_ns = time.perf_counter_ns()
-    readings = read_readings([sampler.path])
+    readings = read_readings(sampler.path.parent, [sampler.path.name])
     device = readings.devices["GPU-stub"]
     assert before_ns < device.energy_at_ns[0] < device.energy_at_ns[-1] < after_ns
     assert before_ns - 20e9 < device.sample_end_ns[0]  # the buffer reaches back before the start
@@ -94,7 +94,7 @@ def test_a_device_lost_and_found_again(start_sampler: Start, stub_library: Path,
     assert sampler.command("edge after")["status"] == "ok"
     assert sampler.stop() == 0
     assert [e["event"] for e in sampler.lines("event")] == ["gpu_lost", "recovered"]
-    (event,) = [e for e in read_readings([sampler.path]).events if e.event == "gpu_lost"]
+    (event,) = [e for e in read_readings(sampler.path.parent, [sampler.path.name]).events if e.event == "gpu_lost"]
     assert (event.uuid, event.code) == ("GPU-stub", "GPU_IS_LOST")
     gap = [r["at_ns"] for r in sampler.lines("reading")]
     recovered = next(e["at_ns"] for e in sampler.lines("event") if e["event"] == "recovered")
@@ -106,7 +106,7 @@ def test_without_a_gpu_it_records_that_and_no_reading(start_sampler: Start) -> N
     assert sampler.ready["status"] == "no_library"
     assert sampler.command("edge x")["status"] == "no_library"
     assert sampler.stop() == 0
-    readings = read_readings([sampler.path])
+    readings = read_readings(sampler.path.parent, [sampler.path.name])
     assert (readings.status, readings.devices) == ("no_library", {})
 
 

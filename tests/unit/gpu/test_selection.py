@@ -75,7 +75,7 @@ def test_the_sampler_reads_what_is_named_and_tells_how_many_there_are(
     assert sampler.ready["status"] == "ok"
     sampler.command("edge x")
     assert sampler.stop() == 0
-    readings = read_readings([sampler.path])
+    readings = read_readings(sampler.path.parent, [sampler.path.name])
     (header,) = readings.headers
     assert [device.uuid for device in header.devices] == uuids
     assert list(readings.devices) == uuids

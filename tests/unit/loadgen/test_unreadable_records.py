@@ -27,7 +27,7 @@ from loadgen.studies.gpu_proof.readings import ReadingsError, read_readings
         ("result.json", read_result, ResultError),
         ("calibration.json", read_calibration, CalibrationError),
         ("floors.json", read_floors, NoiseFloorError),
-        ("gpu.jsonl", lambda path: read_readings([path]), ReadingsError),
+        ("gpu.jsonl", lambda path: read_readings(path.parent, [path.name]), ReadingsError),
     ],
 )
 def test_a_record_that_is_no_utf8_is_named(

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from loadgen.comparison.claims import claim, verdict_words
+from loadgen.comparison.claims import ORDER, claim, decided_besides, groups, verdict_words
 from loadgen.comparison.comparisons import Outcome, advantage
 from loadgen.records.run import Pairing
 from loadgen.result.analysis import analyse
 from tests.golden.synthetic_run import Plan, write_run
-from tests.unit.loadgen.comparison.test_several_arms import compared
+from tests.unit.loadgen.comparison.test_several_arms import WORKLOADS, compared
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,29 @@ def test_a_ratio_that_its_rounds_do_not_determine_says_so_instead_of_bounds() ->
     two_rounds = msgspec.structs.replace(one, ci95=(0.00000006, 44_507_966.9), pairs=2)
     text = claim(two_rounds)
     assert text == "inconclusive in throughput (1.6× in favour of A, not determined by 2 rounds)"
+
+
+@given(
+    exponent=st.floats(-12.0, 12.0),
+    spread=st.floats(1.0, 1e6) | st.none(),
+    verdict=st.sampled_from(ORDER),
+    metric=st.sampled_from(["throughput", "latency_p99"]),
+)
+def test_a_ratio_of_any_size_is_a_claim(exponent: float, spread: float | None, verdict: Outcome, metric: str) -> None:
+    """A thousand times better or more has a comma in its factor."""
+    ratio = 10.0**exponent
+    one = compared("a", "b", ratio, verdict, metric)
+    one = msgspec.structs.replace(one, ci95=None if spread is None else (ratio / spread, ratio * spread), reason="why")
+    assert claim(one, margin=0.05)
+    workloads = {workload.name: workload for workload in WORKLOADS}
+    assert groups([one], workloads, 0.05) or verdict == "invalid"
+    assert isinstance(decided_besides([msgspec.structs.replace(one, leading=False)], workloads), list)
+
+
+def test_the_better_arm_is_named_from_a_thousand_times_on() -> None:
+    assert "1,234.50× in favour of B" in claim(
+        msgspec.structs.replace(compared("a", "b", 1234.5, "inconclusive"), ci95=None, reason="one round")
+    )
 
 
 def test_verdict_words() -> None:

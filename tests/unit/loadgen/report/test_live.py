@@ -120,6 +120,18 @@ def test_the_speed_of_a_block_is_that_of_the_result(run: StoredRun) -> None:
     assert f"p50 {number(summary.latency.p50_ms):>8} ms" in first
 
 
+def test_ratios_that_fail_do_not_end_the_run(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: LiveRatios, summary: object) -> object:
+        raise KeyError(summary)
+
+    monkeypatch.setattr(LiveRatios, "add", fail)
+    logged = io.StringIO()
+    with RichProgress(Console(file=logged, width=120), LiveRatios(run.experiment)) as progress:
+        for block, summary in zip(run.blocks, summaries(run), strict=True):
+            progress.block_done(block.record, summary)
+    assert logged.getvalue().count("no ratios during this run (KeyError") == 1
+
+
 def test_what_is_said_breaks_between_words_on_a_terminal_and_not_at_all_in_a_log() -> None:
     words = " ".join(f"word{number}" for number in range(40))
     failed = ColdStart(label="a", repetition=0, live_ns=None, ready_ns=None, first_answer_ns=None, error=words)

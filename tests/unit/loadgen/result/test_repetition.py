@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,19 +19,28 @@ from loadgen.records.run import Label
 from loadgen.result.analysis import analyse
 from loadgen.result.checks.registry import Outcome
 from loadgen.result.checks.run import answers_from_memory, repeated_requests
-from loadgen.result.noise_floor import apply_floor, find_floor, floor_of
+from loadgen.result.noise_floor import apply_floor, find_floor, floor_of, floor_of_arm
+from loadgen.result.result_file import Result
 from loadgen.statistics.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
-from loadgen.storage.stored_run import StoredRun
+from loadgen.storage.stored_run import StoredRun, read_run
 from loadgen.studies.fairness.records import CacheProbe
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.unit.loadgen.result.test_fairness import EXPERIMENT
 
 
-def floor(difference: float, scenario: str = "single", metric: str = "throughput", title: str = "x") -> NoiseFloor:
+def floor(difference: float, scenario: str = "single", metric: str = "throughput") -> NoiseFloor:
     entry = FloorEntry(scenario=scenario, metric=metric, difference=difference, pairs=12)
     return NoiseFloor(
-        fingerprint="0" * 12, servers="", title=title, made_at="2026-03-02T10:00:00Z", restarts=6, entries=(entry,)
+        fingerprint="0" * 12, servers="", title="x", made_at="2026-03-02T10:00:00Z", restarts=6, entries=(entry,)
     )
+
+
+def floor_in(directory: Path, difference: float, label: Label = "a", **changes: Any) -> NoiseFloor:
+    """Of an arm of a stored run, in `single`."""
+    run = read_run(directory)
+    own = floor_of_arm(run.experiment, run.experiment.arm(label), run.arms)
+    changes = {"entries": floor(difference).entries, "made_at": "2026-03-02T10:00:00Z", "restarts": 6, **changes}
+    return msgspec.structs.replace(own, **changes)
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -116,29 +126,77 @@ def test_the_floor_of_one_start_is_the_far_end_of_its_interval() -> None:
     assert floor_of([[1.0]]) is None
 
 
-def test_another_scenario_takes_the_largest_floor_of_the_metric() -> None:
-    floors = [floor(0.01), floor(0.03, "batched(8)"), floor(0.2, "batched(8)", "latency_p99")]
-    assert find_floor(floors, "single", "throughput") == 0.01
-    assert find_floor(floors, "concurrent(4)", "throughput") == 0.03
-    assert find_floor(floors, "single", "latency_p50") is None
+def test_a_floor_counts_for_its_workload_and_metric_only() -> None:
+    floors = [floor(0.01), floor(0.02), floor(0.03, "batched(8)"), floor(0.2, "batched(8)", "latency_p99")]
+    assert find_floor(floors, "single", "throughput") == 0.02
+    assert find_floor(floors, "concurrent(4)", "throughput") is None
+    assert find_floor(floors, "single", "latency_p99") is None
 
 
 def test_no_claim_goes_below_the_floor(tmp_path: Path) -> None:
     """B serves a sixth more, alone: a winner over a floor of 5 %, none over one of 50 %."""
     directory = write_run(tmp_path)
 
-    def single(difference: float):
-        (directory / "noise_floors.json").write_bytes(msgspec.json.encode([floor(difference)]))
+    def judged(difference: float) -> tuple[Result, Comparison]:
+        store_floors(directory, floor_in(directory, difference))
         result = analyse(directory)
-        return result, next(c for c in result.comparisons if (c.scenario, c.metric) == ("single", "throughput"))
+        return result, single(result)
 
-    result, above = single(0.05)
+    result, above = judged(0.05)
     assert (above.verdict, above.noise_floor) == ("arm_better", 0.05)
     assert "5.0 %" in result.noise_floor_sentence
-    result, within = single(0.5)
+    result, within = judged(0.5)
     assert within.verdict == "inconclusive"
     assert "within this machine's noise floor: identical arms differ by up to 50 %" in (within.reason or "")
     assert "no verdict on single" in next(c for c in result.checks if c.name == "noise_floor").detail
+
+
+@pytest.mark.parametrize("label", ["a", "b"])
+def test_the_floor_of_either_arm_counts(tmp_path: Path, label: Label) -> None:
+    directory = write_run(tmp_path)
+    store_floors(directory, floor_in(directory, 0.5, label))
+    assert single(analyse(directory)).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "another"},
+        {"payload": "uint8"},
+        {"transport": "grpc"},
+        {"title": "another"},
+        {"settings": {"max-queue-delay-us": "9"}},
+        {"servers": "gpu.example"},
+        {"entries": floor(0.5, "batched(3)").entries},
+        {"model": None, "payload": None, "transport": None, "settings": {}},
+    ],
+)
+def test_the_floor_of_something_else_silences_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    directory = write_run(tmp_path)
+    store_floors(directory, floor_in(directory, 0.5, **changes))
+    result = analyse(directory)
+    assert (single(result).verdict, single(result).noise_floor) == ("arm_better", None)
+    (check,) = [one for one in result.checks if one.name == "noise_floor"]
+    assert check.ok is None
+    for text in (check.detail, result.noise_floor_sentence):
+        assert "never measured for these arms, model, payload, transport and workloads" in text
+
+
+def test_workloads_without_a_floor_are_named(tmp_path: Path) -> None:
+    directory = write_run(tmp_path)
+    store_floors(directory, floor_in(directory, 0.01))
+    result = analyse(directory)
+    others = [c.scenario for c in result.comparisons if c.leading and c.scenario != "single"]
+    assert others
+    assert f"Not measured in {', '.join(others)}." in result.noise_floor_sentence
+
+
+def store_floors(directory: Path, *floors: NoiseFloor) -> None:
+    (directory / "noise_floors.json").write_bytes(msgspec.json.encode(floors))
+
+
+def single(result: Result) -> Comparison:
+    return next(c for c in result.comparisons if (c.scenario, c.metric) == ("single", "throughput"))
 
 
 def test_nor_is_equivalence_claimed_below_it(tmp_path: Path) -> None:
@@ -146,8 +204,7 @@ def test_nor_is_equivalence_claimed_below_it(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(a=arm, b=arm, seed=5, block_noise=0.002)))
     equivalent = [c for c in result.comparisons if c.verdict == "no_difference" and c.metric == "throughput"]
     assert equivalent
-    floors = [floor(0.08, equivalent[0].scenario)]
-    (found,) = apply_floor(equivalent[:1], floors, 0.05)
+    (found,) = apply_floor(equivalent[:1], {"b": [floor(0.08, equivalent[0].scenario)]}, 0.05)
     assert found.verdict == "inconclusive"
     assert "below this machine's noise floor" in (found.reason or "")
 
@@ -184,7 +241,25 @@ def test_a_floor_is_kept_for_its_machine_and_place(tmp_path: Path, monkeypatch: 
     remote = msgspec.structs.replace(result.experiment.baseline, target="http://gpu.example:8000")
     assert own_floors(environment, msgspec.structs.replace(result.experiment, arms=(remote, remote))) == ()
     path.write_text("{}")
-    assert own_floors(environment, result.experiment) == ()
+    with pytest.raises(NoiseFloorError, match="remove the file"):
+        store_floor(made)
+    (damaged,) = own_floors(environment, result.experiment)
+    other = write_run(tmp_path / "other")
+    store_floors(other, damaged)
+    told = analyse(other)
+    for text in (told.noise_floor_sentence, next(c for c in told.checks if c.name == "noise_floor").detail):
+        assert f"cannot read the noise floors in {path}" in text
+        assert "never measured" not in text
+
+
+def test_a_later_floor_keeps_what_the_earlier_has_of_other_workloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    both = floor(0.01).entries + floor(0.02, "batched(8)").entries
+    store_floor(msgspec.structs.replace(floor(0.0), entries=both))
+    path = store_floor(floor(0.05))
+    assert [[entry.difference for entry in one.entries] for one in read_floors(path)] == [[0.02], [0.05]]
 
 
 def repeated(*probes: CacheProbe) -> list[Outcome]:

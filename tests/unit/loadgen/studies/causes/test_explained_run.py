@@ -52,10 +52,15 @@ def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, witho
 
 
 def write_explained(
-    directory: Path, *, as_is: Label = "b", without: Label = "a", untested: tuple[Untested, ...] = ()
+    directory: Path,
+    *,
+    as_is: Label = "b",
+    without: Label = "a",
+    untested: tuple[Untested, ...] = (),
+    plan: Plan = PLAN,
 ) -> Path:
     """B without its transfer is as fast as A."""
-    write_run(directory, PLAN)
+    write_run(directory, plan)
     done = explain(directory, "transfer", "b", as_is, without)
     record = Explanation(workloads=("single",), left_out=("batched(4)",), done=(done,), untested=untested)
     (directory / "causes.json").write_bytes(msgspec.json.encode(record))
@@ -83,6 +88,16 @@ def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) ->
     assert "100 % payload transfer of B, 0 % unattributed." in causes.sentence
     (scenario,) = [one for one in result.verdict.scenarios if one.scenario == "single"]
     assert scenario.reasons[0] == causes.sentence
+
+
+@pytest.mark.parametrize("cosine", [0.999_998, 0.5])
+def test_no_report_of_an_invalid_workload_calls_an_arm_faster(tmp_path: Path, cosine: float) -> None:
+    write_explained(tmp_path, plan=replace(PLAN, parity_cosine=cosine))
+    result = analyse(tmp_path)
+    document = result_document(result)
+    for text in (shown(result), render_markdown(document), render_html(document), encode_result(result).decode()):
+        assert ("× faster than" in text) == result.valid == (cosine > 0.9)
+        assert "100 % payload transfer of B, 0 % unattributed." in text
 
 
 def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Path) -> None:

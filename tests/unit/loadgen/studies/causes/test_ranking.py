@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
+from loadgen.comparison.comparisons import Outcome
 from loadgen.comparison.stages import ArmStages, LatencyBreakdown, StageDifference
-from loadgen.records.run import Label, Pairing, Workload
+from loadgen.records.run import ArmRequest, Experiment, Label, Pairing, Workload
 from loadgen.studies.causes.analyse import (
     CauseEffect,
+    CausesFound,
     Difference,
     MeasuredEffect,
     WorkloadCauses,
     combine,
     difference,
     rank_causes,
+    with_verdicts,
 )
 from loadgen.studies.causes.records import CauseName, Untested
+from tests.unit.loadgen.comparison.test_several_arms import compared
 
 AB = Pairing("a", "b")
 WORKLOAD = Workload(
@@ -52,10 +57,21 @@ def ranked(
     breakdown: LatencyBreakdown | None = None,
     comparable: bool = True,
     pairing: Pairing = AB,
+    verdict: Outcome | None = None,
 ) -> WorkloadCauses:
-    found = rank_causes(WORKLOAD, pairing, pairs, effects, untested, breakdown, comparable=comparable)
+    """With the verdict that the arm with the shorter requests is the better one, unless another is given."""
+    found = rank_causes(WORKLOAD, pairing, pairs, effects, untested, breakdown)
     assert found is not None
-    return found
+    verdict = verdict or ("baseline_better" if found.slower == pairing.arm else "arm_better")
+    comparison = msgspec.structs.replace(compared(*pairing, 0.5, verdict), scenario=WORKLOAD.name, reason="a reason")
+    payloads = {label: None if comparable else f"payload of {label}" for label in pairing}
+    experiment = Experiment(
+        arms=tuple(ArmRequest(label=label, target="native", payload=payload) for label, payload in payloads.items()),
+        model="m", weights="random:0", payload="fp32", transport="http", workloads=(WORKLOAD,), preset="quick", seed=0,
+        equivalence_margin=0.03, threads=1,
+    )  # fmt: skip
+    (judged,) = with_verdicts(CausesFound(workloads=(found,)), experiment, [comparison]).workloads
+    return judged
 
 
 def test_the_sentence_of_a_difference_with_three_causes() -> None:
@@ -79,6 +95,28 @@ def test_the_sentence_of_a_difference_with_three_causes() -> None:
     assert shares == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ("invalid", "No verdict at batch 32; requests took 10.0 ms on A and 20.0 ms on B on average: 110 %"),
+        ("inconclusive", "No winner at batch 32; requests took"),
+        ("no_difference", "No winner at batch 32; requests took"),
+        ("arm_better", "B wins at batch 32; requests took"),
+    ],
+)
+def test_no_arm_is_called_faster_that_the_verdict_does_not_name(verdict: Outcome, said: str) -> None:
+    """Tails may decide for the arm whose requests take longer on average."""
+    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 20.0, 9.0)], verdict=verdict)
+    assert found.sentence.startswith(said)
+    assert "faster" not in " ".join((found.sentence, *found.notes))
+
+
+def test_without_a_comparison_there_is_no_verdict() -> None:
+    found = rank_causes(WORKLOAD, AB, gap(10.0, 20.0), [], [], None)
+    assert found is not None
+    assert found.sentence.startswith("No verdict at batch 32")
+
+
 def test_the_faster_arm_is_the_subject() -> None:
     found = ranked(gap(20.0, 10.0), [effect("queue_delay", "a", 20.0, 10.0)])
     assert found.sentence.startswith(
@@ -93,7 +131,7 @@ def test_a_cause_of_the_faster_arm_works_against_the_difference() -> None:
     assert found.sentence.startswith("Requests to A are 2.00× faster than requests to B at batch 32")
     assert ": 110 % queue delay of B" in found.sentence
     assert "−10 % payload format of A" in found.sentence
-    assert any("the faster arm" in note for note in found.notes)
+    assert any("the arm with the shorter requests" in note for note in found.notes)
 
 
 def test_a_payload_of_both_arms_is_named_once() -> None:
@@ -189,7 +227,7 @@ def test_a_difference_of_which_nothing_was_tested_yet() -> None:
 
 
 def test_without_pairs_there_is_nothing_to_explain() -> None:
-    assert rank_causes(WORKLOAD, AB, [], [], [], None, comparable=True) is None
+    assert rank_causes(WORKLOAD, AB, [], [], [], None) is None
 
 
 def test_one_pair_has_no_interval_and_sees_nothing() -> None:

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from loadgen.report.renderers.terminal import print_document
 from loadgen.result.result_file import ResultError
 from loadgen.studies.engines import files
 from loadgen.studies.engines.analyse import analyse
-from loadgen.studies.engines.records import Configuration, Conversion, Matrix, Plan, Visit
+from loadgen.studies.engines.charts import title_of
+from loadgen.studies.engines.records import Configuration, Conversion, Matrix, Plan, Visit, Winner
 from loadgen.studies.engines.sections import matrix_document
 from tests.unit.loadgen.studies.engines.simulated_matrix import (
     BERT,
@@ -176,6 +178,33 @@ def test_the_page_says_everything_without_javascript(found: Matrix) -> None:
         assert part in text, part
 
 
+def test_only_a_certain_winner_is_called_the_fastest(found: Matrix) -> None:
+    """Also if another configuration measured the highest throughput at more shapes, none of them certainly."""
+
+    def said(winners: Sequence[Winner]) -> str:
+        return render_markdown(matrix_document(msgspec.structs.replace(found, winners=tuple(winners)))).replace(
+            "\\", ""
+        )
+
+    doubted = [msgspec.structs.replace(one, certain=False) for one in found.winners]
+    assert "no certain winner; " in said(doubted)
+    assert "is the fastest at" not in said(doubted)
+    first = doubted[0]
+    own = [one for one in doubted if (one.model, one.device, one.threads) == (first.model, first.device, first.threads)]
+    other = next(
+        one.configuration
+        for one in found.cells
+        if (asked := found.plan.configurations[one.configuration]).model == first.model
+        and asked.threads == first.threads
+        and one.configuration not in {winner.configuration for winner in own}
+        and (one.batch, one.length) == (first.batch, first.length)
+    )
+    certain = msgspec.structs.replace(first, configuration=other, certain=True)
+    text = said([certain, *doubted[1:]])
+    name = title_of(found.plan.configurations[other])
+    assert f"{name} is the fastest at 1 of {len(own)} shapes" in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_terminal_is_short_and_nothing_is_cut(found: Matrix, width: int) -> None:
     out = io.StringIO()
@@ -184,7 +213,7 @@ def test_the_terminal_is_short_and_nothing_is_cut(found: Matrix, width: int) -> 
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
     assert len(lines) < 10_000 / width
-    for part in ("COMPLETE", "fastest at", "Questions of", "Break-even", "no gain in"):
+    for part in ("COMPLETE", "highest", "Questions of", "Break-even", "no gain in"):
         assert part in out.getvalue(), part
 
 

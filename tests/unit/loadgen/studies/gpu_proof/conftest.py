@@ -139,7 +139,7 @@ def assess_plan(directory: Path, plan: Plan, **changes: Any) -> EvidenceRecord:
         "ended_before": partial(np.searchsorted, plan.completions_ns()), "gpu_info": GPU_INFO, "model_config": None,
         "server_pids": {4711}, "own_pids": {4711, 4712},
     } | changes  # fmt: skip
-    return assess(read_readings([path]), **arm)
+    return assess(read_readings(path.parent, [path.name]), **arm)
 
 
 Run = Callable[..., EvidenceRecord]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -227,13 +228,13 @@ def test_a_process_that_ends_before_the_first_gap_is_not_foreign(run: Run, plan:
     assert read(104.0).code == "unattributed"
 
 
-def test_no_readings_at_all(run: Run, plan: Any) -> None:
+def test_no_readings_at_all(run: Run, plan: Any, tmp_path: Path) -> None:
     from loadgen.studies.gpu_proof.analyse import assess
     from loadgen.studies.gpu_proof.readings import read_readings
 
     blocks = plan().block_records()
     record = assess(
-        read_readings([]), label="a", workload=None, blocks=blocks, gaps=[], ended_before=np.zeros_like,
+        read_readings(tmp_path, []), label="a", workload=None, blocks=blocks, gaps=[], ended_before=np.zeros_like,
         gpu_info=None, model_config=None,
     )  # fmt: skip
     assert (record.finding, record.code) == ("INCONCLUSIVE", "no_nvml")

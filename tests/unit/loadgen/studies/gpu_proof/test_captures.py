@@ -71,7 +71,7 @@ def test_capture(path: Path, tmp_path: Path) -> None:
     capture = json.loads(path.read_text())
     file = tmp_path / "0.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in capture["lines"]))
-    readings = read_readings([file])
+    readings = read_readings(file.parent, [file.name])
 
     def judge(kind: str, placement: str, **more: Any) -> EvidenceRecord:
         return assess(readings, **arm(capture, kind, placement), **more)

@@ -101,7 +101,7 @@ def header(**changes: object) -> str:
 def test_a_killed_samplers_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "0.jsonl"
     path.write_text(header() + '{"type":"reading","at_ns":5,"uuid":"GPU-1","energy_joules":1.5}\n{"type":"read')
-    found = read_readings([path])
+    found = read_readings(path.parent, [path.name])
     assert found.devices["GPU-1"].energy_joules.tolist() == [1.5]
 
 
@@ -118,9 +118,9 @@ def test_unreadable_files_are_refused(tmp_path: Path, content: str, says: str) -
     path = tmp_path / "0.jsonl"
     path.write_text(content)
     with pytest.raises(ReadingsError, match=says):
-        read_readings([path])
+        read_readings(path.parent, [path.name])
     with pytest.raises(ReadingsError, match="cannot be read"):
-        read_readings([tmp_path / "missing.jsonl"])
+        read_readings(tmp_path, ["missing.jsonl"])
 
 
 def test_a_reading_twice_in_two_files_counts_once(tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_a_reading_twice_in_two_files_counts_once(tmp_path: Path) -> None:
     line = '{"type":"samples","at_ns":9,"uuid":"GPU-1","utilization":[[7,0.5],[8,1.0]]}\n'
     for name in "01":
         (tmp_path / name).write_text(header() + line)
-    assert read_readings([tmp_path / "0", tmp_path / "1"]).devices["GPU-1"].sample_end_ns.tolist() == [7, 8]
+    assert read_readings(tmp_path, ["0", "1"]).devices["GPU-1"].sample_end_ns.tolist() == [7, 8]
