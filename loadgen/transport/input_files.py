@@ -6,8 +6,9 @@
     DIR          JPEG files; or, as perf_analyzer's --input-data DIR, one file per input with the values of one item
                  (for BYTES a text of one element per line)
 
-VALUES are a list of one item's values, {"content": [...], "shape": [...]} or {"b64": "..."} of the raw bytes. Items may
-differ in shape; nothing pads them, so those of different shapes never share a request.
+VALUES are a list of one item's values, {"content": [...], "shape": [...]} or {"b64": "..."} of the raw bytes; those of
+BYTES are each element after its length of four bytes in little-endian order. Items may differ in shape; nothing pads
+them, so those of different shapes never share a request.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,17 +34,18 @@ from loadgen.transport.inputs import (
     SampleInputs,
     Shape,
     byte_array,
+    exact_array,
     read_inputs,
     shape_of,
     write_folder,
     write_synthetic,
 )
+from loadgen.transport.outputs import read_elements
 
 Kind = Literal["npz", "json", "jsonl", "images", "raw files"]
 RANDOM_INPUTS = "random"
 """In place of a path: random values of the shapes in the server's metadata."""
 _JPEG = (".jpg", ".jpeg")
-_FLOATS = {"FP16", "FP32", "FP64"}
 Items = list[dict[str, Array]]
 """The inputs of each item by name."""
 
@@ -130,14 +133,17 @@ def _read_npz(path: Path, signature: Signature) -> Items:
 def _of_npz(array: Array, tensor: TensorSignature) -> Array:
     if tensor.datatype == "BYTES" and array.dtype.kind in "SU":
         array = (np.char.encode(array.astype(str), "utf-8") if array.dtype.kind == "U" else array).astype(object)
-    wanted = SAMPLE_TYPES.get(tensor.datatype)
+    _check_datatype(tensor)
+    wanted = SAMPLE_TYPES[tensor.datatype]
     if array.ndim == 0:
         raise InputError(f"the array {tensor.name} is a single value; its first dimension must be the items")
-    if wanted is None or array.dtype != wanted:
+    if array.dtype != wanted:
         raise InputError(
             f"the model's input {tensor.name} is {tensor.datatype}, and the array is {array.dtype}; convert it with "
-            f"astype({np.dtype('S' if wanted == 'O' else wanted or 'f4').name!r})"
+            f"astype({np.dtype('S' if wanted == 'O' else wanted).name!r})"
         )
+    if tensor.datatype == "BOOL" and array.view("u1").max(initial=0) > 1:
+        raise InputError(f"input {tensor.name} has values that BOOL cannot hold; its bytes are 0 or 1")
     _check_shape(array.shape[1:], tensor, "")
     return array
 
@@ -155,7 +161,7 @@ def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
 def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
     """The items of perf_analyzer's file, and what in it is not used."""
     try:
-        document = json.loads(path.read_bytes())
+        document = _parse(path.read_bytes())
     except ValueError as exc:
         raise InputError(f"it is not JSON: {exc}") from exc
     data = document.get("data") if isinstance(document, dict) else None
@@ -163,6 +169,20 @@ def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
         raise InputError('it has no list "data", as in {"data": [{"INPUT": [1, 2]}]}')
     ignored = ", ".join(sorted(set(document) - {"data"}))
     return [_item(step, signature, f"item {number}") for number, step in enumerate(_steps(data), start=1)], ignored
+
+
+def _parse(text: str | bytes) -> Any:
+    """JSON in which a number beyond a float of 64 bits stays one that no datatype holds, instead of infinity. Raises
+    `ValueError`."""
+
+    def number(text: str) -> float | Decimal:
+        value = float(text)
+        return value if math.isfinite(value) else Decimal(text)
+
+    try:
+        return json.loads(text, parse_float=number)
+    except RecursionError:
+        raise ValueError("its lists are nested too deeply") from None
 
 
 def _steps(data: Sequence[object]) -> Iterator[object]:
@@ -176,7 +196,7 @@ def _read_lines(path: Path, signature: Signature) -> Items:
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
         if line.strip():
             try:
-                content = json.loads(line)
+                content = _parse(line)
             except ValueError as exc:
                 raise InputError(f"line {number} is not JSON: {exc}") from exc
             items += [_item(step, signature, f"line {number}") for step in _steps([content])]
@@ -213,8 +233,7 @@ def _values(given: object, tensor: TensorSignature, place: str) -> Array:
             decoded = base64.b64decode(content["b64"], validate=True)
         except ValueError as exc:
             raise InputError(f"{place}input {tensor.name} is not base64: {exc}") from exc
-        values = _bytes_of([decoded]) if tensor.datatype == "BYTES" else _from_buffer(decoded, tensor, place)
-        return _shaped(values, shape, tensor, place)
+        return _shaped(_from_buffer(decoded, tensor, place), shape, tensor, place)
     listed = content if isinstance(content, list) else [content]
     nested = shape_of(listed)
     flat = _flat(listed, len(nested))
@@ -231,7 +250,10 @@ def _flat(content: list[Any], depth: int) -> list[Any]:
 def _bytes_of(values: Sequence[object], tensor: TensorSignature | None = None, place: str = "") -> Array:
     def encoded(value: object) -> bytes:
         if isinstance(value, str | bytes):
-            return value.encode() if isinstance(value, str) else value
+            try:
+                return value.encode() if isinstance(value, str) else value
+            except UnicodeEncodeError as exc:
+                raise InputError(f"{place}an input has half a surrogate pair, which is no text: {exc.reason}") from exc
         name = "" if tensor is None else tensor.name
         raise InputError(f"{place}input {name} takes texts, and {one_line(repr(value), 40)} is not one")
 
@@ -240,28 +262,40 @@ def _bytes_of(values: Sequence[object], tensor: TensorSignature | None = None, p
 
 def _numbers(values: list[Any], tensor: TensorSignature, place: str) -> Array:
     """The values in the input's datatype, none of them changed by it except for rounding."""
-    wanted, array = SAMPLE_TYPES.get(tensor.datatype), np.array(values if values else [0])
-    kinds = "biuf" if tensor.datatype in _FLOATS else "biu"
-    fits = wanted is not None and array.dtype.kind in kinds and array.ndim == 1
-    if fits and tensor.datatype == "BOOL":
-        fits = bool(np.isin(array, (0, 1)).all())
-    elif fits and tensor.datatype not in _FLOATS:
-        limits = np.iinfo(np.dtype(wanted))
-        fits = int(array.min()) >= limits.min and int(array.max()) <= limits.max
-    if not fits:
+    _check_datatype(tensor, place)
+    array = exact_array(values, tensor.datatype)
+    if array is None:
         raise InputError(f"{place}input {tensor.name} has values that {tensor.datatype} cannot hold")
-    return array[: len(values)].astype(wanted)
+    return array
+
+
+def _check_datatype(tensor: TensorSignature, place: str = "") -> None:
+    if tensor.datatype not in SAMPLE_TYPES:
+        known = ", ".join(SAMPLE_TYPES)
+        raise InputError(
+            f"{place}input {tensor.name} is {tensor.datatype}, which abserve cannot send; it sends inputs of {known}"
+        )
 
 
 def _from_buffer(content: bytes, tensor: TensorSignature, place: str) -> Array:
-    dtype = np.dtype(SAMPLE_TYPES.get(tensor.datatype, "O"))
-    if dtype.hasobject:
-        raise InputError(f"{place}input {tensor.name} is {tensor.datatype}, which cannot be read from raw bytes")
+    """The values in raw bytes as the protocol sends them."""
+    _check_datatype(tensor, place)
+    if tensor.datatype == "BYTES":
+        elements = read_elements(content)
+        if elements is None:
+            raise InputError(
+                f"{place}input {tensor.name}: the base64 of BYTES must hold each element after its length of four "
+                f"bytes in little-endian order, as for perf_analyzer; these {len(content):,} bytes do not"
+            )
+        return byte_array(elements)
+    dtype = np.dtype(SAMPLE_TYPES[tensor.datatype])
     if len(content) % dtype.itemsize:
         raise InputError(
             f"{place}input {tensor.name} has {len(content):,} bytes, which is not a multiple of {dtype.itemsize} "
             f"({tensor.datatype})"
         )
+    if tensor.datatype == "BOOL" and content.strip(b"\0\1"):
+        raise InputError(f"{place}input {tensor.name} has values that BOOL cannot hold; its bytes are 0 or 1")
     return np.frombuffer(content, dtype)
 
 
