@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from urllib.parse import quote
 
 import msgspec
 
@@ -42,6 +43,11 @@ def cause_in(log: str, causes: Iterable[str]) -> str | None:
     """Why a server ended, by its log and the `causes` of its plan; None if the log does not say."""
     found = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
     return next((match["cause"].strip() for match in found if match), None)
+
+
+def in_path(name: str) -> str:
+    """A model's name as one segment of a URL's path, whatever characters it holds."""
+    return quote(name, safe="!$&'()*+,;=:@")
 
 
 def host_in_url(host: str) -> str:

@@ -171,7 +171,7 @@ class Subject:
             raise SubjectError(str(exc)) from exc
         maximum: Any = None
         with suppress(EndpointError):
-            maximum = (endpoint.document(f"/v2/models/{name}/config") or {}).get("max_batch_size")
+            maximum = (endpoint.config(name) or {}).get("max_batch_size")
         return Model(name, signature.inputs, signature.outputs, maximum if isinstance(maximum, int) else None)
 
     def with_model(self, name: str, image_model: str | None, golden: Answer | None = None) -> Subject:

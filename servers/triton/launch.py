@@ -18,7 +18,7 @@ from pathlib import Path
 from servers.engines.processors import WAIT_POLICY
 from servers.engines.settings import EngineError, EngineSettings
 from servers.export.triton_config import BatchingSettings
-from servers.launch_plan import LaunchPlan, host_in_url
+from servers.launch_plan import LaunchPlan, host_in_url, in_path
 from servers.listener import ListenerError, check_free
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
@@ -164,6 +164,8 @@ def prepare(
         for executed in dict.fromkeys(serving.name(model.specification.executed) for model in models):
             merge(repository.models, executed, settings.merge_config)
     names = [serving.name(model.specification) for model in models]
+    for name in names:
+        _assert_name(name)
     tuning = apply(repository.models, names, settings.tuning, repository.models)
     executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
     decodes = backend != "python" and first.specification.decodes_to is not None
@@ -203,6 +205,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     model = folder.expanduser() / settings.model
     if not model.is_dir():
         raise TritonOptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
+    _assert_name(settings.model)
     if settings.merge_config:
         raise TritonOptionError("--merge-config changes generated configs; edit the one in your own repository")
     assert_ready(settings)
@@ -253,6 +256,15 @@ def prepare_trial(settings: TritonSettings, installation: Installation, models: 
         max_batch_size=None,
         causes=CAUSES,
     )
+
+
+def _assert_name(model: str) -> None:
+    """Raise `TritonOptionError` for a name that no URL can hold as it is: Triton does not decode percent-encoding."""
+    if in_path(model) != model:
+        raise TritonOptionError(
+            f"tritonserver does not decode names in URLs, so no HTTP client reaches a model called {model!r}; rename "
+            "its folder, with letters and digits of ASCII and . _ - alone"
+        )
 
 
 def _assert_step(installation: Installation, folder: Path, model: str) -> None:
