@@ -26,6 +26,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     cannot_pad: str | None = None
     """Why requests of different lengths cannot share a padded batch there, as a clause; None: the server takes
     `--pad-to`."""
+    cannot_measure: str | None = None
+    """Why the load generator cannot measure the model, as a sentence; None: it can."""
     artefact: dict[str, object] | None = None
     """The manifest of the exported file, if the server executes one."""
     tuning: dict[str, str] = {}

@@ -31,6 +31,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     max_batch_size: int | None = None
     cannot_pad: str | None = None
+    cannot_measure: str | None = None
     artefact: dict[str, object] | None = None
     tuning: dict[str, str] = {}
     causes: tuple[str, ...] = ()
@@ -78,6 +79,8 @@ class EmbeddedDeployment(Deployment):
             self.model, self.cannot_pad = plan.model, plan.cannot_pad
         finally:
             self.stop()
+        if plan.cannot_measure is not None:
+            raise DeploymentError(plan.cannot_measure)
 
     def failure(self) -> str | None:
         return None if self._process is None else self._process.failure()

@@ -96,13 +96,30 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
             case _:
                 items, ignored = _read_json(path, signature)
                 source += f" ({ignored} ignored)" if ignored else ""
-        stacked = {tensor.name: _stack([item[tensor.name] for item in items]) for tensor in signature.inputs}
+        stacked = {name: _stack([item[name] for item in items]) for name in _given(items, signature)}
         arrays = {name: array for name, (array, _) in stacked.items()}
         shapes = {name: own for name, (_, own) in stacked.items() if len(set(own)) > 1}
         write_folder(directory, payload, arrays, {"kind": GIVEN, "source": source, "shapes": shapes})
     except (InputError, OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         raise InputError(f"--inputs {path}: {one_line(reason, 400)}") from exc
+
+
+def _given(items: Items, signature: Signature) -> list[str]:
+    """The inputs that the items have: all of the model, except for optional ones that none has. Raises `InputError`."""
+    names = []
+    for tensor in signature.inputs:
+        missing = [number for number, item in enumerate(items, start=1) if tensor.name not in item]
+        if 0 < len(missing) < len(items):
+            raise InputError(
+                f"item {missing[0]} has no input {tensor.name}, and others have it; give the optional input in every "
+                "item or in none, because the items of a request have the same inputs"
+            )
+        if not missing:
+            names.append(tensor.name)
+    if items and not names:
+        raise InputError("its items have no inputs at all; give at least one of the model's optional inputs")
+    return names
 
 
 def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
@@ -123,7 +140,7 @@ def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
 def _read_npz(path: Path, signature: Signature) -> Items:
     with np.load(path, allow_pickle=False) as content:
         _check_names(content.files, signature, "the file")
-        arrays = {tensor.name: _of_npz(content[tensor.name], tensor) for tensor in signature.inputs}
+        arrays = {one.name: _of_npz(content[one.name], one) for one in signature.inputs if one.name in content.files}
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) > 1:
         raise InputError(f"its arrays have different numbers of items: {counts}")
@@ -152,6 +169,8 @@ def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
     _check_names([path.name for path in folder.iterdir() if path.is_file()], signature, "the folder")
     item = {}
     for tensor in signature.inputs:
+        if not (folder / tensor.name).is_file():
+            continue  # an optional one, by `_check_names`
         content = (folder / tensor.name).read_bytes()
         values = _bytes_of(content.splitlines()) if tensor.datatype == "BYTES" else _from_buffer(content, tensor, "")
         item[tensor.name] = _shaped(values, None, tensor, "")
@@ -207,12 +226,13 @@ def _item(content: object, signature: Signature, place: str) -> dict[str, Array]
     if not isinstance(content, dict):
         raise InputError(f"{place} is not an object of inputs")
     _check_names(content, signature, place)
-    return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in signature.inputs}
+    given = [tensor for tensor in signature.inputs if tensor.name in content]
+    return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in given}
 
 
 def _check_names(found: Sequence[str] | Mapping[str, object], signature: Signature, place: str) -> None:
     wanted = [tensor.name for tensor in signature.inputs]
-    if missing := [name for name in wanted if name not in found]:
+    if missing := [name for name in wanted if name not in found and name not in signature.optional]:
         raise InputError(f"{place} has no input {missing[0]}; the model takes {', '.join(wanted)}")
     if odd := sorted(set(found) - set(wanted)):
         raise InputError(f"{place} has {odd[0]}, which the model does not take; its inputs are {', '.join(wanted)}")

@@ -217,7 +217,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     config = read_config(model) if (model / CONFIG).is_file() else None
     backend = "" if config is None else config.backend or config.platform
     how = f"{backend} backend" if backend not in ("", "ensemble") else backend
-    for step in step_folders(models, [settings.model]):
+    steps = list(step_folders(models, [settings.model]))
+    for step in steps:
         _assert_step(installation, step, settings.model)
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
@@ -232,6 +233,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         max_batch_size=None if config is None else max(1, config.max_batch_size),
         tuning=tuning,
         cannot_pad="your model repository is served unchanged",
+        cannot_measure=next(filter(None, map(_cannot_measure, steps)), None),
         causes=CAUSES,
     )
 
@@ -256,6 +258,21 @@ def prepare_trial(settings: TritonSettings, installation: Installation, models: 
         max_batch_size=None,
         causes=CAUSES,
     )
+
+
+def _cannot_measure(folder: Path) -> str | None:
+    """Why the load generator cannot send load to a model, as a sentence; None if it can."""
+    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    if config is None:
+        return None
+    if config.model_transaction_policy.decoupled:
+        return (
+            f"{folder.name} is decoupled (model_transaction_policy in its {CONFIG}), and abserve measures models with "
+            "one answer per request"
+        )
+    if config.HasField("sequence_batching"):
+        return f"{folder.name} is stateful (sequence_batching in its {CONFIG}), and abserve sends no correlation ids"
+    return None
 
 
 def _assert_name(model: str) -> None:
