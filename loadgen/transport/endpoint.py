@@ -185,11 +185,11 @@ def _version(entry: Mapping[str, Any]) -> int:
     return int(version) if version.isascii() and version.isdecimal() and len(version) < _MOST_DIGITS else 0
 
 
-def _optional_inputs(config: Mapping[str, Any]) -> set[str]:
+def _optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
     """The names of the inputs that Triton's configuration calls optional."""
     inputs = config.get("input")
     described = [one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else []
-    return {str(one.get("name")) for one in described if one.get("optional") is True}
+    return frozenset(str(one.get("name")) for one in described if one.get("optional") is True)
 
 
 def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:

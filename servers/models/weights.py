@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.atomic_folder import file_sha256
+from servers.models.onnx_parts import onnx_parts, parts_sha256
 
 if TYPE_CHECKING:
     import torch
@@ -198,10 +198,15 @@ def verify(path: Path, option: str, sha256: str | None) -> None:
 
 
 def _hash(path: Path, name: str) -> str:
+    """Of an ONNX file with the data files that it names."""
     try:
-        return file_sha256(path)
+        return parts_sha256(onnx_parts(path) if path.suffix == ".onnx" else (path,))
     except OSError as exc:
-        raise WeightsError(f"{name}: cannot read the file ({exc.strerror or exc})") from exc
+        which = Path(exc.filename or path)
+        of_data = "" if which == path else f" {which.name} with its weights"
+        raise WeightsError(f"{name}: cannot read the file{of_data} ({exc.strerror or exc})") from exc
+    except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
+        raise WeightsError(f"{name} is not an ONNX file that can be read") from exc
 
 
 def _suffix(separator: str, value: str | None) -> str:

@@ -174,7 +174,7 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])
-def test_a_variable_dimension_is_no_batch_where_the_configuration_has_none(
+def test_a_variable_dimension_is_no_batch_if_the_configuration_has_none(
     tmp_path: Path, transport: Transport
 ) -> None:
     items = [{"x": {"content": list(range(8)), "shape": [2, 4]}}, {"x": [1, 2, 3, 4]}]
@@ -220,7 +220,7 @@ def test_an_optional_input_may_be_left_out(tmp_path: Path, source: str, transpor
         elif source == "npz":
             np.savez(path, **{name: np.ones((1, 2), "<f4") for name in names})
         else:
-            item = json.dumps(dict.fromkeys(names, [1, 1]))
+            item = json.dumps({name: [1, 1] for name in names})
             path.write_text(item if source == "jsonl" else f'{{"data": [{item}]}}')
         inputs = read_given(str(path), signature, tmp_path / f"samples {len(names)}", "tensors", 0)
         assert [tensor.name for tensor in raw_tensors(inputs, signature, (0,))] == list(names)
