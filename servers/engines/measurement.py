@@ -222,7 +222,9 @@ def references_of(
     if specification.file is not None:
         given = [random_inputs(specification, items, 0, along) for along in sizes]
         answers = _answers_of_file(specification, specification.file, weights, given)
-        return [Reference(*known, None, along) for *known, along in zip(given, answers, sizes, strict=True)]
+        return [
+            Reference(inputs, known, None, along) for inputs, known, along in zip(given, answers, sizes, strict=True)
+        ]
     import torch
 
     from servers.engines.torch_towers import expected_answers

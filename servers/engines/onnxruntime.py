@@ -36,6 +36,7 @@ from servers.engines.onnxruntime_cuda import (
 )
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.gpu.cuda_library import device_uuid
+from servers.models.file_names import for_library
 
 PRECISION_KEY = "abserve.precision"
 """In an ONNX file's metadata: the precision of its weights. A file without it holds FP32."""
@@ -90,12 +91,12 @@ class OnnxRuntimeEngine(Engine):
         index = self._resolve_cuda_index()
         self._mode = self._resolve_mode(index)
         try:
-            session = ort.InferenceSession(
-                str(path), self._session_options(index), providers=self._providers(index, graphs=self._mode == "graph")
-            )
+            providers = self._providers(index, graphs=self._mode == "graph")
+            session = ort.InferenceSession(for_library(path), self._session_options(index), providers=providers)
         except Exception as exc:  # ORT's exceptions share no base but Exception
+            reason = beyond_runtime(path, exc) or f"ONNX Runtime cannot load {path.name}: {ort_reason(exc)}"
             remedy = "; use mode session" if "graph capture" in str(exc) else ""
-            raise EngineError((beyond_runtime(path, exc) or f"ONNX Runtime cannot load {path.name}: {ort_reason(exc)}") + remedy) from exc
+            raise EngineError(f"{reason}{remedy}") from exc
         if index is not None and CUDA_PROVIDER not in session.get_providers():
             raise EngineError(
                 f"ONNX Runtime cannot use the GPU (providers in effect: {', '.join(session.get_providers())}); install "
@@ -225,7 +226,7 @@ class OnnxRuntimeEngine(Engine):
         options = self._session_options(index)
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
-        session = ort.InferenceSession(str(self._file), options, providers=self._providers(index, graphs=False))
+        session = ort.InferenceSession(for_library(self._file), options, providers=self._providers(index, graphs=False))
         batch = random_inputs(self._specification, rows, 0, sizes)
         for _ in range(repeats):
             session.run([tensor.name for tensor in self._specification.outputs], as_strings(batch))

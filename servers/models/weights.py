@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from servers.models.file_names import for_library
 from servers.models.onnx_parts import onnx_parts, parts_sha256
 
 if TYPE_CHECKING:
@@ -91,11 +92,11 @@ class CheckpointWeights:
     def label(self) -> str:
         """For people: the file's name without its folder, since results get published."""
         kind = _KINDS_OF_FILE.get(self.path.suffix, "checkpoint")
-        return f"{kind} {self.path.name}{_suffix(', SHA-256 ', self.sha256)}"
+        return f"{kind} {for_library(Path(self.path.name))}{_suffix(', SHA-256 ', self.sha256)}"
 
     @property
     def slug(self) -> str:
-        return f"file-{_safe(self.path.name)}"
+        return f"file-{_safe(for_library(Path(self.path.name)))}"
 
     @property
     def text(self) -> str:

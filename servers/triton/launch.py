@@ -40,7 +40,15 @@ from servers.triton.leftovers import (
     remove_abandoned_regions,
 )
 from servers.triton.log import CAUSES
-from servers.triton.repository import PlacedModel, Repository, Serving, assert_usable, lay_out, link_installation
+from servers.triton.repository import (
+    PlacedModel,
+    Repository,
+    Serving,
+    assert_usable,
+    lay_out,
+    link_installation,
+    plain_path,
+)
 from servers.triton.settings import TritonSettings
 from servers.triton.tuning import apply, merge
 from servers.triton.wheel import find_wheel
@@ -342,8 +350,8 @@ def _argv(
     address = _address(settings.host)
     return (
         str(installation.binary),
-        f"--model-repository={models}",
-        f"--backend-directory={repository.backends}",
+        f"--model-repository={plain_path(models)}",
+        f"--backend-directory={plain_path(repository.backends)}",
         f"--http-address={address}",
         f"--grpc-address={address}",
         f"--metrics-address={address}",

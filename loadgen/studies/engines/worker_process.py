@@ -178,7 +178,9 @@ class Preparation:
         """Whether the engine executes a file, and the steps that made it."""
         answer = _read(self._process, self._limits.prepare)
         if answer.error is not None or answer.conversions is None or answer.file is None:
-            raise WorkerError(one_line(answer.error or "answered something else than that its files are made", MOST_WORDS))
+            raise WorkerError(
+                one_line(answer.error or "answered something else than that its files are made", MOST_WORDS)
+            )
         return answer.file, answer.conversions
 
     def stop(self) -> None:

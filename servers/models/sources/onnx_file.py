@@ -147,10 +147,13 @@ def _tensor(file: str, value: Any, places: dict[str, dict[str, int]]) -> TensorS
         raise UnknownModelError(
             f"{file}: {value.name} is {_in_words(value.type)}, which the protocol does not have; {_remedy(value.type)}"
         )
-    if not kind.HasField("shape") or not kind.shape.dim:
+    if kind.HasField("shape") and not kind.shape.dim:
         raise UnknownModelError(
-            f"{file}: {value.name} has no shape, or no batch dimension; add them with onnx.shape_inference.infer_shapes"
+            f"{file}: {value.name} is a single value without a batch dimension; give each item its own, as with "
+            "keepdims=1 in a reduction"
         )
+    if not kind.HasField("shape"):
+        raise UnknownModelError(f"{file}: {value.name} has no shape; add it with onnx.shape_inference.infer_shapes")
     batch, *dimensions = kind.shape.dim
     if batch.HasField("dim_value"):
         raise UnknownModelError(

@@ -282,8 +282,12 @@ def test_an_onnx_file_has_the_signature_and_the_axes_of_the_file(tmp_path: Path)
     ("shape", "element", "message"),
     [
         ([1, 3], TensorProto.FLOAT, "x has a fixed batch dimension of 1"),
-        ([], TensorProto.FLOAT, "x has no shape, or no batch dimension"),
-        (["n", 3], TensorProto.BFLOAT16, "x has the type BFLOAT16, which the protocol does not have"),
+        ([], TensorProto.FLOAT, "x is a single value without a batch dimension"),
+        (
+            ["n", 3],
+            TensorProto.BFLOAT16,
+            "x is a tensor of BFLOAT16, which the protocol does not have; add a Cast",
+        ),
     ],
 )
 def test_an_onnx_file_that_takes_no_batches_is_refused(

@@ -174,9 +174,7 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])
-def test_a_variable_dimension_is_no_batch_if_the_configuration_has_none(
-    tmp_path: Path, transport: Transport
-) -> None:
+def test_a_variable_dimension_is_no_batch_if_the_configuration_has_none(tmp_path: Path, transport: Transport) -> None:
     items = [{"x": {"content": list(range(8)), "shape": [2, 4]}}, {"x": [1, 2, 3, 4]}]
     (tmp_path / "x.json").write_text(json.dumps({"data": items}))
     with hostile_server() as server:
