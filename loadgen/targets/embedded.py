@@ -79,8 +79,6 @@ class EmbeddedDeployment(Deployment):
             self.model, self.cannot_pad = plan.model, plan.cannot_pad
         finally:
             self.stop()
-        if plan.cannot_measure is not None:
-            raise DeploymentError(plan.cannot_measure)
 
     def failure(self) -> str | None:
         return None if self._process is None else self._process.failure()
@@ -133,6 +131,8 @@ class EmbeddedDeployment(Deployment):
             plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LaunchPlan)
         except ValueError as exc:
             raise DeploymentError(f"{serve} --print-launch printed no launch plan ({exc})") from exc
+        if plan.cannot_measure is not None:
+            raise DeploymentError(plan.cannot_measure)
         if plan.max_batch_size is None or self.largest_batch <= plan.max_batch_size:
             return plan
         if {"max-batch-size", "triton-repository"} & set(self._options):

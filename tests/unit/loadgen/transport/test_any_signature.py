@@ -216,7 +216,8 @@ def test_an_optional_input_may_be_left_out(tmp_path: Path, source: str, transpor
             for name in names:
                 (path / name).write_bytes(np.ones(2, "<f4").tobytes())
         elif source == "npz":
-            np.savez(path, **{name: np.ones((1, 2), "<f4") for name in names})
+            arrays: dict[str, Any] = {name: np.ones((1, 2), "<f4") for name in names}
+            np.savez(path, **arrays)
         else:
             item = json.dumps({name: [1, 1] for name in names})
             path.write_text(item if source == "jsonl" else f'{{"data": [{item}]}}')
