@@ -252,14 +252,14 @@ def _answers_of_file(
 
     if not installed_packages():
         return [None] * len(batches)
-    settings = EngineSettings(kind="onnxruntime", device="cpu", precision=precision_of_file(file))
-    engine = build_engine(specification, weights, settings, file)
     try:
-        try:
-            engine.load()
-        except EngineError as exc:  # another engine may execute it all the same
-            print(f"no answers to compare with: {exc}", file=sys.stderr)  # noqa: T201  the log of this process
-            return [None] * len(batches)
+        settings = EngineSettings(kind="onnxruntime", device="cpu", precision=precision_of_file(file))
+        engine = build_engine(specification, weights, settings, file)
+        engine.load()
+    except EngineError as exc:  # another engine may execute it all the same
+        print(f"no answers to compare with: {exc}", file=sys.stderr)  # noqa: T201  the log of this process
+        return [None] * len(batches)
+    try:
         return [dict(engine.infer(inputs)) for inputs in batches]
     finally:
         engine.close()

@@ -178,7 +178,7 @@ def _check_values(given: Input) -> None:
     if not first < last:
         raise ValueError(f"the values of {given.name} are {given.values}; the second must be above the first")
     used = [one for one in (first, last - 1, given.padding) if one is not None]
-    if dtype.kind == "f" and any(abs(one) > np.finfo(dtype.name).max for one in used):
+    if dtype.kind == "f" and any(abs(one) > float(np.finfo(dtype.name).max) for one in used):
         raise ValueError(f"{given.name} is {given.datatype}, which cannot hold its values or its padding")
     if dtype.kind != "f" and any(one != int(one) or not least <= one <= most for one in used):
         raise ValueError(f"{given.name} is {given.datatype}, which cannot hold its values or its padding")
