@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from urllib.parse import quote
 
 import msgspec
 
@@ -25,6 +26,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     cannot_pad: str | None = None
     """Why requests of different lengths cannot share a padded batch there, as a clause; None: the server takes
     `--pad-to`."""
+    cannot_measure: str | None = None
+    """Why the load generator cannot measure the model, as a sentence; None: it can."""
     artefact: dict[str, object] | None = None
     """The manifest of the exported file, if the server executes one."""
     tuning: dict[str, str] = {}
@@ -42,6 +45,11 @@ def cause_in(log: str, causes: Iterable[str]) -> str | None:
     """Why a server ended, by its log and the `causes` of its plan; None if the log does not say."""
     found = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
     return next((match["cause"].strip() for match in found if match), None)
+
+
+def in_path(name: str) -> str:
+    """A model's name as one segment of a URL's path, whatever characters it holds."""
+    return quote(name, safe="!$&'()*+,;=:@")
 
 
 def host_in_url(host: str) -> str:

@@ -271,7 +271,7 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
     request = arm.target.sendable(prepare(arm.target.transport, arm.inputs, arm.signature, items))
     connection = arm.target.connection((request,), timeout_s=max(arm.request_timeout_s, _LEAST_TIMEOUT_S))
     try:
-        answer = read_answer(connection, connection.send(request))
+        answer = read_answer(connection, connection.send(request), batched=arm.signature.batched)
     finally:
         connection.close()
     expected = sorted(output.name for output in arm.signature.outputs)

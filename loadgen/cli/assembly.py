@@ -151,9 +151,9 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
     the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
     with the padding that every arm can do. Raises `PlanError`."""
-    from loadgen.bench.preparation import make_deployment, model_name, prepare_inputs
+    from loadgen.bench.preparation import make_deployment, make_inputs, model_name, prepare_inputs
     from loadgen.storage.store import RunStore
-    from loadgen.targets.interface import Deployment, DeploymentError
+    from loadgen.targets.interface import Deployment, DeploymentError, RemoteDeployment
     from loadgen.transport.endpoint import EndpointError
 
     checked: dict[tuple[Label, str], Deployment] = {}
@@ -182,8 +182,13 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
                 started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
                 # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
                 if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
-                    prepare_inputs(experiment, Path(folder) / str(number) / "samples")
-        except InputError as exc:
+                    place = Path(folder) / str(number) / "samples"
+                    _, inputs = prepare_inputs(experiment, place)
+                    running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
+                    if inputs is None and experiment.inputs and isinstance(running, RemoteDeployment):
+                        name = experiment.model_of(experiment.baseline) or experiment.model
+                        make_inputs(experiment, place, running.signature(name))
+        except (InputError, EndpointError) as exc:
             raise PlanError(str(exc)) from exc
     return decided
 

@@ -14,6 +14,7 @@ from loadgen.conformance.records import Answer, Fact, Protocol, Seen, Verdict
 from loadgen.conformance.servers import DEFAULTS, Setting
 from loadgen.conformance.subject import Subject
 from loadgen.conformance.wire import infer_message, messages
+from loadgen.transport.requests import quoted
 
 P = ParamSpec("P")
 Send = Callable[[Subject, Protocol], Answer | Seen]
@@ -112,7 +113,7 @@ def http(line: str, document: Any = None) -> Send:
     empty = b"" if method in {"POST", "PUT", "PATCH"} else None
 
     def send(subject: Subject, _: Protocol) -> Answer:
-        place = path.replace("{model}", subject.model.name)
+        place = path.replace("{model}", quoted(subject.model.name))
         if document is None:
             return subject.http(method, place, body=empty)
         body = json_body(document)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from loadgen.conformance.records import NotApplicableError
 from loadgen.transport.endpoint import TensorSignature
 from loadgen.transport.inputs import NUMPY_TYPES
+from loadgen.transport.requests import model_path
 
 Array = npt.NDArray[Any]
 
@@ -49,8 +50,7 @@ class InferenceRequest:
     @property
     def path(self) -> str:
         """The route of the HTTP request."""
-        version = f"/versions/{self.version}" if self.version else ""
-        return f"/v2/models/{self.name}{version}/infer"
+        return f"{model_path(self.name, self.version or None)}/infer"
 
     def body(self) -> Body:
         """The HTTP body: the JSON, then the binary tensors; JSON alone if there are no blobs."""
@@ -78,7 +78,7 @@ class Model:
     @property
     def path(self) -> str:
         """The route of inference."""
-        return f"/v2/models/{self.name}/infer"
+        return f"{model_path(self.name)}/infer"
 
     @property
     def batches(self) -> bool:

@@ -11,6 +11,7 @@ from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -171,8 +172,14 @@ class Subject:
             raise SubjectError(str(exc)) from exc
         maximum: Any = None
         with suppress(EndpointError):
-            maximum = (endpoint.document(f"/v2/models/{name}/config") or {}).get("max_batch_size")
-        return Model(name, signature.inputs, signature.outputs, maximum if isinstance(maximum, int) else None)
+            maximum = (endpoint.config(name) or {}).get("max_batch_size")
+        inputs, outputs = signature.inputs, signature.outputs
+        if not signature.batched:  # there a signature has a dimension more than the server's metadata
+            inputs, outputs = (
+                tuple(msgspec.structs.replace(one, shape=one.shape[1:]) for one in tensors)
+                for tensors in (inputs, outputs)
+            )
+        return Model(name, inputs, outputs, maximum if isinstance(maximum, int) else None)
 
     def with_model(self, name: str, image_model: str | None, golden: Answer | None = None) -> Subject:
         """This server with its model read, the image model found and the golden answer. Raises `SubjectError`."""

@@ -27,6 +27,7 @@ CONNECT_SECONDS = 5.0
 _KERNEL_TABLE = Path("/proc/net/tcp")
 SERVICE = "inference.GRPCInferenceService"
 _GRPC_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # the answers of a proxy would be judged as the server's
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),

@@ -20,6 +20,7 @@ from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.targets.containers import PROJECT, UP, LogLine, ServiceContainer, find_container
 from loadgen.targets.interface import Deployment, DeploymentError
 from loadgen.targets.listeners import tree
+from loadgen.targets.process import cause_in
 from loadgen.transport.endpoint import Endpoint
 
 PORTS = {"native": (8100, 8101), "triton": (8000, 8001)}
@@ -51,7 +52,8 @@ class ComposeDeployment(Deployment):
         self._asked_ns = 0
         self._failure: str | None = None
         plan = self._read_plan()
-        argv, artefact = plan.get("argv"), plan.get("artefact")
+        argv, artefact, causes = plan.get("argv"), plan.get("artefact"), plan.get("causes")
+        self._causes = tuple(map(str, causes)) if isinstance(causes, list) else ()
         self.title = f"{plan['title']}, container" if "title" in plan else None
         self.argv = tuple(argv) if isinstance(argv, list) else self.container.command
         self.artefact = artefact if isinstance(artefact, dict) else None
@@ -72,10 +74,15 @@ class ComposeDeployment(Deployment):
             self._asked_ns = now_ns
             state = self.container.state()
             if state.restarts > self._restarts or state.status == "restarting":
-                self._failure = f"died and was started again by its restart policy: {self.container.last_words()}"
+                self._failure = f"died and was started again by its restart policy: {self._last_words()}"
             elif state.status != "running":
-                self._failure = f"ended with exit status {state.exit_code}: {self.container.last_words()}"
+                self._failure = f"ended with exit status {state.exit_code}: {self._last_words()}"
         return self._failure
+
+    def _last_words(self) -> str:
+        """The cause of the end if the log has it, else the log's end: the reason stands far above a long shutdown."""
+        log = "\n".join(line.text for line in self.container.log_since(self._started_wall_s))
+        return cause_in(log, self._causes) or self.container.last_words()
 
     def pids(self) -> tuple[int, ...]:
         """The PIDs of its processes on this machine; empty when the engine runs in a virtual machine."""

@@ -31,6 +31,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     max_batch_size: int | None = None
     cannot_pad: str | None = None
+    cannot_measure: str | None = None
     artefact: dict[str, object] | None = None
     tuning: dict[str, str] = {}
     causes: tuple[str, ...] = ()
@@ -130,6 +131,8 @@ class EmbeddedDeployment(Deployment):
             plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LaunchPlan)
         except ValueError as exc:
             raise DeploymentError(f"{serve} --print-launch printed no launch plan ({exc})") from exc
+        if plan.cannot_measure is not None:
+            raise DeploymentError(plan.cannot_measure)
         if plan.max_batch_size is None or self.largest_batch <= plan.max_batch_size:
             return plan
         if {"max-batch-size", "triton-repository"} & set(self._options):

@@ -13,7 +13,7 @@ from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.payloads import without_backend
 from loadgen.records.run import DEFAULT_ACCESS, Access
 from loadgen.targets.listeners import Roots, cpu_ns, find_listeners, tree
-from loadgen.transport.endpoint import Endpoint, named
+from loadgen.transport.endpoint import Endpoint, Signature, named, unmeasurable
 from loadgen.transport.exchange import ConnectionRefused, TlsRefused
 from loadgen.transport.grpc import GrpcConnection, parse_grpc_address
 from loadgen.transport.http import HttpConnection
@@ -156,9 +156,11 @@ class RemoteDeployment(Deployment):
         self.wait_ready(model, RUNNING_READY_SECONDS)
         endpoint = Endpoint(self.url, access=self.access)
         config = endpoint.config(model)
+        if fault := unmeasurable(config, model):
+            raise DeploymentError(fault)
         self._read_padding(config)
         limit = (config or {}).get("max_batch_size")
-        if self.largest_batch > 1 and not endpoint.signature(model).batched:
+        if self.largest_batch > 1 and not self.signature(model).batched:
             raise DeploymentError(
                 f"the load has batches of {self.largest_batch}, but model {model} has no batch dimension; leave "
                 "batched out of --scenarios"
@@ -174,6 +176,10 @@ class RemoteDeployment(Deployment):
                 raise DeploymentError(f"gRPC: {exc}{remedy}") from exc
             finally:
                 grpc.close()
+
+    def signature(self, model: str) -> Signature:
+        """The model's metadata. Raises `EndpointError`."""
+        return Endpoint(self.url, access=self.access).signature(model)
 
     def _read_padding(self, config: Mapping[str, Any] | None) -> None:
         rule = reported_padding(config)

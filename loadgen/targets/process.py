@@ -29,6 +29,12 @@ class ProcessError(Exception):
     """A process cannot be started or has ended; the message holds the last lines of its log."""
 
 
+def cause_in(log: str, causes: Sequence[str]) -> str | None:
+    """Why a server ended, by its log and the `causes` of its launch plan; None if the log does not say."""
+    found = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
+    return next((match["cause"].strip() for match in found if match), None)
+
+
 class ChildProcess:
     """One running program in its own session, so that Ctrl-C does not reach it."""
 
@@ -142,8 +148,7 @@ class ChildProcess:
         with suppress(OSError), self.log_path.open("rb") as log:
             log.seek(self._log_start)
             text = log.read(_LOG_START_BYTES).decode("utf-8", "replace")
-        found = (re.search(pattern, text, re.MULTILINE) for pattern in self._causes)
-        return next((match["cause"].strip() for match in found if match), None)
+        return cause_in(text, self._causes)
 
     def tree(self) -> tuple[psutil.Process, ...]:
         """This process and all its descendants that are alive now."""

@@ -42,6 +42,8 @@ def raw_tensors(
     if len(items) > 1 and not signature.batched:
         raise InputError(f"{signature.model} has no batch dimension, so a request cannot have {len(items)} items")
     for expected in signature.inputs:
+        if expected.name in signature.optional and expected.name not in inputs.arrays:
+            continue
         chosen = inputs.take(expected.name, items)
         if chosen.dtype != SAMPLE_TYPES.get(expected.datatype):
             raise InputError(
@@ -50,6 +52,8 @@ def raw_tensors(
             )
         if chosen.ndim == 1 and expected.shape[1:] == (1,):
             chosen = chosen[:, np.newaxis]  # Triton takes one value per item as a list of one
+        if not signature.batched and fits(chosen.shape, expected.shape[1:]):
+            chosen = chosen[np.newaxis]  # the item's row is the first dimension of a model that has no other batch
         if not fits(chosen.shape[1:], expected.shape[1:]):
             raise InputError(
                 f"the samples do not fit input {expected.name}: the model takes items of shape "

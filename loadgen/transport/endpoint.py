@@ -42,6 +42,8 @@ class Signature:
     outputs: tuple[TensorSignature, ...]
     version: str | None = None
     """The version that is asked for; None: the server chooses."""
+    optional: frozenset[str] = frozenset()
+    """Inputs that a request may leave out, by the server's configuration of the model."""
     batched: bool = True
     """Whether requests have a batch dimension. Without one the shapes here begin with -1 all the same, and a request,
     which takes one item, leaves it out."""
@@ -146,12 +148,24 @@ class Endpoint:
             if served := self.served_models():
                 known = f", which serves {named(served)}"
             raise EndpointError(f"no {wanted} at {self.address.url}{known}; name another with --model")
-        inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
-        if not all(one.shape and one.shape[0] in (-1, 1) for one in inputs) or (
-            any(len(one.shape) == 1 for one in inputs) and (self.config(model) or {}).get("max_batch_size") == 0
-        ):
-            return Signature(model, _items_of(inputs), _items_of(outputs), version, batched=False)
-        return Signature(model, inputs, outputs, version)
+        try:
+            inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
+        except EndpointError as exc:
+            raise EndpointError(f"model {model} at {self.address.url}: {exc}") from exc
+        config = self._config_if_any(model)
+        optional = _optional_inputs(config) & {one.name for one in inputs}
+        largest = config.get("max_batch_size")
+        unbatched = type(largest) is int and largest == 0
+        if unbatched or not all(one.shape and one.shape[0] in (-1, 1) for one in inputs):
+            return Signature(model, _items_of(inputs), _items_of(outputs), version, optional, batched=False)
+        return Signature(model, inputs, outputs, version, optional)
+
+    def _config_if_any(self, model: str) -> Mapping[str, Any]:
+        """The model's configuration; empty if the server has none that can be used."""
+        try:
+            return self.config(model) or {}
+        except EndpointError:
+            return {}
 
     def statistics(self, model: str) -> dict[str, Any] | None:
         """One entry of the statistics extension's `model_stats`: without a version that of the latest, which answers
@@ -169,6 +183,26 @@ def _version(entry: Mapping[str, Any]) -> int:
     """The version of an entry of the statistics; 0 if it is not a number."""
     version = str(entry.get("version"))
     return int(version) if version.isascii() and version.isdecimal() and len(version) < _MOST_DIGITS else 0
+
+
+def _optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the inputs that Triton's configuration calls optional."""
+    inputs = config.get("input")
+    described = [one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else []
+    return frozenset(str(one.get("name")) for one in described if one.get("optional") is True)
+
+
+def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:
+    """Why a model with this configuration of Triton cannot be measured, as a sentence; None if it can."""
+    policy = (config or {}).get("model_transaction_policy")
+    if isinstance(policy, dict) and policy.get("decoupled") is True:
+        return (
+            f"{model} is decoupled (model_transaction_policy in its configuration), and abserve measures models with "
+            "one answer per request"
+        )
+    if isinstance((config or {}).get("sequence_batching"), dict):
+        return f"{model} is stateful (sequence_batching in its configuration), and abserve sends no correlation ids"
+    return None
 
 
 def named(models: Sequence[str]) -> str:
@@ -200,7 +234,10 @@ def read_tensors(document: Mapping[str, Any], key: str) -> tuple[TensorSignature
     except ValueError as exc:
         raise EndpointError(f"the model's metadata has no usable {key}: {exc}") from exc
     if not found:
-        raise EndpointError(f"the model's metadata has no {key}")
+        raise EndpointError(
+            f"the model's metadata has no {key}, so there is nothing to send or to compare; declare the tensors in the "
+            "model's configuration on that server"
+        )
     if len({tensor.name for tensor in found}) != len(found):
         raise EndpointError(f"two {key} in the model's metadata have the same name")
     if large := next((one for one in found if math.prod(size for size in one.shape if size > 0) > _MOST_VALUES), None):

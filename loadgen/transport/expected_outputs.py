@@ -68,7 +68,10 @@ class ExpectedOutputs:
                 continue
             sent = output.binary_bytes
             if sent is None:
-                return f"output {output.name} is not binary, although binary outputs were requested"
+                return (
+                    f"output {output.name} is not binary, although binary outputs were requested; use --transport grpc "
+                    "if the server has it"
+                )
             wrong = wrong or _size_fault(output.name, output.datatype, tuple(output.shape), sent)
             left -= sent
         if wrong is None and left:

@@ -6,8 +6,9 @@
     DIR          JPEG files; or, as perf_analyzer's --input-data DIR, one file per input with the values of one item
                  (for BYTES a text of one element per line)
 
-VALUES are a list of one item's values, {"content": [...], "shape": [...]} or {"b64": "..."} of the raw bytes. Items may
-differ in shape; nothing pads them, so those of different shapes never share a request.
+VALUES are a list of one item's values, {"content": [...], "shape": [...]} or {"b64": "..."} of the raw bytes; those of
+BYTES are each element after its length of four bytes in little-endian order. Items may differ in shape; nothing pads
+them, so those of different shapes never share a request.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,17 +35,18 @@ from loadgen.transport.inputs import (
     SampleInputs,
     Shape,
     byte_array,
+    exact_array,
     read_inputs,
     shape_of,
     write_folder,
     write_synthetic,
 )
+from loadgen.transport.outputs import read_elements
 
 Kind = Literal["npz", "json", "jsonl", "images", "raw files"]
 RANDOM_INPUTS = "random"
 """In place of a path: random values of the shapes in the server's metadata."""
 _JPEG = (".jpg", ".jpeg")
-_FLOATS = {"FP16", "FP32", "FP64"}
 Items = list[dict[str, Array]]
 """The inputs of each item by name."""
 
@@ -94,13 +97,30 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
             case _:
                 items, ignored = _read_json(path, signature)
                 source += f" ({ignored} ignored)" if ignored else ""
-        stacked = {tensor.name: _stack([item[tensor.name] for item in items]) for tensor in signature.inputs}
+        stacked = {name: _stack([item[name] for item in items]) for name in _given(items, signature)}
         arrays = {name: array for name, (array, _) in stacked.items()}
         shapes = {name: own for name, (_, own) in stacked.items() if len(set(own)) > 1}
         write_folder(directory, payload, arrays, {"kind": GIVEN, "source": source, "shapes": shapes})
     except (InputError, OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         raise InputError(f"--inputs {path}: {one_line(reason, 400)}") from exc
+
+
+def _given(items: Items, signature: Signature) -> list[str]:
+    """The inputs that the items have: all of the model, except for optional ones that none has. Raises `InputError`."""
+    names = []
+    for tensor in signature.inputs:
+        missing = [number for number, item in enumerate(items, start=1) if tensor.name not in item]
+        if 0 < len(missing) < len(items):
+            raise InputError(
+                f"item {missing[0]} has no input {tensor.name}, and others have it; give the optional input in every "
+                "item or in none, because the items of a request have the same inputs"
+            )
+        if not missing:
+            names.append(tensor.name)
+    if items and not names:
+        raise InputError("its items have no inputs at all; give at least one of the model's optional inputs")
+    return names
 
 
 def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
@@ -123,7 +143,7 @@ def _read_npz(path: Path, signature: Signature) -> Items:
         if (unpacked := sum(one.file_size for one in content.zip.infolist())) > MOST_INPUT_BYTES:
             raise InputError(f"its arrays have {unpacked:,} bytes, more than the limit of {MOST_INPUT_BYTES:,}")
         _check_names(content.files, signature, "the file")
-        arrays = {tensor.name: _of_npz(content[tensor.name], tensor) for tensor in signature.inputs}
+        arrays = {one.name: _of_npz(content[one.name], one) for one in signature.inputs if one.name in content.files}
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) > 1:
         raise InputError(f"its arrays have different numbers of items: {counts}")
@@ -133,14 +153,17 @@ def _read_npz(path: Path, signature: Signature) -> Items:
 def _of_npz(array: Array, tensor: TensorSignature) -> Array:
     if tensor.datatype == "BYTES" and array.dtype.kind in "SU":
         array = (np.char.encode(array.astype(str), "utf-8") if array.dtype.kind == "U" else array).astype(object)
-    wanted = SAMPLE_TYPES.get(tensor.datatype)
+    _check_datatype(tensor)
+    wanted = SAMPLE_TYPES[tensor.datatype]
     if array.ndim == 0:
         raise InputError(f"the array {tensor.name} is a single value; its first dimension must be the items")
-    if wanted is None or array.dtype != wanted:
+    if array.dtype != wanted:
         raise InputError(
             f"the model's input {tensor.name} is {tensor.datatype}, and the array is {array.dtype}; convert it with "
-            f"astype({np.dtype('S' if wanted == 'O' else wanted or 'f4').name!r})"
+            f"astype({np.dtype('S' if wanted == 'O' else wanted).name!r})"
         )
+    if tensor.datatype == "BOOL" and array.view("u1").max(initial=0) > 1:
+        raise InputError(f"input {tensor.name} has values that BOOL cannot hold; its bytes are 0 or 1")
     _check_shape(array.shape[1:], tensor, "")
     return array
 
@@ -149,6 +172,8 @@ def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
     _check_names([path.name for path in folder.iterdir() if path.is_file()], signature, "the folder")
     item = {}
     for tensor in signature.inputs:
+        if not (folder / tensor.name).is_file():
+            continue  # an optional one, by `_check_names`
         content = read_inside(folder, tensor.name, MOST_INPUT_BYTES)
         values = _bytes_of(content.splitlines()) if tensor.datatype == "BYTES" else _from_buffer(content, tensor, "")
         item[tensor.name] = _shaped(values, None, tensor, "")
@@ -158,7 +183,7 @@ def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
 def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
     """The items of perf_analyzer's file, and what in it is not used."""
     try:
-        document = json.loads(read_named(path, MOST_INPUT_BYTES))
+        document = _parse(read_named(path, MOST_INPUT_BYTES))
     except ValueError as exc:
         raise InputError(f"it is not JSON: {exc}") from exc
     data = document.get("data") if isinstance(document, dict) else None
@@ -166,6 +191,20 @@ def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
         raise InputError('it has no list "data", as in {"data": [{"INPUT": [1, 2]}]}')
     ignored = ", ".join(sorted(set(document) - {"data"}))
     return [_item(step, signature, f"item {number}") for number, step in enumerate(_steps(data), start=1)], ignored
+
+
+def _parse(text: str | bytes) -> Any:
+    """JSON in which a number beyond a float of 64 bits stays one that no datatype holds, instead of infinity. Raises
+    `ValueError`."""
+
+    def number(text: str) -> float | Decimal:
+        value = float(text)
+        return value if math.isfinite(value) else Decimal(text)
+
+    try:
+        return json.loads(text, parse_float=number)
+    except RecursionError:
+        raise ValueError("its lists are nested too deeply") from None
 
 
 def _steps(data: Sequence[object]) -> Iterator[object]:
@@ -179,7 +218,7 @@ def _read_lines(path: Path, signature: Signature) -> Items:
     for number, line in enumerate(read_named(path, MOST_INPUT_BYTES).decode().splitlines(), start=1):
         if line.strip():
             try:
-                content = json.loads(line)
+                content = _parse(line)
             except ValueError as exc:
                 raise InputError(f"line {number} is not JSON: {exc}") from exc
             items += [_item(step, signature, f"line {number}") for step in _steps([content])]
@@ -190,12 +229,13 @@ def _item(content: object, signature: Signature, place: str) -> dict[str, Array]
     if not isinstance(content, dict):
         raise InputError(f"{place} is not an object of inputs")
     _check_names(content, signature, place)
-    return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in signature.inputs}
+    given = [tensor for tensor in signature.inputs if tensor.name in content]
+    return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in given}
 
 
 def _check_names(found: Sequence[str] | Mapping[str, object], signature: Signature, place: str) -> None:
     wanted = [tensor.name for tensor in signature.inputs]
-    if missing := [name for name in wanted if name not in found]:
+    if missing := [name for name in wanted if name not in found and name not in signature.optional]:
         raise InputError(f"{place} has no input {missing[0]}; the model takes {', '.join(wanted)}")
     if odd := sorted(set(found) - set(wanted)):
         raise InputError(f"{place} has {odd[0]}, which the model does not take; its inputs are {', '.join(wanted)}")
@@ -216,8 +256,7 @@ def _values(given: object, tensor: TensorSignature, place: str) -> Array:
             decoded = base64.b64decode(content["b64"], validate=True)
         except ValueError as exc:
             raise InputError(f"{place}input {tensor.name} is not base64: {exc}") from exc
-        values = _bytes_of([decoded]) if tensor.datatype == "BYTES" else _from_buffer(decoded, tensor, place)
-        return _shaped(values, shape, tensor, place)
+        return _shaped(_from_buffer(decoded, tensor, place), shape, tensor, place)
     listed = content if isinstance(content, list) else [content]
     nested = shape_of(listed)
     flat = _flat(listed, len(nested))
@@ -234,7 +273,10 @@ def _flat(content: list[Any], depth: int) -> list[Any]:
 def _bytes_of(values: Sequence[object], tensor: TensorSignature | None = None, place: str = "") -> Array:
     def encoded(value: object) -> bytes:
         if isinstance(value, str | bytes):
-            return value.encode() if isinstance(value, str) else value
+            try:
+                return value.encode() if isinstance(value, str) else value
+            except UnicodeEncodeError as exc:
+                raise InputError(f"{place}an input has half a surrogate pair, which is no text: {exc.reason}") from exc
         name = "" if tensor is None else tensor.name
         raise InputError(f"{place}input {name} takes texts, and {one_line(repr(value), 40)} is not one")
 
@@ -243,28 +285,40 @@ def _bytes_of(values: Sequence[object], tensor: TensorSignature | None = None, p
 
 def _numbers(values: list[Any], tensor: TensorSignature, place: str) -> Array:
     """The values in the input's datatype, none of them changed by it except for rounding."""
-    wanted, array = SAMPLE_TYPES.get(tensor.datatype), np.array(values if values else [0])
-    kinds = "biuf" if tensor.datatype in _FLOATS else "biu"
-    fits = wanted is not None and array.dtype.kind in kinds and array.ndim == 1
-    if fits and tensor.datatype == "BOOL":
-        fits = bool(np.isin(array, (0, 1)).all())
-    elif fits and tensor.datatype not in _FLOATS:
-        limits = np.iinfo(np.dtype(wanted))
-        fits = int(array.min()) >= limits.min and int(array.max()) <= limits.max
-    if not fits:
+    _check_datatype(tensor, place)
+    array = exact_array(values, tensor.datatype)
+    if array is None:
         raise InputError(f"{place}input {tensor.name} has values that {tensor.datatype} cannot hold")
-    return array[: len(values)].astype(wanted)
+    return array
+
+
+def _check_datatype(tensor: TensorSignature, place: str = "") -> None:
+    if tensor.datatype not in SAMPLE_TYPES:
+        known = ", ".join(SAMPLE_TYPES)
+        raise InputError(
+            f"{place}input {tensor.name} is {tensor.datatype}, which abserve cannot send; it sends inputs of {known}"
+        )
 
 
 def _from_buffer(content: bytes, tensor: TensorSignature, place: str) -> Array:
-    dtype = np.dtype(SAMPLE_TYPES.get(tensor.datatype, "O"))
-    if dtype.hasobject:
-        raise InputError(f"{place}input {tensor.name} is {tensor.datatype}, which cannot be read from raw bytes")
+    """The values in raw bytes as the protocol sends them."""
+    _check_datatype(tensor, place)
+    if tensor.datatype == "BYTES":
+        elements = read_elements(content)
+        if elements is None:
+            raise InputError(
+                f"{place}input {tensor.name}: the base64 of BYTES must hold each element after its length of four "
+                f"bytes in little-endian order, as for perf_analyzer; these {len(content):,} bytes do not"
+            )
+        return byte_array(elements)
+    dtype = np.dtype(SAMPLE_TYPES[tensor.datatype])
     if len(content) % dtype.itemsize:
         raise InputError(
             f"{place}input {tensor.name} has {len(content):,} bytes, which is not a multiple of {dtype.itemsize} "
             f"({tensor.datatype})"
         )
+    if tensor.datatype == "BOOL" and content.strip(b"\0\1"):
+        raise InputError(f"{place}input {tensor.name} has values that BOOL cannot hold; its bytes are 0 or 1")
     return np.frombuffer(content, dtype)
 
 

@@ -53,6 +53,29 @@ class InputError(Exception):
     """There is nothing to send; the message says what to do."""
 
 
+def exact_array(values: Sequence[Any], datatype: str) -> Array | None:
+    """Python's numbers as a flat array of a datatype, changed by it only through rounding; None if it cannot hold one
+    of them, also for a number of another kind: a fraction in a datatype of integers, true in one of numbers.
+
+    NumPy alone would make floats of large integers in a list, infinity of floats that are too large, and wrap others.
+    """
+    dtype, kinds = np.dtype(NUMPY_TYPES[datatype]), set(map(type, values))
+    if dtype.kind == "f":
+        if not kinds <= {int, float}:
+            return None
+        try:
+            wide = np.array(values, np.float64)
+        except OverflowError:
+            return None
+        with np.errstate(over="ignore"):
+            rounded = wide.astype(dtype)
+        return rounded if np.array_equal(np.isinf(rounded), np.isinf(wide)) else None
+    if not kinds <= ({int, bool} if dtype.kind == "b" else {int}):
+        return None
+    least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return np.array(values, dtype) if not values or (min(values) >= least and max(values) <= most) else None
+
+
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
     """One array per input, first dimension = item; all arrays hold the same number of items."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from loadgen.documents import MOST_CHARACTERS, DocumentError, decode_json, one_line
-from loadgen.transport.inputs import NUMPY_TYPES, Array, byte_array
+from loadgen.transport.inputs import NUMPY_TYPES, Array, byte_array, exact_array
 
 HEADER_LENGTH = "inference-header-content-length"
 _MOST_JSON_BYTES = 2**26
@@ -88,7 +88,10 @@ def read_body(body: memoryview, header_length: str | None) -> dict[str, Array]:
     for output in read_document(body[:end]):
         size = output.binary_bytes
         if size is None:
-            raise DocumentError(f"output {output} is not binary, although binary outputs were requested")
+            raise DocumentError(
+                f"output {output} is not binary, although binary outputs were requested; use --transport grpc if the "
+                "server has it"
+            )
         if end + size > len(body):
             raise DocumentError(f"output {output} declares {size:,} bytes, but {len(body) - end:,} are left")
         found[output.name] = read_tensor(output, body[end : end + size])
@@ -133,9 +136,8 @@ def typed_values(output: Any) -> Sequence[Any]:
 def _read_values(output: Output, values: Sequence[Any]) -> Array:
     if output.datatype == "BYTES":
         return byte_array(list(values)).reshape(output.shape)
-    given = np.array(values)
-    found: Array = given.astype(NUMPY_TYPES[output.datatype])
-    if found.dtype.kind in "iu" and not np.array_equal(found, given):
+    found = exact_array(values, output.datatype)
+    if found is None:
         raise DocumentError(f"output {output} has a value that its datatype cannot hold")
     return found.reshape(output.shape)
 
@@ -173,18 +175,26 @@ def elements_end(data: memoryview, count: int) -> int | None:
     return end if end <= len(data) else None
 
 
-def _read_bytes(output: Output, data: memoryview) -> Array:
-    """Each element follows its length, four bytes in little-endian order."""
-    expected = math.prod(output.shape)
-    if expected > _MOST_ELEMENTS:
-        raise DocumentError(f"output {output} has more than {_MOST_ELEMENTS:,} elements")
+def read_elements(data: bytes | memoryview) -> list[bytes] | None:
+    """The elements of BYTES in the protocol's binary form: each follows its length, four bytes in little-endian order.
+    None if the data end in the middle of one."""
     found, place = [], 0
     while place < len(data):
         start = place + _BYTES_PREFIX
         place = start + int.from_bytes(data[place:start], "little")
         if start > len(data) or place > len(data):
-            raise DocumentError(f"output {output} ends in the middle of an element")
+            return None
         found.append(bytes(data[start:place]))
+    return found
+
+
+def _read_bytes(output: Output, data: memoryview) -> Array:
+    expected = math.prod(output.shape)
+    if expected > _MOST_ELEMENTS:
+        raise DocumentError(f"output {output} has more than {_MOST_ELEMENTS:,} elements")
+    found = read_elements(data)
+    if found is None:
+        raise DocumentError(f"output {output} ends in the middle of an element")
     if len(found) != expected:
         raise DocumentError(f"output {output} has {len(found):,} elements, but its shape needs {expected:,}")
     return byte_array(found).reshape(output.shape)

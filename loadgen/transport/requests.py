@@ -14,7 +14,9 @@ from loadgen.transport.greenlet_socket import AnySocket, GreenletSocket, is_patc
 from loadgen.transport.tls import Protocol, TlsError, secured, tls_context
 
 _UNQUOTED = "/-._~%!$&'()*+,;=:@?"
-"""Characters that are not quoted in a path; a model's name may hold any character."""
+"""Characters that are not quoted in a path whose names are quoted already."""
+_IN_A_NAME = "!$&'()*+,;=:@"
+"""Characters of RFC 3986's path segments that stay as they are in a model's name or version."""
 _MOST_PARTS = 1_000
 """Most parts per `sendmsg`; the kernel takes 1,024."""
 
@@ -77,8 +79,17 @@ class Address:
 
     def model_path(self, model: str) -> str:
         """The path of a model, or of its version, below which its requests go."""
-        version = self.access.version
-        return f"/v2/models/{model}" if version is None else f"/v2/models/{model}/versions/{version}"
+        return model_path(model, self.access.version)
+
+
+def quoted(name: str) -> str:
+    """A name as one segment of a path, whatever characters it holds."""
+    return quote(name, safe=_IN_A_NAME)
+
+
+def model_path(model: str, version: str | None = None) -> str:
+    """The path of a model, or of its version, below which its requests go."""
+    return f"/v2/models/{quoted(model)}" + ("" if version is None else f"/versions/{quoted(version)}")
 
 
 def open_socket(address: Address, timeout_s: float, protocol: Protocol = "http/1.1") -> AnySocket:

@@ -112,10 +112,12 @@ def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
 def _output_bytes(output: TensorSignature, inputs: Sequence[RawTensor], signature: Signature, batch_size: int) -> int:
     """The place for an output. Where its size is not fixed, a variable dimension counts as the largest variable
     dimension of the inputs, and an element of BYTES as `_ELEMENT_BYTES`."""
+    shapes = {tensor.name: tensor.shape for tensor in inputs}
     variable = [
         size
-        for expected, given in zip(signature.inputs, inputs, strict=True)
-        for wanted, size in zip(expected.shape[1:], given.shape[-len(expected.shape[1:]) :], strict=False)
+        for expected in signature.inputs
+        if expected.name in shapes
+        for wanted, size in zip(expected.shape[1:], shapes[expected.name][1 - len(expected.shape) :], strict=False)
         if wanted < 0
     ]
     longest = max(variable, default=_VARIABLE_SIZE)

@@ -9,9 +9,11 @@ after warm-up. The answers are compared with the model's own at every batch size
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -20,7 +22,8 @@ from servers.contract.tensors import Array
 from servers.engines.agreement import LOSSY, Disagreement, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.flight_rate import flight_rate
-from servers.engines.interface import Engine
+from servers.engines.interface import Engine, EngineError
+from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
@@ -44,7 +47,7 @@ class Reference:
 
     inputs: Mapping[str, Array]
     answers: Mapping[str, Array] | None
-    """None for a model without a module."""
+    """None for an ONNX file that no ONNX Runtime here executes."""
     flops_per_item: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     """By axis; others have their default."""
@@ -211,12 +214,17 @@ def references_of(
     photographs: Mapping[str, Array] | None = None,
     items: int = ITEMS,
 ) -> list[Reference]:
-    """Items of each of the sizes, and the answers of the model's own module in FP32 on the CPU.
+    """Items of each of the sizes, and the answers of the model's own module in FP32 on the CPU; those of a user's ONNX
+    file are ONNX Runtime's on the CPU, in the file's own precision.
 
     The items are the photographs where there are some, else random. Raises `WeightsError` and `EngineError`.
     """
     if specification.file is not None:
-        return [Reference(random_inputs(specification, items, 0, along), None, None, along) for along in sizes]
+        given = [random_inputs(specification, items, 0, along) for along in sizes]
+        answers = _answers_of_file(specification, specification.file, weights, given)
+        return [
+            Reference(inputs, known, None, along) for inputs, known, along in zip(given, answers, sizes, strict=True)
+        ]
     import torch
 
     from servers.engines.torch_towers import expected_answers
@@ -233,6 +241,28 @@ def references_of(
             flops = count_flops(module, [torch.from_numpy(one[tensor.name]) for tensor in specification.inputs])
         references.append(Reference(inputs, expected_answers(specification, module, inputs), flops, along))
     return references
+
+
+def _answers_of_file(
+    specification: ModelSpecification, file: Path, weights: WeightsSource, batches: Sequence[Mapping[str, Array]]
+) -> Sequence[Mapping[str, Array] | None]:
+    """What a user's ONNX file answers as it is; None where no ONNX Runtime executes it."""
+    from servers.engines.factory import build_engine
+    from servers.engines.onnxruntime import installed_packages, precision_of_file
+
+    if not installed_packages():
+        return [None] * len(batches)
+    try:
+        settings = EngineSettings(kind="onnxruntime", device="cpu", precision=precision_of_file(file))
+        engine = build_engine(specification, weights, settings, file)
+        engine.load()
+    except EngineError as exc:  # another engine may execute it all the same
+        print(f"no answers to compare with: {exc}", file=sys.stderr)  # noqa: T201  the log of this process
+        return [None] * len(batches)
+    try:
+        return [dict(engine.infer(inputs)) for inputs in batches]
+    finally:
+        engine.close()
 
 
 def matrix_tflops(device: str, precision: str) -> float | None:

@@ -12,6 +12,7 @@ Importable without torch, so that the stub process of Triton's python backend ca
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from servers.engines.onnxruntime_cuda import (
 )
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.gpu.cuda_library import device_uuid
+from servers.models.file_names import for_library
 
 PRECISION_KEY = "abserve.precision"
 """In an ONNX file's metadata: the precision of its weights. A file without it holds FP32."""
@@ -62,6 +64,11 @@ ELEMENT_TYPES = {
 }
 
 
+_ORT_CODE = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
+_ORT_PLACE = re.compile(r"/\S+\.\w+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)? ?")
+"""Such as /onnxruntime_src/…/model.cc:256 onnxruntime::Model::Model(onnx::ModelProto&&, …)."""
+
+
 class OnnxRuntimeEngine(Engine):
     """Executes the ONNX file at `path`; `weights` only label it."""
 
@@ -85,12 +92,12 @@ class OnnxRuntimeEngine(Engine):
         index = self._resolve_cuda_index()
         self._mode = self._resolve_mode(index)
         try:
-            session = ort.InferenceSession(
-                str(path), self._session_options(index), providers=self._providers(index, graphs=self._mode == "graph")
-            )
+            providers = self._providers(index, graphs=self._mode == "graph")
+            session = ort.InferenceSession(for_library(path), self._session_options(index), providers=providers)
         except Exception as exc:  # ORT's exceptions share no base but Exception
+            reason = beyond_runtime(path, exc) or f"ONNX Runtime cannot load {path.name}: {ort_reason(exc)}"
             remedy = "; use mode session" if "graph capture" in str(exc) else ""
-            raise EngineError(f"ONNX Runtime cannot load {path.name}: {first_line(exc)}{remedy}") from exc
+            raise EngineError(f"{reason}{remedy}") from exc
         if index is not None and CUDA_PROVIDER not in session.get_providers():
             raise EngineError(
                 f"ONNX Runtime cannot use the GPU (providers in effect: {', '.join(session.get_providers())}); install "
@@ -136,7 +143,7 @@ class OnnxRuntimeEngine(Engine):
                 return self._graphs.infer(inputs)
             outputs = session.run(names, as_strings(inputs) if self._strings else inputs)
         except Exception as exc:  # ORT's exceptions share no base but Exception
-            raise EngineError(f"ONNX Runtime failed to execute the batch: {first_line(exc)}") from exc
+            raise EngineError(f"ONNX Runtime failed to execute the batch: {ort_reason(exc)}") from exc
         answers = dict(zip(names, outputs, strict=True))
         return as_bytes(answers) if self._strings else answers
 
@@ -233,7 +240,7 @@ class OnnxRuntimeEngine(Engine):
         options = self._session_options(index)
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
-        session = ort.InferenceSession(str(self._file), options, providers=self._providers(index, graphs=False))
+        session = ort.InferenceSession(for_library(self._file), options, providers=self._providers(index, graphs=False))
         batch = random_inputs(self._specification, rows, 0, sizes)
         for _ in range(repeats):
             session.run([tensor.name for tensor in self._specification.outputs], as_strings(batch))
@@ -261,7 +268,7 @@ class OnnxRuntimeEngine(Engine):
         except EngineError:
             raise
         except Exception as exc:  # ORT's exceptions share no base but Exception
-            reason = first_line(exc)
+            reason = ort_reason(exc)
             raise EngineError(f"ONNX Runtime cannot capture CUDA graphs: {reason}; use mode session") from exc
 
     def _resolve_mode(self, index: int | None) -> str:
@@ -281,9 +288,7 @@ class OnnxRuntimeEngine(Engine):
         marked: str | None = session.get_modelmeta().custom_metadata_map.get(PRECISION_KEY)
         if marked is not None or self._file != self._specification.file:
             return marked or "fp32"
-        import onnx
-
-        return stored_precision(onnx.load(self._file, load_external_data=False))
+        return precision_of_file(self._file)
 
     @property
     def _strings(self) -> bool:
@@ -333,6 +338,27 @@ class OnnxRuntimeEngine(Engine):
         use_tf32 = "1" if self._settings.precision == "tf32" else "0"
         options = {"device_id": str(index), "use_tf32": use_tf32, "enable_cuda_graph": "1" if graphs else "0"}
         return [(CUDA_PROVIDER, options), CPU_PROVIDER]
+
+
+def ort_reason(exc: Exception) -> str:
+    """What ONNX Runtime says, without its code, the place in its sources and the signature of its C++ function."""
+    return _ORT_PLACE.sub("", _ORT_CODE.sub("", first_line(exc))).strip()
+
+
+def beyond_runtime(path: Path, exc: Exception) -> str | None:
+    """A sentence for a file whose IR or operators are newer than this ONNX Runtime; None for other errors."""
+    text = str(exc)
+    if found := re.search(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)", text):
+        what, most, remedy = f"IR version {found[1]}", found[2], f"save it with model.ir_version = {found[2]}"
+    elif found := re.search(r"Opset (\d+) is under development.* domain (\S+) is till opset (\d+)", text, re.DOTALL):
+        what, most = f"opset {found[1]} of {found[2]}", found[3]
+        remedy = f"export it with opset_version={most}" if found[2] == "ai.onnx" else f"export it with opset {most}"
+    else:
+        return None
+    return (
+        f"{path.name} has {what}, ONNX Runtime {version(installed_packages()[0])} takes at most {most}; {remedy}, or "
+        "install a newer ONNX Runtime"
+    )
 
 
 def _spinning(options: Any) -> str:
@@ -390,6 +416,16 @@ def assert_signature(nodes: Sequence[Any], tensors: Sequence[TensorSpec], what: 
     fixed = [node.name for node in nodes if node.shape and isinstance(node.shape[0], int)]
     if fixed:
         raise EngineError(f"the ONNX file fixes the batch size of {fixed[0]}; export it again with a dynamic batch")
+
+
+def precision_of_file(path: Path) -> str:
+    """The precision of an ONNX file, as `stored_precision` reads it. Raises `EngineError` for another file."""
+    import onnx
+
+    try:
+        return stored_precision(onnx.load(path, load_external_data=False))
+    except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
+        raise EngineError(f"{path.name} is not an ONNX file that can be read: {first_line(exc)}") from exc
 
 
 def stored_precision(model: Any) -> str:

@@ -14,6 +14,7 @@ import torch
 from servers.engines.interface import EngineDescription, EngineError, export_command
 from servers.engines.torch import TorchEngine
 from servers.engines.torch_towers import FAILURES, DeviceTower, check_datatypes, reason_of
+from servers.models.file_names import for_library
 
 
 class AOTInductorEngine(TorchEngine):
@@ -44,7 +45,7 @@ def _tower(path: Path) -> DeviceTower:
     try:
         # The check of instructions compiles a file per set of them, and serves a warning only.
         with config.patch({"cpp.vec_isa_ok": True}):
-            package = aoti_load_package(str(path))
+            package = aoti_load_package(for_library(path))
         metadata = package.get_metadata()
     except FAILURES as exc:
         raise EngineError(f"torch cannot load {path.name}: {reason_of(exc)}; delete it and export it again") from exc

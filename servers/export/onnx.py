@@ -7,7 +7,6 @@ fused ones, `servers.export.jax_graph` that of the model's JAX function.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import logging
 import re
@@ -24,6 +23,7 @@ from servers.engines.interface import first_line
 from servers.engines.onnxruntime import PRECISION_KEY, stored_precision
 from servers.export.errors import ExportError
 from servers.export.file_form import OPSETS, FileForm, Operators
+from servers.models.onnx_parts import onnx_parts, parts_sha256
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -185,19 +185,9 @@ def read_user_file(path: Path) -> UserFile:
 
     try:
         model = onnx.load(path, load_external_data=False)
-        beside = {
-            entry.value
-            for tensor in model.graph.initializer
-            for entry in tensor.external_data
-            if entry.key == "location"
-        }
-        digest, total = hashlib.sha256(), 0
-        for part in (path, *(path.parent / name for name in sorted(beside))):
-            with part.open("rb") as file:
-                while chunk := file.read(2**20):
-                    digest.update(chunk)
-                    total += len(chunk)
-        modified = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        parts = onnx_parts(path, model)
+        sha256, states = parts_sha256(parts), [part.stat() for part in parts]
+        modified = datetime.fromtimestamp(max(state.st_mtime for state in states), UTC)
     except OSError as exc:
         raise ExportError(f"cannot read {exc.filename or path}: {exc.strerror or exc}") from exc
     except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
@@ -207,8 +197,8 @@ def read_user_file(path: Path) -> UserFile:
         stored_precision(model),
         Operators.FUSED if "com.microsoft" in versions else Operators.STANDARD,
         versions.get("", 0),
-        digest.hexdigest(),
-        total,
+        sha256,
+        sum(state.st_size for state in states),
         modified.isoformat(timespec="seconds"),
     )
 

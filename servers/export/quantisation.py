@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from servers.contract.tensors import Array
-from servers.engines.interface import first_line
-from servers.engines.onnxruntime import PRECISION_KEY
+from servers.engines.onnxruntime import PRECISION_KEY, ort_reason
 from servers.export.errors import ExportError
 from servers.export.parity import BATCHES, corpus_pixels
 from servers.models.corpus import jpeg_paths
@@ -75,7 +74,7 @@ def quantise(specification: ModelSpecification, source: Path, path: Path) -> tup
             )
     except Exception as exc:  # the tool has no errors of its own
         raise ExportError(
-            f"ONNX Runtime cannot quantise {specification.name}: {first_line(exc)}; use --precision fp32"
+            f"ONNX Runtime cannot quantise {specification.name}: {ort_reason(exc)}; use --precision fp32"
         ) from exc
     made = onnx.load(path)
     properties = {entry.key: entry.value for entry in made.metadata_props}

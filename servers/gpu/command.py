@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from servers.defaults import HOST
+from servers.launch_plan import in_path
 from servers.models.specification import choose_from
 from servers.options import checked, fail, settings_of, takes_settings
 
@@ -109,7 +110,8 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
     server = _object(_get(f"{url}/v2") or b"", f"{url}/v2")
     served = [] if model else _models(url)
     name = model or (served[0] if len(served) == 1 else DEFAULT_MODEL)
-    config = _get(f"{url}/v2/models/{name}/config", optional=True)
+    config_url = f"{url}/v2/models/{in_path(name)}/config"
+    config = _get(config_url, optional=True)
     if config is None:
         fail(f"{url} serves no model {name!r}; {choose_from(name, served or _models(url))}", status=2)
     machine: Mapping[str, Any] = local_info(None)
@@ -120,7 +122,7 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
         if not isinstance(devices, list) or not all(isinstance(one, dict) and "uuid" in one for one in devices):
             fail(f"{source} is not a /gpu-info document; give --exporter the URL of abserve gpu-exporter")
     text = None if log is None else log.read_text(encoding="utf-8", errors="replace")
-    return triton_info(server, _object(config, f"{url}/v2/models/{name}/config"), text, machine)
+    return triton_info(server, _object(config, config_url), text, machine)
 
 
 def _models(url: str) -> list[str]:

@@ -17,7 +17,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.atomic_folder import file_sha256
+from servers.models.file_names import for_library
+from servers.models.onnx_parts import onnx_parts, parts_sha256
 
 if TYPE_CHECKING:
     import torch
@@ -91,11 +92,11 @@ class CheckpointWeights:
     def label(self) -> str:
         """For people: the file's name without its folder, since results get published."""
         kind = _KINDS_OF_FILE.get(self.path.suffix, "checkpoint")
-        return f"{kind} {self.path.name}{_suffix(', SHA-256 ', self.sha256)}"
+        return f"{kind} {for_library(Path(self.path.name))}{_suffix(', SHA-256 ', self.sha256)}"
 
     @property
     def slug(self) -> str:
-        return f"file-{_safe(self.path.name)}"
+        return f"file-{_safe(for_library(Path(self.path.name)))}"
 
     @property
     def text(self) -> str:
@@ -198,10 +199,15 @@ def verify(path: Path, option: str, sha256: str | None) -> None:
 
 
 def _hash(path: Path, name: str) -> str:
+    """Of an ONNX file with the data files that it names."""
     try:
-        return file_sha256(path)
+        return parts_sha256(onnx_parts(path) if path.suffix == ".onnx" else (path,))
     except OSError as exc:
-        raise WeightsError(f"{name}: cannot read the file ({exc.strerror or exc})") from exc
+        which = Path(exc.filename or path)
+        of_data = "" if which == path else f" {which.name} with its weights"
+        raise WeightsError(f"{name}: cannot read the file{of_data} ({exc.strerror or exc})") from exc
+    except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
+        raise WeightsError(f"{name} is not an ONNX file that can be read") from exc
 
 
 def _suffix(separator: str, value: str | None) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
 from servers.export.triton_config import BatchingSettings
-from servers.launch_plan import LaunchPlan, host_in_url
+from servers.launch_plan import LaunchPlan, host_in_url, in_path
 from servers.listener import ListenerError, check_free
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
@@ -40,7 +40,15 @@ from servers.triton.leftovers import (
     remove_abandoned_regions,
 )
 from servers.triton.log import CAUSES
-from servers.triton.repository import PlacedModel, Repository, Serving, assert_usable, lay_out, link_installation
+from servers.triton.repository import (
+    PlacedModel,
+    Repository,
+    Serving,
+    assert_usable,
+    lay_out,
+    link_installation,
+    plain_path,
+)
 from servers.triton.settings import TritonSettings
 from servers.triton.tuning import apply, merge
 from servers.triton.wheel import find_wheel
@@ -164,6 +172,8 @@ def prepare(
         for executed in dict.fromkeys(serving.name(model.specification.executed) for model in models):
             merge(repository.models, executed, settings.merge_config)
     names = [serving.name(model.specification) for model in models]
+    for name in names:
+        _assert_name(name)
     tuning = apply(repository.models, names, settings.tuning, repository.models)
     executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
     decodes = backend != "python" and first.specification.decodes_to is not None
@@ -203,6 +213,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     model = folder.expanduser() / settings.model
     if not model.is_dir():
         raise TritonOptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
+    _assert_name(settings.model)
     if settings.merge_config:
         raise TritonOptionError("--merge-config changes generated configs; edit the one in your own repository")
     assert_ready(settings)
@@ -214,7 +225,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     config = read_config(model) if (model / CONFIG).is_file() else None
     backend = "" if config is None else config.backend or config.platform
     how = f"{backend} backend" if backend not in ("", "ensemble") else backend
-    for step in step_folders(models, [settings.model]):
+    steps = list(step_folders(models, [settings.model]))
+    for step in steps:
         _assert_step(installation, step, settings.model)
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
@@ -229,6 +241,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         max_batch_size=None if config is None else max(1, config.max_batch_size),
         tuning=tuning,
         cannot_pad="your model repository is served unchanged",
+        cannot_measure=next(filter(None, map(_cannot_measure, steps)), None),
         causes=CAUSES,
     )
 
@@ -253,6 +266,30 @@ def prepare_trial(settings: TritonSettings, installation: Installation, models: 
         max_batch_size=None,
         causes=CAUSES,
     )
+
+
+def _cannot_measure(folder: Path) -> str | None:
+    """Why the load generator cannot send load to a model, as a sentence; None if it can."""
+    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    if config is None:
+        return None
+    if config.model_transaction_policy.decoupled:
+        return (
+            f"{folder.name} is decoupled (model_transaction_policy in its {CONFIG}), and abserve measures models with "
+            "one answer per request"
+        )
+    if config.HasField("sequence_batching"):
+        return f"{folder.name} is stateful (sequence_batching in its {CONFIG}), and abserve sends no correlation ids"
+    return None
+
+
+def _assert_name(model: str) -> None:
+    """Raise `TritonOptionError` for a name that no URL can hold as it is: Triton does not decode percent-encoding."""
+    if in_path(model) != model:
+        raise TritonOptionError(
+            f"tritonserver does not decode names in URLs, so no HTTP client reaches a model called {model!r}; rename "
+            "its folder, with letters and digits of ASCII and . _ - alone"
+        )
 
 
 def _assert_step(installation: Installation, folder: Path, model: str) -> None:
@@ -313,8 +350,8 @@ def _argv(
     address = _address(settings.host)
     return (
         str(installation.binary),
-        f"--model-repository={models}",
-        f"--backend-directory={repository.backends}",
+        f"--model-repository={plain_path(models)}",
+        f"--backend-directory={plain_path(repository.backends)}",
         f"--http-address={address}",
         f"--grpc-address={address}",
         f"--metrics-address={address}",

@@ -13,6 +13,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from servers.export.triton_config import REFERENCE
+from servers.models.file_names import for_python
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
@@ -28,9 +29,9 @@ class TritonPythonModel:
         repair_bytes()
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        private = Path(args["model_repository"]) / args["model_version"] / REFERENCE
+        private = Path(for_python(args["model_repository"])) / args["model_version"] / REFERENCE
         reference = private.read_text(encoding="utf-8") if private.is_file() else parameters["model"]
-        specification = get_variant(reference, "jpeg")
+        specification = get_variant(for_python(reference), "jpeg")
         self._files = specification.inputs[0].name
         self._pixels = specification.executed.inputs[0].name
         self._decoder = ImageDecoder(specification.preprocessing, decoding_from_parameters(parameters))

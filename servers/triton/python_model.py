@@ -22,6 +22,7 @@ from servers.contract.tensors import Array
 from servers.engines.batches import warm_up_sizes
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError, profiled
+from servers.models.file_names import for_python
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
@@ -51,9 +52,9 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         max_batch_size = int(config["max_batch_size"])
-        folder = Path(args["model_repository"]) / args["model_version"]
+        folder = Path(for_python(args["model_repository"])) / args["model_version"]
         private = msgspec.json.decode((folder / "engine.json").read_bytes(), type=EngineFile)
-        specification = get_variant(private.model, parameters["payload"])
+        specification = get_variant(for_python(private.model), parameters["payload"])
         settings = settings_from_parameters(parameters, max_batch_size)
         if any(tensor.dtype.hasobject for tensor in (*specification.inputs, *specification.outputs)):
             repair_bytes()
@@ -63,9 +64,9 @@ class TritonPythonModel:
             self._decoder = ImageDecoder(specification.preprocessing, decoding_from_parameters(parameters))
         self._engine = build_engine(
             specification.executed,
-            parse_weights(private.weights),
+            parse_weights(for_python(private.weights)),
             settings,
-            Path(private.artefact) if private.artefact is not None else None,
+            Path(for_python(private.artefact)) if private.artefact is not None else None,
         )
         self._engine.load()
         in_effect = self._engine.describe()

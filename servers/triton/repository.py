@@ -12,8 +12,13 @@ Nothing large is copied; the artefact stays in its place.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +48,7 @@ DECODING = DecodingSettings()
 NATIVE = {"onnxruntime": (onnxruntime_config, "onnx"), "tensorrt": (tensorrt_config, "plan")}
 ENDINGS = {"onnxruntime": "_onnx", "tensorrt": "_tensorrt"}
 """The names of a model behind the native backends."""
+_PLAIN = re.compile(r"[\w./+,=@%-]+", re.ASCII)
 MODEL_PY = """# The code is servers.triton.python_model, for every repository.
 from servers.triton.python_model import TritonPythonModel as TritonPythonModel
 """
@@ -114,6 +120,30 @@ def lay_out(folder: Path, installation: Installation, placed: Sequence[PlacedMod
 def link_installation(folder: Path, installation: Installation) -> Repository:
     """Write `folder` anew without models, which are the user's. Raises `TritonOptionError` as `lay_out` does."""
     return lay_out(folder, installation, (), Serving(EngineSettings(), RandomWeights(0), BatchingSettings(1)))
+
+
+def plain_path(path: Path) -> Path:
+    """The path itself, or a link to it where it has characters that the python backend cannot take: it puts the path
+    into a shell's command, and Python there imports only from paths in ASCII. Raises `TritonOptionError`."""
+    if _PLAIN.fullmatch(str(path)):
+        return path
+    for place in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
+        folder = Path(place) / f"abserve-paths-{os.getuid()}"
+        if not _PLAIN.fullmatch(place):
+            continue
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            link = folder / hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
+            if not link.is_symlink():
+                with suppress(FileExistsError):  # made by another process at this moment
+                    link.symlink_to(path.absolute())
+            return link
+    raise TritonOptionError(
+        f"tritonserver cannot use {path}, whose name has blanks or letters beyond ASCII, and no folder for a link to "
+        "it can be written; set TMPDIR to one"
+    )
 
 
 def _prepare(folder: Path, repository: Repository) -> None:

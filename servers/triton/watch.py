@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import psutil
 
-from servers.launch_plan import LaunchPlan, cause_in
+from servers.launch_plan import LaunchPlan, cause_in, in_path
 from servers.triton.errors import TritonDiedError, TritonOptionError
 from servers.triton.leftovers import remove_folders, remove_regions
 from servers.triton.log import read_log, relevant_lines
@@ -89,7 +89,7 @@ class TritonProcess:
 
     def is_ready(self) -> bool:
         """Whether the model, not only the server, reports ready."""
-        return self._answers(f"/v2/models/{self._plan.model}/ready")
+        return self._answers(f"/v2/models/{in_path(self._plan.model)}/ready")
 
     def _await(self, condition: Callable[[], bool], timeout_seconds: float, asked_to_end: threading.Event) -> bool:
         deadline = time.monotonic() + timeout_seconds

@@ -13,6 +13,7 @@ from loadgen.conformance.case import Case
 from loadgen.conformance.model import Model
 from loadgen.conformance.records import Fact, NotApplicableError
 from loadgen.conformance.subject import Subject
+from loadgen.transport.requests import quoted
 
 VERBS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 # fmt: off
@@ -43,7 +44,7 @@ ANSWER_SECONDS = 60.0
 def make_request(seed: int, index: int, model: Model, authority: str) -> bytes:
     """One raw request, a pure function of its arguments."""
     chance = random.Random(f"{seed}/{index}")
-    verb, route = chance.choice(VERBS), chance.choice(ROUTES).replace("{model}", model.name)
+    verb, route = chance.choice(VERBS), chance.choice(ROUTES).replace("{model}", quoted(model.name))
     lines = [f"{verb} {route} HTTP/1.1".encode("latin-1"), f"Host: {authority}".encode()]
     lines += chance.sample(HEADERS, chance.randrange(0, 4))
     body = _body(chance, model)

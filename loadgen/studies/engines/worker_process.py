@@ -19,6 +19,8 @@ from loadgen.studies.engines.records import Configuration, Conversion, Measured
 from loadgen.targets.process import ChildProcess, ProcessError
 
 MOST_ANSWER_BYTES = 2**24
+MOST_WORDS = 1_000
+"""Characters of an error: its reason may stand after a long path or the names of many tensors."""
 T = TypeVar("T")
 
 
@@ -140,7 +142,7 @@ class EngineProcess:
         answer = _read(self._process, limit_s)
         self._answers = answered
         if answer.error is not None:
-            raise (CellError if of_cell else WorkerError)(one_line(answer.error))
+            raise (CellError if of_cell else WorkerError)(one_line(answer.error, MOST_WORDS))
         return answer
 
 
@@ -176,7 +178,9 @@ class Preparation:
         """Whether the engine executes a file, and the steps that made it."""
         answer = _read(self._process, self._limits.prepare)
         if answer.error is not None or answer.conversions is None or answer.file is None:
-            raise WorkerError(one_line(answer.error or "answered something else than that its files are made"))
+            raise WorkerError(
+                one_line(answer.error or "answered something else than that its files are made", MOST_WORDS)
+            )
         return answer.file, answer.conversions
 
     def stop(self) -> None:
@@ -228,7 +232,7 @@ def _started(argv: Sequence[str], log_path: Path) -> ChildProcess:
     try:
         return ChildProcess(argv, log_path=log_path, pipes=True)
     except (ProcessError, OSError) as exc:
-        raise WorkerError(one_line(str(exc))) from exc
+        raise WorkerError(one_line(str(exc), MOST_WORDS)) from exc
 
 
 def _read(process: ChildProcess, limit_s: float) -> _Answer:
@@ -248,7 +252,7 @@ def _read(process: ChildProcess, limit_s: float) -> _Answer:
 def _death(process: ChildProcess) -> str:
     how = process.ended()
     cause = ", perhaps because the machine ran out of memory" if "SIGKILL" in how else ""
-    return one_line(f"the process {how}{cause}", 600)
+    return one_line(f"the process {how}{cause}", MOST_WORDS)
 
 
 def _text(value: object) -> str:

@@ -178,6 +178,8 @@ def _check_values(given: Input) -> None:
     if not first < last:
         raise ValueError(f"the values of {given.name} are {given.values}; the second must be above the first")
     used = [one for one in (first, last - 1, given.padding) if one is not None]
+    if dtype.kind == "f" and any(abs(one) > float(np.finfo(dtype.name).max) for one in used):
+        raise ValueError(f"{given.name} is {given.datatype}, which cannot hold its values or its padding")
     if dtype.kind != "f" and any(one != int(one) or not least <= one <= most for one in used):
         raise ValueError(f"{given.name} is {given.datatype}, which cannot hold its values or its padding")
 
@@ -272,7 +274,12 @@ def _sample(tensor: TensorSpec, given: Any) -> Array:
         raise ValueError(
             f"the samples of {tensor.name} are {array.dtype} {list(array.shape)}, not {tensor.datatype} {[-1, *shape]}"
         )
-    return np.ascontiguousarray(array, tensor.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        held = np.ascontiguousarray(array, tensor.dtype)
+    kept = np.isinf(held) == np.isinf(array) if held.dtype.kind == "f" else held == array
+    if not kept.all():
+        raise ValueError(f"the samples of {tensor.name} have values that {tensor.datatype} cannot hold")
+    return held
 
 
 def _load(path: Path, function: str, make: Callable[[], object], source: WeightsSource) -> torch.nn.Module:

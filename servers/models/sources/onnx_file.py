@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.contract.tensors import TensorSpec
-from servers.models.atomic_folder import file_sha256
+from servers.models.onnx_parts import onnx_parts, parts_sha256
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, served_name
 from servers.models.weights import WeightsError, WeightsSource
 
@@ -44,7 +44,8 @@ def specify(reference: str) -> ModelSpecification | None:
     if not takes(reference):
         return None
     path = Path(reference).expanduser().resolve()
-    graph = _graph(path)
+    model = _model(path)
+    graph = model.graph
     weights = {one.name for one in graph.initializer}
     inputs = [one for one in graph.input if one.name not in weights]
     places: dict[str, dict[str, int]] = {}
@@ -66,7 +67,7 @@ def specify(reference: str) -> ModelSpecification | None:
         max_batch_size=32,
         load_module=partial(refuse_module, path),
         file=path,
-        definition_sha256=file_sha256(path),
+        definition_sha256=_sha256(path, model),
         default_weights=str(path),
     )
 
@@ -78,16 +79,62 @@ def refuse_module(path: Path, _: WeightsSource) -> torch.nn.Module:
     )
 
 
-def _graph(path: Path) -> Any:
+def _sha256(path: Path, model: Any) -> str:
+    """The hash of the file with its external data. Raises `UnknownModelError` for data that are missing."""
+    try:
+        return parts_sha256(onnx_parts(path, model))
+    except OSError as exc:
+        name = Path(exc.filename or path).name
+        raise UnknownModelError(
+            f"{path.name}: its weights are in the file {name}, which cannot be read ({exc.strerror or exc}); put it "
+            "where the file names it"
+        ) from exc
+
+
+def _model(path: Path) -> Any:
     import onnx
     from google.protobuf.message import DecodeError
 
     try:
-        return onnx.load(path, load_external_data=False).graph
+        return onnx.load(path, load_external_data=False)
     except FileNotFoundError as exc:
         raise UnknownModelError(f"{path.name}: no such file in {path.parent}") from exc
     except (OSError, DecodeError, ValueError) as exc:
         raise UnknownModelError(f"{path.name} is not an ONNX file that can be read") from exc
+
+
+def _in_words(kind: Any) -> str:
+    """A type of ONNX for people: a sequence of maps, an optional tensor of FLOAT, a tensor of BFLOAT16."""
+    import onnx
+
+    which = kind.WhichOneof("value")
+    if which == "sequence_type":
+        inner = kind.sequence_type.elem_type.WhichOneof("value")
+        kinds = {"map_type": "maps", "sequence_type": "sequences", "optional_type": "optional values"}
+        return f"a sequence of {kinds.get(inner, 'tensors')}"
+    if which == "optional_type":
+        return f"an optional {_in_words(kind.optional_type.elem_type).removeprefix('a ').removeprefix('an ')}"
+    if which in ("tensor_type", "sparse_tensor_type"):
+        name = onnx.TensorProto.DataType.Name(getattr(kind, which).elem_type)
+        sparse = "sparse " if which == "sparse_tensor_type" else ""
+        return f"a {sparse}tensor of {'no known datatype' if name == 'UNDEFINED' else name}"
+    return {"map_type": "a map", "opaque_type": "an opaque value"}.get(which, "of no known type")
+
+
+def _remedy(kind: Any) -> str:
+    """What to do about a type that the protocol does not have."""
+    which = kind.WhichOneof("value")
+    if which == "map_type" or (which == "sequence_type" and kind.sequence_type.elem_type.HasField("map_type")):
+        return "export the model with zipmap=False, as in skl2onnx.to_onnx(…, options={'zipmap': False})"
+    if which == "sequence_type":
+        return "concatenate the sequence into one tensor before the export (ConcatFromSequence)"
+    if which == "optional_type":
+        return "export the model with that tensor always present or without it"
+    if which == "tensor_type":
+        return f"add a Cast to one of {', '.join(_DATATYPES)} in the graph"
+    if which == "sparse_tensor_type":
+        return "export it as a dense tensor"
+    return "export the model with tensors as inputs and outputs"
 
 
 def _tensor(file: str, value: Any, places: dict[str, dict[str, int]]) -> TensorSpec:
@@ -97,11 +144,16 @@ def _tensor(file: str, value: Any, places: dict[str, dict[str, int]]) -> TensorS
     kind = value.type.tensor_type
     element = onnx.TensorProto.DataType.Name(kind.elem_type)
     if not value.type.HasField("tensor_type") or element not in _DATATYPES:
-        raise UnknownModelError(f"{file}: {value.name} has the type {element}, which the protocol does not have")
-    if not kind.HasField("shape") or not kind.shape.dim:
         raise UnknownModelError(
-            f"{file}: {value.name} has no shape, or no batch dimension; add them with onnx.shape_inference.infer_shapes"
+            f"{file}: {value.name} is {_in_words(value.type)}, which the protocol does not have; {_remedy(value.type)}"
         )
+    if kind.HasField("shape") and not kind.shape.dim:
+        raise UnknownModelError(
+            f"{file}: {value.name} is a single value without a batch dimension; give each item its own, as with "
+            "keepdims=1 in a reduction"
+        )
+    if not kind.HasField("shape"):
+        raise UnknownModelError(f"{file}: {value.name} has no shape; add it with onnx.shape_inference.infer_shapes")
     batch, *dimensions = kind.shape.dim
     if batch.HasField("dim_value"):
         raise UnknownModelError(

@@ -7,6 +7,7 @@ configuration) with `logits`. A folder's own weights are the default ones.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -92,9 +93,10 @@ def specify(name: str) -> ModelSpecification | None:
     path = Path(name).expanduser().resolve()
     if path.name == "config.json":
         path = path.parent
+    _refuse_own_code(path)
     try:
         with _quiet():
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise UnknownModelError(f"{path.name}: transformers cannot read its configuration") from exc
     return _specification(
@@ -105,6 +107,23 @@ def specify(name: str) -> ModelSpecification | None:
         default_weights=_weights_of(path),
         definition_sha256=file_sha256(path if path.is_file() else path / "config.json"),
     )
+
+
+def _refuse_own_code(path: Path) -> None:
+    """Raises `UnknownModelError` for a configuration that names code of the model's own, which transformers would ask
+    on the terminal whether to execute."""
+    from transformers import CONFIG_MAPPING
+
+    file = path if path.is_file() else path / "config.json"
+    try:
+        named = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as exc:
+        raise UnknownModelError(f"{path.name}: transformers cannot read its configuration") from exc
+    if isinstance(named, dict) and named.get("auto_map") and named.get("model_type") not in CONFIG_MAPPING:
+        raise UnknownModelError(
+            f"{path.name} needs code of its own (auto_map in {file.name}), which abserve never executes; serve it from "
+            "a FILE.py:FUNCTION"
+        )
 
 
 def _specification(config: Any, **fields: Any) -> ModelSpecification:
@@ -170,7 +189,9 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
     auto: Any = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModel
     if isinstance(source, RandomWeights):
         with seeded(source.seed), _quiet():
-            model = auto.from_config(config, attn_implementation=_attention(auto, config), dtype="float32")
+            model = auto.from_config(
+                config, attn_implementation=_attention(auto, config), dtype="float32", trust_remote_code=False
+            )
             fill_zero_weights(model)
         return _first_output(ready(model))
     option, (state, _) = option_of(source), read_state(source, find)
@@ -179,6 +200,7 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
             model, report = _class(auto, config).from_pretrained(
                 None,
                 config=config,
+                trust_remote_code=False,
                 state_dict=state,
                 output_loading_info=True,
                 attn_implementation=_attention(auto, config),

@@ -13,11 +13,13 @@ from onnx import TensorProto, helper, numpy_helper
 from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
-from servers.engines.onnxruntime import ELEMENT_TYPES, OnnxRuntimeEngine, stored_precision
+from servers.engines.measurement import references_of
+from servers.engines.onnxruntime import ELEMENT_TYPES, OnnxRuntimeEngine, ort_reason, stored_precision
 from servers.engines.processors import openmp_spinning, wait_policy
 from servers.engines.settings import EngineSettings
+from servers.models.registry import get_base
 from servers.models.specification import Axis, ModelSpecification
-from servers.models.weights import RandomWeights
+from servers.models.weights import CheckpointWeights, RandomWeights
 
 ONNX_TYPES = {
     **{name: getattr(TensorProto, name) for name in DATATYPES if "INT" in name or name == "BOOL"},
@@ -183,3 +185,54 @@ def test_a_users_file_has_the_precision_of_most_of_its_weights(halves: int, mark
     if marked:
         helper.set_model_props(model, {"abserve.precision": marked})
     assert stored_precision(model) == precision
+
+
+def relu(path: Path, ir: int = 9, opset: int = 17, ml: int = 3) -> Path:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:])
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("ai.onnx.ml", ml)]
+    path.write_bytes(helper.make_model(graph, ir_version=ir, opset_imports=imports).SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            {"ir": 99},
+            r"IR version 99, ONNX Runtime \S+ takes at most \d+; save it with model.ir_version",
+        ),
+        (
+            {"opset": 99},
+            r"opset 99 of ai.onnx, ONNX Runtime \S+ takes at most \d+; export it with opset_version=",
+        ),
+        (
+            {"ml": 77},
+            r"opset 77 of ai.onnx.ml, ONNX Runtime \S+ takes at most \d+; export it with opset ",
+        ),
+    ],
+)
+def test_a_file_beyond_the_runtime_is_one_short_sentence(tmp_path: Path, made: dict[str, int], words: str) -> None:
+    path = relu(tmp_path / "new.onnx", **made)
+    specification, settings = get_base(str(path)), EngineSettings(kind="onnxruntime", device="cpu")
+    engine = build_engine(specification, CheckpointWeights(path), settings, path)
+    with pytest.raises(EngineError, match=f"^new.onnx has {words}") as refused:
+        engine.load()
+    assert len(str(refused.value)) < 200
+    (reference,) = references_of(specification, CheckpointWeights(path), [{}])
+    assert reference.answers is None, "another engine may execute the file"
+
+
+def test_what_onnxruntime_says_has_no_signature_of_its_sources() -> None:
+    text = (
+        "[ONNXRuntimeError] : 1 : FAIL : Load model from a.onnx failed:/onnxruntime_src/core/graph/model.cc:256 "
+        "onnxruntime::Model::Model(onnx::ModelProto&&, const std::function<void(int)>&) const Unknown (a, b)\nmore"
+    )
+    assert ort_reason(RuntimeError(text)) == "Load model from a.onnx failed:Unknown (a, b)"
+
+
+def test_the_answers_of_a_users_file_are_what_it_answers_as_it_is(tmp_path: Path) -> None:
+    path = relu(tmp_path / "m.onnx")
+    (reference,) = references_of(get_base(str(path)), CheckpointWeights(path), [{}])
+    assert reference.answers is not None
+    np.testing.assert_array_equal(reference.answers["y"], np.maximum(reference.inputs["x"], 0))

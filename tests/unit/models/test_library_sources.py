@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +319,38 @@ def test_random_weights_leave_no_layer_at_zero() -> None:
     assert all(value.any() for value in weights.values())
     one, other = answers(module, torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0)))
     assert not torch.allclose(one, other)
+
+
+OWN_CODE = """
+open({marker!r}, "w")
+from transformers import PretrainedConfig
+class Own(PretrainedConfig):
+    model_type = "own"
+"""
+
+
+@pytest.mark.parametrize("given", ["", "config.json", "other.json"])
+@pytest.mark.parametrize("kind", ["own", None])
+def test_code_in_a_models_folder_is_never_executed_and_never_asked_about(
+    tmp_path: Path, given: str, kind: str | None
+) -> None:
+    folder, marker = tmp_path / "own", tmp_path / "EXECUTED"
+    folder.mkdir()
+    config = {"auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}, "vocab_size": 9, "hidden_size": 8}
+    for name in ("config.json", "other.json"):
+        (folder / name).write_text(json.dumps(config | ({"model_type": kind} if kind else {})))
+    (folder / "own.py").write_text(OWN_CODE.format(marker=str(marker)))
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen.entry", "models", str(folder / given)],
+        input="y\n", capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "needs code of its own (auto_map in " in done.stderr
+    assert "[y/N]" not in done.stdout + done.stderr
+    assert not marker.exists()
+
+
+def test_a_known_type_needs_no_code_though_its_folder_names_some(tmp_path: Path) -> None:
+    config = transformers.DistilBertConfig(vocab_size=30, dim=8, n_heads=2, n_layers=1, hidden_dim=8)
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "auto_map": {"AutoConfig": "own.Own"}}))
+    assert [one.name for one in get_specification(str(tmp_path)).inputs] == ["input_ids", "attention_mask"]

@@ -282,8 +282,12 @@ def test_an_onnx_file_has_the_signature_and_the_axes_of_the_file(tmp_path: Path)
     ("shape", "element", "message"),
     [
         ([1, 3], TensorProto.FLOAT, "x has a fixed batch dimension of 1"),
-        ([], TensorProto.FLOAT, "x has no shape, or no batch dimension"),
-        (["n", 3], TensorProto.BFLOAT16, "x has the type BFLOAT16, which the protocol does not have"),
+        ([], TensorProto.FLOAT, "x is a single value without a batch dimension"),
+        (
+            ["n", 3],
+            TensorProto.BFLOAT16,
+            "x is a tensor of BFLOAT16, which the protocol does not have; add a Cast",
+        ),
     ],
 )
 def test_an_onnx_file_that_takes_no_batches_is_refused(
@@ -336,3 +340,28 @@ def test_a_triton_folder_that_cannot_be_served_is_refused(config: str, message: 
     (tmp_path / "m/config.pbtxt").write_text(config)
     with pytest.raises(UnknownModelError, match=message):
         get_base(str(tmp_path / "m"))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "fields", "samples"),
+    [
+        ("FP16", "", "np.full((2, 3), 1e5)"),
+        ("FP32", "", "np.full((2, 3), 1e39)"),
+        ("INT8", "", "np.full((2, 3), 200)"),
+        ("INT32", "", "np.full((2, 3), 2**31)"),
+        ("UINT8", "", "np.full((2, 3), 256, np.uint16)"),
+        ("FP16", ", values=(0, 100000)", "None"),
+        ("INT8", ", values=(0, 300)", "None"),
+    ],
+)
+def test_values_of_a_users_module_that_its_datatype_cannot_hold(
+    tmp_path: Path, datatype: str, fields: str, samples: str
+) -> None:
+    (tmp_path / "m.py").write_text(
+        "import numpy as np, torch\nfrom servers.models import Input, Output, UserModel\n"
+        f"def m():\n    samples = {samples}\n"
+        f"    return UserModel(torch.nn.Identity(), [Input('x', '{datatype}', ('batch', 3){fields})], "
+        f"[Output('y', '{datatype}', ('batch', 3))], samples=None if samples is None else {{'x': samples}})\n"
+    )
+    with pytest.raises(UnknownModelError, match=f"cannot hold|that {datatype} cannot hold"):
+        get_base(f"{tmp_path / 'm.py'}:m")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,20 @@ from tritonclient.utils import serialize_byte_tensor
 
 from loadgen.bench.arms import Arm
 from loadgen.documents import DocumentError
-from loadgen.records.run import ArmRequest
+from loadgen.records.run import ArmRequest, Transport
 from loadgen.targets.interface import DeploymentError, RemoteDeployment
-from loadgen.transport.bodies import PreparedBody
+from loadgen.transport.bodies import PreparedBody, raw_tensors
 from loadgen.transport.endpoint import Endpoint, Signature, TensorSignature
 from loadgen.transport.exchange import GRPC_STATUS, Exchange
 from loadgen.transport.expected_outputs import ExpectedOutputs
 from loadgen.transport.grpc import GrpcRequest
 from loadgen.transport.http import HttpConnection
+from loadgen.transport.input_files import read_given
 from loadgen.transport.inputs import NUMPY_TYPES, InputError, SampleInputs
 from loadgen.transport.outputs import read_message
 from loadgen.transport.requests import Address
 from loadgen.transport.shared_memory import SharedMemoryConnection, SharedMemoryRequest, SlotPool
-from loadgen.transport.transports import prepare, read_answer
+from loadgen.transport.transports import TRANSPORTS, prepare, read_answer
 from tests.hostile_server import hostile_server
 
 FIELDS = {
@@ -123,13 +125,15 @@ def unbatched(config: dict[str, object] | None, shape: list[int]) -> dict[str, t
         ({"max_batch_size": 0}, [-1], False),
         ({"max_batch_size": 8}, [-1], True),
         (None, [-1, 4], True),
-        ({"max_batch_size": 0}, [-1, 4], True),
+        ({"max_batch_size": 0}, [-1, 4], False),
+        ({"max_batch_size": False}, [-1, 4], True),
     ],
 )
 def test_whether_the_first_dimension_is_a_batch(
     config: dict[str, object] | None, shape: list[int], batched: bool
 ) -> None:
-    """Triton adds the batch to the shapes of models with a max_batch_size; others have their own, or none."""
+    """Triton adds the batch to the shapes of models with a max_batch_size; with 0 they have none. Without a
+    configuration a variable first dimension is the batch."""
     with hostile_server() as server:
         server.answers.update(unbatched(config, shape))
         found = Endpoint(server.url).signature("m")
@@ -166,6 +170,100 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
         deployment.check("m")
         deployment.largest_batch = 8
         with pytest.raises(DeploymentError, match="batches of 8, but model m has no batch dimension"):
+            deployment.check("m")
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_a_variable_dimension_is_no_batch_if_the_configuration_has_none(tmp_path: Path, transport: Transport) -> None:
+    items = [{"x": {"content": list(range(8)), "shape": [2, 4]}}, {"x": [1, 2, 3, 4]}]
+    (tmp_path / "x.json").write_text(json.dumps({"data": items}))
+    with hostile_server() as server:
+        server.answers.update(unbatched({"max_batch_size": 0}, [-1, 4]))
+        signature = Endpoint(server.url).signature("m")
+    inputs = read_given(str(tmp_path / "x.json"), signature, tmp_path / "samples", "tensors", 0)
+    for item, shape in enumerate(([2, 4], [1, 4])):
+        assert [list(tensor.shape) for tensor in raw_tensors(inputs, signature, (item,))] == [shape]
+        prepare(transport, inputs, signature, (item,))
+    rows = SampleInputs({"x": np.ones((3, 4), "<f4")}, "samples of a model that has batches")
+    assert [tensor.shape for tensor in raw_tensors(rows, signature, (1,))] == [(1, 4)]
+    with pytest.raises(InputError, match="no batch dimension"):
+        prepare(transport, inputs, signature, (0, 1))
+
+
+def with_optional(config: object) -> dict[str, tuple[int, dict[str, str], bytes]]:
+    tensors = [{"name": name, "datatype": "FP32", "shape": [-1, 2]} for name in ("x", "bias")]
+    metadata = {"name": "m", "inputs": tensors, "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, 2]}]}
+    return {
+        "/v2/models/m": (200, {}, json.dumps(metadata).encode()),
+        "/v2/models/m/config": (200, {}, json.dumps(config).encode()),
+    }
+
+
+OPTIONAL = {"max_batch_size": 8, "input": [{"name": "x"}, {"name": "bias", "optional": True}]}
+
+
+@pytest.mark.parametrize("source", ["json", "jsonl", "npz", "folder"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_optional_input_may_be_left_out(tmp_path: Path, source: str, transport: Transport) -> None:
+    with hostile_server() as server:
+        server.answers.update(with_optional(OPTIONAL))
+        signature = Endpoint(server.url).signature("m")
+    assert signature.optional == {"bias"}
+    for names in (("x",), ("x", "bias")):
+        path = tmp_path / f"{len(names)}.{source}"
+        if source == "folder":
+            path.mkdir()
+            for name in names:
+                (path / name).write_bytes(np.ones(2, "<f4").tobytes())
+        elif source == "npz":
+            arrays: dict[str, Any] = {name: np.ones((1, 2), "<f4") for name in names}
+            np.savez(path, **arrays)
+        else:
+            item = json.dumps({name: [1, 1] for name in names})
+            path.write_text(item if source == "jsonl" else f'{{"data": [{item}]}}')
+        inputs = read_given(str(path), signature, tmp_path / f"samples {len(names)}", "tensors", 0)
+        assert [tensor.name for tensor in raw_tensors(inputs, signature, (0,))] == list(names)
+        prepare(transport, inputs, signature, (0,))
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([{"x": [1, 2]}, {"x": [1, 2], "bias": [1, 2]}], "item 1 has no input bias, and others have it"),
+        ([{"bias": [1, 2]}], "item 1 has no input x; the model takes x, bias"),
+        ([{"x": [1, 2], "other": [1]}], "item 1 has other, which the model does not take"),
+    ],
+)
+def test_what_an_optional_input_does_not_allow(tmp_path: Path, items: list[object], message: str) -> None:
+    (tmp_path / "x.json").write_text(json.dumps({"data": items}))
+    with hostile_server() as server:
+        server.answers.update(with_optional(OPTIONAL))
+        signature = Endpoint(server.url).signature("m")
+    with pytest.raises(InputError, match=message):
+        read_given(str(tmp_path / "x.json"), signature, tmp_path / "samples", "tensors", 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_transaction_policy": {"decoupled": True}}, "m is decoupled .* one answer per request"),
+        ({"sequence_batching": {"direct": {}}}, r"m is stateful \(sequence_batching .* sends no correlation ids"),
+        ({"sequence_batching": {}}, "m is stateful"),
+        ({"model_transaction_policy": {"decoupled": False}}, None),
+        ({"model_transaction_policy": 3, "sequence_batching": None, "input": [3, {"optional": 1}]}, None),
+    ],
+)
+def test_models_with_several_answers_or_states_are_refused_before_the_load(
+    config: dict[str, object], message: str | None
+) -> None:
+    with hostile_server() as server:
+        server.answers.update(with_optional(config))
+        server.answers.update({path: (200, {}, b"") for path in ("/v2/health/live", "/v2/models/m/ready")})
+        deployment = RemoteDeployment(server.url)
+        if message is None:
+            deployment.check("m")
+            return
+        with pytest.raises(DeploymentError, match=message):
             deployment.check("m")
 
 

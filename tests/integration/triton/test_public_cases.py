@@ -1,0 +1,123 @@
+"""What users of Triton report: folders with any letters, names, models that no load fits. Real servers of the wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tritonclient.http as http_client
+from onnx import TensorProto, helper
+
+from servers.launch_plan import LaunchPlan
+from servers.triton.watch import TritonProcess
+from tests.integration.triton.conftest import READY_SECONDS, free_ports
+from tests.integration.triton.test_installed import OWN_CONFIG, OWN_MODEL
+
+pytestmark = pytest.mark.triton
+FOLDERS = ("größe", "two words", 'quo\'te "$HOME" ;', "入力/ÄÖ", "x" * 200 + "/" + "y" * 200)
+
+
+def planned(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """`abserve serve triton --print-launch` in a folder, whose working folder is there too."""
+    ports = zip(("http", "grpc", "metrics"), free_ports(), strict=True)
+    command = [sys.executable, "-P", "-m", "loadgen.entry", "serve", "triton", "--print-launch", *options]
+    command += [f"--{name}-port={port}" for name, port in ports]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=dict(os.environ))
+
+
+def plan_of(done: subprocess.CompletedProcess[str]) -> LaunchPlan:
+    assert done.returncode == 0, done.stderr
+    return LaunchPlan(**{key: value for key, value in json.loads(done.stdout).items() if key != "schema"})
+
+
+def infer(plan: LaunchPlan, log: Path, name: str, output: str) -> Any:
+    array = np.array([[1, -2, 3]], np.float32)
+    tensor = http_client.InferInput(name, [1, 3], "FP32")
+    tensor.set_data_from_numpy(array)
+    with TritonProcess(plan, log) as server:
+        assert server.wait_ready(READY_SECONDS), log.read_text()
+        with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
+            return client.infer(plan.model, [tensor]).as_numpy(output).tolist()
+
+
+def write_repository(folder: Path, name: str = "doubles", config: str = OWN_CONFIG) -> Path:
+    version = folder / name / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(OWN_MODEL)
+    (version.parent / "config.pbtxt").write_text(config)
+    return folder
+
+
+def write_relu(path: Path) -> None:
+    """relu(x + bias), with the bias in a file beside it."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    nodes = [helper.make_node("Add", ["x", "bias"], ["sum"]), helper.make_node("Relu", ["sum"], ["y"])]
+    bias = helper.make_tensor("bias", TensorProto.FLOAT, [3], np.ones(3, "f4").tobytes(), raw=True)
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [bias])
+    model = helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
+    onnx.save(model, path, save_as_external_data=True, location="b.data", size_threshold=0)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_users_file_is_served_from_any_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    for file in ("m.onnx", "modül.onnx"):
+        write_relu(folder / file)
+        plan = plan_of(planned(folder, "--model", file, "--device", "cpu", "--threads", "1", "--max-batch-size", "2"))
+        assert infer(plan, tmp_path / "log", "x", "y") == [[2, 0, 4]]
+        (folder / "b.data").unlink()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_users_repository_is_served_from_any_folder(tmp_path: Path, name: str) -> None:
+    write_repository(tmp_path / name)
+    plan = plan_of(planned(tmp_path / name, "--triton-repository", ".", "--model", "doubles"))
+    assert infer(plan, tmp_path / "log", "values", "doubled") == [[2, -4, 6]]
+
+
+@pytest.mark.parametrize("model", ["a b", "half50%", "größe", "what?", "a#b"])
+def test_a_name_that_tritonserver_cannot_decode_is_refused(tmp_path: Path, model: str) -> None:
+    write_repository(tmp_path / "mine", model)
+    done = planned(tmp_path, "--triton-repository", "mine", "--model", model)
+    assert done.returncode == 2
+    assert "tritonserver does not decode names in URLs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            "model_transaction_policy { decoupled: true }",
+            "doubles is decoupled (model_transaction_policy in its config.pbtxt), and abserve measures models with one "
+            "answer per request",
+        ),
+        (
+            "sequence_batching { }",
+            "doubles is stateful (sequence_batching in its config.pbtxt), and abserve sends no correlation ids",
+        ),
+    ],
+)
+def test_a_model_that_no_load_fits_is_refused_before_the_start(tmp_path: Path, more: str, words: str) -> None:
+    plain = "\n".join(line for line in OWN_CONFIG.splitlines() if "dynamic_batching" not in line)
+    write_repository(tmp_path / "mine", config=f"{plain}\n{more}\n")
+    plan = plan_of(planned(tmp_path, "--triton-repository", "mine", "--model", "doubles"))
+    assert plan.cannot_measure == words
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "loadgen.entry", "compare", "--a", "triton", "--b", "triton", "--inputs", "random"),
+            *("--triton-repository", "mine", "--model", "doubles", "--out", "run"),
+        ],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,123 @@
+"""A user's ONNX file with all that belongs to it: weights in other files, and types that the protocol does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from servers.export.onnx import read_user_file
+from servers.models.sources import onnx_file
+from servers.models.specification import UnknownModelError
+from servers.models.weights import CheckpointWeights, WeightsError, pin, verify
+
+PLACES = ("initializer", "constant", "subgraph", "function", "sparse")
+
+
+def external(name: str, location: str) -> Any:
+    tensor = numpy_helper.from_array(np.ones((3, 3), "f4"), name)
+    onnx.external_data_helper.set_external_data(tensor, location, 0, 36)
+    tensor.ClearField("raw_data")
+    return tensor
+
+
+def write(path: Path, locations: dict[str, str]) -> None:
+    """A model with one external tensor at each place; the data files hold 36 bytes."""
+    made = {place: external("w", location) for place, location in locations.items()}
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    model = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:]))
+    graph = model.graph
+    if "initializer" in made:
+        graph.initializer.append(made["initializer"])
+    if "constant" in made:
+        graph.node.append(helper.make_node("Constant", [], ["c"], value=made["constant"]))
+    if "subgraph" in made:
+        inner = helper.make_graph([], "inner", [], [], [made["subgraph"]])
+        graph.node.append(helper.make_node("If", ["flag"], ["chosen"], then_branch=inner, else_branch=inner))
+    if "function" in made:
+        body = [helper.make_node("Constant", [], ["o"], value=made["function"])]
+        model.functions.append(helper.make_function("own", "F", [], ["o"], body, [helper.make_opsetid("", 17)]))
+    if "sparse" in made:
+        sparse = onnx.SparseTensorProto(values=made["sparse"], dims=[9])
+        graph.sparse_initializer.append(sparse)
+    path.write_bytes(model.SerializeToString())
+    for location in locations.values():
+        data = path.parent / location
+        data.parent.mkdir(parents=True, exist_ok=True)
+        data.write_bytes(np.ones(9, "f4").tobytes())
+
+
+def hashes(path: Path) -> tuple[str | None, str | None, str]:
+    specification = onnx_file.specify(str(path))
+    assert specification is not None
+    pinned = pin(CheckpointWeights(path), None)
+    assert isinstance(pinned, CheckpointWeights)
+    return specification.definition_sha256, pinned.sha256, read_user_file(path).sha256
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_new_weights_beside_an_unchanged_graph_are_another_model(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "m.onnx"
+    write(path, {place: "weights/part 1.data"})
+    before = hashes(path)
+    assert len(set(before)) == 1
+    (tmp_path / "weights/part 1.data").write_bytes(np.full(9, 2, "f4").tobytes())
+    after = hashes(path)
+    assert len(set(after)) == 1
+    assert after != before
+    with pytest.raises(WeightsError, match="but the pin requires"):
+        verify(path, path.name, before[1])
+    verify(path, path.name, after[1])
+
+
+def test_each_of_several_files_counts(tmp_path: Path) -> None:
+    path, files = tmp_path / "m.onnx", {place: f"{place}/größe.bin" for place in PLACES}
+    write(path, files)
+    seen = {hashes(path)}
+    for location in files.values():
+        (tmp_path / location).write_bytes(bytes(36))
+        seen.add(hashes(path))
+    assert len(seen) == len(files) + 1
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    write(path, {"initializer": "m.onnx.data"})
+    (tmp_path / "m.onnx.data").unlink()
+    with pytest.raises(UnknownModelError, match=r"m.onnx: its weights are in the file m.onnx.data, which cannot be re"):
+        onnx_file.specify(str(path))
+    with pytest.raises(WeightsError, match=r"cannot read the file m.onnx.data with its weights"):
+        pin(CheckpointWeights(path), None)
+
+
+FLOATS = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+MAPS = helper.make_map_type_proto(TensorProto.INT64, FLOATS)
+SEQUENCE = helper.make_sequence_type_proto(FLOATS)
+TYPES = {
+    "a sequence of maps": (helper.make_sequence_type_proto(MAPS), "zipmap=False"),
+    "a map": (MAPS, "zipmap=False"),
+    "a sequence of tensors": (SEQUENCE, "ConcatFromSequence"),
+    "a sequence of sequences": (helper.make_sequence_type_proto(SEQUENCE), "ConcatFromSequence"),
+    "an optional tensor of FLOAT": (helper.make_optional_type_proto(FLOATS), "always present or without it"),
+    "an optional sequence of tensors": (helper.make_optional_type_proto(SEQUENCE), "always present or without it"),
+    "a sparse tensor of FLOAT": (helper.make_sparse_tensor_type_proto(TensorProto.FLOAT, [None, 3]), "dense tensor"),
+    "a tensor of COMPLEX64": (helper.make_tensor_type_proto(TensorProto.COMPLEX64, [None, 3]), "add a Cast"),
+    "a tensor of FLOAT8E4M3FN": (helper.make_tensor_type_proto(TensorProto.FLOAT8E4M3FN, [None, 3]), "add a Cast"),
+}
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("words", TYPES)
+def test_a_type_that_the_protocol_lacks_is_named_with_the_remedy(tmp_path: Path, words: str, side: str) -> None:
+    kind, remedy = TYPES[words]
+    good, odd = helper.make_tensor_value_info("good", TensorProto.FLOAT, ["n", 3]), helper.make_value_info("odd", kind)
+    sides = ([good, odd], [good]) if side == "input" else ([good], [good, odd])
+    (tmp_path / "m.onnx").write_bytes(helper.make_model(helper.make_graph([], "g", *sides)).SerializeToString())
+    with pytest.raises(UnknownModelError) as refused:
+        onnx_file.specify(str(tmp_path / "m.onnx"))
+    assert f"m.onnx: odd is {words}, which the protocol does not have; " in str(refused.value)
+    assert remedy in str(refused.value)
