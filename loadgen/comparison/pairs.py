@@ -15,8 +15,8 @@ from loadgen.quantities import per_second
 from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_S, latencies_ms
 from loadgen.statistics.percentiles import samples_needed
-from loadgen.statistics.ratios import lag_one
-from loadgen.statistics.tails import Round, Values
+from loadgen.statistics.ratios import Values, lag_one
+from loadgen.statistics.tails import Round
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.studies.cold_start.records import ColdStart
 from loadgen.studies.rate_search.records import RampFound, RateFound
@@ -131,11 +131,16 @@ class PairedMetric:
         return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.workload))
 
     @cached_property
+    def is_one_series(self) -> bool:
+        """Whether successive rounds may resemble each other: not those of cold starts and searches, nor restarts, each
+        of which begins anew."""
+        restarted = len({one.unit for one in self.rounds}) < len(self.rounds)
+        return self.workload.has_blocks and len(self.by_restart()) < 2 and not restarted
+
+    @cached_property
     def correlation(self) -> float | None:
-        """Correlation of successive pairs; None for cold starts, searches and restarts, each of which begins anew."""
-        if not self.workload.has_blocks or len(self.by_restart()) > 1:
-            return None
-        return lag_one([pair.ratio for pair in self.pairs])
+        """`lag_one` of the pairs, if they are one series."""
+        return lag_one([pair.ratio for pair in self.pairs]) if self.is_one_series else None
 
     def by_restart(self) -> list[list[float]]:
         """Ratios, one list per start of the servers."""

@@ -17,7 +17,7 @@ from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
 from loadgen.comparison.ranking import rank
 from loadgen.records.run import Pairing
 from loadgen.result.noise_floor import floor_of
-from loadgen.statistics.anytime import half_width, log_bayes_factors
+from loadgen.statistics.anytime import interval_of_logs, log_bayes_factors
 from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, estimate_ratio, estimate_restarts
 from loadgen.statistics.tails import Round, estimate_tail_ratio
 from loadgen.studies.load.measure import NEEDY
@@ -135,7 +135,7 @@ def two_stages(trials: int, effect: float) -> tuple[Share, Share]:
             PairedMetric(one, THROUGHPUT, Pairing("a", "b"), tuple(Pair(1.0, math.exp(value)) for value in values))
             for one, values in zip(plan.workloads, logs, strict=True)
         ]
-        shared, _ = shared_correlation(paired)
+        shared = shared_correlation(paired).plausible
         found = [estimate_pairs(one, plan, shared)[1] for one in paired]
         covered += sum((one.ci95 or (0, 0))[0] <= effect <= (one.ci95 or (0, 0))[1] for one in found)
         named += any((p or 1.0) < SIGNIFICANCE for p in adjust_holm([one.p_value for one in found]))
@@ -205,14 +205,14 @@ def coverage_at_all_looks(trials: int, pairs: int, spread: float = WITHIN) -> Sh
 
 
 def coverage_when_stopped(trials: int, effect: float, noise: Noise, pairs: int) -> Share:
-    """The interval printed when a run until decided stopped, or after the last pair: does it hold the truth?"""
+    """The interval when a run until decided stopped, or after the last pair: does it hold the truth?"""
     plan, rng, covered = experiment(1, pairs, 0.05, until_decided=True), np.random.default_rng(10), 0
     for _ in range(trials):
         blocks = simulate_blocks(plan, rng, noise, effect)
         logs = [math.log(ratio) for ratio in compare_all(plan, blocks, [])[0].ratios]
         stop = _stop(logs, len(plan.workloads)) or len(logs)
-        half = half_width(logs[:stop])
-        covered += abs(math.fsum(logs[:stop]) / stop - math.log(effect)) <= half
+        low, high = interval_of_logs(logs[:stop])
+        covered += low <= math.log(effect) <= high
     return Share(covered, trials)
 
 

@@ -13,6 +13,7 @@ from loadgen.statistics.ratios import detectable_effect
 from tests.truth import promises
 from tests.truth.closed_loops import KINDS, bias
 from tests.truth.planted_runs import TRUTHS, try_truth
+from tests.truth.simulated_rules import BEYOND, ENDINGS, MACHINES, winners
 from tests.truth.simulated_runs import plain, weather
 
 
@@ -26,6 +27,16 @@ def table(headings: str, rows: Iterator[str], first: int = 1) -> str:
     columns = headings.count("|") + 1
     rule = " | ".join(["---"] * first + ["---:"] * (columns - first))
     return "\n".join([f"| {headings} |", f"| {rule} |", *(f"| {row} |" for row in rows), ""])
+
+
+RUNS = 1000
+
+
+def one_run_in_twenty() -> Iterator[str]:
+    """False winners by every rule that ends a run."""
+    for machine in (*MACHINES, BEYOND):
+        shares = [percent(promises.Share(winners(ending, machine, RUNS), RUNS)) for ending in ENDINGS]
+        yield f"{machine.name} | {' | '.join(shares)}"
 
 
 def detectable() -> Iterator[str]:
@@ -132,17 +143,6 @@ def named_in_resembling_rounds() -> Iterator[str]:
         yield f"{phi:g} | {' | '.join(map(percent, shares))}"
 
 
-def resemblance() -> Iterator[str]:
-    """False winners where rounds are not independent."""
-    for phi in (0.0, 0.3, 0.5, 0.8):
-        shares = [
-            promises.false_winners(200, plain, pairs, resemblance=phi, margin=0.001, workloads=workloads)
-            for workloads in (1, 7)
-            for pairs in (6, 12, 24, 48)
-        ]
-        yield f"{phi:g} | {' | '.join(map(percent, shares))}"
-
-
 def by_time() -> Iterator[str]:
     """Two stages."""
     covered, _ = promises.two_stages(2000, 1.05)
@@ -170,6 +170,7 @@ def planted() -> Iterator[str]:
 
 
 TABLES = (
+    (f"the machine | {' | '.join(map(str, ENDINGS))}", one_run_in_twenty, 1),
     ("pairs | 1 comparison | 10 comparisons | 20 comparisons", detectable, 0),
     ("promise of a fixed plan | noise | 4 pairs | 12 pairs", fixed_plan, 2),
     (
@@ -180,11 +181,6 @@ TABLES = (
     (
         "slow requests of B | p99, 12 rounds | by blocks | 24 rounds | by blocks | 48 rounds | by blocks",
         tails,
-        0,
-    ),
-    (
-        "φ | 1 scenario, 6 rounds | 12 | 24 | 48 | 7 scenarios, 6 rounds | 12 | 24 | 48",
-        resemblance,
         0,
     ),
     (
