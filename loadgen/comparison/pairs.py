@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from loadgen.comparison.loops import pool_open_loops
 from loadgen.comparison.summaries import BlockSummary, measured_samples
 from loadgen.experiment.arrivals import arrival_count
 from loadgen.quantities import per_second
@@ -207,13 +208,12 @@ def _block_pairs(
         (block.round, block.label): block for block in blocks if block.workload == workload.name and block.complete
     }
     couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
-    saturated = next(
-        (block for couple in couples for block in couple if block.open_loop and block.open_loop.saturation), None
-    )
-    if metric.quantile is not None and saturated is not None and saturated.open_loop is not None:
+    arms = zip(pairing, zip(*couples, strict=True), strict=True) if couples else ()
+    loops = ((label, pool_open_loops([b.open_loop for b in own if b.open_loop is not None])) for label, own in arms)
+    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
+    if metric.quantile is not None and saturated:
         # The latency of a growing backlog depends on the length of the block.
-        reason = f"{shown(saturated.label)} was {saturated.open_loop.saturation}"
-        return PairedMetric(workload, metric, pairing, (), reason, saturated=True)
+        return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
         if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
@@ -221,7 +221,7 @@ def _block_pairs(
     pairs = _pairs(couples, metric)
     if len(pairs) < len(couples):
         return PairedMetric(workload, metric, pairing, (), "a block has no good response")
-    return PairedMetric(workload, metric, pairing, pairs, saturated=saturated is not None)
+    return PairedMetric(workload, metric, pairing, pairs, saturated=bool(saturated))
 
 
 def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:

@@ -89,7 +89,9 @@ def test_the_ranking_has_the_order_and_the_neighbours_and_no_comparison_is_hidde
     section = ranking(result)
     (table,) = tables(section)
     first, *others = workloads(table, "batched(1)", "throughput, images/s")
-    assert first["best to worst"] == next(one.words() for one in result.verdict.rankings if one.scenario == "batched(1)")
+    assert first["best to worst"] == next(
+        one.words() for one in result.verdict.rankings if one.scenario == "batched(1)"
+    )
     assert first["best to worst"].startswith("C, then B, then ")
     assert (first["arms"], first["verdict"]) == ("C/B", "C faster")
     assert others == [], "the scenario is said in each row, the metric once"
