@@ -64,11 +64,10 @@ def test_four_arms_are_ranked_and_like_neighbours_not_told_apart(trials: int) ->
 
 
 @trials(100, 1000)
-@pytest.mark.parametrize("phi", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pairs", [pytest.param(12, marks=pytest.mark.slow), 24])
-def test_nor_where_each_round_resembles_the_next(phi: float, pairs: int, trials: int) -> None:
+def test_nor_where_each_round_resembles_the_next(pairs: int, trials: int) -> None:
     """Arms that drift each by itself: clocks, caches, neighbours."""
-    assert_at_most(promises.false_winners(trials, plain, pairs, resemblance=phi, margin=0.001), 0.06)
+    assert_at_most(promises.false_winners(trials, plain, pairs, resemblance=0.5, margin=0.001))
 
 
 @trials(60, 500)
@@ -128,12 +127,6 @@ def test_rare_pauses_of_a_warm_server_are_no_missing_warm_up() -> None:
         error = float(np.std(lost, ddof=1)) / math.sqrt(len(lost))
         fired += float(np.mean(lost)) > max(WARM_UP_LIMIT, critical_t(11, 2 * WARM_UP_SIGNIFICANCE) * error)
     assert fired <= 1
-
-
-@NOISES
-@trials(60, 1000)
-def test_nor_when_looked_at_after_every_pair(noise: Noise, trials: int) -> None:
-    assert_at_most(promises.false_winners_until_decided(trials, noise, 40))
 
 
 @trials(100, 1000)
