@@ -36,7 +36,8 @@ def test_nor_on_any_machine(ending: Ending, machine: Machine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [ENDINGS[0], ENDINGS[1], ENDINGS[-2]], ids=str)
 def test_nor_with_high_percentiles(ending: Ending) -> None:
-    assert winners(ending, STRONGEST, 500, tails=True) / 500 <= 0.05
+    """High percentiles add no false winners: too few trials to show the second decimal."""
+    assert_at_most(Share(winners(ending, STRONGEST, 500, tails=True), 500))
 
 
 def test_with_intervals_for_independent_rounds_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
