@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loadgen.comparison.comparisons import estimate_pairs
+from loadgen.comparison.comparisons import estimate_pairs, shared_correlation
 from loadgen.comparison.pairs import PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_workloads
@@ -76,7 +76,7 @@ class LiveRatios:
 
     def _estimate(self, paired: PairedMetric) -> LiveRatio:
         workload, metric = paired.workload, paired.metric
-        _, estimate, _ = estimate_pairs(paired, self._experiment)
+        _, estimate, _ = estimate_pairs(paired, self._experiment, shared_correlation([paired]).plausible)
         return LiveRatio(
             workload=workload.name,
             baseline=paired.pairing.baseline,

@@ -29,6 +29,7 @@ from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.statistics.anytime import estimate_anytime
 from loadgen.statistics.ratios import (
     SIGNIFICANCE,
+    Correlation,
     RatioEstimate,
     adjust_holm,
     between_restarts,
@@ -37,7 +38,8 @@ from loadgen.statistics.ratios import (
     estimate_ratio,
     estimate_restarts,
     geometric_mean,
-    widening,
+    plausible_correlation,
+    unbiased,
 )
 from loadgen.statistics.tails import Tail, estimate_tail_ratio
 from loadgen.studies.cold_start.records import ColdStart
@@ -48,11 +50,8 @@ Method = Literal[
     "t over pairs", "t over restarts", "anytime-valid over pairs", "order statistics", "anytime-valid order statistics"
 ]
 MIN_PAIRS = 2
-CORRELATION_ALLOWANCE = 0.7
-"""Standard errors (1/√n) by which the run's mean correlation of successive pairs may be too low: by simulation the
-least with which at most 6 % of identical arms get a winner from 6 rounds that resemble each other by 0.5."""
 LEAST_ALONE = 16
-"""Pairs from which a comparison's own correlation counts in addition to the run's: with fewer it is noise."""
+"""Pairs from which a comparison's own correlation counts if it exceeds the run's: with fewer it is noise."""
 LEADING_SHARE = 0.8
 """Share of the 5 % for false winners that the leading comparisons get if they decide when to stop."""
 
@@ -170,8 +169,8 @@ def compare_all(
     """Every comparison of the experiment, before `invalidate`. `found` holds the values of searches and ramps,
     `latencies` the samples for high percentiles; `item` is what an input is called."""
     paired = pair_metrics(experiment, blocks, cold_starts, found, latencies)
-    shared, allowance = shared_correlation(paired)
-    estimates = [estimate_pairs(one, experiment, shared) for one in paired]
+    shared = shared_correlation(paired)
+    estimates = [estimate_pairs(one, experiment, shared.plausible) for one in paired]
     adjusted = _adjust(paired, [estimate for _, estimate, _ in estimates], experiment)
     family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
     comparisons = []
@@ -179,7 +178,7 @@ def compare_all(
         metric, restarts = one.metric, one.by_restart()
         verdict = judge(estimate.ci95, p_adjusted, experiment.equivalence_margin, metric.higher_is_better)
         added = between_restarts(restarts) if method == "t over restarts" else None
-        own_allowance = 0.0 if one.correlation is None else allowance
+        scatter = shared.scatter if one.is_one_series else 0.0
         baseline, arm = values or (None, None)
         comparisons.append(
             Comparison(
@@ -199,7 +198,7 @@ def compare_all(
                 pairs=estimate.pairs,
                 minimal_detectable_effect=None
                 if method.startswith("anytime")
-                else _sensitivity(one, method, estimate, family, own_allowance),
+                else _sensitivity(one, method, estimate, family, scatter),
                 p_value=estimate.p_value,
                 p_adjusted=p_adjusted,
                 p_equivalence=estimate.p_equivalence,
@@ -219,23 +218,21 @@ def compare_all(
     return tuple(comparisons)
 
 
-def shared_correlation(paired: Sequence[PairedMetric]) -> tuple[float, float]:
-    """Mean correlation of successive pairs over all workloads, with an allowance for what few pairs can hide, and that
-    allowance. A single series of ten pairs is too short, and what makes an arm drift affects every workload."""
-    known: list[float] = []
-    rounds: dict[str, int] = {}  # of a workload once, however many arms share them
+def shared_correlation(paired: Sequence[PairedMetric]) -> Correlation:
+    """The correlation of successive pairs that all workloads share, since what makes an arm drift affects every
+    workload; a single series of ten pairs is too short. Comparisons of one workload have rounds in common, so their
+    mean counts as one series."""
+    series: dict[str, list[tuple[int, float]]] = {}
     for one in paired:
         if one.leads and one.correlation is not None:
-            known.append(one.correlation)
-            rounds[one.workload.name] = max(len(one.pairs), rounds.get(one.workload.name, 0))
-    if not known:
-        return 0.0, 0.0
-    allowance = CORRELATION_ALLOWANCE / math.sqrt(sum(rounds.values()))
-    return math.fsum(known) / len(known) + allowance, allowance
+            series.setdefault(one.workload.name, []).append((len(one.pairs), one.correlation))
+    return plausible_correlation(
+        [(min(n for n, _ in own), math.fsum(r for _, r in own) / len(own)) for own in series.values()]
+    )
 
 
 def estimate_pairs(
-    paired: PairedMetric, experiment: Experiment, shared: float = 0.0
+    paired: PairedMetric, experiment: Experiment, shared: float
 ) -> tuple[Method, RatioEstimate, tuple[Tail, Tail] | None]:
     """How the interval is made, the estimate, and the values of baseline and arm. `shared` is the correlation that the
     run's workloads have in common: the larger of it and the comparison's own counts.
@@ -246,14 +243,11 @@ def estimate_pairs(
     margin, groups = experiment.equivalence_margin, paired.by_restart()
     ratios = [pair.ratio for pair in paired.pairs]
     open_ended = experiment.until_decided and paired.workload.has_blocks
-    own = paired.correlation
-    alone = own if own is not None and len(ratios) >= LEAST_ALONE else 0.0
-    correlation = 0.0 if own is None and not paired.rounds else max(shared, alone, 0.0)
+    correlation, own = shared if paired.is_one_series else 0.0, paired.correlation
+    if own is not None and len(ratios) >= LEAST_ALONE:
+        correlation = max(correlation, unbiased(len(ratios), own))
     if paired.rounds and paired.metric.quantile is not None:
-        restarted = len({one.unit for one in paired.rounds}) < len(paired.rounds)
-        tail, tails = estimate_tail_ratio(
-            paired.rounds, paired.metric.quantile, margin, 0.0 if restarted else correlation, looks=open_ended
-        )
+        tail, tails = estimate_tail_ratio(paired.rounds, paired.metric.quantile, margin, correlation, looks=open_ended)
         return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, tails
     values = _values(paired)
     if paired.workload.scenario == "cold-start":
@@ -293,19 +287,17 @@ def _adjust(
 
 
 def _sensitivity(
-    paired: PairedMetric, method: Method, estimate: RatioEstimate, family: int, allowance: float
+    paired: PairedMetric, method: Method, estimate: RatioEstimate, family: int, scatter: float
 ) -> float | None:
     """The smallest difference that another run of this plan detects. It estimates the correlation anew, and a larger
-    estimate costs more power than a smaller one gains, so the allowance counts once more."""
-    if estimate.error_log is None:
+    estimate costs more power than a smaller one gains, so its scatter is added."""
+    error = estimate.error_log
+    if error is None:
         return None
-    error, degrees, correlation = estimate.error_log, estimate.degrees, estimate.correlation + allowance
-    if allowance and method == "t over pairs":
-        error, degrees = error_of_mean([math.log(pair.ratio) for pair in paired.pairs], correlation)
-    elif allowance:
-        after, degrees = widening(estimate.units, correlation)
-        error *= math.sqrt(after / widening(estimate.units, estimate.correlation)[0])
-    return detectable_effect(error, degrees, family)
+    if scatter and method == "t over pairs":
+        logs = [math.log(pair.ratio) for pair in paired.pairs]
+        error, _ = error_of_mean(logs, estimate.correlation + scatter)
+    return detectable_effect(error, estimate.degrees, family)
 
 
 def _why_inconclusive(ci95: tuple[float, float] | None) -> str:

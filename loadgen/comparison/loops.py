@@ -96,8 +96,8 @@ def slow_start(samples: Samples) -> float | None:
 
 LEAST_BACKLOG_SHARE = 0.05
 """Share of the offered requests: a smaller backlog at the end is a queue, not a rate that is too high."""
-_GROWTH = ((0.5, 0.25), (0.75, 0.5))
-"""A growing backlog has at each of these shares of the schedule at least this share of its final size."""
+_LEAST_BEFORE = (0.25, 0.5)
+"""A growing backlog has in the middle of the schedule, and at three quarters, at least this share of its final size."""
 _LEAST_GROWTH = 1.5
 """Least growth of the backlog from the middle of the schedule to its end: 2 if the rate is too high, 1 if it is not."""
 
@@ -118,13 +118,16 @@ class OpenLoop(Record, frozen=True, kw_only=True):
     achieved_per_s: float | None
     """Good responses per second."""
     saturation: str | None
-    """"saturated at this rate: …" if the arm did not sustain it, else None."""
+    """"saturated at this rate: …" if the arm did not sustain it, in the median of all blocks; else None."""
     generator_lag_p99_ms: float | None
     """Send lag of the generator itself."""
     generator_lag_max_ms: float | None
     connection_wait_p99_ms: float | None
     """Send lag because all connections were busy."""
     connection_wait_max_ms: float | None
+    backlogs: tuple[float, ...] = ()
+    """Requests that were due and had no response in the middle of the schedule, at three quarters and at its end; the
+    medians of all blocks."""
 
 
 def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoop:
@@ -139,6 +142,7 @@ def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connec
     own_ms, waits_ms = split_lag_ms(samples, connections)
     in_window = int((ends_ns <= last_due_ns).sum())
     unsent = max(offered - len(samples), 0)
+    backlogs = count_backlogs(samples, offered, due_span_ns)
     offered_per_s = (offered - 1) * NS_PER_S / max(due_span_ns, 1)
     return OpenLoop(
         offered=offered,
@@ -148,8 +152,9 @@ def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connec
         answered_share=in_window / offered,
         achieved_per_s=achieved,
         saturation=_saturation(in_window, offered, achieved, offered_per_s)
-        if unsent or backlog_grew(samples, offered, due_span_ns)
+        if unsent or has_grown(backlogs, offered)
         else None,
+        backlogs=backlogs,
         generator_lag_p99_ms=percentile(own_ms, 0.99),
         generator_lag_max_ms=float(own_ms.max()),
         connection_wait_p99_ms=percentile(waits_ms, 0.99),
@@ -181,33 +186,42 @@ def split_lag_ms(samples: Samples, connections: int) -> tuple[npt.NDArray[np.flo
     )
 
 
-def backlog_grew(samples: Samples, offered: int, due_span_ns: int) -> bool:
-    """Whether the requests in flight and waiting grew until the end of the schedule.
+def count_backlogs(samples: Samples, offered: int, due_span_ns: int) -> tuple[float, ...]:
+    """Requests in flight and waiting in the middle of the schedule, at three quarters and at its end."""
+    moments_ns = int(samples["intended_ns"].min()) + np.int64(due_span_ns) * np.array((2, 3, 4)) // 4
+    due, ended = (np.searchsorted(np.sort(samples[of]), moments_ns, "right") for of in ("intended_ns", "end_ns"))
+    waiting = due - ended
+    waiting[-1] += max(offered - len(samples), 0)
+    return tuple(map(float, waiting))
+
+
+def has_grown(backlogs: Sequence[float], offered: float) -> bool:
+    """Whether the backlogs of `count_backlogs` grew until the end of the schedule.
 
     Beyond an arm's capacity they grow linearly; below it they stay around rate × latency (Little's law). A stall near
     the end raises the last count alone, so earlier counts must have grown too.
     """
-    start_ns = int(samples["intended_ns"].min())
-
-    def backlog(share: float) -> int:
-        moment_ns = start_ns + int(share * due_span_ns)
-        due, ended = int((samples["intended_ns"] <= moment_ns).sum()), int((samples["end_ns"] <= moment_ns).sum())
-        return due - ended
-
-    last = backlog(1.0) + max(offered - len(samples), 0)
-    if last < max(2.0, LEAST_BACKLOG_SHARE * offered) or last < _LEAST_GROWTH * backlog(0.5):
+    *_, last = backlogs
+    if last < max(2.0, LEAST_BACKLOG_SHARE * offered) or last < _LEAST_GROWTH * backlogs[0]:
         return False
-    return all(backlog(share) >= least * last for share, least in _GROWTH)
+    return all(before >= least * last for before, least in zip(backlogs, _LEAST_BEFORE, strict=False))
 
 
 def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
-    """Combine all blocks of an arm; None without a block."""
+    """Combine all blocks of an arm; None without a block.
+
+    The arm was saturated if the median block was. A queue near capacity, or a stall of the machine, looks like
+    saturation in one block now and then, so with many blocks one of them nearly always does; slightly beyond capacity,
+    not all do.
+    """
     if not parts:
         return None
     offered, in_window = sum(part.offered for part in parts), sum(part.answered_in_window for part in parts)
     rates = [part.achieved_per_s for part in parts if part.achieved_per_s is not None]
     offered_per_s = float(np.mean([part.offered_per_s for part in parts]))
     achieved = float(np.mean(rates)) if rates else None
+    unsent = float(np.median([part.unsent for part in parts]))
+    backlogs = tuple(map(float, np.median([part.backlogs for part in parts], axis=0)))
     return OpenLoop(
         offered=offered,
         offered_per_s=offered_per_s,
@@ -216,8 +230,9 @@ def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
         answered_share=in_window / offered,
         achieved_per_s=achieved,
         saturation=_saturation(in_window, offered, achieved, offered_per_s)
-        if any(part.saturation for part in parts)
+        if unsent > 0.0 or has_grown(backlogs, offered / len(parts))
         else None,
+        backlogs=backlogs,
         generator_lag_p99_ms=_worst([part.generator_lag_p99_ms for part in parts]),
         generator_lag_max_ms=_worst([part.generator_lag_max_ms for part in parts]),
         connection_wait_p99_ms=_worst([part.connection_wait_p99_ms for part in parts]),

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from loadgen.comparison.loops import pool_open_loops
 from loadgen.comparison.pool import Pool
 from loadgen.comparison.summaries import BlockSummary, measured_latencies_ms
 from loadgen.experiment.arrivals import arrival_count
@@ -16,8 +17,8 @@ from loadgen.quantities import per_second
 from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.statistics.percentiles import samples_needed
-from loadgen.statistics.ratios import lag_one
-from loadgen.statistics.tails import Round, Values
+from loadgen.statistics.ratios import Values, lag_one
+from loadgen.statistics.tails import Round
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.studies.cold_start.records import ColdStart
 from loadgen.studies.rate_search.records import RampFound, RateFound
@@ -150,11 +151,16 @@ class PairedMetric:
         return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.workload))
 
     @cached_property
+    def is_one_series(self) -> bool:
+        """Whether successive rounds may resemble each other: not those of cold starts and searches, nor restarts, each
+        of which begins anew."""
+        restarted = len({one.unit for one in self.rounds}) < len(self.rounds)
+        return self.workload.has_blocks and len(self.by_restart()) < 2 and not restarted
+
+    @cached_property
     def correlation(self) -> float | None:
-        """Correlation of successive pairs; None for cold starts, searches and restarts, each of which begins anew."""
-        if not self.workload.has_blocks or len(self.by_restart()) > 1:
-            return None
-        return lag_one([pair.ratio for pair in self.pairs])
+        """`lag_one` of the pairs, if they are one series."""
+        return lag_one([pair.ratio for pair in self.pairs]) if self.is_one_series else None
 
     def by_restart(self) -> list[list[float]]:
         """Ratios, one list per start of the servers."""
@@ -221,13 +227,12 @@ def _block_pairs(
         (block.round, block.label): block for block in blocks if block.workload == workload.name and block.complete
     }
     couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
-    saturated = next(
-        (block for couple in couples for block in couple if block.open_loop and block.open_loop.saturation), None
-    )
-    if metric.quantile is not None and saturated is not None and saturated.open_loop is not None:
+    arms = zip(pairing, zip(*couples, strict=True), strict=True) if couples else ()
+    loops = ((label, pool_open_loops([b.open_loop for b in own if b.open_loop is not None])) for label, own in arms)
+    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
+    if metric.quantile is not None and saturated:
         # The latency of a growing backlog depends on the length of the block.
-        reason = f"{shown(saturated.label)} was {saturated.open_loop.saturation}"
-        return PairedMetric(workload, metric, pairing, (), reason, saturated=True)
+        return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
         if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
@@ -235,7 +240,7 @@ def _block_pairs(
     pairs = _pairs(couples, metric)
     if len(pairs) < len(couples):
         return PairedMetric(workload, metric, pairing, (), "a block has no good response")
-    return PairedMetric(workload, metric, pairing, pairs, saturated=saturated is not None)
+    return PairedMetric(workload, metric, pairing, pairs, saturated=bool(saturated))
 
 
 def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:

@@ -87,8 +87,8 @@ def _coverage(experiment: Experiment, ended: str | None, leading: Sequence[Compa
     restarted = experiment.restarts > 1 if ended is not None else any(c.restarts > 1 for c in leading)
     text = "The intervals include what a restart changes." if restarted else ONE_START
     if experiment.until_decided:
-        text = f"The intervals stay valid although they were computed after every round. {text}"
+        text = f"The intervals allow for being computed after every round. {text}"
     correlation = max((c.correlation for c in leading), default=0.0)
     if correlation < WORTH_SAYING:
         return text
-    return f"{text} Successive rounds resemble each other (correlation up to {correlation:.1f}), which widens them."
+    return f"{text} They are wide enough for a correlation of successive rounds of up to {correlation:.1f}."

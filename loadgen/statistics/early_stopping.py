@@ -8,9 +8,10 @@ of at most 1 − c:
 
 That is MLPerf's early-stopping bound for the Server scenario (MLCommons inference, `loadgen/early_stopping.cc`; Reddi
 et al., "MLPerf Inference Benchmark", ISCA 2020), with the tolerance 0. For p99 at 99 % confidence it gives 459 queries
-with 0 late, 2,010 with 10, 12,571 with 100. It assumes independent answers. Those of one batch, and those that queue
-together, are late together, so the true confidence of a short trial is lower;
-`tests/truth/test_searches_keep_their_promises.py` shows how much.
+with 0 late, 2,010 with 10, 12,571 with 100. It assumes independent answers, and then holds for a whole search too.
+Those of one batch, and those that queue together, are late together: on a simulated queue a trial at the very rate
+whose p99 is the bound holds in every second case. So a trial that holds is no claim at 99 % confidence, and the rate
+that a search finds is an estimate (`tests/truth/test_searches_keep_their_promises.py`).
 """
 
 from __future__ import annotations

@@ -14,15 +14,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, special, stats
+import numpy.typing as npt
+from scipy import optimize, special
 
+Values = npt.NDArray[np.float64]
 SIGNIFICANCE = 0.05
 POWER = 0.80
-LEAST_CORRELATED = 4
-"""Pairs below which their correlation cannot be estimated."""
 MOST_CORRELATION = 0.9
+CORRELATION_SPREAD = 0.5
+"""Standard deviation about 0 of the correlation of successive pairs before a run has shown any: four times that
+between the published runs, 0.12. An interval allows for one standard deviation above what the run makes likely, by
+simulation what keeps false winners below 5 % up to a correlation of 0.5 (`tests/truth/test_one_run_in_twenty.py`)."""
 MIN_LOG_SPREAD = 1e-9
 """Spread of log ratios below which they are copies of one number: a clock tick is 1e-9 of a block."""
 
@@ -50,20 +55,52 @@ class RatioEstimate:
 
 
 def lag_one(ratios: Sequence[float]) -> float | None:
-    """Correlation of each log ratio with the next, corrected for its bias; None for fewer than 4 or without spread.
-
-    Taking the mean out makes the plain estimate r too low by about (1 + 4r)/n (Kendall, Biometrika 41, 1954; Marriott
-    and Pope, same volume). With few pairs that correction passes 1, which no correlation does.
-    """
-    if len(ratios) < LEAST_CORRELATED or any(value <= 0.0 or not math.isfinite(value) for value in ratios):
+    """Correlation of each log ratio with the next, with the bias of few pairs (see `plausible_correlation`); None for
+    fewer than 3 or without spread."""
+    if len(ratios) < 3 or any(value <= 0.0 or not math.isfinite(value) for value in ratios):
         return None
     logs = np.log(np.asarray(ratios, dtype=np.float64))
     apart = logs - logs.mean()
     whole = float(np.sum(apart**2))
     if whole < len(logs) * MIN_LOG_SPREAD**2:
         return None
-    plain = float(np.sum(apart[1:] * apart[:-1])) / whole
-    return min(max(plain + (1.0 + 4.0 * plain) / len(logs), -1.0), 1.0)
+    return float(np.sum(apart[1:] * apart[:-1])) / whole
+
+
+def unbiased(count: int, correlation: float) -> float:
+    """The first-order autoregression's φ whose expected `lag_one` over `count` pairs is this.
+
+    Taking the mean out lowers the expectation to φ − (1 + 4φ)/n (Kendall, Biometrika 41, 1954; Marriott and Pope, same
+    volume), which up to 4 pairs does not depend on φ any more.
+    """
+    return (correlation + 1.0 / count) / (1.0 - 4.0 / count) if count > 4 else 0.0
+
+
+class Correlation(NamedTuple):
+    """What is known of the correlation of successive pairs."""
+
+    plausible: float
+    """What an interval allows for: the mean given the pairs and one standard deviation, 0 to `MOST_CORRELATION`."""
+    scatter: float
+    """Standard deviation of that over runs of the same plan."""
+
+
+def plausible_correlation(seen: Sequence[tuple[int, float]]) -> Correlation:
+    """The correlation that independent series of pairs share; of each the length and `lag_one`.
+
+    The correlation is taken as normal before the run (`CORRELATION_SPREAD`), and `lag_one` as normal about its
+    expectation (`unbiased`) with the variance it has without any correlation, (n−2)²/(n²(n−1)) (Moran, Biometrika 35,
+    1948). So without a series of more than 4 pairs it is 0.5.
+    """
+    certainty = weighted = 0.0
+    for count, correlation in seen:
+        slope = max(1.0 - 4.0 / count, 0.0)
+        own = slope**2 * count**2 * (count - 1) / (count - 2) ** 2
+        certainty += own
+        weighted += own * unbiased(count, correlation)
+    precision = CORRELATION_SPREAD**-2 + certainty
+    plausible = weighted / precision + 1.0 / math.sqrt(precision)
+    return Correlation(allowed_correlation(plausible), math.sqrt(certainty) / precision)
 
 
 def allowed_correlation(correlation: float) -> float:
@@ -71,18 +108,27 @@ def allowed_correlation(correlation: float) -> float:
     return min(max(correlation, 0.0), MOST_CORRELATION)
 
 
-def widening(count: int, correlation: float) -> tuple[float, float]:
-    """Factor by which the squared standard error of a mean of `count` values grows with their serial correlation, and
-    the degrees of freedom that are left.
+def whiten(values: Values, phi: float) -> tuple[Values, Values]:
+    """Independent combinations of the values of a first-order autoregression about a mean, in their order, and the
+    weight of the mean in each: x(t) − φ·x(t−1), and √(1−φ²)·x(1) for the first (Prais and Winsten, Cowles Commission
+    paper 383, 1954)."""
+    weights = np.full(len(values), 1.0 - phi)
+    weights[0] = first = math.sqrt(1.0 - phi**2)
+    return np.append(first * values[0], values[1:] - phi * values[:-1]), weights
 
-    The variance of the mean is k·σ²/n with k of `grown`, and the sample variance is too low by (1 − k/n)·n/(n−1).
+
+def error_of_mean(values: Sequence[float] | Values, correlation: float) -> tuple[float, float]:
+    """Standard error of the mean of at least two values in their order, and its degrees of freedom: that of a
+    first-order autoregression with this correlation.
+
+    The spread comes from the whitened values, which are independent, so it keeps count − 1 degrees of freedom. Where
+    the true correlation is weaker, the error is too large.
     """
-    phi = allowed_correlation(correlation)
-    if phi == 0.0 or count < 2:
-        return 1.0, count - 1.0
-    k = grown(count, phi)
-    seen = max((1.0 - k / count) * count / (count - 1.0), 0.05)
-    return k / seen, max(count / k - 1.0, 1.0)
+    count, phi = len(values), allowed_correlation(correlation)
+    whitened, weights = whiten(np.asarray(values, dtype=np.float64), phi)
+    apart = whitened - weights * float(weights @ whitened) / float(weights @ weights)
+    variance = float(apart @ apart) / (count - 1) / (1.0 - phi**2)
+    return math.sqrt(variance * grown(count, phi) / count), count - 1.0
 
 
 def grown(count: int, phi: float) -> float:
@@ -91,29 +137,13 @@ def grown(count: int, phi: float) -> float:
     return (1.0 + phi) / (1.0 - phi) - 2.0 * phi * (1.0 - phi**count) / (count * (1.0 - phi) ** 2)
 
 
-def error_of_mean(logs: Sequence[float], correlation: float) -> tuple[float, float]:
-    """Standard error of the mean of log ratios in their order, and its degrees of freedom.
+def widening(count: int, correlation: float) -> float:
+    """Factor between the squared standard error of the mean by the plain spread of `count` values and the true one.
 
-    Of two errors the one with the narrower interval: the spread widened for this correlation (`widening`), which leaves
-    few degrees of freedom to a strong one, or the error for `MOST_CORRELATION`, which keeps count − 2. The latter
-    takes the spread from x(t) − φ·x(t−1), which are independent (Prais and Winsten, Cowles Commission paper 383, 1954);
-    for a correlation below φ it is too large.
+    The variance of the mean is k·σ²/n with k of `grown`, and the sample variance is too low by (1 − k/n)·n/(n−1).
     """
-    count, values = len(logs), np.asarray(logs, dtype=np.float64)
-    wider, degrees = widening(count, correlation)
-    error = float(values.std(ddof=1)) * math.sqrt(wider / count)
-    if correlation <= 0.0 or count < LEAST_CORRELATED:
-        return error, degrees
-    phi = MOST_CORRELATION
-    weights = np.full(count, 1.0 - phi)
-    weights[0] = math.sqrt(1.0 - phi**2)
-    whitened = np.append(weights[0] * values[0], values[1:] - phi * values[:-1])
-    apart = whitened - weights * float(weights @ whitened) / float(weights @ weights)
-    variance = float(apart @ apart) / (count - 1) / (1.0 - phi**2)
-    bound = math.sqrt(variance * grown(count, phi) / count)
-    if critical_t(count - 2, SIGNIFICANCE) * bound < critical_t(degrees, SIGNIFICANCE) * error:
-        return bound, count - 2.0
-    return error, degrees
+    k = grown(count, allowed_correlation(correlation))
+    return k / ((1.0 - k / count) * count / (count - 1.0))
 
 
 def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 0.0) -> RatioEstimate:
@@ -202,10 +232,9 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float] | None:
     return estimate_ratio(values, margin=1.0).ci95
 
 
-@lru_cache(maxsize=4096)
 def critical_t(degrees: float, significance: float) -> float:
     """Two-sided critical value of Student's t."""
-    return float(stats.t.ppf(1.0 - significance / 2.0, degrees))
+    return float(special.stdtrit(degrees, 1.0 - significance / 2.0))
 
 
 def adjust_holm(p_values: Sequence[float | None], weights: Sequence[float] | None = None) -> list[float | None]:

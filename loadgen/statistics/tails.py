@@ -5,10 +5,11 @@ usually fast, and more rounds only make that more certain. So each arm's samples
 percentile is made of order statistics, which are valid for any distribution.
 
 Requests of one round share conditions. The variance over rounds of the share of samples at or below the percentile
-(Woodruff, JASA 47, 1952) gives the number of independent samples that the pool is worth, and the exact binomial
-interval of that many (Korn and Graubard, Survey Methodology 24, 1998) selects the order statistics. The two arms'
-intervals are combined by the method of variance estimates recovery (Donner and Zou, Stat. Methods Med. Res. 21, 2012)
-on the log scale, as if they were independent, which can only make the interval wider.
+(Woodruff, JASA 47, 1952) gives the number of independent samples that the pool is worth. What it exceeds that of
+independent samples by lies between the rounds, and grows with their correlation (`ratios.widening`). The exact binomial
+interval of that many samples (Korn and Graubard, Survey Methodology 24, 1998) selects the order statistics. The two
+arms' intervals are combined by the method of variance estimates recovery (Donner and Zou, Stat. Methods Med. Res. 21,
+2012) on the log scale, as if they were independent, which can only make the interval wider.
 
 A drifting machine would smear both pools alike, so every sample is first divided by its round's speed: the geometric
 mean of both arms' medians in that round.
@@ -28,7 +29,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 
 from loadgen.statistics.percentiles import samples_needed
@@ -36,12 +36,13 @@ from loadgen.statistics.ratios import (
     MIN_LOG_SPREAD,
     SIGNIFICANCE,
     RatioEstimate,
+    Values,
     allowed_correlation,
     critical_t,
+    error_of_mean,
     widening,
 )
 
-Values = npt.NDArray[np.float64]
 _LEAST_P = 1e-12
 _DIGITS = 6
 """Digits kept of the logs of samples: a millionth, well above the resolution of the clock."""
@@ -116,9 +117,9 @@ def estimate_tail_ratio(
 ) -> tuple[RatioEstimate, tuple[Tail, Tail] | None]:
     """The ratio of B's percentile over A's, and both percentiles at the run's mean speed, whose ratio it is.
 
-    `correlation` is that of successive rounds; see `ratios.widening`. With `looks` the interval and the p values stay
-    valid after every round: the n-th look spends 1/(n(n+1)) of the significance, which adds up to all of it (union
-    bound). `ratio` is None without samples; without an interval there is a `reason`.
+    `correlation` is that of successive rounds; see `ratios.error_of_mean`. With `looks` the interval and the p values
+    stay valid after every round: the n-th look spends 1/(n(n+1)) of the significance, which adds up to all of it
+    (union bound). `ratio` is None without samples; without an interval there is a `reason`.
     """
     spent = 1.0 / (len(rounds) * (len(rounds) + 1.0)) if looks and rounds else 1.0
     units = len({one.unit for one in rounds})
@@ -182,17 +183,19 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
     # Of equal samples at the percentile every unit has its share below it.
     tied = np.bincount(units[first:last], minlength=kinds) * ((place - first) / (last - first))
     below = np.bincount(units[:first], minlength=kinds) + tied
-    wider, degrees = widening(kinds, correlation)
     apart = below - sizes * (float(below.sum()) / count)
     alone = quantile * (1.0 - quantile) / count
-    variance = wider * kinds / max(kinds - 1, 1) * float(np.sum(apart**2)) / count**2
+    variance = alone
+    if kinds > 1:
+        between = kinds / (kinds - 1) * float(np.sum(apart**2)) / count**2 - alone
+        variance += max(between, 0.0) * widening(kinds, correlation)
     centre = float(np.quantile(logs, quantile, method="median_unbiased"))
     return _Pool(
         logs,
         quantile,
         centre,
-        count * min(1.0, alone / variance) if variance > 0.0 else count,
-        max(degrees, 1.0) if kinds > 1 else 0.0,
+        count * alone / variance,
+        kinds - 1.0,
     )
 
 
@@ -204,8 +207,7 @@ def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _Betw
     spread = float(np.std(means, ddof=1))
     if spread < MIN_LOG_SPREAD:
         return None
-    wider, degrees = widening(len(means), correlation)
-    error = spread * math.sqrt(wider / len(means))
+    error, degrees = error_of_mean(means, correlation)
     return _Between(float(means.mean()), error, degrees, float(apart.min()), float(apart.max()))
 
 

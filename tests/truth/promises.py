@@ -6,19 +6,29 @@ The tests call these with few trials, `python -m tests.truth.tables` with many.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from scipy import special
 
-from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, shared_correlation
+from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, judge, shared_correlation
 from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
 from loadgen.comparison.ranking import rank
 from loadgen.records.run import Pairing
 from loadgen.result.noise_floor import floor_of
-from loadgen.statistics.anytime import half_width, log_bayes_factors
-from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, estimate_ratio, estimate_restarts
+from loadgen.statistics.anytime import estimate_anytime, log_bayes_factors
+from loadgen.statistics.ratios import (
+    SIGNIFICANCE,
+    RatioEstimate,
+    adjust_holm,
+    critical_t,
+    estimate_ratio,
+    estimate_restarts,
+    lag_one,
+    plausible_correlation,
+)
 from loadgen.statistics.tails import Round, estimate_tail_ratio
 from loadgen.studies.load.measure import NEEDY
 from tests.truth.closed_loops import Times, compare
@@ -135,7 +145,7 @@ def two_stages(trials: int, effect: float) -> tuple[Share, Share]:
             PairedMetric(one, THROUGHPUT, Pairing("a", "b"), tuple(Pair(1.0, math.exp(value)) for value in values))
             for one, values in zip(plan.workloads, logs, strict=True)
         ]
-        shared, _ = shared_correlation(paired)
+        shared = shared_correlation(paired).plausible
         found = [estimate_pairs(one, plan, shared)[1] for one in paired]
         covered += sum((one.ci95 or (0, 0))[0] <= effect <= (one.ci95 or (0, 0))[1] for one in found)
         named += any((p or 1.0) < SIGNIFICANCE for p in adjust_holm([one.p_value for one in found]))
@@ -149,15 +159,6 @@ def closed_loop_coverage(trials: int, times: Times, users: int, rounds: int, spa
     intervals = [compare(rng, times, users, spans, rounds) for _ in range(trials)]
     covered = sum(low <= 1.0 <= high for low, high in intervals)
     return Share(covered, trials), Share(trials - covered, trials)
-
-
-def false_winners_until_decided(trials: int, noise: Noise, pairs: int) -> Share:
-    """The same with a look after every pair, on to the last in any case: the most that looking can do. A winner once
-    named stays named, so the last look has them all."""
-    plan, rng = experiment(7, pairs, 0.05, until_decided=True), np.random.default_rng(2024)
-    runs = (compare_all(plan, simulate_blocks(plan, rng, noise), []) for _ in range(trials))
-    named = (any(c.p_adjusted is not None and c.p_adjusted < SIGNIFICANCE for c in run) for run in runs)
-    return Share(sum(named), trials)
 
 
 def false_winners_of_repeated_t(trials: int, looks: int) -> Share:
@@ -205,14 +206,14 @@ def coverage_at_all_looks(trials: int, pairs: int, spread: float = WITHIN) -> Sh
 
 
 def coverage_when_stopped(trials: int, effect: float, noise: Noise, pairs: int) -> Share:
-    """The interval printed when a run until decided stopped, or after the last pair: does it hold the truth?"""
+    """The interval when a run until decided stopped: does it hold the truth?"""
     plan, rng, covered = experiment(1, pairs, 0.05, until_decided=True), np.random.default_rng(10), 0
     for _ in range(trials):
         blocks = simulate_blocks(plan, rng, noise, effect)
         logs = [math.log(ratio) for ratio in compare_all(plan, blocks, [])[0].ratios]
-        stop = _stop(logs, len(plan.workloads)) or len(logs)
-        half = half_width(logs[:stop])
-        covered += abs(math.fsum(logs[:stop]) / stop - math.log(effect)) <= half
+        stop = _stop([logs])
+        low, high = (stop[1].ci95 if stop else None) or (0.0, math.inf)
+        covered += low <= effect <= high
     return Share(covered, trials)
 
 
@@ -242,8 +243,8 @@ def pairs_until_decided(trials: int, effect: float, scenarios: int, limit: int, 
     taken as undecided, which makes its threshold the strictest."""
     rng, stops = np.random.default_rng(13), []
     for _ in range(trials):
-        logs = rng.normal(math.log(effect), spread, size=limit).tolist()
-        stops.append(_stop(logs, scenarios) or limit + 1)
+        stop = _stop(rng.normal(math.log(effect), spread, size=(scenarios, limit)).tolist())
+        stops.append(stop[0] if stop else limit + 1)
     ordered = sorted(stops)
 
     def quantile(share: float) -> int | None:
@@ -253,13 +254,17 @@ def pairs_until_decided(trials: int, effect: float, scenarios: int, limit: int, 
     return Duration(Share(sum(stop <= limit for stop in stops), trials), quantile(0.5), quantile(0.9))
 
 
-def _stop(logs: list[float], scenarios: int) -> int | None:
-    """After how many pairs one leading comparison is decided."""
-    needed = math.log(scenarios / (LEADING_SHARE * SIGNIFICANCE))
-    factors = log_bayes_factors(logs, 0.0)
-    winner = int(np.argmax(factors >= needed)) + 1 if np.any(factors >= needed) else None
-    equivalent = _first_equivalent(logs, math.log(1.05))
-    return min((stop for stop in (winner, equivalent) if stop is not None), default=None)
+def _stop(series: Sequence[Sequence[float]]) -> tuple[int, RatioEstimate] | None:
+    """After how many pairs the first scenario is decided, and its estimate then; a series of log ratios per
+    scenario."""
+    for count in range(4, len(series[0]) + 1):
+        ratios = [np.exp(logs[:count]).tolist() for logs in series]
+        correlation = plausible_correlation([(count, lag_one(own) or 0.0) for own in ratios]).plausible
+        estimate = estimate_anytime(ratios[0], 0.05, correlation)
+        p = None if estimate.p_value is None else min(1.0, estimate.p_value * len(series) / LEADING_SHARE)
+        if judge(estimate.ci95, p, 0.05, higher_is_better=True) != "inconclusive":
+            return count, estimate
+    return None
 
 
 def _first_equivalent(logs: list[float], bound: float) -> int | None:

@@ -68,6 +68,31 @@ def workload(batch_size: int, pairs: int) -> Workload:
     )
 
 
+def block(
+    rng: np.random.Generator,
+    index: int,
+    name: str,
+    pair: int,
+    label: str,
+    position: int,
+    seconds: float,
+    restart: int = 0,
+) -> BlockSummary:
+    """One block of a workload whose requests take that many times a hundredth of a second; percentiles have noise of
+    their own."""
+    p50, p90, p99 = (seconds * math.exp(own) for own in rng.normal(0.0, (0.004, 0.012, 0.05)).tolist())
+    return BlockSummary(
+        index=index, workload=name, round=pair, label=label, position=position, start_s=0.0,
+        duration_s=1.0, complete=True, requests=700, errors=0, items=700,
+        throughput_per_s=100.0 / seconds, full_load_share=1.0,
+        latency=LatencySummary(samples=700, mean_ms=p50, p50_ms=p50, p90_ms=p90, p95_ms=p90, p99_ms=p99,
+                               p99_9_ms=None),
+        send_lag_p99_ms=0.0, send_lag_max_ms=0.0, warm_up_share=0.0,
+        generator_cpu_share=0.1, server_cpu_cores=1.0, request_bytes=1.0, response_bytes=1.0, note=None,
+        restart=restart,
+    )  # fmt: skip
+
+
 def simulate_blocks(
     plan: Experiment,
     rng: np.random.Generator,
@@ -98,19 +123,7 @@ def simulate_blocks(
             seconds = math.exp(weather + shifts[restart, labels.index(label)])
             if on in ("", one.name):
                 seconds /= effects.get(label, 1.0)
-            p50, p90, p99 = (seconds * math.exp(rng.normal(0.0, spread)) for spread in (0.004, 0.012, 0.05))
-            blocks.append(
-                BlockSummary(
-                    index=len(blocks), workload=one.name, round=pair, label=label, position=position, start_s=0.0,
-                    duration_s=1.0, complete=True, requests=700, errors=0, items=700,
-                    throughput_per_s=100.0 / seconds, full_load_share=1.0,
-                    latency=LatencySummary(samples=700, mean_ms=p50, p50_ms=p50, p90_ms=p90, p95_ms=p90, p99_ms=p99,
-                                           p99_9_ms=None),
-                    send_lag_p99_ms=0.0, send_lag_max_ms=0.0, warm_up_share=0.0,
-                    generator_cpu_share=0.1, server_cpu_cores=1.0, request_bytes=1.0, response_bytes=1.0, note=None,
-                    restart=restart,
-                )
-            )  # fmt: skip
+            blocks.append(block(rng, len(blocks), one.name, pair, label, position, seconds, restart))
     return blocks
 
 

@@ -1,6 +1,6 @@
 """Searches for a rate on simulated queues: that the interval of their ratio covers, and how true the rates are.
 
-    pytest -s -m slow tests/truth/test_searches_keep_their_promises.py     prints the table
+    pytest -s -m "slow or not slow" tests/truth/test_searches_keep_their_promises.py     prints the tables
 
 Each arm is a server of a fixed service time and one queue (M/D/1), simulated query by query; a trial is what
 `loadgen.studies.rate_search.measure` runs, with the bound of `loadgen.statistics.early_stopping`. In *stalls* the
@@ -11,6 +11,8 @@ one at which 1 % of the answers is late, found in simulations of two million que
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +24,13 @@ from loadgen.records.run import Workload
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.ratios import estimate_ratio
 from loadgen.studies.rate_search.analyse import search_from
-
-pytestmark = pytest.mark.slow
+from loadgen.studies.rate_search.records import RampRung
+from loadgen.studies.rate_search.search import next_concurrency
 
 BOUND_S = 0.1
+SERVICE_S = 0.010
+STEEPNESS = 18.0
+"""About the power of the rate with which the share of late answers of this queue grows, near the true rate."""
 PAIRS = 6
 RUNS = 300
 STALL_S, STALL_EVERY_S = 0.15, 100.0
@@ -45,25 +50,47 @@ def latencies(rate: float, service_s: float, queries: int, random: Random, stall
     return np.asarray(waits + work)
 
 
-def search(workload: Workload, service_s: float, random: Random, stalls: bool) -> float | None:
-    """One search from about one user's rate; None where no rate held."""
+def searched(preset: str) -> Workload:
+    (workload,) = make_workloads(
+        ExperimentSettings.model_validate({"preset": preset, "scenarios": "slo", "slo_p99_ms": BOUND_S * 1000.0})
+    )
+    return workload
+
+
+def holds(workload: Workload, rate: float, late: Callable[[int], int]) -> bool:
+    """One trial, of whose requests so many are late."""
+    planned = max(workload.requests, int(np.ceil(rate * workload.seconds)))
+    allowed = late_allowed(planned)
+    assert allowed is not None
+    return late(planned) <= allowed
+
+
+def late_in_queue(rate: float, service_s: float, random: Random, stalls: bool) -> Callable[[int], int]:
+    return lambda planned: int(np.sum(latencies(rate, service_s, planned, random, stalls) > BOUND_S))
+
+
+def search(
+    workload: Workload, service_s: float, random: Random, stalls: bool, independent: float | None = None
+) -> float | None:
+    """One search from about one user's rate; None where no rate held. With the true rate in `independent`, requests
+    are late independently of each other, with about the queue's probability."""
     found = search_from(workload, 0.8 / service_s * 2.0 ** (random.random() - 0.5))
     while (rate := found.next_rate) is not None:
-        planned = max(workload.requests, int(np.ceil(rate * workload.seconds)))
-        late = int(np.sum(latencies(rate, service_s, planned, random, stalls) > BOUND_S))
-        allowed = late_allowed(planned)
-        assert allowed is not None
-        found.record(late <= allowed)
+        late = late_in_queue(rate, service_s, random, stalls)
+        if independent is not None:
+            share = min(1.0, 0.01 * (rate / independent) ** STEEPNESS)
+            late = partial(lambda planned, share: int(random.binomial(planned, share)), share=share)
+        found.record(holds(workload, rate, late))
     return found.held
 
 
-def true_rate(service_s: float) -> float:
+def true_rate(service_s: float, queries: int = 2_000_000) -> float:
     """At which 1 % is late."""
     low, high = 0.3 / service_s, 1.0 / service_s
     random = np.random.default_rng(1)
     while high / low > 1.002:
         middle = (low + high) / 2.0
-        late = float(np.mean(latencies(middle, service_s, 2_000_000, random, stalls=False) > BOUND_S))
+        late = float(np.mean(latencies(middle, service_s, queries, random, stalls=False) > BOUND_S))
         low, high = (middle, high) if late <= 0.01 else (low, middle)
     return low
 
@@ -73,12 +100,49 @@ def ratios_of(first: list[float | None], second: list[float | None]) -> list[flo
     return [b / a for a, b in zip(first, second, strict=True) if a and b]
 
 
+@pytest.mark.parametrize("trials", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("preset", "above"), [("quick", 0.75), ("full", 0.56)])
+def test_a_found_rate_is_an_estimate_and_no_bound(preset: str, above: float, trials: int) -> None:
+    """What holds for a whole search. A trial's bound holds for independent answers, and then for the search too; those
+    that queue together are late together."""
+    workload, truth, random = searched(preset), true_rate(SERVICE_S, 500_000), np.random.default_rng(28)
+    found, apart = (
+        np.array([search(workload, SERVICE_S, random, stalls=False, independent=rate) or np.nan for _ in range(trials)])
+        / truth
+        for rate in (None, truth)
+    )
+    at_limit = sum(holds(workload, truth, late_in_queue(truth, SERVICE_S, random, False)) for _ in range(trials))
+    low, high = np.quantile(found, [0.05, 0.95])
+    sys.stdout.write(
+        f"\n{preset}: above the true rate {np.mean(found > 1.0):.1%}, nine in ten from {low:.2f} to {high:.2f}; a "
+        f"trial at the true rate holds {at_limit / trials:.0%}; independent answers: above {np.mean(apart > 1.0):.1%}\n"
+    )
+    assert float(np.mean(apart > 1.0)) <= 0.015
+    assert float(np.mean(found > 1.0)) == pytest.approx(above, abs=0.1)
+    assert at_limit / trials > 0.3
+    assert 0.9 < low < 1.0 < high < 1.16
+
+
+def test_the_best_step_of_a_ramp_is_a_little_too_high() -> None:
+    """The largest of some steps with a noise of 2 % each."""
+    random, best = np.random.default_rng(29), []
+    for _ in range(1000):
+        rungs: list[RampRung] = []
+        while (users := next_concurrency(rungs, 256)) is not None:
+            speed = 100.0 * min(1.0, users / 8.0) * float(np.exp(random.normal(0.0, 0.02)))
+            rungs.append(
+                RampRung(concurrency=users, throughput_per_s=speed, p50_ms=1000.0 * users / speed, p99_ms=None)
+            )
+        best.append(max(rung.throughput_per_s for rung in rungs) / 100.0)
+    sys.stdout.write(f"\nramp: the best step is {np.mean(best):.3f} of the true saturation\n")
+    assert 1.01 < np.mean(best) < 1.03
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stalls", [False, True], ids=["plain", "stalls"])
 @pytest.mark.parametrize("preset", ["quick", "full"])
 def test_intervals_cover_and_identical_arms_get_no_winner(preset: str, stalls: bool) -> None:
-    asked = {"preset": preset, "scenarios": "slo", "slo_p99_ms": BOUND_S * 1000.0}
-    (workload,) = make_workloads(ExperimentSettings.model_validate(asked))
-    services = (0.010, 0.008)
+    workload, services = searched(preset), (SERVICE_S, 0.008)
     truths = [true_rate(service_s) for service_s in services]
     random = np.random.default_rng(20)
     covered, excluded = [], []

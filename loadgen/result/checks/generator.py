@@ -252,6 +252,9 @@ def rate_sustained(load: WorkloadFacts, _: Facts) -> Outcome | None:
     saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop.saturation]
     worst = min(loop.answered_share for _, loop in loops)
     detail = f"{share(worst, 3)} of the requests were answered before the last one was due"
+    grew = sum(block.open_loop is not None and block.open_loop.saturation is not None for block in load.blocks)
+    if grew:
+        detail += f"; the backlog grew in {grew} of {len(load.blocks)} blocks, not in most blocks of an arm"
     return Outcome(not saturated, "; ".join(saturated) or detail, worst)
 
 

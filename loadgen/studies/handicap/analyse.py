@@ -3,8 +3,8 @@ the tuned one, per round.
 
 An arm is slow if even the lower bound of the ratio exceeds 1 + δ, the margin of the comparison. The interval is
 Student's t on the log ratios of the rounds at 99.5 %, since the rounds end once it decides, which asks several times:
-simulated, at most 2 loads in 1,000 of identical servers are called slow, with up to 20 % of noise between rounds.
-Assumption: the rounds are independent and their log ratios about normal.
+simulated, at most 3 loads in 1,000 of identical servers are called slow with up to 20 % of noise between rounds, and
+4 in 100 if successive rounds correlate by 0.5. Assumption: the log ratios are about normal.
 """
 
 from __future__ import annotations

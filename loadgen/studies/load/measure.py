@@ -2,7 +2,8 @@
 
 **By time** the rounds hold every scenario for the first part of it; the rest goes to the scenarios whose ratio is known
 least well. They are chosen by the spread of their ratios and never by the ratios themselves, so a difference neither
-attracts nor repels further rounds and the interval of a fixed plan holds (Stein, Ann. Math. Statist. 16, 1945).
+attracts nor repels further rounds (Stein, Ann. Math. Statist. 16, 1945, proves it for one choice; for choices after
+every pass `tests/truth/test_one_run_in_twenty.py` shows by simulation that the interval of a fixed plan holds).
 **Until decided** a scenario drops out once its leading comparisons with the baseline name a winner or no meaningful
 difference, judged by the comparisons of the report on intervals that allow repeated checks.
 

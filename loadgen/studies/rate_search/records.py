@@ -55,7 +55,7 @@ class Trial(Record, frozen=True, kw_only=True):
     late: int | None = None
     """Answers later than the bound, failed requests, and requests that could not be sent in time."""
     late_allowed: int | None = None
-    """With more late requests p99 is not within the bound at 99 % confidence; the trial ends at once."""
+    """With more late requests the trial ends at once; see `loadgen.statistics.early_stopping`."""
     held: bool | None = None
     note: str | None = None
     """Any other reason why it was cut short."""
@@ -76,7 +76,8 @@ class RateFound(Record, frozen=True, kw_only=True):
     label: Label
     bound_ms: float
     rate_per_s: float | None
-    """The highest rate whose p99 held the bound; None if no rate held, or the search did not end."""
+    """The highest rate that held: an estimate of the rate at which p99 reaches the bound, and no lower bound of it.
+    None if no rate held, or the search did not end."""
     failed_rate_per_s: float | None
     """The lowest rate that failed: the true limit lies between the two."""
     ended: Ended | None

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadgen.comparison.loops import OpenLoop, backlog_grew, split_lag_ms, summarise_open_loop
+from loadgen.comparison.loops import (
+    OpenLoop,
+    count_backlogs,
+    has_grown,
+    pool_open_loops,
+    split_lag_ms,
+    summarise_open_loop,
+)
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
@@ -60,6 +67,10 @@ def play(
 
 def summary(samples: Samples, span_ns: int, offered: int | None = None) -> OpenLoop:
     return summarise_open_loop(samples, offered or len(samples), span_ns, 8)
+
+
+def backlog_grew(samples: Samples, offered: int, span_ns: int) -> bool:
+    return has_grown(count_backlogs(samples, offered, span_ns), offered)
 
 
 def test_a_rate_below_capacity_is_sustained_and_measured_exactly() -> None:
@@ -207,6 +218,46 @@ def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path
     print_document(result_document(result), Console(file=narrow, width=80, color_system=None))
     assert "…" not in narrow.getvalue(), "eighty columns hold all of it"
     assert find(result, "send_lag").ok, "the lag is the server's doing"
+
+
+def some(share: int, base_ms: float, other_ms: float) -> Callable[[int], tuple[Samples, int]]:
+    """The first `share` of the eight rounds with one service time, the rest with another."""
+    return lambda pair: noisy(base_ms if pair < share else other_ms)(pair)
+
+
+@pytest.mark.parametrize(("rounds", "saturated"), [(1, False), (3, False), (5, True)])
+def test_an_arm_is_saturated_in_its_median_block_or_not_at_all(tmp_path: Path, rounds: int, saturated: bool) -> None:
+    """One block whose backlog grew took every latency of the workload and changed its leading metric."""
+    result = open_run(tmp_path, {"a": noisy(20.0), "b": some(rounds, 200.0, 20.0)}, 50.0)
+    rate, *latencies = result.comparisons
+    assert rate.leading is saturated
+    assert all((latency.ratio is None) == saturated for latency in latencies)
+    sustained = find(result, "rate_sustained")
+    assert sustained.ok is not saturated
+    expected = "B was saturated at this rate" if saturated else f"the backlog grew in {rounds} of 16 blocks"
+    assert expected in sustained.detail
+
+
+def queue(rate: float, seed: int) -> OpenLoop:
+    """A block of one server that can answer 100 a second, with exponential service times."""
+    random = np.random.default_rng(1000 + seed)
+    samples, span_ns = play(
+        rate, 250, lambda _: random.exponential(10.0), users=256, servers=1, seed=seed, arrivals="poisson"
+    )
+    return summary(samples, span_ns)
+
+
+@pytest.mark.parametrize(("rate", "saturated"), [(90.0, False), (125.0, True)])
+def test_more_rounds_make_it_more_certain_whether_an_arm_is_saturated(rate: float, saturated: bool) -> None:
+    """At 90 % of its capacity some block of half the arms looks saturated, and beyond it a third of the blocks do
+    not."""
+    blocks = [queue(rate, seed) for seed in range(120)]
+    arms = [blocks[start::10] for start in range(10)]
+    looks = sum(loop.saturation is not None for loop in blocks)
+    assert 0.02 < looks / 120 < 0.7
+    assert sum(any(loop.saturation for loop in arm) for arm in arms) >= 4
+    found = [pooled.saturation is not None for arm in arms if (pooled := pool_open_loops(arm)) is not None]
+    assert sum(one is saturated for one in found) >= 9
 
 
 def test_a_late_generator_takes_the_verdict(tmp_path: Path) -> None:

@@ -88,12 +88,14 @@ def test_each_arm_has_a_row_beside_the_baseline(result: Result) -> None:
 def test_the_ranking_has_the_order_and_the_neighbours_and_no_comparison_is_hidden(result: Result) -> None:
     section = ranking(result)
     (table,) = tables(section)
-    first, *others = workloads(table, "single", "throughput, images/s")
-    assert first["best to worst"] == next(one.words() for one in result.verdict.rankings if one.scenario == "single")
+    first, *others = workloads(table, "batched(1)", "throughput, images/s")
+    assert first["best to worst"] == next(
+        one.words() for one in result.verdict.rankings if one.scenario == "batched(1)"
+    )
     assert first["best to worst"].startswith("C, then B, then ")
     assert (first["arms"], first["verdict"]) == ("C/B", "C faster")
     assert others == [], "the scenario is said in each row, the metric once"
-    assert sum(row[0] == "single" for row in table.rows) == 3
+    assert sum(row[0] == "batched(1)" for row in table.rows) == 3
     assert section is not None
     (fold,) = [block for block in section.blocks if isinstance(block, doc.Fold)]
     (rest,) = [block for block in fold.blocks if isinstance(block, doc.Table)]

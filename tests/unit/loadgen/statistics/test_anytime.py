@@ -10,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate
 
-from loadgen.statistics.anytime import MIXTURE, estimate_anytime, half_width, log_bayes_factors
+from loadgen.statistics.anytime import MIXTURE, estimate_anytime, interval_of_logs, log_bayes_factors
 from loadgen.statistics.ratios import estimate_ratio
 
 LOGS = st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=25).filter(lambda v: np.std(v) > 1e-4)
 
 
-@given(LOGS)
-def test_the_interval_ends_where_the_bayes_factor_reaches_twenty(logs: list[float]) -> None:
-    half = half_width(logs)
-    if math.isinf(half):
-        return
-    for end in (np.mean(logs) - half, np.mean(logs) + half):
-        assert float(log_bayes_factors(logs, float(end))[-1]) == pytest.approx(math.log(20.0), abs=1e-6)
+CORRELATION = st.sampled_from([0.0, 0.3, 0.7])
+
+
+@given(LOGS, CORRELATION)
+def test_the_interval_ends_where_the_bayes_factor_reaches_twenty(logs: list[float], correlation: float) -> None:
+    for end in interval_of_logs(logs, correlation):
+        if math.isfinite(end):
+            assert float(log_bayes_factors(logs, end, correlation)[-1]) == pytest.approx(math.log(20.0), abs=1e-6)
 
 
 @pytest.mark.parametrize("logs", [[0.1, -0.2, 0.3], [0.05, 0.06, 0.02, 0.04, 0.07]])
@@ -45,13 +46,13 @@ def test_the_bayes_factor_is_the_integral_that_defines_it(logs: list[float]) -> 
 @given(LOGS)
 def test_one_observation_says_nothing_and_the_order_only_matters_to_p(logs: list[float]) -> None:
     assert float(log_bayes_factors(logs, 0.01)[0]) == pytest.approx(0.0, abs=1e-9)
-    assert half_width(logs) == pytest.approx(half_width(logs[::-1]))
+    assert interval_of_logs(logs) == pytest.approx(interval_of_logs(logs[::-1]))
 
 
-@given(LOGS)
-def test_swapping_the_arms_mirrors_everything(logs: list[float]) -> None:
-    forward = estimate_anytime([math.exp(v) for v in logs], 0.05)
-    backward = estimate_anytime([math.exp(-v) for v in logs], 0.05)
+@given(LOGS, CORRELATION)
+def test_swapping_the_arms_mirrors_everything(logs: list[float], correlation: float) -> None:
+    forward = estimate_anytime([math.exp(v) for v in logs], 0.05, correlation)
+    backward = estimate_anytime([math.exp(-v) for v in logs], 0.05, correlation)
     if forward.ci95 is None:
         assert backward.ci95 is None
         return
@@ -61,14 +62,28 @@ def test_swapping_the_arms_mirrors_everything(logs: list[float]) -> None:
     assert forward.p_equivalence == pytest.approx(backward.p_equivalence)
 
 
-def test_a_winner_once_shown_stays_shown() -> None:
+def test_a_winner_that_later_rounds_contradict_is_no_winner() -> None:
+    """The largest Bayes factor so far would keep p, but it was computed with another correlation."""
     rng = np.random.default_rng(2)
     ratios = list(np.exp(rng.normal(0.1, 0.01, size=12)))
-    shown = estimate_anytime(ratios, 0.05).p_value
-    later = estimate_anytime([*ratios, 0.5, 1.9, 0.4, 2.1], 0.05).p_value
-    assert shown is not None
-    assert later is not None
-    assert later <= shown < 0.001
+    shown = estimate_anytime(ratios, 0.05)
+    later = estimate_anytime([*ratios, 0.5, 1.9, 0.4, 2.1], 0.05)
+    assert shown.p_value is not None
+    assert later.p_value is not None
+    assert later.ci95 is not None
+    assert shown.p_value < 0.001
+    assert later.p_value > 0.05
+    assert later.ci95[0] < 1.0 < later.ci95[1]
+
+
+def test_the_interval_holds_the_ratio_that_is_shown() -> None:
+    """With a correlation the first and the last pair weigh more, so the interval's centre is another mean."""
+    rng = np.random.default_rng(3)
+    for count in (5, 6, 30):
+        ratios = list(np.exp(np.cumsum(rng.normal(0.0, 0.05, size=count))))
+        estimate = estimate_anytime(ratios, 0.05, 0.9)
+        assert estimate.ratio is not None
+        assert estimate.ci95 is None or estimate.ci95[0] <= estimate.ratio <= estimate.ci95[1]
 
 
 def test_it_is_wider_than_the_interval_of_a_fixed_plan_and_is_none_where_that_is_too_early() -> None:
