@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
 from tokenize import TokenError
@@ -185,11 +185,14 @@ class SampleFile:
     def read(self) -> Samples:
         """At most `count` records. Raises `OSError`, `ValueError`."""
         with _open_stored(self.folder, self.name) as file:
-            held = os.fstat(file.fileno()).st_size // SAMPLE_DTYPE.itemsize
-            wanted, free = min(held, self.count), psutil.virtual_memory().available
-            if wanted * SAMPLE_DTYPE.itemsize > free:
-                raise ValueError(f"{self.name} holds {held:,} samples, too many for the {free:,} bytes of free memory")
-            return load_samples(file, self.name, wanted)
+            return load_samples(file, self.name, self.count)
+
+    def at_most(self, count: int) -> SampleFile:
+        """The same file, of which no more may be read. Raises `ValueError` if the memory does not hold so many."""
+        count, free = min(self.count, count), psutil.virtual_memory().available
+        if count * SAMPLE_DTYPE.itemsize > free:
+            raise ValueError(f"{self.name} holds {count:,} samples, too many for the {free:,} bytes of free memory")
+        return replace(self, count=count)
 
 
 def find_samples(folder: Path, name: str) -> SampleFile:

@@ -7,7 +7,7 @@ and cannot be read is an error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -209,13 +209,13 @@ def read_block(
             f"block {record.index} belongs to the workload {record.workload}, which the experiment does not have"
         )
     try:
-        stored = find_samples(directory, f"{folder}/{record.samples}")
+        found = find_samples(directory, f"{folder}/{record.samples}")
+        stored = found.at_most(max(0, record.requests) + 1)
     except (OSError, ValueError) as exc:
         return StoredBlock(record, workloads[record.workload], None, f"samples of block {record.index}: {exc}")
     problem = None
-    if stored.count != record.requests:
-        problem = f"block {record.index} counted {record.requests} requests, its file holds {stored.count}"
-        stored = replace(stored, count=min(stored.count, max(0, record.requests) + 1))
+    if found.count != record.requests:
+        problem = f"block {record.index} counted {record.requests} requests, its file holds {found.count}"
     return StoredBlock(record, workloads[record.workload], stored, problem)
 
 

@@ -24,17 +24,16 @@ class Answers:
         self._waiting: dict[int, Call] = {}  # only the connection's window lets them wait
         self.initial_window = http2.DEFAULT_WINDOW
         """Of a new call."""
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of messages that the client's windows do not allow yet."""
-        return sum([len(piece) for call in self._waiting.values() for piece in call.unsent])
+        self.waiting_bytes = 0
+        """Of messages that the client's windows do not allow yet."""
 
     def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
         """Send a message with its prefix; the `last` one ends the call."""
         size = sum(map(len, pieces))
         if call.unsent or size > min(self._window, call.send_window, self._max_frame):
             call.unsent.append(memoryview(b"".join(pieces)))
+            call.unsent_bytes += size
+            self.waiting_bytes += size
             call.trailers = TRAILERS_OK if last else None
             self._flush(call)
             return
@@ -63,6 +62,8 @@ class Answers:
     def forget(self, call: Call) -> None:
         """The call has ended."""
         self._waiting.pop(call.stream, None)
+        self.waiting_bytes -= call.unsent_bytes
+        call.unsent_bytes = 0
 
     def set_up(self, settings: Iterable[tuple[int, int]], calls: Iterable[Call]) -> None:
         """Use the client's settings. Raises `Http2Error`."""
@@ -110,6 +111,8 @@ class Answers:
             self._window -= size
             call.send_window -= size
             call.sent_blocked += size
+            call.unsent_bytes -= size
+            self.waiting_bytes -= size
             parts += [http2.frame_head(http2.DATA, 0, call.stream, size), piece[:size]]
             if size == len(piece):
                 call.unsent.popleft()

@@ -140,7 +140,7 @@ class Call:
         "_begun", "_connection", "_deadline", "_front_end", "_going_on", "_idle", "_inbox", "_last_arrival", "_prefix",
         "answering", "blocked_since", "closed", "deadline_ns", "ending", "head", "headers_sent", "message", "method",
         "receive_window", "remote_closed", "send_window", "sent_blocked", "start_ns", "stream", "stream_bytes",
-        "trailers", "unsent",
+        "trailers", "unsent", "unsent_bytes",
     )  # fmt: skip
 
     def __init__(self, connection: Any, front_end: Any, stream: int, head: CallHead, send_window: int) -> None:
@@ -173,6 +173,7 @@ class Call:
         self.receive_window = STREAM_WINDOW
         self.send_window = send_window
         self.unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
         """Messages, or their rest, that wait for the client's windows; behind them come the trailers."""
         self.trailers: bytes | None = None
         self.blocked_since = 0.0

@@ -82,6 +82,7 @@ def test_describes_itself(client):
         "model": "open_clip:ViT-B-32",
         "payload": "fp32",
         "lone_requests_wait": "false",
+        "fronts": "0",
     }
 
 

@@ -23,6 +23,7 @@ class WaitingCall:
         self.stream = stream
         self.stream_bytes = stream.to_bytes(4, "big")
         self.unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
         self.reads = 0
         self._window = window
 
