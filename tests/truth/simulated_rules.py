@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -166,7 +167,10 @@ def play(ending: Ending, machine: Machine, rng: np.random.Generator, *, tails: b
         seed=int(rng.integers(2**31)),
     )
     load = Load(plan, machine, rng, limit_s=float(ending.rounds * ending.arms * ending.workloads))
-    with patch.multiple(measure, monotonic=lambda: load.clock_s, summarise_blocks=tuple, latencies_of=lambda _: None):
+    unread = SimpleNamespace(add=lambda _: None, by_block=None)
+    with patch.multiple(
+        measure, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledLatencies=lambda _: unread
+    ):
         measure.measure(load)  # type: ignore[arg-type]
     return compare_all(plan, load.blocks, [], latencies=latencies(load.blocks, rng) if tails else None)
 
