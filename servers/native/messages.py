@@ -180,11 +180,13 @@ def unusable_of(message: Message | Unusable) -> Unusable:
     """A message that only fails what it is about."""
     if isinstance(message, Unusable):
         return message
-    return _unusable(type(message), message.numbers if isinstance(message, SubmitMany | DoneMany) else [message.number])
+    return _unusable(type(message), message.numbers if isinstance(message, SubmitMany | DoneMany) else message.number)
 
 
-def _unusable(kind: type[Message] | None, numbers: Sequence[object]) -> Unusable:
-    return Unusable(kind, [one for one in numbers if type(one) is int and -(2**63) <= one < 2**64])
+def _unusable(kind: type[Message] | None, about: object) -> Unusable:
+    """`about`: the field with the number or numbers, whatever it holds."""
+    numbers = about if isinstance(about, list) else [about]
+    return Unusable(kind, [number for number in numbers if type(number) is int and -(2**63) <= number < 2**64])
 
 
 def failed(unusable: Unusable, failure: Failure) -> list[Message]:
@@ -231,8 +233,7 @@ def _one_decoded(content: bytes) -> Message | Unusable:
         return _ONE_DECODER.decode(content)
     except msgspec.ValidationError:
         tag, *fields = msgspec.msgpack.decode(content)
-    numbers = fields[0] if fields and isinstance(fields[0], list) else fields[:1]
-    return _unusable(_KINDS.get(tag), numbers)
+    return _unusable(_KINDS.get(tag), fields[0] if fields else None)
 
 
 def failure_of(error: Exception) -> Failure:

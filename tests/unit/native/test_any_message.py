@@ -81,15 +81,15 @@ def changed(message: Message, data: st.DataObject) -> Message:
 
 def names_another(message: Any) -> bool:
     """Whether it is a proper message about somebody else's request, form or memory, which no process sends."""
-    given = getattr(message, "numbers", None) or [getattr(message, "number", None)]
-    if isinstance(given, list | tuple) and any(isinstance(one, int) and 0 <= one < 2**31 for one in given):
+    numbers = getattr(message, "numbers", [getattr(message, "number", None)])
+    if isinstance(numbers, list | tuple) and any(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):
         return True
     return isinstance(message, Submit) and isinstance(message.room, list | tuple) and len(message.room) == 2
 
 
 @pytest.mark.parametrize("kind", get_args(Message), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("to_engine", [True, False], ids=["to the engine", "to the front end"])
-@hypothesis_settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_value_of_any_field_costs_no_other_message(
     both: BothProcesses, to_engine: bool, kind: type[Message], data: st.DataObject
