@@ -71,7 +71,7 @@ lint: setup ## run ruff and mypy --strict, and check the compose files (with doc
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
 
 reference: setup ## regenerate the JSON Schema of result.json and docs/commands.md from the code
-	@$(BIN)/python -m loadgen.result.result_schema > docs/result.schema.json.new
+	@$(BIN)/python -m loadgen.verdict.result_schema > docs/result.schema.json.new
 	@mv docs/result.schema.json.new docs/result.schema.json
 	@$(BIN)/python .ci/command_reference.py > docs/commands.md.new
 	@mv docs/commands.md.new docs/commands.md

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadgen.records.run import Environment, RunState
-from loadgen.studies.engines.records import (
+from loadgen.engine_matrix.records import (
     CellResult,
     Configuration,
     ConfigurationResult,
@@ -15,6 +14,7 @@ from loadgen.studies.engines.records import (
     Plan,
     Refusal,
 )
+from loadgen.records.run import Environment, RunState
 
 CPU: dict[str, Any] = {
     "cpu_model": "Intel Xeon",

@@ -22,11 +22,18 @@ import msgspec
 
 from loadgen.bench.arms import Arm
 from loadgen.bench.preparation import Inputs
+from loadgen.client.bodies import AnswerError, choose_items
+from loadgen.client.endpoint import Signature
+from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.inputs import InputError, SampleInputs
+from loadgen.client.transports import Target, prepare, read_answer
+from loadgen.client.variation import Variation, find_variation
 from loadgen.generator.kept_answers import unpacked
 from loadgen.generator.messages import KeptAnswer, Open, Outcome
+from loadgen.probes.answers.records import AnswersCompared
 from loadgen.records.parity import ParityCase, ParityRecord
 from loadgen.records.run import REQUEST_TIMEOUT_S, Label, Workload
-from loadgen.statistics.agreement import (
+from loadgen.stats.agreement import (
     NOT_FINITE,
     Agreement,
     Array,
@@ -40,13 +47,6 @@ from loadgen.statistics.agreement import (
     worst_of,
 )
 from loadgen.storage.store import RunStore
-from loadgen.studies.answers.records import AnswersCompared
-from loadgen.transport.bodies import AnswerError, choose_items
-from loadgen.transport.endpoint import Signature
-from loadgen.transport.exchange import ConnectionRefused
-from loadgen.transport.inputs import InputError, SampleInputs
-from loadgen.transport.transports import Target, prepare, read_answer
-from loadgen.transport.variation import Variation, find_variation
 
 LEAST_ANSWERS = 64
 """Answers compared per workload and arm over the run, if there are that many."""

@@ -14,13 +14,13 @@ from loadgen.bench.gpu_recording import GpuStage
 from loadgen.bench.load_runner import LoadRunner
 from loadgen.bench.preparation import READY_SECONDS, Inputs, make_deployment
 from loadgen.bench.progress import Progress
+from loadgen.client.endpoint import Signature
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import schedule
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import StoredBlock
-from loadgen.transport.endpoint import Signature
 
 GPU_CONTROL_SECONDS = 45.0
 """Time of the GPU verification's control run with the start of its server and the idle gaps, for planning."""

@@ -15,11 +15,11 @@ import msgspec
 from loadgen.bench.arms import Arm
 from loadgen.documents import read_json
 from loadgen.invocation import OWN_MODULE
+from loadgen.launch.process import ChildProcess, ProcessError
+from loadgen.probes.gpu_proof.records import DEFAULT_THRESHOLDS, Window
 from loadgen.records.machine import used_gpu
 from loadgen.records.run import ArmRecord, Label
 from loadgen.storage.store import RunStore
-from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, Window
-from loadgen.targets.process import ChildProcess, ProcessError
 
 SAMPLER: tuple[str, ...] = (*OWN_MODULE, "servers.gpu.sampler")
 """Runs as a separate process, because the load generator does not import the servers."""

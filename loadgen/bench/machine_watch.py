@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadgen.bench.arms import Arm
+from loadgen.client.requests import Address
 from loadgen.documents import one_line
+from loadgen.launch.listeners import is_here
 from loadgen.records.run import MachineLoad
-from loadgen.targets.listeners import is_here
-from loadgen.transport.requests import Address
 
 PROC = Path("/proc")
 TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")

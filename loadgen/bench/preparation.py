@@ -8,19 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.experiment.padding import default_sizes, has_mixed_lengths
-from loadgen.invocation import ABSERVE
-from loadgen.records.payloads import OWN_TENSORS, reference
-from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for, option_of
-from loadgen.storage.store import RunStore
-from loadgen.targets.compose import ComposeDeployment
-from loadgen.targets.containers import PROJECT
-from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.targets.interface import Deployment, RemoteDeployment
-from loadgen.targets.process import ChildProcess
-from loadgen.transport.endpoint import Signature
-from loadgen.transport.input_files import image_folder, read_given
-from loadgen.transport.inputs import (
+from loadgen.client.endpoint import Signature
+from loadgen.client.input_files import image_folder, read_given
+from loadgen.client.inputs import (
     GIVEN,
     PHOTOGRAPHS,
     InputError,
@@ -31,6 +21,16 @@ from loadgen.transport.inputs import (
     signature_of,
     write_samples,
 )
+from loadgen.experiment.padding import default_sizes, has_mixed_lengths
+from loadgen.invocation import ABSERVE
+from loadgen.launch.compose import ComposeDeployment
+from loadgen.launch.containers import PROJECT
+from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.launch.interface import Deployment, RemoteDeployment
+from loadgen.launch.process import ChildProcess
+from loadgen.records.payloads import OWN_TENSORS, reference
+from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for, option_of
+from loadgen.storage.store import RunStore
 
 READY_SECONDS = 300.0
 """Time limit for a launched server to start."""

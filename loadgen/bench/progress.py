@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from loadgen.comparison.summaries import BlockSummary
+from loadgen.probes.cold_start.records import ColdStart
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, BlockRecord
-from loadgen.result.checks.registry import Check
-from loadgen.studies.cold_start.records import ColdStart
+from loadgen.verdict.checks.registry import Check
 
 
 class Progress:

@@ -19,10 +19,14 @@ import msgspec
 import numpy as np
 
 from loadgen.calibration.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
+from loadgen.client.endpoint import Signature, TensorSignature
+from loadgen.client.transports import TRANSPORTS
 from loadgen.comparison.loops import throughput_per_s
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
+from loadgen.launch.process import ChildProcess
+from loadgen.launch.work_folder import work_folder
 from loadgen.machine.calibration import CalibrationError, read_machine
 from loadgen.machine.environment import command_line, utc_now
 from loadgen.machine.fingerprint import fingerprint
@@ -30,11 +34,7 @@ from loadgen.records.machine import Calibration, CalibrationWorkload, TimingErro
 from loadgen.records.payloads import IMAGE_PAYLOADS
 from loadgen.records.run import Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
-from loadgen.statistics.percentiles import percentile
-from loadgen.targets.process import ChildProcess
-from loadgen.targets.work_folder import work_folder
-from loadgen.transport.endpoint import Signature, TensorSignature
-from loadgen.transport.transports import TRANSPORTS
+from loadgen.stats.percentiles import percentile
 
 JPEG_BYTES = 30_000
 GENERATOR_IS_BUSY = 0.9

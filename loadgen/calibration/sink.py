@@ -24,7 +24,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from loadgen.transport.http2 import (
+from loadgen.client.http2 import (
     ACK,
     DATA,
     END_HEADERS,

@@ -12,6 +12,11 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
+from loadgen.client.grpc import parse_grpc_address
+from loadgen.client.input_files import image_folder
+from loadgen.client.inputs import InputError
+from loadgen.client.requests import Address, AddressError
+from loadgen.client.tls import TlsError, tls_context
 from loadgen.experiment.padding import decide_padding
 from loadgen.experiment.plan import (
     AS_SERVED,
@@ -30,14 +35,9 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, ExperimentSettings
+from loadgen.probes.ceiling.plan import has_own_engines
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
-from loadgen.result.thresholds import plan_conditions
-from loadgen.studies.ceiling.plan import has_own_engines
-from loadgen.transport.grpc import parse_grpc_address
-from loadgen.transport.input_files import image_folder
-from loadgen.transport.inputs import InputError
-from loadgen.transport.requests import Address, AddressError
-from loadgen.transport.tls import TlsError, tls_context
+from loadgen.verdict.thresholds import plan_conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,9 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
     with the padding that every arm can do. Raises `PlanError`."""
     from loadgen.bench.preparation import make_deployment, make_inputs, model_name, prepare_inputs
+    from loadgen.client.endpoint import EndpointError
+    from loadgen.launch.interface import Deployment, DeploymentError, RemoteDeployment
     from loadgen.storage.store import RunStore
-    from loadgen.targets.interface import Deployment, DeploymentError, RemoteDeployment
-    from loadgen.transport.endpoint import EndpointError
 
     checked: dict[tuple[Label, str], Deployment] = {}
     decided = []

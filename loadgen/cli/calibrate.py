@@ -10,10 +10,10 @@ from typing import Annotated, TypeVar
 import typer
 
 from loadgen.cli.json_output import check_files, fail, write_json
+from loadgen.client.transports import TRANSPORTS
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import IMAGE_PAYLOADS
-from loadgen.transport.transports import TRANSPORTS
 
 EXIT_FAILED = 1
 _LOAD, _MEASUREMENT, _OUTPUT = (partial(typer.Option, rich_help_panel=one) for one in (LOAD, MEASUREMENT, OUTPUT))

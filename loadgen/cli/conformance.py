@@ -71,7 +71,7 @@ def conformance(
     from loadgen.conformance.runner import CaseRun
     from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, is_loopback
     from loadgen.conformance.subject import SubjectError
-    from loadgen.targets.work_folder import work_folder
+    from loadgen.launch.work_folder import work_folder
 
     try:
         cases = [

@@ -13,17 +13,17 @@ import typer
 from loadgen.cli.after import analysis_of, check_export, hand_over
 from loadgen.cli.assembly import check_out, default_out
 from loadgen.cli.json_output import check_files, complain, fail, write_json
+from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.experiment.file import checked_settings, read_file
 from loadgen.experiment.options import SettingOption, given_options, plain_options, takes_settings
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.invocation import ENGINE_WORKER
-from loadgen.studies.engines.settings import MatrixSettings
 
 if TYPE_CHECKING:
+    from loadgen.engine_matrix.records import Matrix, Plan
+    from loadgen.engine_matrix.store import MatrixStore
     from loadgen.records.run import Environment, RunState
-    from loadgen.studies.engines.records import Matrix, Plan
-    from loadgen.studies.engines.store import MatrixStore
 
 EXIT_MEASURED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 OPTIONS = plain_options(MatrixSettings, "ABSERVE_ENGINES")
@@ -86,11 +86,11 @@ def _settings(file: Path | None, given: dict[SettingOption, object]) -> MatrixSe
 
 def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Plan, Environment]:
     """Nothing is written yet but the default folder. Raises `PlanError`."""
+    from loadgen.engine_matrix.plan import expand, make_plan, requests_of
+    from loadgen.engine_matrix.records import Plan
+    from loadgen.engine_matrix.store import MatrixStore
+    from loadgen.engine_matrix.worker_process import check, read_offers
     from loadgen.machine.environment import read_environment
-    from loadgen.studies.engines.plan import expand, make_plan, requests_of
-    from loadgen.studies.engines.records import Plan
-    from loadgen.studies.engines.store import MatrixStore
-    from loadgen.studies.engines.worker_process import check, read_offers
 
     check_out(out)
     if out is not None and (out / Plan.FILE).exists():
@@ -105,12 +105,12 @@ def _stored(
     folder: Path, file: Path | None, given: dict[SettingOption, object]
 ) -> tuple[MatrixStore, Plan, Environment]:
     """The matrix in the folder, if it is the one asked for and this is its machine. Raises `PlanError`."""
+    from loadgen.engine_matrix.plan import difference
+    from loadgen.engine_matrix.store import MatrixStore
+    from loadgen.engine_matrix.worker_process import read_offers
     from loadgen.machine.environment import read_environment
     from loadgen.machine.fingerprint import fingerprint
     from loadgen.storage.store import StorageError
-    from loadgen.studies.engines.plan import difference
-    from loadgen.studies.engines.store import MatrixStore
-    from loadgen.studies.engines.worker_process import read_offers
 
     store = MatrixStore(folder)
     try:
@@ -146,10 +146,10 @@ def _run(
     fresh: bool,
 ) -> int:
     """Measure, report, and return the exit status."""
+    from loadgen.engine_matrix.measure import run_matrix
     from loadgen.report.console import make_console
     from loadgen.report.engine_progress import EngineProgress
     from loadgen.storage.store import StorageError
-    from loadgen.studies.engines.measure import run_matrix
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     console.print(
@@ -177,11 +177,11 @@ def _report(
     json_file: str | None,
     mlflow: str | None,
 ) -> int:
+    from loadgen.engine_matrix.analyse import analyse
+    from loadgen.engine_matrix.files import write_reports
+    from loadgen.engine_matrix.sections import matrix_document
     from loadgen.report.console import make_console
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.studies.engines.analyse import analyse
-    from loadgen.studies.engines.files import write_reports
-    from loadgen.studies.engines.sections import matrix_document
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     folder = store.directory
@@ -207,7 +207,7 @@ def _report(
 
 def exit_status(matrix: Matrix) -> int:
     """The status of a matrix that was not interrupted: whether every configuration was measured and right."""
-    from loadgen.studies.engines.plan import NO_MODEL
+    from loadgen.engine_matrix.plan import NO_MODEL
 
     failed = any(one.errors for one in matrix.configurations)
     wrong = any(

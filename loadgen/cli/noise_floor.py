@@ -21,7 +21,7 @@ from loadgen.records.run import EMBEDDED
 
 if TYPE_CHECKING:
     from loadgen.records.machine import NoiseFloor
-    from loadgen.result.result_file import Result
+    from loadgen.verdict.result_file import Result
 
 _MAIN = partial(typer.Option, rich_help_panel=MAIN)
 RESTARTS, PAIRS, PAIRS_OF_ONE_START = 6, 24, 12
@@ -56,9 +56,9 @@ def noise_floor(
     Exit status: 0 stored, 1 not stored, 2 an option or a file is wrong, 130 interrupted.
     """
     from loadgen.machine.noise_floor import NoiseFloorError, make_floor, store_floor
-    from loadgen.result.analysis import readable
-    from loadgen.result.noise_floor import COMMAND
     from loadgen.storage.stored_run import StoredRunError
+    from loadgen.verdict.analysis import readable
+    from loadgen.verdict.noise_floor import COMMAND
 
     try:
         folder, result, status = _stored(from_run) if from_run else _measured(context, file, out, options)
@@ -110,7 +110,7 @@ def _measured(
 
 
 def _stored(directory: Path) -> tuple[Path, Result | None, int]:
-    from loadgen.result.analysis import analyse, readable
+    from loadgen.verdict.analysis import analyse, readable
 
     with readable(directory):
         return directory, analyse(directory), EXIT_VALID

@@ -55,8 +55,8 @@ def rank(
     from loadgen.report.console import make_console
     from loadgen.report.job_summary import append_job_summary
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.result.analysis import readable
     from loadgen.storage.stored_run import StoredRunError
+    from loadgen.verdict.analysis import readable
 
     if spot and reserved:
         fail("give --spot or --reserved, not both")

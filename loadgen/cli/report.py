@@ -45,14 +45,14 @@ def report(
     """
     import webbrowser
 
+    from loadgen.engine_matrix.files import is_matrix
     from loadgen.experiment.plan import unknown
     from loadgen.exporters.mlflow import ExportError, check_mlflow
     from loadgen.report.console import make_console
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.result.analysis import readable
-    from loadgen.result.result_file import ResultError
     from loadgen.storage.stored_run import StoredRunError
-    from loadgen.studies.engines.files import is_matrix
+    from loadgen.verdict.analysis import readable
+    from loadgen.verdict.result_file import ResultError
 
     if mlflow is not None and output is not None:
         fail("give --mlflow or --format, not both")
@@ -104,7 +104,7 @@ def _of_comparison(directory: Path) -> Reported:
     from loadgen.report import write_reports
     from loadgen.report.contents import result_document
     from loadgen.report.files import formats
-    from loadgen.result.analysis import stored_result
+    from loadgen.verdict.analysis import stored_result
 
     result = stored_result(directory)
     write, export = partial(write_reports, directory, result), partial(export_result, result=result, folder=directory)
@@ -112,9 +112,9 @@ def _of_comparison(directory: Path) -> Reported:
 
 
 def _of_matrix(directory: Path) -> Reported:
+    from loadgen.engine_matrix import files
+    from loadgen.engine_matrix.sections import matrix_document
     from loadgen.exporters.mlflow import export_matrix
-    from loadgen.studies.engines import files
-    from loadgen.studies.engines.sections import matrix_document
 
     matrix = files.stored_matrix(directory)
     notes = () if files.has_parquet() else (files.NO_PARQUET,)

@@ -6,11 +6,11 @@ Each arm is compared with the baseline and, for the ranking, the others with eac
 - no_difference: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
 - arm_better, baseline_better: the interval excludes 1, and p, after Holm's adjustment over all comparisons of the run,
   is below 5 %;
-- inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.result.noise_floor`).
+- inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.verdict.noise_floor`).
 
 The interval is Student's t over the pairs, or over the restarts if there are several; with `--until decided` one that
-stays valid after every pair (`loadgen.statistics.anytime`). High percentiles come from the samples of all pairs
-together (`loadgen.statistics.tails`). All of them allow for successive pairs that resemble each other.
+stays valid after every pair (`loadgen.stats.anytime`). High percentiles come from the samples of all pairs
+together (`loadgen.stats.tails`). All of them allow for successive pairs that resemble each other.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import msgspec
 
 from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics, unit_of
 from loadgen.comparison.summaries import BlockSummary
+from loadgen.probes.cold_start.records import ColdStart
+from loadgen.probes.rate_search.records import RampFound, RateFound
 from loadgen.quantities import Interval, inverse
 from loadgen.quantities import ratio as factor_words
 from loadgen.records.run import Experiment, Label, Pairing, Record, shown
-from loadgen.statistics.anytime import estimate_anytime
-from loadgen.statistics.ratios import (
+from loadgen.stats.anytime import estimate_anytime
+from loadgen.stats.ratios import (
     SIGNIFICANCE,
     Correlation,
     RatioEstimate,
@@ -41,9 +43,7 @@ from loadgen.statistics.ratios import (
     plausible_correlation,
     unbiased,
 )
-from loadgen.statistics.tails import Tail, estimate_tail_ratio
-from loadgen.studies.cold_start.records import ColdStart
-from loadgen.studies.rate_search.records import RampFound, RateFound
+from loadgen.stats.tails import Tail, estimate_tail_ratio
 
 Outcome = Literal["arm_better", "baseline_better", "no_difference", "inconclusive", "invalid"]
 Method = Literal[

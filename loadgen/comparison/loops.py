@@ -33,7 +33,7 @@ import numpy.typing as npt
 from loadgen.quantities import number
 from loadgen.records.run import Record
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
-from loadgen.statistics.percentiles import percentile
+from loadgen.stats.percentiles import percentile
 
 FIRST_SHARE = 0.2
 """Share of a block's counted requests that are its first ones, which are compared with the rest."""

@@ -13,15 +13,15 @@ from loadgen.comparison.loops import pool_open_loops
 from loadgen.comparison.pool import Pool
 from loadgen.comparison.summaries import BlockSummary, measured_latencies_ms
 from loadgen.experiment.arrivals import arrival_count
+from loadgen.probes.cold_start.records import ColdStart
+from loadgen.probes.rate_search.records import RampFound, RateFound
 from loadgen.quantities import per_second
 from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_S
-from loadgen.statistics.percentiles import samples_needed
-from loadgen.statistics.ratios import Values, lag_one
-from loadgen.statistics.tails import Round
+from loadgen.stats.percentiles import samples_needed
+from loadgen.stats.ratios import Values, lag_one
+from loadgen.stats.tails import Round
 from loadgen.storage.stored_run import StoredBlock
-from loadgen.studies.cold_start.records import ColdStart
-from loadgen.studies.rate_search.records import RampFound, RateFound
 
 
 class Metric(NamedTuple):

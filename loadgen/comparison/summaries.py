@@ -26,8 +26,8 @@ from loadgen.comparison.pool import Pool
 from loadgen.comparison.stages import contradictions_in
 from loadgen.records.run import BlockRecord, Label, Record
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
-from loadgen.statistics.percentiles import distribution, percentile
-from loadgen.statistics.ratios import geometric_mean, interval_of_mean
+from loadgen.stats.percentiles import distribution, percentile
+from loadgen.stats.ratios import geometric_mean, interval_of_mean
 from loadgen.storage.stored_run import StoredBlock
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, ParamSpec
 
+from loadgen.client.requests import quoted
 from loadgen.conformance.model import Body, InferenceRequest, json_body
 from loadgen.conformance.records import Answer, Fact, Protocol, Seen, Verdict
 from loadgen.conformance.servers import DEFAULTS, Setting
 from loadgen.conformance.subject import Subject
 from loadgen.conformance.wire import infer_message, messages
-from loadgen.transport.requests import quoted
 
 P = ParamSpec("P")
 Send = Callable[[Subject, Protocol], Answer | Seen]

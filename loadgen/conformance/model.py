@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loadgen.client.endpoint import TensorSignature
+from loadgen.client.inputs import NUMPY_TYPES
+from loadgen.client.requests import model_path
 from loadgen.conformance.records import NotApplicableError
-from loadgen.transport.endpoint import TensorSignature
-from loadgen.transport.inputs import NUMPY_TYPES
-from loadgen.transport.requests import model_path
 
 Array = npt.NDArray[Any]
 

@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadgen.client.endpoint import Endpoint, EndpointError
+from loadgen.client.outputs import read_body
 from loadgen.conformance.model import HEADER, Body, Model
 from loadgen.conformance.records import Answer, NotApplicableError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
-from loadgen.targets.interface import DeploymentError, RemoteDeployment
-from loadgen.transport.endpoint import Endpoint, EndpointError
-from loadgen.transport.outputs import read_body
+from loadgen.launch.interface import DeploymentError, RemoteDeployment
 
 GOLDEN_TOLERANCE = 1e-5
 ANSWER_SECONDS = 20.0

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from loadgen.documents import is_stored, one_line, stored_path
+from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
+from loadgen.probes.gpu_proof.analyse import GpuFound
 from loadgen.ranking.candidates import configuration_name
 from loadgen.records.run import Environment
-from loadgen.result.result_file import FILE_NAME, Result
-from loadgen.studies.engines.records import CellResult, Estimate, Matrix
-from loadgen.studies.gpu_proof.analyse import GpuFound
+from loadgen.verdict.result_file import FILE_NAME, Result
 
 EXPERIMENT = "abserve"
 INSTALL = "pip install 'abserve[mlflow]'"

@@ -18,18 +18,18 @@ import gevent
 from gevent.event import Event
 from gevent.lock import Semaphore
 
+from loadgen.client.bodies import choose_items, failure_message
+from loadgen.client.exchange import Connection, ConnectionRefused
+from loadgen.client.expected_outputs import ExpectedOutputs
+from loadgen.client.inputs import InputError, read_inputs
+from loadgen.client.transports import Bodies, Target, prepare_bodies
+from loadgen.client.variation import FreshNumbers, find_variation
 from loadgen.generator.kept_answers import KeptAnswers
 from loadgen.generator.messages import CONNECT_SECONDS, Done, Go, Open, Outcome, Prepare, Refusal, Reply
 from loadgen.generator.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.generator.users import Traffic
 from loadgen.generator.window import Claim, Counts, LoadWindow, shared_counts
 from loadgen.records.samples import NS_PER_S, SampleWriter
-from loadgen.transport.bodies import choose_items, failure_message
-from loadgen.transport.exchange import Connection, ConnectionRefused
-from loadgen.transport.expected_outputs import ExpectedOutputs
-from loadgen.transport.inputs import InputError, read_inputs
-from loadgen.transport.transports import Bodies, Target, prepare_bodies
-from loadgen.transport.variation import FreshNumbers, find_variation
 
 _FLUSH_SECONDS = 0.5
 

@@ -10,9 +10,9 @@ from random import Random
 import msgspec
 import numpy as np
 
+from loadgen.client.bodies import AnswerError
+from loadgen.client.inputs import Array, byte_array
 from loadgen.generator.messages import KeptAnswer, KeptTensor
-from loadgen.transport.bodies import AnswerError
-from loadgen.transport.inputs import Array, byte_array
 
 MOST_ROWS = 1
 """Items of one answer that are compared; all of them are searched for NaN and infinity."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import msgspec
 
+from loadgen.client.endpoint import Signature
 from loadgen.experiment.arrivals import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
-from loadgen.transport.endpoint import Signature
 
 CONNECT_SECONDS = 30.0
 """How long the users of a block may take to connect."""

@@ -15,6 +15,7 @@ from time import monotonic, perf_counter_ns
 
 import msgspec
 
+from loadgen.client.shared_memory import sweep
 from loadgen.generator.distribution import Contribution, merge, shares
 from loadgen.generator.messages import (
     CONNECT_SECONDS,
@@ -32,8 +33,7 @@ from loadgen.generator.messages import (
 from loadgen.generator.window import counts_bytes
 from loadgen.headers import secret_of
 from loadgen.invocation import OWN_MODULE
-from loadgen.targets.process import ChildProcess
-from loadgen.transport.shared_memory import sweep
+from loadgen.launch.process import ChildProcess
 
 SILENCE_SECONDS = 10.0
 """A process that opens or runs a block and sends no heartbeat for this long counts as hung."""

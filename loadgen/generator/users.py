@@ -8,13 +8,13 @@ from __future__ import annotations
 from itertools import count
 from time import perf_counter_ns
 
+from loadgen.client.bodies import failure_message
+from loadgen.client.exchange import Connection, ConnectionRefused, Exchange
+from loadgen.client.expected_outputs import ExpectedOutputs
+from loadgen.client.transports import Sendable, Target, keep_answer
+from loadgen.client.variation import FreshItems
 from loadgen.generator.kept_answers import KeptAnswers
 from loadgen.records.samples import SampleWriter
-from loadgen.transport.bodies import failure_message
-from loadgen.transport.exchange import Connection, ConnectionRefused, Exchange
-from loadgen.transport.expected_outputs import ExpectedOutputs
-from loadgen.transport.transports import Sendable, Target, keep_answer
-from loadgen.transport.variation import FreshItems
 
 GOOD = -1
 _MOST_MESSAGES = 200

@@ -16,6 +16,16 @@ from typing import Any
 import msgspec
 from locust import User
 
+from loadgen.client.bodies import choose_items
+from loadgen.client.endpoint import Endpoint, Signature
+from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.expected_outputs import ExpectedOutputs
+from loadgen.client.grpc import parse_grpc_address
+from loadgen.client.input_files import image_folder, read_given
+from loadgen.client.inputs import InputError, SampleInputs, read_inputs, served_model, write_samples
+from loadgen.client.requests import Address, AddressError
+from loadgen.client.transports import TRANSPORTS, Target, prepare_bodies
+from loadgen.client.variation import FreshNumbers, find_variation
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
 from loadgen.headers import HeaderError, read_headers
@@ -23,16 +33,6 @@ from loadgen.locustfile.workers import WorkerFile
 from loadgen.records.payloads import DEFAULT_NAME, PAYLOADS, implied_payload, inputs_in_words, reference, served_name
 from loadgen.records.run import Access, Arrivals, Transport
 from loadgen.records.samples import SampleWriter
-from loadgen.transport.bodies import choose_items
-from loadgen.transport.endpoint import Endpoint, Signature
-from loadgen.transport.exchange import ConnectionRefused
-from loadgen.transport.expected_outputs import ExpectedOutputs
-from loadgen.transport.grpc import parse_grpc_address
-from loadgen.transport.input_files import image_folder, read_given
-from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, served_model, write_samples
-from loadgen.transport.requests import Address, AddressError
-from loadgen.transport.transports import TRANSPORTS, Target, prepare_bodies
-from loadgen.transport.variation import FreshNumbers, find_variation
 
 logger = logging.getLogger("abserve")
 

@@ -11,9 +11,10 @@ from loadgen.comparison.pairs import pair_metrics
 from loadgen.documents import DocumentError, read_named, read_record
 from loadgen.machine.environment import utc_now
 from loadgen.machine.fingerprint import cache_path, fingerprint, store_record
+from loadgen.probes.cold_start.analyse import ColdStartsFound
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Environment, Experiment
-from loadgen.result.noise_floor import (
+from loadgen.verdict.noise_floor import (
     COMMAND,
     floor_entries,
     floor_of_arm,
@@ -22,8 +23,7 @@ from loadgen.result.noise_floor import (
     server_of,
     tail_floors,
 )
-from loadgen.result.result_file import Result
-from loadgen.studies.cold_start.analyse import ColdStartsFound
+from loadgen.verdict.result_file import Result
 
 
 class NoiseFloorError(Exception):

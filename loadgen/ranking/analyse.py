@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
+from loadgen.engine_matrix.records import Estimate
 from loadgen.ranking.candidates import Read, join_machines
 from loadgen.ranking.prices import prices_of
 from loadgen.ranking.records import Candidate, Cost, Group, Kind, LeftOut, Machine, Option, Price, Ranking, Work
-from loadgen.studies.engines.records import Estimate
 
 MILLION = 1e6
 _SECONDS_PER_HOUR = 3600.0

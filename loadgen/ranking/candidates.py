@@ -10,16 +10,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from loadgen.engine_matrix.cells import has_copies
+from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix
+from loadgen.probes.gpu_proof.analyse import GpuFound
+from loadgen.probes.rate_search.records import RatesFound
 from loadgen.quantities import Interval
 from loadgen.ranking.records import Candidate, LeftOut, Machine, Point, Work
 from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of, shown
-from loadgen.result.checks.registry import complaints
-from loadgen.result.result_file import Result
-from loadgen.statistics.ratios import geometric_mean, interval_of_mean
-from loadgen.studies.engines.cells import has_copies
-from loadgen.studies.engines.records import ConfigurationResult, Estimate, Matrix
-from loadgen.studies.gpu_proof.analyse import GpuFound
-from loadgen.studies.rate_search.records import RatesFound
+from loadgen.stats.ratios import geometric_mean, interval_of_mean
+from loadgen.verdict.checks.registry import complaints
+from loadgen.verdict.result_file import Result
 
 NOT_REPORTED = "not reported"
 _NS_PER_MS = 1e6

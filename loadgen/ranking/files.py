@@ -9,17 +9,17 @@ import msgspec
 
 import loadgen.report.document as doc
 from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path
+from loadgen.engine_matrix.files import read_matrix
+from loadgen.engine_matrix.records import Matrix
 from loadgen.ranking.candidates import Read, from_matrix, from_result
 from loadgen.ranking.records import Ranking
 from loadgen.ranking.sections import CSV_OPTIONS, CSV_POINTS
 from loadgen.report.renderers.csv import render_csv
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.result.analysis import readable, stored_result
-from loadgen.result.result_file import FILE_NAME, ResultError, read_result, write_atomically
 from loadgen.storage.stored_run import StoredRunError
-from loadgen.studies.engines.files import read_matrix
-from loadgen.studies.engines.records import Matrix
+from loadgen.verdict.analysis import readable, stored_result
+from loadgen.verdict.result_file import FILE_NAME, ResultError, read_result, write_atomically
 
 _REMEDY = (
     "give a folder that `abserve engines` or `abserve compare` wrote to, a folder of such folders, a matrix.json or a "

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from loadgen.engine_matrix.records import Estimate
 from loadgen.records.run import Record
-from loadgen.studies.engines.records import Estimate
 
 Kind = Literal["on-demand", "spot", "reserved"]
 Source = Literal["engines", "comparison"]

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import loadgen.report.document as doc
+from loadgen.engine_matrix.records import Estimate
 from loadgen.quantities import counted, items, measured, measured_interval, per_second
 from loadgen.ranking.prices import ADD_A_PRICE
 from loadgen.ranking.records import Cost, Group, Machine, Option, Point, Ranking, Work
 from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
-from loadgen.studies.engines.records import Estimate
 
 MOST_NAMES = 6
 """Names that are listed of what one reason left out; rank.json has them all."""

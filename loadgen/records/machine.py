@@ -2,7 +2,7 @@
 
 The generator is calibrated against a sink: a process that takes a request, keeps it for a known time and answers with
 2 KB, so that the generator's own cost remains. The check `generator_ceiling` warns about a workload that reaches more
-than half of the maximum found here. `loadgen.result.noise_floor` makes and applies the noise floor.
+than half of the maximum found here. `loadgen.verdict.noise_floor` makes and applies the noise floor.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ParityCase(Record, frozen=True, kw_only=True):
     max_abs: float
     ok: bool
     relative_max: float | None = None
-    """Largest relative error of an item: ‖answer − expected‖ over ‖expected‖; see `loadgen.statistics.agreement`."""
+    """Largest relative error of an item: ‖answer − expected‖ over ‖expected‖; see `loadgen.stats.agreement`."""
     element_max: float | None = None
     """Largest relative error of an element, except elements that are small relative to the others."""
     output: str | None = None

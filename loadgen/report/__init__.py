@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from loadgen.result.result_file import Result
+from loadgen.verdict.result_file import Result
 
 EXPERIMENT_FILE = "experiment.yaml"
 
@@ -18,7 +18,7 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     from loadgen.report.contents import result_document
     from loadgen.report.renderers.html import render_html
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.result.result_file import FILE_NAME, ResultError, encode_result, read_result, write_atomically
+    from loadgen.verdict.result_file import FILE_NAME, ResultError, encode_result, read_result, write_atomically
 
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
     document = result_document(result)

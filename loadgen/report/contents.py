@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import loadgen.report.document as doc
 from loadgen.comparison.claims import join
+from loadgen.probes.registry import parts
 from loadgen.report.charts import several, titles
 from loadgen.report.sections import checks, comparisons, conditions, verdict
-from loadgen.result.result_file import Result
-from loadgen.studies.registry import parts
+from loadgen.verdict.result_file import Result
 
 MakeSection = Callable[[Result], doc.Section | None]
 STUDIES = None

@@ -7,7 +7,7 @@ from loadgen.comparison.claims import verdict_words
 from loadgen.comparison.pairs import METRICS
 from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.sections.comparisons import better_of
-from loadgen.result.run_difference import ComparisonChange, RunDifference
+from loadgen.verdict.run_difference import ComparisonChange, RunDifference
 
 
 def difference(found: RunDifference) -> doc.Document:

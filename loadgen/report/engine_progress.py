@@ -8,12 +8,12 @@ from time import monotonic
 from rich.spinner import Spinner
 from rich.text import Text
 
+from loadgen.engine_matrix.cells import samples_ns
+from loadgen.engine_matrix.plan import NO_MODEL
+from loadgen.engine_matrix.progress import Progress, name_of
+from loadgen.engine_matrix.records import Configuration, Measured, Visit
 from loadgen.quantities import number, per_second
 from loadgen.report.progress import MovingLine, clock
-from loadgen.studies.engines.cells import samples_ns
-from loadgen.studies.engines.plan import NO_MODEL
-from loadgen.studies.engines.progress import Progress, name_of
-from loadgen.studies.engines.records import Configuration, Measured, Visit
 
 
 class EngineProgress(MovingLine, Progress):

@@ -10,7 +10,7 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.csv import csv_names, render_csv
 from loadgen.report.renderers.junit import render_junit
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.result.result_file import Result, encode_result, write_atomically
+from loadgen.verdict.result_file import Result, encode_result, write_atomically
 
 CSV = "comparisons"
 """The table that the plain name csv stands for."""

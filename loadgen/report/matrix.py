@@ -12,7 +12,7 @@ from loadgen.experiment.plan import Combination
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import against_baseline, comparison_table
-from loadgen.result.result_file import Result, write_atomically
+from loadgen.verdict.result_file import Result, write_atomically
 
 NOTE = (
     "Each table compares the arms over one transport with one payload. Do not compare figures of different tables: the "

@@ -24,15 +24,15 @@ from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.documents import one_line
+from loadgen.probes.cold_start.records import ColdStart
 from loadgen.quantities import counted, number, per_second
 from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, BlockRecord, Pairing, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
-from loadgen.result.checks.registry import Check
-from loadgen.result.checks.run import parity_figures
-from loadgen.studies.cold_start.records import ColdStart
+from loadgen.verdict.checks.registry import Check
+from loadgen.verdict.checks.run import parity_figures
 
 FIXED = "These intervals do not stop the run; the verdict follows after the checks."
 OPEN = "Pairs are added until every scenario is decided; these intervals stay valid when checked after every pair."

@@ -3,7 +3,7 @@
 Order: inputs and export → for each restart (all servers up → parity → warm-up → studies under load → servers down) →
 engines alone → cold starts. Parity comes before any load, so that a wrong server costs no time; cold starts come last,
 when the page cache is warm for all. Under load all servers are up and one of them gets requests. The studies are in
-`loadgen.studies`, their run context in `loadgen.bench`.
+`loadgen.probes`, their run context in `loadgen.bench`.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from loadgen.bench.interruption import interruptible, uninterrupted
 from loadgen.bench.load_runner import LoadError
 from loadgen.bench.preparation import PreparationError, describe_inputs, export_artefacts, make_inputs, prepare_inputs
 from loadgen.bench.progress import Progress
+from loadgen.client.endpoint import EndpointError
+from loadgen.client.inputs import InputError
+from loadgen.client.requests import AddressError
 from loadgen.experiment.padding import padding_in_words
 from loadgen.experiment.plan import sized
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.generator.process import GeneratorError
 from loadgen.invocation import ABSERVE
+from loadgen.launch.interface import DeploymentError
+from loadgen.launch.process import ProcessError
+from loadgen.launch.work_folder import work_folder
 from loadgen.machine.calibration import own_calibration
 from loadgen.machine.environment import read_environment, utc_now
 from loadgen.machine.noise_floor import own_floors
+from loadgen.probes.ceiling.measure import measure_ceilings
+from loadgen.probes.ceiling.plan import wants_ceilings
+from loadgen.probes.cold_start.measure import measure_cold_starts, repetitions_of
+from loadgen.probes.registry import measurements
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Experiment, RunState
 from loadgen.run.servers import ParityFailedError, make_arms, require_parity, start_servers
-from loadgen.statistics.agreement import tolerance_of
+from loadgen.stats.agreement import tolerance_of
 from loadgen.storage.run_lock import running
 from loadgen.storage.store import RunStore, StorageError
-from loadgen.studies.ceiling.measure import measure_ceilings
-from loadgen.studies.ceiling.plan import wants_ceilings
-from loadgen.studies.cold_start.measure import measure_cold_starts, repetitions_of
-from loadgen.studies.registry import measurements
-from loadgen.targets.interface import DeploymentError
-from loadgen.targets.process import ProcessError
-from loadgen.targets.work_folder import work_folder
-from loadgen.transport.endpoint import EndpointError
-from loadgen.transport.inputs import InputError
-from loadgen.transport.requests import AddressError
 
 RUN_ERRORS = (
     AddressError, DeploymentError, EndpointError, GeneratorError, InputError, LoadError, ParityFailedError,

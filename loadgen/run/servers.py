@@ -11,13 +11,13 @@ from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
 from loadgen.bench.preparation import READY_SECONDS, make_deployment, model_name
+from loadgen.client.endpoint import EndpointError, Signature
+from loadgen.launch.compose import ComposeDeployment, require_one_way
+from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.launch.interface import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, Label, option_of, shown
-from loadgen.statistics.agreement import Tolerance
-from loadgen.targets.compose import ComposeDeployment, require_one_way
-from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.targets.interface import RUNNING_READY_SECONDS, DeploymentError
-from loadgen.transport.endpoint import EndpointError, Signature
+from loadgen.stats.agreement import Tolerance
 
 
 class ParityFailedError(Exception):

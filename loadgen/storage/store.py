@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from loadgen.headers import HIDDEN, HeaderValue, secrets_in
+from loadgen.probes.rate_search.records import Trial
 from loadgen.records.run import BlockRecord, Experiment, Record
-from loadgen.studies.rate_search.records import Trial
 
 
 class StorageError(Exception):

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from loadgen.documents import DocumentError, list_inside, read_inside, read_record
+from loadgen.probes.answers.records import AnswersCompared
+from loadgen.probes.causes.records import Explanation
+from loadgen.probes.ceiling.records import Ceilings
+from loadgen.probes.cold_start.records import ColdStart, ContainerColdStart
+from loadgen.probes.fairness.records import CacheProbe, Conditions
+from loadgen.probes.gpu_proof.readings import Readings, ReadingsError, read_readings
+from loadgen.probes.gpu_proof.records import EvidenceFile
+from loadgen.probes.rate_search.records import Trial
 from loadgen.records.machine import Calibration, NoiseFloor
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, BlockRecord, Environment, Experiment, Record, RunState, Workload
 from loadgen.records.samples import SampleFile, Samples, find_samples
 from loadgen.storage.run_lock import is_running
-from loadgen.studies.answers.records import AnswersCompared
-from loadgen.studies.causes.records import Explanation
-from loadgen.studies.ceiling.records import Ceilings
-from loadgen.studies.cold_start.records import ColdStart, ContainerColdStart
-from loadgen.studies.fairness.records import CacheProbe, Conditions
-from loadgen.studies.gpu_proof.readings import Readings, ReadingsError, read_readings
-from loadgen.studies.gpu_proof.records import EvidenceFile
-from loadgen.studies.rate_search.records import Trial
 
 R = TypeVar("R", bound=Record)
 

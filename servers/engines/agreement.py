@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.models.specification import ModelSpecification, OutputKind
+from servers.protocol.tensors import Array, TensorSpec
 
 TOLERANCE: Mapping[str, float] = {"fp32": 1e-3, "tf32": 0.01, "fp16": 0.03, "bf16": 0.05, "int8": 0.6, "fp8": 0.6}
 """By precision, the largest relative error of a row, and its largest difference in units of its largest value."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servers.contract.tensors import Array, Shaped, TensorSpec
 from servers.models.items import random_array
 from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.tensors import Array, Shaped, TensorSpec
 
 SMALLEST_AXIS_BUCKET = 16
 

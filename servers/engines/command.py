@@ -25,11 +25,11 @@ from servers.models.weights import WeightsError, WeightsSource, parse_weights, p
 from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
-    from servers.contract.tensors import Array
     from servers.engines.measurement import BatchMeasurement
     from servers.engines.profiling.profile import EngineProfile
     from servers.export.artefacts import ExecutedFile
     from servers.models.specification import ModelSpecification
+    from servers.protocol.tensors import Array
 
 SCHEMA = "abserve.engine/2"
 PICTURES = 16

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.device_copies import HostCopies
 from servers.engines.padding import fill_rows
 from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.tensors import Array, TensorSpec
 
 TORCH_TYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine, Finish
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array
 
 SLOT_BYTES = 2**18
 """Slots are as far apart as the smallest multiple of this that holds an item."""

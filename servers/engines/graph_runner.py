@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servers.contract.errors import InvalidRequestError
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
 from servers.engines.copies import cut_copy
 from servers.engines.device_copies import CudaCopies, HostCopies
@@ -23,6 +21,8 @@ from servers.engines.interface import DeviceMemory, Finish, HostMemory, Request
 from servers.engines.padding import Padding, divide, fill_rows, pad_to_text
 from servers.gpu.cuda_library import CudaError
 from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.errors import InvalidRequestError
+from servers.protocol.tensors import Array, TensorSpec
 
 FLIGHTS = 2
 """Batches that may be unfinished at once: one arrives while the other one is executed."""

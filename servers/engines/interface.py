@@ -14,13 +14,13 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.batches import valid_inputs
 from servers.engines.padding import Padding, Staging, divide
 from servers.engines.settings import EngineError as EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.protocol.tensors import Array
 
 PROFILE_AT_START = "ABSERVE_PROFILE_AT_START"
 """Environment variable: 0 skips the kernel probe, for starts that are timed."""

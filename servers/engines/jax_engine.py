@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servers.contract.errors import InvalidRequestError
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.agreement import Disagreement, disagreement
 from servers.engines.batches import (
     axis_buckets,
@@ -42,6 +40,8 @@ from servers.engines.settings import KINDS, EngineKind
 from servers.gpu.cuda_library import device_uuid
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError
+from servers.protocol.errors import InvalidRequestError
+from servers.protocol.tensors import Array, TensorSpec
 
 LIBRARIES = ("jax", "torchax")
 INSTALL = "make engines"

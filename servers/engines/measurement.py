@@ -18,7 +18,6 @@ from statistics import median
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.agreement import LOSSY, Disagreement, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.flight_rate import flight_rate
@@ -26,6 +25,7 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.protocol.tensors import Array
 
 ROTATION, DISTINCT_ROWS = 4, 8
 """Inputs that take turns, so that no run finds its own in a cache, and the rows in which they differ."""

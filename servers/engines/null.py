@@ -9,12 +9,12 @@ from zlib import crc32
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
 from servers.models.preprocessing import UInt8Array, normalise
 from servers.models.specification import ModelSpecification, Preprocessing
 from servers.models.weights import WeightsSource
+from servers.protocol.tensors import Array
 
 
 class NullEngine(Engine):

@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from servers.contract.errors import InvalidRequestError
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, has_buckets, random_inputs
 from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
 from servers.engines.onnxruntime_cuda import (
@@ -38,6 +36,8 @@ from servers.engines.onnxruntime_cuda import (
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.gpu.cuda_library import device_uuid
 from servers.models.file_names import for_library
+from servers.protocol.errors import InvalidRequestError
+from servers.protocol.tensors import Array, TensorSpec
 
 PRECISION_KEY = "abserve.precision"
 """In an ONNX file's metadata: the precision of its weights. A file without it holds FP32."""

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.agreement import disagreement
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
 from servers.engines.interface import EngineError
 from servers.gpu.info import MAX_CPU_TIME_RATIO
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array, TensorSpec
 
 CPU_PROVIDER = "CPUExecutionProvider"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"

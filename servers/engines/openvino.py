@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from servers.contract.tensors import Array
 from servers.engines.agreement import Disagreement, disagreement
 from servers.engines.batches import check_sizes
 from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
@@ -24,6 +23,7 @@ from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.processors import thread_count
 from servers.engines.proof import proof_batch
 from servers.engines.settings import EngineKind
+from servers.protocol.tensors import Array
 
 KIND = EngineKind(
     "servers.engines.openvino:OpenVINOEngine",

@@ -13,9 +13,9 @@ from math import prod
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.settings import EngineError
 from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.tensors import Array
 
 BatchKey = Sequence[tuple[str, tuple[int, ...]]]
 NO_SIZES = "none"

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.batches import random_inputs
 from servers.models.items import valid_items
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array
 
 Answer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Answers a batch: arrays by input in, arrays by output out."""

@@ -13,10 +13,10 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.measurement import Reference, references_of
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.protocol.tensors import Array
 
 ITEMS = 16
 """Random items of each size. One of them is a share of 6 % of the top-1 agreement."""

@@ -19,7 +19,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from servers.contract.tensors import Array
 from servers.engines.agreement import Disagreement, disagreement
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
 from servers.engines.interface import EngineDescription, EngineError, first_line
@@ -43,6 +42,7 @@ from servers.engines.torch_towers import (
 )
 from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
+from servers.protocol.tensors import Array
 
 PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from servers.contract.tensors import Array
 from servers.engines.batches import valid_inputs
 from servers.engines.flight import event_pair
 from servers.engines.graph_runner import FLIGHTS, Build, Call, GraphRunner
@@ -18,6 +17,7 @@ from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish,
 from servers.engines.padding import Padding
 from servers.engines.processors import cuda_index
 from servers.gpu.cuda_library import CudaError, device_uuid
+from servers.protocol.tensors import Array
 
 TOP_KERNELS = 8
 """How many kernels a kernel probe lists by name."""

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
-from servers.contract.tensors import Array
 from servers.engines.batches import Bucket
 from servers.engines.flight import TORCH_TYPES
 from servers.engines.graph_runner import Enqueue
@@ -32,6 +31,7 @@ from servers.engines.proof import proof_batch
 from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import executed_module, to_precision
+from servers.protocol.tensors import Array
 
 OWN_MODULE = "the model's own module"
 

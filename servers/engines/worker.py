@@ -33,12 +33,12 @@ from servers.engines.environment import enter_environment_of
 from servers.engines.request import Request, checked, offers
 
 if TYPE_CHECKING:
-    from servers.contract.tensors import Array
     from servers.engines.interface import Engine
     from servers.engines.measurement import BatchMeasurement, Reference
     from servers.engines.resources import Resources
     from servers.models.specification import ModelSpecification
     from servers.models.weights import WeightsSource
+    from servers.protocol.tensors import Array
 
 TOP_KERNELS = 10
 WARM_UP_SHARE = 0.25

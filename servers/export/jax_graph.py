@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.interface import EngineError, first_line
 from servers.engines.jax_engine import as_jax, start_jax
 from servers.export.errors import ExportError
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch

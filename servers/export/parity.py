@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.agreement import disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine
@@ -18,6 +17,7 @@ from servers.models.corpus import jpeg_paths
 from servers.models.items import valid_items
 from servers.models.preprocessing import UInt8Array, decode_jpeg, normalise, resize_and_crop
 from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.tensors import Array
 
 BATCHES = (1, 2, 7)
 """One, the size of the exporter's example, and a size for which nothing was tuned."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.engines.onnxruntime import PRECISION_KEY, ort_reason
 from servers.export.errors import ExportError
 from servers.export.parity import BATCHES, corpus_pixels
@@ -26,6 +25,7 @@ from servers.models.corpus import jpeg_paths
 from servers.models.items import valid_items
 from servers.models.preprocessing import normalise
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array
 
 OPERATORS = ("Conv", "Gemm", "MatMul")
 """What is quantised, where the weights are constants."""

@@ -17,13 +17,13 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from servers.contract.tensors import TensorSpec
 from servers.defaults import MAX_QUEUE_DELAY_US
 from servers.engines.batches import axis_buckets, warm_up_sizes
 from servers.engines.processors import cuda_index
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import TensorSpec
 
 HEADER = "# Generated from the model specification; do not edit. To generate it again: abserve triton-repo{}\n"
 

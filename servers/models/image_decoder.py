@@ -15,9 +15,9 @@ from math import prod
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.models.preprocessing import MAX_PIXELS, ImageError, UInt8Array, decode_jpeg, resize_and_crop
 from servers.models.specification import Preprocessing
+from servers.protocol.tensors import Array
 
 MAX_DEFAULT_THREADS = 4
 """The default stays small because each thread may hold a whole decoded image."""

@@ -8,8 +8,8 @@ from math import prod
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array
 
 Values = Mapping[str, tuple[int, int]]
 """By input, the least value and the one above the largest."""

@@ -15,8 +15,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from servers.contract.errors import InvalidRequestError
 from servers.models.specification import Preprocessing
+from servers.protocol.errors import InvalidRequestError
 
 UInt8Array = npt.NDArray[np.uint8]
 Float32Array = npt.NDArray[np.float32]

@@ -19,11 +19,11 @@ from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
-from servers.contract.tensors import TensorSpec
 from servers.models import sources
 from servers.models.sources import open_clip
 from servers.models.specification import PAYLOADS, ModelSpecification, choose_from, closest
 from servers.models.specification import UnknownModelError as UnknownModelError
+from servers.protocol.tensors import TensorSpec
 
 DEFAULT_MODEL = open_clip.SPECIFICATION.reference
 SOURCES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_modules(sources.__path__)))

@@ -25,7 +25,6 @@ from urllib.parse import quote
 
 import numpy as np
 
-from servers.contract.tensors import Array
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
 from servers.models.corpus import credits_text, jpeg_paths
 from servers.models.items import item_bytes, valid_items
@@ -33,6 +32,7 @@ from servers.models.preprocessing import ImageError, decode_jpeg, normalise, res
 from servers.models.registry import payload_variants
 from servers.models.sequence_lengths import text_lengths
 from servers.models.specification import Axis, ModelSpecification, Preprocessing
+from servers.protocol.tensors import Array
 
 SCHEMA = "abserve.samples/2"
 MANIFEST = "samples.json"

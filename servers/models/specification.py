@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
-from servers.contract.tensors import Array, Shaped, TensorSpec
+from servers.protocol.tensors import Array, Shaped, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,6 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from servers.contract.errors import ContractError, InvalidRequestError
-from servers.contract.values import parse_json
 from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
@@ -22,6 +20,8 @@ from servers.native.inference import InferenceService
 from servers.native.metrics import CONTENT_TYPE, render
 from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
+from servers.protocol.errors import ContractError, InvalidRequestError
+from servers.protocol.values import parse_json
 
 T = TypeVar("T")
 Document = documents.Document | list[documents.Document]

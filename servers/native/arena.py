@@ -24,11 +24,11 @@ from typing import Protocol
 
 import numpy as np
 
-from servers.contract.errors import UnavailableError
-from servers.contract.tensors import Array
 from servers.native.errors import HOLDS_ENOUGH
 from servers.native.limits import ByteBudget
 from servers.native.settings import NativeSettings
+from servers.protocol.errors import UnavailableError
+from servers.protocol.tensors import Array
 
 SMALLEST_SLOT_BYTES = 4096
 MIN_SLOTS = 1024

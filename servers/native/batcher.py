@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from servers.contract.errors import ContractError, InternalError
-from servers.contract.tensors import Array, like
 from servers.engines.interface import DeviceMemory, Engine, Finish, HostMemory, Request
 from servers.engines.padding import Padding
 from servers.native.arena import Arena
@@ -38,6 +36,8 @@ from servers.native.page_locks import PageLocks
 from servers.native.queued_request import QueuedRequest, singles
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.protocol.errors import ContractError, InternalError
+from servers.protocol.tensors import Array, like
 
 log = FailureLog("abserve.batcher")
 

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import structlog
 
-from servers.contract.errors import InternalError, InvalidRequestError, UnsupportedError
-from servers.contract.records import shown
-from servers.contract.tensors import Array
 from servers.gpu.cuda_library import CudaError, CudaLibrary
+from servers.protocol.errors import InternalError, InvalidRequestError, UnsupportedError
+from servers.protocol.records import shown
+from servers.protocol.tensors import Array
 
 log = structlog.get_logger("abserve.cuda")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.metadata import version as package_version
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.padding import pad_to_text
 from servers.engines.processors import cuda_index
 from servers.native.inference import InferenceService, State
 from servers.native.regions import RegionTable
+from servers.protocol.tensors import TensorSpec
 
 SERVER_NAME = "abserve-native"
 EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")

@@ -10,9 +10,6 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from servers.contract.errors import InternalError, UnavailableError
-from servers.contract.records import ModelSignature
-from servers.contract.tensors import Array
 from servers.native.arena import RequestMemory
 from servers.native.failure_log import FailureLog
 from servers.native.inference import wake_all
@@ -43,6 +40,9 @@ from servers.native.messages import (
     unusable_of,
 )
 from servers.native.queued_request import QueuedRequest
+from servers.protocol.errors import InternalError, UnavailableError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import Array
 
 log = FailureLog("abserve.front")
 

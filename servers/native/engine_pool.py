@@ -14,13 +14,13 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from servers.contract.errors import InvalidRequestError
-from servers.contract.records import ModelSignature, shown
 from servers.engines.processors import cuda_index
 from servers.native.arena import RequestMemory
 from servers.native.engine_client import EngineClient, Told
 from servers.native.inference import State
 from servers.native.queued_request import QueuedRequest
+from servers.protocol.errors import InvalidRequestError
+from servers.protocol.records import ModelSignature, shown
 
 _LEAST_READY_FIRST = [
     state.value for state in (State.FAILED, State.STOPPING, State.UNLOADED, State.LOADING, State.ACCEPTING, State.READY)

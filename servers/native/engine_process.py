@@ -20,8 +20,6 @@ from typing import Any
 
 import structlog
 
-from servers.contract.errors import ContractError
-from servers.contract.tensors import Array
 from servers.engines.interface import HostMemory
 from servers.native.arena import Arena
 from servers.native.engine_side import EngineSide, Offer
@@ -54,6 +52,8 @@ from servers.native.messages import (
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.protocol.errors import ContractError
+from servers.protocol.tensors import Array
 
 log = structlog.get_logger("abserve.engine")
 log_limited = FailureLog("abserve.engine")

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from servers.contract.errors import ContractError, UnavailableError
-from servers.contract.tensors import like
 from servers.models.specification import ModelSpecification
 from servers.native.arena import Arena
 from servers.native.inference import State
@@ -22,6 +20,8 @@ from servers.native.queued_request import QueuedRequest
 from servers.native.region_register import RegionRegister
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.protocol.errors import ContractError, UnavailableError
+from servers.protocol.tensors import like
 
 TELL_SECONDS = 35.0
 """How long a front end may take to do as it is told: longer than the decoding of images that it has accepted."""

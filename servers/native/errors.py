@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from servers.contract.errors import (
+from servers.protocol.errors import (
     ContractError,
     InternalError,
     InvalidRequestError,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from servers.contract.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError, grpc_status
 from servers.native.http2_frames import NUMBER, header_block
 from servers.native.message_memory import Message
 from servers.native.settings import NativeSettings
+from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
 
 PREFIX_BYTES = 5
 STREAM_WINDOW = 8 * 2**20

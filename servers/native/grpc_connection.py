@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from servers.contract.errors import UnavailableError
 from servers.native import http2_frames as http2
 from servers.native.errors import HOLDS_ENOUGH
 from servers.native.grpc_answers import Answers, ending_frame
 from servers.native.grpc_calls import MAX_METADATA_BYTES, STREAM_WINDOW, Call, CallHead
 from servers.native.http2_frames import Http2Error
 from servers.native.limits import UnreadAnswers
+from servers.protocol.errors import UnavailableError
 
 MAX_CALLS = 512
 """Calls per connection; clients queue those beyond it."""

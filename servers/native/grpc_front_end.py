@@ -19,15 +19,6 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
-from servers.contract.errors import (
-    ContractError,
-    InternalError,
-    InvalidRequestError,
-    TooLargeError,
-    UnavailableError,
-    UnsupportedError,
-)
-from servers.contract.tensors import Array
 from servers.native import documents
 from servers.native.arena import ALIGNMENT, RequestMemory
 from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, failure_reason
@@ -44,6 +35,15 @@ from servers.native.message_memory import Message
 from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
+from servers.protocol.errors import (
+    ContractError,
+    InternalError,
+    InvalidRequestError,
+    TooLargeError,
+    UnavailableError,
+    UnsupportedError,
+)
+from servers.protocol.tensors import Array
 
 log = FailureLog("abserve.grpc")
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from servers.contract.errors import ContractError, InternalError, TooLargeError, UnavailableError
-from servers.contract.records import InferRequest, Window
 from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, CallDeadlineError, RequestExpiredError, failure_reason
 from servers.native.failure_log import FailureLog
 from servers.native.grpc_calls import Call, Refusal, refusal_of, shortened
@@ -33,6 +31,8 @@ from servers.native.inference import in_thread
 from servers.native.message_memory import Message
 from servers.native.queued_request import QueuedRequest
 from servers.native.statistics import RequestTimes
+from servers.protocol.errors import ContractError, InternalError, TooLargeError, UnavailableError
+from servers.protocol.records import InferRequest, Window
 
 log = FailureLog("abserve.grpc")
 

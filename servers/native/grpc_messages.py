@@ -21,9 +21,9 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from servers.contract.codec import MAX_ID_CHARACTERS, check_classification, find_window, window_array
-from servers.contract.errors import InvalidRequestError
-from servers.contract.records import (
+from servers.protocol.codec import MAX_ID_CHARACTERS, check_classification, find_window, window_array
+from servers.protocol.errors import InvalidRequestError
+from servers.protocol.records import (
     FindWindow,
     InferRequest,
     InferResponse,
@@ -32,8 +32,8 @@ from servers.contract.records import (
     Parameter,
     RequestedOutput,
 )
-from servers.contract.tensors import DATATYPES, Array, like
-from servers.contract.values import (
+from servers.protocol.tensors import DATATYPES, Array, like
+from servers.protocol.values import (
     MAX_BYTES_ELEMENTS,
     PAUSE_S,
     add_bytes_elements,

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from tritonclient.grpc import service_pb2
 
-from servers.contract.records import InferRequest, Window
-from servers.contract.tensors import Array
 from servers.native.grpc_messages import RawInput, encode_message, encode_streamed
 from servers.native.inference import InferenceService
 from servers.native.templates import KEPT_BYTES, KEPT_TEMPLATES, Repeated, Template
+from servers.protocol.records import InferRequest, Window
+from servers.protocol.tensors import Array
 
 _KEPT_LAYOUTS = 4
 """Of one size; every one costs a look-up."""

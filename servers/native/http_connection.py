@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 
 from uvicorn.server import ServerState
 
-from servers.contract.errors import UnavailableError
 from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, HttpError, ShuttingDownError
 from servers.native.http_front_end import Answer, HttpFrontEnd, PendingRequest, ask, refusal
 from servers.native.http_parser import Request, RequestHead, RequestParser
 from servers.native.limits import UNCOUNTED_BYTES, UnreadAnswers
+from servers.protocol.errors import UnavailableError
 
 NEVER = float("inf")
 

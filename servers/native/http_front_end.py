@@ -22,9 +22,6 @@ from typing import Any
 
 from uvicorn.server import ServerState
 
-from servers.contract.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
-from servers.contract.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
-from servers.contract.records import InferRequest, InferResponse, Window
 from servers.native.arena import RequestMemory
 from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, HttpError, failure_reason, http_status
 from servers.native.failure_log import FailureLog
@@ -38,6 +35,9 @@ from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes
 from servers.native.templates import KEPT_BYTES, Repeated
+from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
+from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
+from servers.protocol.records import InferRequest, InferResponse, Window
 
 log = FailureLog("abserve.http")
 

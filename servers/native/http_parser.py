@@ -16,13 +16,13 @@ from urllib.parse import unquote
 
 import httptools
 
-from servers.contract.codec import HEADER_LENGTH
-from servers.contract.errors import ContractError, UnavailableError
 from servers.native.arena import RequestMemory
 from servers.native.errors import HOLDS_ENOUGH, HttpError, unread
 from servers.native.http_body import ChunkedBody, DroppedBody, FixedBody
 from servers.native.limits import CONTROL_BODY_BYTES
 from servers.native.settings import NativeSettings
+from servers.protocol.codec import HEADER_LENGTH
+from servers.protocol.errors import ContractError, UnavailableError
 
 HEAD_ENDS = b"\r\n\r\n"
 _CARRIAGE_RETURN = 13

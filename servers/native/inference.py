@@ -14,19 +14,6 @@ from enum import Enum
 from math import prod
 from typing import Protocol, TypeVar
 
-from servers.contract.codec import read_elements, write_output
-from servers.contract.errors import InvalidRequestError, NotFoundError
-from servers.contract.records import (
-    InferRequest,
-    InferResponse,
-    InputTensor,
-    ModelSignature,
-    OutputTensor,
-    RegionReference,
-    RequestedOutput,
-    Window,
-)
-from servers.contract.tensors import Array
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import batch_key, padding_of
 from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
@@ -44,6 +31,19 @@ from servers.native.failure_log import FailureLog
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
+from servers.protocol.codec import read_elements, write_output
+from servers.protocol.errors import InvalidRequestError, NotFoundError
+from servers.protocol.records import (
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    ModelSignature,
+    OutputTensor,
+    RegionReference,
+    RequestedOutput,
+    Window,
+)
+from servers.protocol.tensors import Array
 
 log = FailureLog("abserve.front")
 

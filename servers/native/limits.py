@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from servers.contract.errors import UnavailableError
 from servers.native.errors import HOLDS_ENOUGH
+from servers.protocol.errors import UnavailableError
 
 CONTROL_BODY_BYTES = 64 * 1024
 """Largest body of a request that is not an inference: no such request needs more."""

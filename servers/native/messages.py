@@ -14,9 +14,6 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 import numpy as np
 
-from servers.contract import errors as contract_errors
-from servers.contract.errors import ContractError, InternalError, UnavailableError
-from servers.contract.tensors import Array, like
 from servers.engines.interface import HostMemory
 from servers.engines.padding import Padding, batch_key
 from servers.native import errors as native_errors
@@ -24,6 +21,9 @@ from servers.native.arena import ALIGNMENT, Arena, RequestMemory
 from servers.native.errors import INTERNAL_ERROR
 from servers.native.failure_log import FailureLog
 from servers.native.queued_request import QueuedRequest
+from servers.protocol import errors as contract_errors
+from servers.protocol.errors import ContractError, InternalError, UnavailableError
+from servers.protocol.tensors import Array, like
 
 MAX_FORMS = 1024
 MAX_GROUP_ROWS = 8

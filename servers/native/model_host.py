@@ -10,8 +10,6 @@ from functools import partial
 
 import structlog
 
-from servers.contract.errors import ContractError, InternalError, UnavailableError
-from servers.contract.records import ModelSignature
 from servers.engines.batches import warm_up_sizes
 from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
 from servers.engines.padding import padding_of
@@ -24,6 +22,8 @@ from servers.native.inference import State, signature_of
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.protocol.errors import ContractError, InternalError, UnavailableError
+from servers.protocol.records import ModelSignature
 
 log = structlog.get_logger("abserve.loading")
 

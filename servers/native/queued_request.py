@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from servers.contract.errors import ContractError
-from servers.contract.tensors import Array
 from servers.engines.interface import DeviceMemory
 from servers.engines.padding import BatchKey
+from servers.protocol.errors import ContractError
+from servers.protocol.tensors import Array
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from servers.contract.errors import ContractError, InvalidRequestError, NotFoundError, TooLargeError
-from servers.contract.records import MAX_REGION_NAME_CHARACTERS, shown
-from servers.contract.tensors import Array
 from servers.engines.interface import DeviceMemory
 from servers.native.cuda_regions import CudaAccess, CudaRegion
 from servers.native.regions import SystemRegion, check_range
+from servers.protocol.errors import ContractError, InvalidRequestError, NotFoundError, TooLargeError
+from servers.protocol.records import MAX_REGION_NAME_CHARACTERS, shown
+from servers.protocol.tensors import Array
 
 MAX_REGIONS = 1024
 DESCRIPTOR_SHARE = 4

@@ -20,7 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from servers.contract.errors import (
+from servers.native.arena import RequestMemory
+from servers.native.inference import EngineLink
+from servers.native.settings import NativeSettings
+from servers.protocol.errors import (
     ContractError,
     InternalError,
     InvalidRequestError,
@@ -28,11 +31,8 @@ from servers.contract.errors import (
     TooLargeError,
     UnavailableError,
 )
-from servers.contract.records import RegionReference, Window, shown
-from servers.contract.tensors import Array
-from servers.native.arena import RequestMemory
-from servers.native.inference import EngineLink
-from servers.native.settings import NativeSettings
+from servers.protocol.records import RegionReference, Window, shown
+from servers.protocol.tensors import Array
 
 MAX_ADDRESS = 2**64
 MAX_DEVICE = 2**31 - 1

@@ -8,11 +8,11 @@ from itertools import accumulate
 
 import orjson
 
-from servers.contract.codec import HEADER_LENGTH, encode_response
-from servers.contract.records import InferRequest, ModelSignature, Window
-from servers.contract.tensors import Array
 from servers.engines.padding import Padding
 from servers.native.templates import KEPT_BYTES, KEPT_TEMPLATES, Repeated, Template
+from servers.protocol.codec import HEADER_LENGTH, encode_response
+from servers.protocol.records import InferRequest, ModelSignature, Window
+from servers.protocol.tensors import Array
 
 _OK_LINE = b"HTTP/1.1 200 OK\r\n"
 _ID_KEY = b'"id"'

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from servers.contract.errors import InvalidRequestError, NotFoundError
-from servers.contract.records import shown
 from servers.engines.interface import EngineDescription
 from servers.native.inference import EngineLink, InferenceService, State
+from servers.protocol.errors import InvalidRequestError, NotFoundError
+from servers.protocol.records import shown
 
 MAX_NAME_CHARACTERS = 255
 

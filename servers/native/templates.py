@@ -14,8 +14,11 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from servers.contract.codec import write_output
-from servers.contract.records import (
+from servers.engines.padding import BatchKey, Padding, batch_key
+from servers.native.inference import INLINE_READ_BYTES
+from servers.native.queued_request import QueuedRequest
+from servers.protocol.codec import write_output
+from servers.protocol.records import (
     FindWindow,
     InferRequest,
     InferResponse,
@@ -25,10 +28,7 @@ from servers.contract.records import (
     RequestedOutput,
     Window,
 )
-from servers.contract.tensors import Array, like
-from servers.engines.padding import BatchKey, Padding, batch_key
-from servers.native.inference import INLINE_READ_BYTES
-from servers.native.queued_request import QueuedRequest
+from servers.protocol.tensors import Array, like
 
 KEPT_TEMPLATES = 256
 KEPT_BYTES = 4096

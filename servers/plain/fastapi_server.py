@@ -18,10 +18,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from servers.contract.tensors import Array
 from servers.models.specification import ModelSpecification
 from servers.plain.report import DTYPES, Report, check_input, check_values, module_of, read_runtime
 from servers.plain.settings import PlainSettings, from_argv
+from servers.protocol.tensors import Array
 
 LENGTH = "Inference-Header-Content-Length"
 

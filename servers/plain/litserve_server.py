@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import litserve
 from fastapi import Depends, Request, Response
 
-from servers.contract.tensors import Array
 from servers.gpu.info import Runtime
 from servers.plain.fastapi_server import LENGTH, Model, add_routes, decode, encode
 from servers.plain.report import Report, read_runtime
 from servers.plain.settings import PlainSettings, from_argv
+from servers.protocol.tensors import Array
 
 SPEC = from_argv().specification()
 Decoded = tuple[list[Array], dict[str, Any]]

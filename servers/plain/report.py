@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import Runtime, gpu_info
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import executed_module, to_precision
 from servers.models.weights import parse_weights
 from servers.plain.settings import PlainSettings
+from servers.protocol.tensors import Array, TensorSpec
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from servers.contract.tensors import Array
+from servers.protocol.tensors import Array
 
 CPU = (1, 0)
 _CONSUMED = ctypes.c_char_p(b"used_dltensor")

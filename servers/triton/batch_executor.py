@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from servers.contract.errors import InvalidRequestError
-from servers.contract.records import ModelSignature
-from servers.contract.tensors import Array
 from servers.engines.interface import Engine
 from servers.engines.padding import BatchKey, batch_key, padding_of
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.specification import ModelSpecification
+from servers.protocol.errors import InvalidRequestError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import Array
 
 
 class BatchExecutor:

@@ -17,8 +17,6 @@ from typing import Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
-from servers.contract.errors import ContractError
-from servers.contract.tensors import Array
 from servers.engines.batches import warm_up_sizes
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError, profiled
@@ -27,6 +25,8 @@ from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
 from servers.models.weights import parse_weights
+from servers.protocol.errors import ContractError
+from servers.protocol.tensors import Array
 from servers.triton.backend_tensors import array_of, repair_bytes, tensor_of
 from servers.triton.batch_executor import BatchExecutor
 from servers.triton.engine_parameters import (

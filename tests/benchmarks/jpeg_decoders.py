@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from servers.contract.tensors import Array
 from servers.models.preprocessing import decode_jpeg, resize_and_crop
 from servers.models.registry import get_variant
 from servers.models.specification import Preprocessing
+from servers.protocol.tensors import Array
 
 SIZES = ((256, 256), (500, 375), (640, 480), (1280, 960), (1920, 1080), (4000, 3000))
 BATCHES = (1, 8, 64)

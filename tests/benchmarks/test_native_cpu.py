@@ -84,7 +84,7 @@ uvicorn.run(app, port=port, lifespan="off", access_log=False, log_level="warning
 # on a GPU merges none on the host either.
 NATIVE = """
 import sys
-from servers.contract.tensors import TensorSpec
+from servers.protocol.tensors import TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import Axis, ModelSpecification

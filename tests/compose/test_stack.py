@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from loadgen.studies.cold_start.containers import measure_container_cold_start
-from loadgen.targets.compose import ComposeDeployment
-from loadgen.targets.interface import Deployment, DeploymentError
-from loadgen.transport.bodies import prepare_body
-from loadgen.transport.endpoint import Endpoint
-from loadgen.transport.inputs import read_inputs, write_samples
+from loadgen.client.bodies import prepare_body
+from loadgen.client.endpoint import Endpoint
+from loadgen.client.inputs import read_inputs, write_samples
+from loadgen.launch.compose import ComposeDeployment
+from loadgen.launch.interface import Deployment, DeploymentError
+from loadgen.probes.cold_start.containers import measure_container_cold_start
 from tests.compose.queries import dashboard_queries
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]

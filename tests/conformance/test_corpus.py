@@ -9,6 +9,7 @@ import socket
 import pytest
 from PIL import Image
 
+from loadgen.client.endpoint import TensorSignature
 from loadgen.conformance.cases import CASES, select
 from loadgen.conformance.cases.framing import gzip_of_blanks
 from loadgen.conformance.cases.queueing import wait_for
@@ -16,7 +17,6 @@ from loadgen.conformance.model import Model, claiming_jpeg, flat_jpeg, flat_png
 from loadgen.conformance.records import Protocol, SkippedError
 from loadgen.conformance.servers import SMALL_BODIES, SMALL_QUEUES, is_loopback
 from loadgen.conformance.wire import RawConnection, all_read, parse_answer
-from loadgen.transport.endpoint import TensorSignature
 
 FUZZ = 16
 MODEL = Model("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from loadgen.client.endpoint import TensorSignature
 from loadgen.conformance.cases.long_runs import ROUTES, VERBS, fuzz, make_request
 from loadgen.conformance.model import Model
 from loadgen.conformance.servers import DEFAULTS
-from loadgen.transport.endpoint import TensorSignature
 
 MODEL = Model("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)
 SHORT, LONG = 500, 10_000

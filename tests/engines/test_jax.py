@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from servers.contract.errors import InvalidRequestError
-from servers.contract.tensors import Array
 from servers.engines.batches import random_inputs
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
@@ -24,6 +22,8 @@ from servers.export.file_form import FileForm, Operators, executed_form
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.protocol.errors import InvalidRequestError
+from servers.protocol.tensors import Array
 from tests.scripted_trtexec import ScriptedTrtexec
 
 pytest.importorskip("jax", reason="JAX is not installed in this environment; run: make test-engines")

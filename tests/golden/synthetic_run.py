@@ -15,14 +15,14 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from loadgen.probes.answers.records import AnswersCompared
+from loadgen.probes.cold_start.records import ColdStart
 from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.parity import ParityCase, ParityRecord
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, MachineLoad, RunState, Workload
 from loadgen.records.samples import SAMPLE_DTYPE
 from loadgen.records.server import StageTotals
-from loadgen.statistics.agreement import tolerance_of
-from loadgen.studies.answers.records import AnswersCompared
-from loadgen.studies.cold_start.records import ColdStart
+from loadgen.stats.agreement import tolerance_of
 from tests.golden.synthetic_arms import arms, environment
 
 ORIGIN_NS = 1_000_000_000_000

@@ -13,7 +13,7 @@ import numpy as np
 
 from loadgen.comparison.loops import slow_start, throughput_per_s
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
-from loadgen.statistics.ratios import estimate_ratio
+from loadgen.stats.ratios import estimate_ratio
 
 MEAN_NS = 10_000_000
 Times = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]

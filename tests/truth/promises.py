@@ -16,10 +16,10 @@ from scipy import special
 from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, judge, shared_correlation
 from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
 from loadgen.comparison.ranking import rank
+from loadgen.probes.load.measure import NEEDY
 from loadgen.records.run import Pairing
-from loadgen.result.noise_floor import floor_of
-from loadgen.statistics.anytime import estimate_anytime, log_bayes_factors
-from loadgen.statistics.ratios import (
+from loadgen.stats.anytime import estimate_anytime, log_bayes_factors
+from loadgen.stats.ratios import (
     SIGNIFICANCE,
     RatioEstimate,
     adjust_holm,
@@ -29,8 +29,8 @@ from loadgen.statistics.ratios import (
     lag_one,
     plausible_correlation,
 )
-from loadgen.statistics.tails import Round, estimate_tail_ratio
-from loadgen.studies.load.measure import NEEDY
+from loadgen.stats.tails import Round, estimate_tail_ratio
+from loadgen.verdict.noise_floor import floor_of
 from tests.truth.closed_loops import Times, compare
 from tests.truth.simulated_runs import Noise, experiment, names_a_winner, plain, simulate, simulate_blocks
 

@@ -1,6 +1,6 @@
 """Runs of identical arms on a noisy machine, ended by each of the rules that end a run, with the project's own loop.
 
-The load is `loadgen.studies.load.measure`, whose servers, blocks and clock are replaced: a block takes one second, and
+The load is `loadgen.probes.load.measure`, whose servers, blocks and clock are replaced: a block takes one second, and
 its speed is the machine's. So what is simulated is which rounds run, when the run ends and what is then compared.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 from loadgen.comparison.comparisons import Comparison, compare_all
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import ScheduledBlock
+from loadgen.probes.load import measure
 from loadgen.records.run import Experiment, Workload
-from loadgen.studies.load import measure
 from tests.truth.simulated_runs import block, experiment, latencies, names_a_winner
 
 

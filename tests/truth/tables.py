@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Iterator
 
-from loadgen.statistics.ratios import detectable_effect
+from loadgen.stats.ratios import detectable_effect
 from tests.truth import promises
 from tests.truth.closed_loops import KINDS, bias
 from tests.truth.planted_runs import TRUTHS, try_truth

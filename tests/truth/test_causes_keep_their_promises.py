@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import pytest
 
+from loadgen.probes.causes.analyse import CauseEffect, MeasuredEffect, combine, difference, rank_causes
+from loadgen.probes.causes.records import CauseName
 from loadgen.records.run import Label, Pairing, Workload
-from loadgen.studies.causes.analyse import CauseEffect, MeasuredEffect, combine, difference, rank_causes
-from loadgen.studies.causes.records import CauseName
 
 TRIALS = 2000
 WEATHER, NOISE = 0.03, 0.01

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from loadgen.comparison import comparisons
-from loadgen.statistics.ratios import Correlation
+from loadgen.stats.ratios import Correlation
 from tests.truth.promises import Share
 from tests.truth.simulated_rules import ENDINGS, LASTING, MACHINES, STEADY, Ending, Machine, winners
 from tests.truth.tables import RUNS

@@ -16,7 +16,7 @@ import pytest
 from loadgen.comparison.comparisons import Comparison
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import Workload
-from loadgen.result.result_file import Result
+from loadgen.verdict.result_file import Result
 from tests.truth.conftest import Compare, state
 
 

@@ -11,8 +11,8 @@ import math
 import numpy as np
 import pytest
 
-from loadgen.result.checks.generator import WARM_UP_LIMIT, WARM_UP_SIGNIFICANCE
-from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, detectable_effect, estimate_ratio
+from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t, detectable_effect, estimate_ratio
+from loadgen.verdict.checks.generator import WARM_UP_LIMIT, WARM_UP_SIGNIFICANCE
 from tests.truth import promises
 from tests.truth.closed_loops import KINDS, bias, slow_starts_of_pauses
 from tests.truth.planted_runs import TRUTHS, Truth, try_truth

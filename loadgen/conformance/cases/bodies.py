@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from loadgen.client.inputs import NUMPY_TYPES
 from loadgen.conformance.case import Case, Section, changes, infers
 from loadgen.conformance.model import HEADER, Body, InferenceRequest, json_body
 from loadgen.conformance.records import Answer, Fact, NotApplicableError
 from loadgen.conformance.subject import Subject
 from loadgen.conformance.wire import infer_message
-from loadgen.transport.inputs import NUMPY_TYPES
 
 DEEP, DEEPEST = 120, 250_000
 SPECIAL = (float("nan"), float("inf"), float("-inf"))

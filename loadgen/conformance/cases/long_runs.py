@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
+from loadgen.client.requests import quoted
 from loadgen.conformance.case import Case
 from loadgen.conformance.model import Model
 from loadgen.conformance.records import Fact, NotApplicableError
 from loadgen.conformance.subject import Subject
-from loadgen.transport.requests import quoted
 
 VERBS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 # fmt: off

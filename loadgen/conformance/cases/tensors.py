@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from loadgen.client.inputs import NUMPY_TYPES
 from loadgen.conformance.case import Case, Section, Send, both, changes, infers
 from loadgen.conformance.model import InferenceRequest, claiming_jpeg, flat_jpeg, flat_png, json_body, tensor_bytes
 from loadgen.conformance.records import Answer, NotApplicableError, Protocol
 from loadgen.conformance.servers import WITH_IMAGES
 from loadgen.conformance.subject import Subject
-from loadgen.transport.inputs import NUMPY_TYPES
 
 MANY_OUTPUTS = 5000
 CLAIMED_PIXELS, CLAIMING_BYTES = 65_500, 692

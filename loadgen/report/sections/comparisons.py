@@ -13,7 +13,7 @@ from loadgen.comparison.ranking import neighbours
 from loadgen.quantities import Interval, detectable, inverse, measured, ratio_interval, share
 from loadgen.records.run import Pairing, shown
 from loadgen.report.charts import arm_style, several
-from loadgen.result.result_file import Result
+from loadgen.verdict.result_file import Result
 
 WITHOUT_WINNER: dict[Outcome, doc.Style] = {"no_difference": "ok", "inconclusive": "note", "invalid": "failed"}
 CSV_FIELDS = (

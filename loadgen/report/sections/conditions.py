@@ -9,7 +9,7 @@ from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
 from loadgen.report.charts import several
 from loadgen.report.machine import environment_rows
-from loadgen.result.result_file import Result
+from loadgen.verdict.result_file import Result
 
 
 def arms(result: Result) -> doc.Section | None:

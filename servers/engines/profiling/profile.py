@@ -24,13 +24,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from servers.contract.tensors import Array
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine, EngineError, first_line
 from servers.engines.measurement import BatchMeasurement
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.profiling.names import CATEGORIES, kernel_category, kernel_label, operator_category
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array
 
 IDLE_ON_DEVICE = "idle between kernels"
 IDLE_ON_HOST = "outside operators"

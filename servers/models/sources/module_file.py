@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.models.atomic_folder import file_sha256
 from servers.models.checkpoints import load_strictly, option_of, read_state, ready
 from servers.models.items import random_items, valid_items
@@ -34,6 +33,7 @@ from servers.models.specification import (
 )
 from servers.models.user_model import Input, Output, UserModel
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, WeightsSource, seeded, verify
+from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 if TYPE_CHECKING:
     import torch

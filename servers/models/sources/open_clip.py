@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.contract.tensors import TensorSpec
 from servers.models.checkpoints import (
     downloaded,
     load_strictly,
@@ -37,6 +36,7 @@ from servers.models.weights import (
     WeightsSource,
     seeded,
 )
+from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch

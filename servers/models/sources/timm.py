@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.contract.tensors import TensorSpec
 from servers.models.checkpoints import (
     fill_zero_weights,
     hub_file,
@@ -37,6 +36,7 @@ from servers.models.weights import (
     WeightsSource,
     seeded,
 )
+from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from servers.contract.tensors import TensorSpec
 from servers.models.checkpoints import (
     downloaded,
     fill_zero_weights,
@@ -24,6 +23,7 @@ from servers.models.weights import (
     WeightsSource,
     seeded,
 )
+from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.models.atomic_folder import file_sha256
 from servers.models.checkpoints import (
     fill_zero_weights,
@@ -34,6 +33,7 @@ from servers.models.weights import (
     WeightsSource,
     seeded,
 )
+from servers.protocol.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
     import torch

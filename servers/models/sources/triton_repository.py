@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from servers.contract.tensors import TensorSpec
 from servers.models.sources import onnx_file
 from servers.models.specification import ModelSpecification, UnknownModelError
+from servers.protocol.tensors import TensorSpec
 
 CONFIG = "config.pbtxt"
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
@@ -30,6 +29,7 @@ from servers.models.atomic_folder import file_sha256
 from servers.models.registry import get_specification, get_variant
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
+from servers.protocol.tensors import Array, TensorSpec
 
 WEIGHTS = RandomWeights(0)
 LONGEST = 40

@@ -20,7 +20,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.interface import EngineError
 from servers.export.artefacts import (
     Artefact,
@@ -44,6 +43,7 @@ from servers.models.weights import (
     WeightsSource,
     parse_weights,
 )
+from servers.protocol.tensors import TensorSpec
 from tests.scripted_trtexec import ScriptedTrtexec
 
 

@@ -11,7 +11,6 @@ import onnx
 import pytest
 import torch
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.agreement import TOLERANCE, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.factory import build_engine
@@ -28,6 +27,7 @@ from servers.models.preprocessing import normalise
 from servers.models.registry import get_specification, payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
+from servers.protocol.tensors import Array, TensorSpec
 from tests.tiny_bert import write_tiny_bert
 
 WEIGHTS = RandomWeights(0)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.batches import random_inputs
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
@@ -22,6 +21,7 @@ from servers.export.errors import ExportError
 from servers.export.file_form import PACKAGE, FileForm
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
+from servers.protocol.tensors import TensorSpec
 
 WEIGHTS = RandomWeights(0)
 

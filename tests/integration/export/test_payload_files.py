@@ -10,7 +10,6 @@ import onnx
 import pytest
 import torch
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
@@ -23,6 +22,7 @@ from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images
 from servers.models.weights import RandomWeights, WeightsSource
+from servers.protocol.tensors import TensorSpec
 from tests.cosines import row_cosines
 
 WEIGHTS = RandomWeights(0)

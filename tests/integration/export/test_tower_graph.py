@@ -14,7 +14,6 @@ import pytest
 import torch
 from open_clip.transformer import QuickGELU, VisionTransformer
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
@@ -25,6 +24,7 @@ from servers.models.preprocessing import UInt8Array, normalise
 from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
+from servers.protocol.tensors import Array, TensorSpec
 from tests.cosines import row_cosines
 
 WEIGHTS = RandomWeights(0)

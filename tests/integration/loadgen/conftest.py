@@ -35,7 +35,7 @@ sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
 _FAULTY = """
 import sys
 sys.argv = sys.argv[:1]
-from loadgen.transport.http import HttpConnection
+from loadgen.client.http import HttpConnection
 from loadgen.generator.__main__ import main
 send, sent = HttpConnection.send, []
 def fail_at_the_sixth(self, request, *patches):

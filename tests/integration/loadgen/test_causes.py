@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from loadgen.bench.progress import Progress
+from loadgen.probes.causes.analyse import CausesFound
+from loadgen.probes.causes.records import Explanation
 from loadgen.records.run import ArmRequest, Workload
-from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
-from loadgen.studies.causes.analyse import CausesFound
-from loadgen.studies.causes.records import Explanation
+from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

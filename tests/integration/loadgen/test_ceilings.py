@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from loadgen.bench.progress import Progress
+from loadgen.probes.ceiling.analyse import CeilingsFound
+from loadgen.probes.ceiling.measure import measure_ceilings
+from loadgen.probes.ceiling.records import Ceiling, Ceilings
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
 from loadgen.report import write_reports
-from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore
-from loadgen.studies.ceiling.analyse import CeilingsFound
-from loadgen.studies.ceiling.measure import measure_ceilings
-from loadgen.studies.ceiling.records import Ceiling, Ceilings
+from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

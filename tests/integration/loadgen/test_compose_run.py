@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-import loadgen.targets.compose as compose
+import loadgen.launch.compose as compose
 from loadgen.bench.progress import Progress
+from loadgen.launch.containers import LogLine, State
+from loadgen.launch.interface import DeploymentError
+from loadgen.launch.ports import PortReservation
+from loadgen.probes.cold_start.analyse import ColdStartsFound
+from loadgen.probes.cold_start.records import ColdStart, ContainerColdStart
 from loadgen.records.run import ArmRequest, RunState, Workload
-from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
-from loadgen.studies.cold_start.analyse import ColdStartsFound
-from loadgen.studies.cold_start.records import ColdStart, ContainerColdStart
-from loadgen.targets.containers import LogLine, State
-from loadgen.targets.interface import DeploymentError
-from loadgen.targets.ports import PortReservation
+from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

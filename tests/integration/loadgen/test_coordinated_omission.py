@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loadgen.client.endpoint import Endpoint
+from loadgen.client.inputs import write_synthetic
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
-from loadgen.transport.endpoint import Endpoint
-from loadgen.transport.inputs import write_synthetic
 
 pytestmark = pytest.mark.slow
 

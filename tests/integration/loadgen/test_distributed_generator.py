@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
+from loadgen.client.endpoint import Endpoint
+from loadgen.client.inputs import write_synthetic
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
-from loadgen.transport.endpoint import Endpoint
-from loadgen.transport.inputs import write_synthetic
 from tests.integration.loadgen.conftest import await_true
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.engine_matrix.measure import run_matrix
+from loadgen.engine_matrix.plan import expand, make_plan, requests_of
+from loadgen.engine_matrix.progress import Progress
+from loadgen.engine_matrix.records import Measured, Plan, Visit
+from loadgen.engine_matrix.settings import MatrixSettings
+from loadgen.engine_matrix.store import MatrixStore
+from loadgen.engine_matrix.worker_process import check, read_offers
 from loadgen.invocation import ENGINE_WORKER
-from loadgen.studies.engines.measure import run_matrix
-from loadgen.studies.engines.plan import expand, make_plan, requests_of
-from loadgen.studies.engines.progress import Progress
-from loadgen.studies.engines.records import Measured, Plan, Visit
-from loadgen.studies.engines.settings import MatrixSettings
-from loadgen.studies.engines.store import MatrixStore
-from loadgen.studies.engines.worker_process import check, read_offers
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = """

@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from loadgen.bench.progress import Progress
+from loadgen.probes.cold_start.analyse import ColdStartsFound
+from loadgen.probes.gpu_proof.analyse import GpuFound
 from loadgen.records.run import ArmRequest, RunState, Workload
 from loadgen.report import write_reports
-from loadgen.result.analysis import analyse
-from loadgen.result.checks.registry import invalidating
-from loadgen.result.result_file import Result
 from loadgen.run.runner import run_experiment
-from loadgen.studies.cold_start.analyse import ColdStartsFound
-from loadgen.studies.gpu_proof.analyse import GpuFound
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.checks.registry import invalidating
+from loadgen.verdict.result_file import Result
 from tests.integration.loadgen.conftest import (
     FAKE_ABSERVE,
     UNWATCHED,

@@ -15,14 +15,14 @@ import pytest
 
 import loadgen.bench.load_runner
 from loadgen.bench.progress import Progress
+from loadgen.client.endpoint import Endpoint
+from loadgen.client.inputs import write_synthetic
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import BlockRecord, Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
-from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
-from loadgen.transport.endpoint import Endpoint
-from loadgen.transport.inputs import write_synthetic
+from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]

@@ -12,13 +12,13 @@ import pytest
 
 import loadgen.bench.load_runner
 from loadgen.bench.progress import Progress
+from loadgen.probes.gpu_proof.analyse import GpuFound
+from loadgen.probes.gpu_proof.readings import read_readings
+from loadgen.probes.gpu_proof.records import EvidenceFile
 from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
 from loadgen.report import write_reports
-from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
-from loadgen.studies.gpu_proof.analyse import GpuFound
-from loadgen.studies.gpu_proof.readings import read_readings
-from loadgen.studies.gpu_proof.records import EvidenceFile
+from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.progress import Progress
+from loadgen.probes.handicap import measure
+from loadgen.probes.handicap.analyse import HandicapsFound
+from loadgen.probes.handicap.records import HandicapProbes
 from loadgen.records.run import ArmRequest
-from loadgen.result.analysis import analyse
-from loadgen.result.result_file import Result
 from loadgen.run.runner import run_experiment
-from loadgen.studies.handicap import measure
-from loadgen.studies.handicap.analyse import HandicapsFound
-from loadgen.studies.handicap.records import HandicapProbes
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result_file import Result
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

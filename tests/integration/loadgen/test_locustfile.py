@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.targets.ports import PortReservation
+from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.launch.ports import PortReservation
 from tests.integration.loadgen.conftest import FAKE, await_true, regions_of_load
 
 LOCUSTFILE = Path(__file__).parents[3] / "loadgen" / "scenarios.py"

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loadgen.client.endpoint import Endpoint
+from loadgen.client.inputs import write_synthetic
 from loadgen.comparison.loops import throughput_per_s
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
+from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.run import Transport
 from loadgen.records.samples import latencies_ms
-from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.transport.endpoint import Endpoint
-from loadgen.transport.inputs import write_synthetic
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(600)]
 

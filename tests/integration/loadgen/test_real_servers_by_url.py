@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.arms import Arm
+from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.launch.interface import RemoteDeployment
 from loadgen.records.run import ArmRecord, ArmRequest
-from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.targets.interface import RemoteDeployment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 

@@ -13,12 +13,12 @@ import pytest
 from loadgen.bench.preparation import PreparationError, export_artefacts
 from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
+from loadgen.probes.cold_start.records import ColdStart
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, RunState, Workload
-from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore, StorageError
-from loadgen.studies.cold_start.records import ColdStart
+from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

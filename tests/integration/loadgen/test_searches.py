@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.progress import Progress
+from loadgen.probes.rate_search.records import RatesFound
 from loadgen.records.run import ArmRequest, Workload
 from loadgen.report import write_reports
-from loadgen.result.analysis import analyse
-from loadgen.result.result_file import Result
 from loadgen.run.runner import run_experiment
-from loadgen.studies.rate_search.records import RatesFound
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result_file import Result
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_process_left")]

@@ -13,14 +13,14 @@ import pytest
 
 from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
+from loadgen.probes.causes.analyse import CausesFound
+from loadgen.probes.causes.records import Explanation
+from loadgen.probes.cold_start.records import ColdStart
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
 from loadgen.report import write_reports
-from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
-from loadgen.studies.causes.analyse import CausesFound
-from loadgen.studies.causes.records import Explanation
-from loadgen.studies.cold_start.records import ColdStart
+from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

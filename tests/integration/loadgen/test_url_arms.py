@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
+from loadgen.launch import interface
 from loadgen.run import servers
-from loadgen.targets import interface
 from tests.certificates import Authority
 from tests.integration.loadgen.conftest import FAKE, UNWATCHED_ABSERVE
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
@@ -28,6 +27,7 @@ from servers.listener import bind
 from servers.models.specification import ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv
+from servers.protocol.tensors import Array, TensorSpec
 
 POLL_S = 0.002
 LARGE_VALUES = 8 * 2**20

@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Mapping
 
-from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.listener import bind
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv
+from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 NAMES = (*DATATYPES, "BYTES")
 INPUTS, OUTPUTS = (tuple(TensorSpec(f"{end}_{name}", name, (-1, -1)) for name in NAMES) for end in ("in", "out"))

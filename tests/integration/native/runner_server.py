@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from servers.contract.tensors import Array
 from servers.engines.batches import Bucket, bucket_sizes
 from servers.engines.interface import EngineDescription, Finish, Request
 from servers.engines.settings import EngineSettings
@@ -26,6 +25,7 @@ from servers.engines.torch_device import RunnerEngine
 from servers.listener import bind
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv
+from servers.protocol.tensors import Array
 from tests.integration.native.controlled_server import SPECIFICATION
 
 BATCH_S, ROW_S = 0.032, 0.004

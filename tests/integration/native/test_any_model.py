@@ -14,12 +14,12 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from tritonclient.utils import InferenceServerException
 
-from servers.contract.tensors import Array
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.protocol.tensors import Array
 from tests.tiny_bert import write_tiny_bert
 
 LENGTHS = (1, 5, 32, 40, 64, 100, 128)

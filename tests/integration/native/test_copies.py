@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import uvloop
 
-from servers.contract.tensors import Array
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.native.arena import ALIGNMENT
 from servers.native.http_body import FixedBody
 from servers.native.http_front_end import READ_BYTES
 from servers.native.settings import NativeSettings
+from servers.protocol.tensors import Array
 from tests.unit.native.conftest import served, specification_of
 
 VALUES = 3 * 224 * 224

@@ -13,7 +13,7 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
 
-from servers.contract.tensors import DATATYPES, Array
+from servers.protocol.tensors import DATATYPES, Array
 
 NAMES = (*DATATYPES, "BYTES")
 WAYS = ("http binary", "http json", "grpc", "http memory", "grpc memory")

@@ -13,7 +13,6 @@ import pytest
 import uvloop
 from tritonclient.grpc import service_pb2
 
-from servers.contract.tensors import Array
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
@@ -22,6 +21,7 @@ from servers.native.grpc_calls import Call
 from servers.native.grpc_front_end import GrpcFrontEnd
 from servers.native.message_memory import Message
 from servers.native.settings import NativeSettings
+from servers.protocol.tensors import Array
 from tests.integration.native.raw_grpc import DATA, END_STREAM, RawGrpc, frame, prefixed
 from tests.integration.native.test_copies import SPECIFICATION, VALUES, WatchedEngine, address
 from tests.unit.native.conftest import served, specification_of

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.batches import Bucket
 from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
@@ -22,6 +21,7 @@ from servers.listener import bind
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv
+from servers.protocol.tensors import TensorSpec
 from tests.integration.native.controlled_server import SPECIFICATION
 
 PREPARED_S = 3.0

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servers.contract.tensors import Array
 from servers.export.artefacts import Artefact, ensure_artefact
 from servers.export.file_form import executed_form
 from servers.models.corpus import jpeg_paths
@@ -26,6 +25,7 @@ from servers.models.preprocessing import decode_jpeg, resize_and_crop
 from servers.models.registry import get_specification, payload_variants
 from servers.models.specification import ModelSpecification, Payload
 from servers.models.weights import RandomWeights
+from servers.protocol.tensors import Array
 from servers.triton.launch import prepare
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import tritonclient.http as http_client
 
-from servers.contract.tensors import Array
+from servers.protocol.tensors import Array
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
 from tests.integration.native.conftest import free_port, wait_until
 

@@ -23,8 +23,8 @@ import simplejpeg
 import tritonclient.http as http_client
 
 from loadgen.bench.arms import Arm
+from loadgen.launch.interface import RemoteDeployment
 from loadgen.records.run import ArmRequest
-from loadgen.targets.interface import RemoteDeployment
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.launch_plan import LaunchPlan

@@ -16,13 +16,13 @@ import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 
-from servers.contract.tensors import Array
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import Artefact
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.protocol.tensors import Array
 
 pytestmark = pytest.mark.triton
 MODEL = "openclip_vit_b32"

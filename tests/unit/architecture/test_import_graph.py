@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # What a room of `servers` may import besides itself. Entry points (cli, doctor, command modules) see everything.
 ROOMS: dict[str, set[str]] = {
-    "contract": set(),
+    "protocol": set(),
     "gpu": set(),
-    "models": {"contract"},
-    "engines": {"contract", "models", "gpu"},
-    "export": {"contract", "models", "gpu", "engines"},
-    "native": {"contract", "models", "engines", "gpu"},
-    "plain": {"contract", "models", "gpu"},
-    "triton": {"contract", "models", "engines", "export"},
+    "models": {"protocol"},
+    "engines": {"protocol", "models", "gpu"},
+    "export": {"protocol", "models", "gpu", "engines"},
+    "native": {"protocol", "models", "engines", "gpu"},
+    "plain": {"protocol", "models", "gpu"},
+    "triton": {"protocol", "models", "engines", "export"},
 }
 ENTRY_MODULES = {
     "cli",
@@ -35,36 +35,39 @@ ENTRY_MODULES = {
     "worker",
 }
 
-STUDIES = (
-    "fairness", "handicap", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start", "engines",
+PROBES = (
+    "fairness", "handicap", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start",
 )  # fmt: skip
-MEASURING = ("containers", "worker_process", "measure")
-"""Modules of a study that drive servers and engines."""
 
 
-def of_studies(*modules: str) -> tuple[str, ...]:
-    return tuple(f"studies.{study}.{module}" for study in STUDIES for module in modules)
+MEASURING = ("containers", "measure")
+"""Modules of a probe that drive servers."""
 
 
-# The rooms of `loadgen`, and its modules that are in none: each may import those before it. Of a study the records come
+def of_probes(*modules: str) -> tuple[str, ...]:
+    return tuple(f"probes.{probe}.{module}" for probe in PROBES for module in modules)
+
+
+# The rooms of `loadgen`, and its modules that are in none: each may import those before it. Of a probe the records come
 # before the storage that reads them, then what it computes, what it measures and what it shows. What needs a part of
-# every study gets it from the registry, which imports them when they are asked for.
+# every probe gets it from the registry, which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "statistics", "transport", "targets",
-    "experiment", "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings",
-    "storage", "comparison", "studies", "result", "ranking.records", "ranking.prices", "ranking.candidates",
-    "ranking.analyse", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
-    "report.document", "report.charts", "report.machine", "report.renderers", "studies.engines.charts",
-    "studies.engines.tables", *of_studies("sections"), "studies.engines.files", "ranking", "run", "calibration",
+    "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "stats", "client", "launch",
+    "experiment", "generator", "locustfile", "probes.registry", *of_probes("records"), "probes.gpu_proof.readings",
+    "engine_matrix.records", "storage", "comparison", "probes", "verdict", "engine_matrix", "ranking.records",
+    "ranking.prices", "ranking.candidates", "ranking.analyse", "machine", "bench", *of_probes(*MEASURING),
+    "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts", "report.machine",
+    "report.renderers", *of_probes("sections"), "engine_matrix.charts", "engine_matrix.tables",
+    "engine_matrix.sections", "engine_matrix.files", "ranking", "run", "calibration",
     "report", "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "statistics", "records.run", "comparison", "result", "experiment.schedule", "experiment.arrivals",
-    *(f"studies.{study}.analyse" for study in STUDIES if study not in ("fairness", "answers")),
-    "ranking.analyse", "studies.gpu_proof.decision", "studies.gpu_proof.signals", "studies.rate_search.search",
-    "studies.engines.cells", "studies.engines.break_even", "studies.engines.questions",
+    "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals",
+    *(f"probes.{probe}.analyse" for probe in PROBES if probe not in ("fairness", "answers")),
+    "ranking.analyse", "probes.gpu_proof.decision", "probes.gpu_proof.signals", "probes.rate_search.search",
+    "engine_matrix.analyse", "engine_matrix.cells", "engine_matrix.break_even", "engine_matrix.questions",
 )  # fmt: skip
 IMPURE = {
     "locust",
@@ -74,8 +77,8 @@ IMPURE = {
     "socket",
     "time",
     "threading",
-    "loadgen.transport",
-    "loadgen.targets",
+    "loadgen.client",
+    "loadgen.launch",
     "loadgen.generator",
     "loadgen.bench",
     "loadgen.run",
@@ -192,30 +195,31 @@ def test_rooms_of_the_load_generator_import_only_those_before_them() -> None:
     assert backwards == []
 
 
-def test_a_study_never_imports_another() -> None:
+def test_a_probe_never_imports_another() -> None:
     crossing = [
         (name, target)
         for name, targets in GRAPH.items()
         for target in targets
-        if name.startswith("loadgen.studies.")
-        and target.startswith("loadgen.studies.")
-        and target != "loadgen.studies.registry"
+        if name.startswith("loadgen.probes.")
+        and target.startswith("loadgen.probes.")
+        and target != "loadgen.probes.registry"
         and name.split(".")[2] != target.split(".")[2]
     ]
     assert crossing == []
 
 
 def room(module: str) -> str:
-    """What the drawing in the docs calls a room: of studies and the report there are parts on different floors."""
+    """What the drawing in the docs calls a room: of probes and the report there are parts on different floors."""
     parts = module.split(".")[1:]
-    if parts[0] == "studies" and len(parts) > 2:
-        what = parts[2]
-        floors = {"records": "records", "readings": "records"} | dict.fromkeys(MEASURING, "measure")
-        floors |= dict.fromkeys(("sections", "charts", "tables", "files"), "sections")
-        return f"studies: {floors.get(what, 'analyse')}"
+    floors = {"records": "records", "readings": "records", "containers": "measure", "measure": "measure"}
+    if parts[0] == "probes" and len(parts) > 2:
+        return f"probes: {(floors | {'sections': 'sections'}).get(parts[2], 'analyse')}"
+    if parts[0] == "engine_matrix" and len(parts) > 1:
+        floors |= {"worker_process": "measure"} | dict.fromkeys(("sections", "charts", "tables", "files"), "sections")
+        return f"engine_matrix: {floors.get(parts[1], 'analyse')}"
     if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "machine", "renderers"):
         return "report: document"
-    return "studies: registry" if parts[:2] == ["studies", "registry"] else parts[0]
+    return "probes: registry" if parts[:2] == ["probes", "registry"] else parts[0]
 
 
 def drawn_arrows() -> set[tuple[str, str]]:
@@ -272,11 +276,11 @@ def test_what_computes_asks_no_process_no_clock_and_no_network(room: str) -> Non
 
 
 def test_no_analysis_imports_a_measurement() -> None:
-    measuring = {f"loadgen.{name}" for name in of_studies(*MEASURING)}
+    measuring = {f"loadgen.{name}" for name in (*of_probes(*MEASURING), "engine_matrix.measure")}
     users = {
         (name, target)
         for name in MODULES
-        if name.startswith(("loadgen.result", "loadgen.comparison")) or name.endswith((".analyse", ".sections"))
+        if name.startswith(("loadgen.verdict", "loadgen.comparison")) or name.endswith((".analyse", ".sections"))
         for target in reachable(name) & measuring
     }
     assert users == set()
@@ -284,15 +288,15 @@ def test_no_analysis_imports_a_measurement() -> None:
 
 def test_the_run_needs_little_of_the_analysis() -> None:
     """What both need is in `comparison`: the run asks the analysis for the checks before the load alone."""
-    measuring = ("loadgen.run.", "loadgen.bench.", *(f"loadgen.{name}" for name in of_studies(*MEASURING)))
+    measuring = ("loadgen.run.", "loadgen.bench.", *(f"loadgen.{name}" for name in of_probes(*MEASURING)))
     users = {
         (name, target)
         for name, targets in GRAPH.items()
         for target in targets
-        if name.startswith(measuring) and target.startswith("loadgen.result.")
+        if name.startswith(measuring) and target.startswith("loadgen.verdict.")
     }
-    assert {target for _, target in users} == {"loadgen.result.checks.registry"}
-    assert {name for name, _ in users} == {"loadgen.studies.fairness.measure", "loadgen.bench.progress"}
+    assert {target for _, target in users} == {"loadgen.verdict.checks.registry"}
+    assert {name for name, _ in users} == {"loadgen.probes.fairness.measure", "loadgen.bench.progress"}
 
 
 def test_pynvml_is_imported_in_one_place() -> None:
@@ -318,6 +322,6 @@ def test_modules_that_a_program_in_a_string_imports_exist() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for line in imported.findall(path.read_text(encoding="utf-8"))
         for module in line.split(", ")
-        if module not in MODULES and not module.startswith("loadgen.studies.toy")  # a study of the tests
+        if module not in MODULES and not module.startswith("loadgen.probes.toy")  # a study of the tests
     }
     assert unknown == set()

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from loadgen.targets.compose import ComposeDeployment
-from loadgen.targets.interface import DeploymentError
+from loadgen.launch.compose import ComposeDeployment
+from loadgen.launch.interface import DeploymentError
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.agreement import LOSSY, TOLERANCE, Disagreement, disagreement
 from servers.models.specification import ModelSpecification, OutputKind
+from servers.protocol.tensors import TensorSpec
 
 
 def specification(kind: OutputKind, datatype: str = "FP32", width: int = 64) -> ModelSpecification:

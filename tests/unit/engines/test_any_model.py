@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from servers.contract.errors import InvalidRequestError
-from servers.contract.tensors import DATATYPES, TensorSpec
 from servers.engines import settings
 from servers.engines import torch as torch_engine
 from servers.engines.batches import Bucket, axis_buckets, has_buckets, random_inputs
@@ -25,6 +23,8 @@ from servers.engines.torch import TorchEngine
 from servers.engines.torch_towers import DeviceTower, expected_answers, own_tower
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.protocol.errors import InvalidRequestError
+from servers.protocol.tensors import DATATYPES, TensorSpec
 
 CPU = torch.device("cpu")
 WIDTH = 8

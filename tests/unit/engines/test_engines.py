@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
@@ -23,6 +22,7 @@ from servers.export.parity import corpus_pixels
 from servers.models.preprocessing import normalise
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.protocol.tensors import TensorSpec
 from tests.cosines import row_cosines
 
 WEIGHTS = RandomWeights(0)

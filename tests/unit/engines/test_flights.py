@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from servers.contract.tensors import TensorSpec
 from servers.engines import interface
 from servers.engines.batches import Bucket
 from servers.engines.copies import page_locked
@@ -28,6 +27,7 @@ from servers.engines.torch_device import RunnerEngine
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
 from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.tensors import TensorSpec
 from tests.unit.engines.fake_driver import DriverCopies, compiled_driver
 
 CPU = torch.device("cpu")

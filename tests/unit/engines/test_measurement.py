@@ -14,7 +14,6 @@ import torch
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.batches import random_inputs
 from servers.engines.measurement import (
     MAX_REPEATS,
@@ -31,6 +30,7 @@ from servers.engines.torch import TorchEngine
 from servers.models.registry import get_specification
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.protocol.tensors import Array, TensorSpec
 
 Arrays = Mapping[str, Array]
 

@@ -10,7 +10,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.measurement import references_of
@@ -20,6 +19,7 @@ from servers.engines.settings import EngineSettings
 from servers.models.registry import get_base
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import CheckpointWeights, RandomWeights
+from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 ONNX_TYPES = {
     **{name: getattr(TensorProto, name) for name in DATATYPES if "INT" in name or name == "BOOL"},

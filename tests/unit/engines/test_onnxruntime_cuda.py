@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from servers.contract.tensors import TensorSpec
 from servers.engines.interface import EngineError
 from servers.engines.onnxruntime_cuda import (
     RECORD_PLACEMENT,
@@ -23,6 +22,7 @@ from servers.engines.onnxruntime_cuda import (
     read_placement,
 )
 from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.tensors import TensorSpec
 
 
 def specification_of(*inputs: TensorSpec, output: TensorSpec, axes: tuple[Axis, ...] = ()) -> ModelSpecification:

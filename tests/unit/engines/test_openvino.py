@@ -12,7 +12,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from servers.contract.tensors import TensorSpec
 from servers.engines import openvino as engine_module
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
@@ -20,6 +19,7 @@ from servers.engines.openvino import KIND, OpenVINOEngine
 from servers.engines.settings import EngineSettings, engine_kind
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.protocol.tensors import TensorSpec
 
 openvino = pytest.importorskip("openvino")
 WIDTH = 16

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from loadgen.studies.engines import plan as plan_of
-from loadgen.studies.engines.records import Measured
-from loadgen.studies.engines.worker_process import Ready
-from servers.contract.tensors import Array
+from loadgen.engine_matrix import plan as plan_of
+from loadgen.engine_matrix.records import Measured
+from loadgen.engine_matrix.worker_process import Ready
 from servers.engines.environment import VARIABLE
 from servers.engines.interface import EngineError
 from servers.engines.measurement import Reference, rotation_rows
@@ -34,6 +33,7 @@ from servers.engines.worker import LEAST_CALLS, Command, _measured, _own_compila
 from servers.gpu.readings import EdgeReading, GpuProcess
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
+from servers.protocol.tensors import Array
 
 TEXT = "transformers:bert-base-uncased"
 IMAGE = "torchvision:resnet50"

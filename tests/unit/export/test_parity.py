@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.proof import Answer
 from servers.engines.torch_towers import expected_answers
 from servers.export.errors import ParityError
@@ -19,6 +18,7 @@ from servers.models.items import valid_items
 from servers.models.preprocessing import normalise
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.protocol.tensors import Array, TensorSpec
 from tests.cosines import row_cosines
 
 Alter = Callable[[np.ndarray], np.ndarray]

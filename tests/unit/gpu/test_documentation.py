@@ -8,7 +8,7 @@ from typing import get_args
 
 import msgspec
 
-from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, Code, Finding
+from loadgen.probes.gpu_proof.records import DEFAULT_THRESHOLDS, Code, Finding
 from servers.gpu.command import ExporterSettings
 from servers.gpu.exporter import DEFINITIONS, HOST_DEFINITIONS
 from servers.gpu.readings import Status

@@ -19,21 +19,21 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
+from loadgen.client.endpoint import Signature, TensorSignature
+from loadgen.client.input_files import write_given
+from loadgen.client.inputs import InputError
 from loadgen.documents import MOST_RECORD_BYTES
+from loadgen.engine_matrix.files import write_reports
+from loadgen.engine_matrix.records import Visit
+from loadgen.engine_matrix.store import MatrixStore
 from loadgen.entry import build
 from loadgen.exporters.runs import RunsCollector
 from loadgen.machine.calibration import CalibrationError, read_calibration
+from loadgen.probes.gpu_proof.records import EvidenceFile
 from loadgen.records.samples import SAMPLE_DTYPE, part_path
 from loadgen.storage.run_lock import is_running, running
 from loadgen.storage.store import StorageError, write_whole
 from loadgen.storage.stored_run import read_run
-from loadgen.studies.engines.files import write_reports
-from loadgen.studies.engines.records import Visit
-from loadgen.studies.engines.store import MatrixStore
-from loadgen.studies.gpu_proof.records import EvidenceFile
-from loadgen.transport.endpoint import Signature, TensorSignature
-from loadgen.transport.input_files import write_given
-from loadgen.transport.inputs import InputError
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration
 from tests.synthetic_matrix import matrix as synthetic_matrix

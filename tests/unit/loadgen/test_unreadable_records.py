@@ -13,11 +13,11 @@ import pytest
 from loadgen.machine.calibration import CalibrationError, read_calibration
 from loadgen.machine.environment import read_environment
 from loadgen.machine.noise_floor import NoiseFloorError, read_floors
+from loadgen.probes.gpu_proof.readings import ReadingsError, read_readings
 from loadgen.records.samples import load_samples
-from loadgen.result.result_file import ResultError, read_result
 from loadgen.storage.store import RunStore, StorageError
 from loadgen.storage.stored_run import StoredRunError, read_run
-from loadgen.studies.gpu_proof.readings import ReadingsError, read_readings
+from loadgen.verdict.result_file import ResultError, read_result
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import DecodingSettings, ImageDecoder
 from servers.models.preprocessing import MAX_PASSES, MAX_SCANS, ImageError, decode_jpeg, resize_and_crop
@@ -22,6 +21,7 @@ from servers.models.registry import (
     payload_variants,
 )
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array, TensorSpec
 
 
 def test_one_specification_gives_three_models() -> None:

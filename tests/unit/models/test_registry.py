@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCE = '''
 """Models that add a number."""
 import torch
-from servers.contract.tensors import TensorSpec
+from servers.protocol.tensors import TensorSpec
 from servers.models.specification import ModelSpecification
 
 class Add(torch.nn.Module):

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from servers.contract.errors import ContractError, UnavailableError
-from servers.contract.tensors import TensorSpec
 from servers.engines.batches import bucket_sizes
 from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
@@ -27,6 +25,8 @@ from servers.native.limits import ByteBudget
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.protocol.errors import ContractError, UnavailableError
+from servers.protocol.tensors import TensorSpec
 
 HELD = 2**20
 ROWS = ModelSpecification(

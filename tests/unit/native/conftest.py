@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.interface import Engine, EngineDescription
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
@@ -27,6 +26,7 @@ from servers.native.one_process import LocalLink
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.protocol.tensors import Array, TensorSpec
 
 WIDTH = 2
 

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.contract.errors import UnavailableError
-from servers.contract.tensors import Array
 from servers.native.arena import (
     KEPT_SHARE,
     MAX_WARM_SLOTS,
@@ -25,6 +23,8 @@ from servers.native.arena import (
     Slot,
 )
 from servers.native.limits import ByteBudget
+from servers.protocol.errors import UnavailableError
+from servers.protocol.tensors import Array
 
 MIB = 2**20
 HELD = 64 * MIB

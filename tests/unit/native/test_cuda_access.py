@@ -10,15 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from servers.contract.codec import window_array
-from servers.contract.errors import (
-    InternalError,
-    InvalidRequestError,
-    TooLargeError,
-    UnavailableError,
-    UnsupportedError,
-)
-from servers.contract.records import RegionReference, Window
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
 from servers.native.arena import Arena, Layout, RequestMemory
@@ -29,6 +20,15 @@ from servers.native.one_process import LocalLink
 from servers.native.region_register import DeviceWindow
 from servers.native.regions import DeviceRegion, RegionTable
 from servers.native.settings import NativeSettings
+from servers.protocol.codec import window_array
+from servers.protocol.errors import (
+    InternalError,
+    InvalidRequestError,
+    TooLargeError,
+    UnavailableError,
+    UnsupportedError,
+)
+from servers.protocol.records import RegionReference, Window
 
 
 @pytest.mark.parametrize("library", ["libabserve_absent.so.1", "libc.so.6"])  # no such file; none of its functions

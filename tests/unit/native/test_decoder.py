@@ -12,8 +12,6 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 
-from servers.contract.records import InferRequest, InputTensor
-from servers.contract.tensors import Array
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import Decoding, DecodingSettings
 from servers.models.preprocessing import ImageError
@@ -23,6 +21,8 @@ from servers.native.errors import QueueFullError, RequestExpiredError
 from servers.native.inference import RequestDecoder, State
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
+from servers.protocol.records import InferRequest, InputTensor
+from servers.protocol.tensors import Array
 from tests.unit.native.conftest import served
 
 JPEG = get_variant("openclip_vit_b32", "jpeg")

@@ -8,8 +8,8 @@ import zlib
 
 import pytest
 
-from servers.contract.errors import InvalidRequestError, TooLargeError
 from servers.native.http_front_end import INFLATED_STEP_BYTES, decompress
+from servers.protocol.errors import InvalidRequestError, TooLargeError
 
 STEP = INFLATED_STEP_BYTES
 LIMIT = 9 * STEP

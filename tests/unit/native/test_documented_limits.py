@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from servers.contract.codec import MAX_ID_CHARACTERS
-from servers.contract.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
 from servers.native.grpc_calls import (
     MANY_ARRIVING,
     MANY_WAITING,
@@ -38,6 +36,8 @@ from servers.native.http_front_end import MAX_INFLATING
 from servers.native.inference import DECODING_S
 from servers.native.limits import CONTROL_BODY_BYTES
 from servers.native.settings import NativeSettings
+from servers.protocol.codec import MAX_ID_CHARACTERS
+from servers.protocol.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs/native-server.md").read_text()
 ROWS = dict(re.findall(r"^\| `([a-z_]+)` \| ([0-9]+) \|", TEXT, re.MULTILINE))

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servers.contract.errors import ContractError, InvalidRequestError, UnavailableError
-from servers.contract.records import ModelSignature
-from servers.contract.tensors import TensorSpec
 from servers.native.arena import RequestMemory
 from servers.native.engine_pool import EnginePool, combined
 from servers.native.messages import (
@@ -30,6 +27,9 @@ from servers.native.messages import (
 )
 from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
+from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import TensorSpec
 
 SIGNATURE = ModelSignature("m", "1", (), (TensorSpec("y", "FP32", (-1, 1)),), 64)
 READY, LOADING = ("ready", {"kind": "k", "device": "cuda:0"}), ("loading", None)

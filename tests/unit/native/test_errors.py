@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from servers.contract import errors as contract
 from servers.native import errors as native
 from servers.native.http_front_end import refusal
 from servers.native.http_parser import infer_target
+from servers.protocol import errors as contract
 
 
 def subclasses(root: type[Exception]) -> set[type[Exception]]:

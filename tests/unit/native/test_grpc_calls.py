@@ -8,12 +8,12 @@ import grpc
 import pytest
 from hpack import Decoder
 
-from servers.contract import errors
 from servers.native.arena import RequestMemory
 from servers.native.errors import QueueFullError, SlowClientError
 from servers.native.grpc_calls import STATUS_CODES, Call, CallHead, Method, read_call_head, refusal_of, shortened
 from servers.native.message_memory import Message
 from servers.native.settings import NativeSettings
+from servers.protocol import errors
 
 METHODS = {b"/s/M": Method("M", False, 1000)}
 HEAD = [(b":method", b"POST"), (b":path", b"/s/M"), (b"content-type", b"application/grpc+proto")]

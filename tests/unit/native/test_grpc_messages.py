@@ -11,10 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from servers.contract.errors import ContractError, InvalidRequestError, NotFoundError
-from servers.contract.records import ModelSignature
-from servers.contract.tensors import TensorSpec
-from servers.contract.values import MAX_BYTES_ELEMENTS
 from servers.native.grpc_messages import (
     INLINE_BYTES,
     INLINE_FIELDS,
@@ -25,6 +21,10 @@ from servers.native.grpc_messages import (
     is_short,
     parse_message,
 )
+from servers.protocol.errors import ContractError, InvalidRequestError, NotFoundError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import TensorSpec
+from servers.protocol.values import MAX_BYTES_ELEMENTS
 
 MIB = 2**20
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from servers.contract.tensors import TensorSpec
 from servers.models.specification import ModelSpecification
 from servers.native.arena import RequestMemory
 from servers.native.engine_side import EngineSide
@@ -19,6 +18,7 @@ from servers.native.one_process import LocalLink
 from servers.native.regions import RegionTable
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
+from servers.protocol.tensors import TensorSpec
 
 SETTINGS = NativeSettings()
 MEMORY = RequestMemory.alone(SETTINGS)

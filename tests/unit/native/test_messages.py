@@ -13,10 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from servers.contract import errors as contract_errors
-from servers.contract.errors import ContractError, InternalError, UnavailableError
-from servers.contract.records import ModelSignature
-from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.native import errors as native_errors
 from servers.native.arena import Arena, Layout, RequestMemory
 from servers.native.engine_client import EngineClient
@@ -48,6 +44,10 @@ from servers.native.messages import (
     submit_message,
 )
 from servers.native.queued_request import QueuedRequest
+from servers.protocol import errors as contract_errors
+from servers.protocol.errors import ContractError, InternalError, UnavailableError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 HELD = 2**20
 ARENA = Arena(Layout.of(1, HELD, HELD))

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.contract.codec import decode_request, encode_response
-from servers.contract.errors import InvalidRequestError, NotFoundError
-from servers.contract.records import InferResponse, ModelSignature, OutputTensor, RegionReference, Window
-from servers.contract.tensors import Array, TensorSpec
 from servers.engines.padding import Padding
 from servers.models.specification import Axis
 from servers.native.inference import INLINE_READ_BYTES
 from servers.native.request_templates import TemplateCache
+from servers.protocol.codec import decode_request, encode_response
+from servers.protocol.errors import InvalidRequestError, NotFoundError
+from servers.protocol.records import InferResponse, ModelSignature, OutputTensor, RegionReference, Window
+from servers.protocol.tensors import Array, TensorSpec
 
 SIGNATURE = ModelSignature(
     "m",

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servers.contract.tensors import Array
 from servers.engines.interface import EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
@@ -17,6 +16,7 @@ from servers.models.image_decoder import DecodingSettings, ImageDecoder
 from servers.models.preprocessing import ImageError, decode_jpeg, resize_and_crop
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array
 from servers.triton.batch_executor import BatchExecutor
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2 as pb
 
-from servers.contract.tensors import TensorSpec
 from servers.export.triton_config import (
     BatchingSettings,
     onnxruntime_config,
@@ -23,6 +22,7 @@ from servers.export.triton_config import (
 )
 from servers.models.registry import DEFAULT_MODEL, get_specification, get_variant, payload_variants
 from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.tensors import TensorSpec
 
 CHECKED_IN = Path(__file__).resolve().parents[3] / "triton_model_repo"
 SPECIFICATION_LIST = list(payload_variants(get_specification(DEFAULT_MODEL)))

@@ -12,10 +12,10 @@ import numpy as np
 import psutil
 import pytest
 
+from loadgen.client.endpoint import Endpoint
+from loadgen.client.inputs import write_synthetic
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
-from loadgen.transport.endpoint import Endpoint
-from loadgen.transport.inputs import write_synthetic
 from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true
 
 

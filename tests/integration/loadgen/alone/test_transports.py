@@ -17,17 +17,17 @@ import psutil
 import pytest
 
 from loadgen.bench.answers import ParityTarget, check_parity
+from loadgen.client.endpoint import Endpoint
+from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
+from loadgen.client.transports import TRANSPORTS, Target, prepare, read_answer
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
+from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.run import Transport
-from loadgen.statistics.agreement import tolerance_of
-from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.transport.endpoint import Endpoint
-from loadgen.transport.exchange import ConnectionRefused
-from loadgen.transport.inputs import SampleInputs, read_inputs, write_samples
-from loadgen.transport.transports import TRANSPORTS, Target, prepare, read_answer
+from loadgen.stats.agreement import tolerance_of
 from tests.integration.loadgen.conftest import await_true, regions_of_load
 
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")

@@ -17,14 +17,14 @@ from rich.console import Console
 from loadgen.bench.arms import Arm
 from loadgen.bench.machine_watch import MachineWatch
 from loadgen.bench.progress import Progress
+from loadgen.launch.interface import RemoteDeployment
 from loadgen.records.run import ArmRequest, Experiment, MachineLoad, RunState, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
-from loadgen.targets.interface import RemoteDeployment
+from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

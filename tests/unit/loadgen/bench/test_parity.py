@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from loadgen.bench.answers import ParityError, batches_to_send, compare_answers, mixed_batches
+from loadgen.client.inputs import SampleInputs
 from loadgen.records.parity import ParityCase
-from loadgen.statistics.agreement import Tolerance, rules_of, tolerance_of
-from loadgen.transport.inputs import SampleInputs
+from loadgen.stats.agreement import Tolerance, rules_of, tolerance_of
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))
 FP32, FP16 = tolerance_of(["fp32"]), tolerance_of(["fp16", "fp32"])

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 import loadgen.cli.compare as command
 from loadgen.cli.engines import _report
+from loadgen.engine_matrix.store import MatrixStore
 from loadgen.entry import build
 from loadgen.experiment.plan import Combination
 from loadgen.records.run import RunState
 from loadgen.storage.stored_run import read_run
-from loadgen.studies.engines.store import MatrixStore
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration, matrix
 
@@ -38,7 +38,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, fault: Exception) -> No
 @pytest.mark.parametrize(
     "place",
     [
-        "loadgen.result.analysis.analyse",
+        "loadgen.verdict.analysis.analyse",
         "loadgen.report.write_reports",
         "loadgen.report.contents.result_document",
         "loadgen.report.renderers.terminal.print_document",
@@ -78,7 +78,7 @@ def test_the_other_runs_of_a_matrix_go_on(tmp_path: Path, monkeypatch: pytest.Mo
         return ended()
 
     monkeypatch.setattr("loadgen.run.runner.run_experiment", run)
-    fail_in(monkeypatch, "loadgen.result.analysis.analyse", KeyError("x"))
+    fail_in(monkeypatch, "loadgen.verdict.analysis.analyse", KeyError("x"))
     runs = [(Combination(transport, "uint8"), experiment) for transport in ("http", "grpc")]
     status, results = command._run_matrix(runs, tmp_path / "out")
     assert len(ran) == 2
@@ -88,7 +88,7 @@ def test_the_other_runs_of_a_matrix_go_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_format_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", Plan(pairs=2, requests=20))
-    from loadgen.result.analysis import analyse
+    from loadgen.verdict.analysis import analyse
 
     fail_in(monkeypatch, "loadgen.report.files.render_junit", KeyError("x"))
     status = command._write_formats({"": analyse(folder)}, tmp_path / "j.xml", tmp_path / "c.csv", 0)
@@ -101,7 +101,7 @@ def test_a_finished_matrix_of_engines_is_kept(
 ) -> None:
     found = matrix([configuration()], [cell(0, 10.0)])
     (tmp_path / "visits").mkdir()
-    fail_in(monkeypatch, "loadgen.studies.engines.analyse.analyse", StopIteration())
+    fail_in(monkeypatch, "loadgen.engine_matrix.analyse.analyse", StopIteration())
     assert found.state is not None
     assert _report(MatrixStore(tmp_path), found.plan, found.environment, found.state, None, None) == 1
     assert f"analyse it again with: abserve report {tmp_path}" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loadgen.comparison.claims import ORDER, claim, decided_besides, groups, verdict_words
 from loadgen.comparison.comparisons import Outcome, advantage
 from loadgen.records.run import Pairing
-from loadgen.result.analysis import analyse
+from loadgen.verdict.analysis import analyse
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.comparison.test_several_arms import WORKLOADS, compared
 

@@ -12,7 +12,7 @@ from loadgen.comparison.comparisons import judge
 from loadgen.comparison.pairs import METRICS
 from loadgen.quantities import ratio
 from loadgen.records.run import Workload
-from loadgen.result.analysis import analyse
+from loadgen.verdict.analysis import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 

@@ -27,9 +27,9 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.result.analysis import analyse
-from loadgen.result.checks.registry import Check
-from loadgen.result.result_file import Result
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.checks.registry import Check
+from loadgen.verdict.result_file import Result
 from tests.golden.synthetic_run import ORIGIN_NS, Plan, SimulatedArm, write_calibration, write_run
 
 MS = 1_000_000

@@ -13,9 +13,9 @@ from loadgen.comparison.comparisons import Comparison, Outcome
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import Ranking, neighbours, rank
 from loadgen.records.run import Label, Pairing, Workload
-from loadgen.result.analysis import analyse
-from loadgen.result.result_file import Result
-from loadgen.statistics.ratios import adjust_holm
+from loadgen.stats.ratios import adjust_holm
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result_file import Result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 COMMON: dict[str, Any] = {"seconds": 1.0, "max_seconds": 30.0, "rounds": 6}

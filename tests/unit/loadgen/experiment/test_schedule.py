@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.schedule import ScheduledBlock, endless_passes, interleave
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.probes.cold_start.measure import cold_start_order
 from loadgen.records.run import Label, Workload
-from loadgen.studies.cold_start.measure import cold_start_order
 
 WORKLOADS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(
     lambda pairs: tuple(

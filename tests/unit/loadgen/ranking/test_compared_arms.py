@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadgen.probes.gpu_proof.analyse import GpuFound
+from loadgen.probes.rate_search.records import RatesFound
 from loadgen.ranking.analyse import rank
 from loadgen.ranking.candidates import from_result
 from loadgen.ranking.prices import EXAMPLES, read_prices
 from loadgen.ranking.records import Price, PriceMatch
-from loadgen.result.result_file import Result, read_result
-from loadgen.statistics.ratios import geometric_mean, interval_of_mean
-from loadgen.studies.gpu_proof.analyse import GpuFound
-from loadgen.studies.rate_search.records import RatesFound
+from loadgen.stats.ratios import geometric_mean, interval_of_mean
+from loadgen.verdict.result_file import Result, read_result
 
 RESULTS = Path(__file__).resolve().parents[4] / "docs/results"
 RESNET = RESULTS / "2026-11-22-h200-models/resnet50/result.json"

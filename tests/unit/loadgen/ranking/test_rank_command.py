@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from loadgen.cli.rank import rank
-from loadgen.studies.engines.records import Matrix
+from loadgen.engine_matrix.records import Matrix
 from tests.synthetic_matrix import cell, configuration, environment, matrix
 
 RESULTS = Path(__file__).resolve().parents[4] / "docs/results"

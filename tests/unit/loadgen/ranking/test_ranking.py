@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from loadgen.engine_matrix.records import Estimate, Refusal
 from loadgen.ranking.analyse import cost_per_million, pareto_front, rank
 from loadgen.ranking.candidates import Read, from_matrix, join_machines, machine_of
 from loadgen.ranking.prices import matches, prices_of
 from loadgen.ranking.records import Group, Option, Price, PriceMatch
-from loadgen.studies.engines.records import Estimate, Refusal
 from tests.synthetic_matrix import cell, configuration, environment, matrix
 
 H200 = environment({"cpu_count": 16}, ["NVIDIA H200"])

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from loadgen.probes.cold_start.records import ContainerColdStart
+from loadgen.probes.cold_start.sections import container_starts
 from loadgen.report.contents import result_document
 from loadgen.report.document import Table
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.result.analysis import analyse
-from loadgen.result.result_file import Result, encode_result, read_result
 from loadgen.storage.store import RunStore
-from loadgen.studies.cold_start.records import ContainerColdStart
-from loadgen.studies.cold_start.sections import container_starts
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result_file import Result, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
 
 NATIVE = ContainerColdStart(

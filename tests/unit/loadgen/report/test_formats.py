@@ -16,8 +16,8 @@ from loadgen.entry import build
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats, write_csv, write_junit
 from loadgen.report.renderers.junit import render_junit
-from loadgen.result.analysis import analyse
-from loadgen.result.result_file import Result
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result_file import Result
 from tests.golden.synthetic_run import Plan, write_run
 
 ATTRIBUTES = {

@@ -18,6 +18,10 @@ from rich.console import Console
 import loadgen.report.document as doc
 from loadgen.bench.live_ratios import LiveRatios
 from loadgen.comparison.summaries import summarise_blocks
+from loadgen.probes.causes.analyse import Cause, CauseEffect, CausesFound, WorkloadCauses
+from loadgen.probes.causes.sections import cause_table, causes_chart, why
+from loadgen.probes.rate_search.records import RampFound, RampRung, RatesFound
+from loadgen.probes.rate_search.sections import ramp
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats
 from loadgen.report.progress import RichProgress, ratio_line, ratio_table
@@ -25,13 +29,9 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import comparisons, ranking
 from loadgen.report.sections.verdict import overview
-from loadgen.result.analysis import analyse
-from loadgen.result.result_file import Result
 from loadgen.storage.stored_run import read_run
-from loadgen.studies.causes.analyse import Cause, CauseEffect, CausesFound, WorkloadCauses
-from loadgen.studies.causes.sections import cause_table, causes_chart, why
-from loadgen.studies.rate_search.records import RampFound, RampRung, RatesFound
-from loadgen.studies.rate_search.sections import ramp
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result_file import Result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(pairs=4, requests=120, others=(SimulatedArm(4.0, 5.4, 1.0), SimulatedArm()))

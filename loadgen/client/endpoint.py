@@ -1,0 +1,245 @@
+"""Requests other than inference to a server of the Open Inference Protocol: health, metadata, statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from loadgen.client.exchange import ConnectionRefused, Exchange
+from loadgen.client.http import HttpConnection
+from loadgen.client.requests import Address, Request, request_head
+from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
+from loadgen.records.run import DEFAULT_ACCESS, Access
+
+_MOST_VALUES = 2**28
+"""Values of one item of one input or output."""
+_MOST_DIGITS = 20
+_MOST_NAMES, _MOST_NAME = 8, 80
+
+
+class EndpointError(Exception):
+    """The server or the model cannot be reached, or its response cannot be used; the message says which."""
+
+
+class TensorSignature(msgspec.Struct, frozen=True):
+    """One input or output in the server's metadata; shape[0] is the batch dimension, -1 is a variable one."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    datatype: Annotated[str, msgspec.Meta(min_length=1)]
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=-1, lt=2**31)], ...], msgspec.Meta(max_length=32)]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The inputs and outputs of a model."""
+
+    model: str
+    inputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...]
+    version: str | None = None
+    """The version that is asked for; None: the server chooses."""
+    optional: frozenset[str] = frozenset()
+    """Inputs that a request may leave out, by the server's configuration of the model."""
+    batched: bool = True
+    """Whether requests have a batch dimension. Without one the shapes here begin with -1 all the same, and a request,
+    which takes one item, leaves it out."""
+
+
+class IndexRow(msgspec.Struct, frozen=True):
+    """One version of a model in a server's repository index."""
+
+    name: str
+    state: str | None = None
+    """None where the server does not say: then it is ready."""
+    reason: str | None = None
+    """Why it is not ready."""
+
+    @property
+    def ready(self) -> bool:
+        return self.state in (None, "READY")
+
+
+class Endpoint:
+    """Requests other than inference, each on a new connection; not for measurements."""
+
+    def __init__(self, url: str, *, timeout_s: float = 10.0, access: Access = DEFAULT_ACCESS) -> None:
+        """Raises `AddressError`."""
+        self.address = Address.parse(url, access)
+        self._timeout_s = timeout_s
+
+    def _get(self, path: str) -> Exchange:
+        return self._send(Request(request_head("GET", path, self.address)))
+
+    def _send(self, request: Request) -> Exchange:
+        """One request; a refused connection is a failed one."""
+        connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=MOST_BYTES)
+        try:
+            return connection.send(request)
+        except ConnectionRefused as exc:
+            refused = Exchange()
+            refused.failure = str(exc)
+            return refused
+        finally:
+            connection.close()
+
+    def status(self, path: str) -> int | None:
+        """The status of a GET; None when nothing answers."""
+        return self._get(path).status or None
+
+    def document(self, path: str) -> dict[str, Any] | None:
+        """The JSON object at a path; None for any status but 200. Raises `EndpointError` when nothing answers or the
+        response is not a JSON object."""
+        exchange, request = self._get(path), f"GET {self.address.url}{path}"
+        if exchange.failure is not None:
+            raise EndpointError(f"{request}: {exchange.failure}")
+        if exchange.status != 200:
+            return None
+        try:
+            document = read_json(exchange.body)
+        except DocumentError as exc:
+            raise EndpointError(f"{request}: the response cannot be used: {exc}") from exc
+        if not isinstance(document, dict):
+            raise EndpointError(f"{request}: the response is not a JSON object")
+        return document
+
+    def live(self) -> bool:
+        """Whether the process answers."""
+        return self.status("/v2/health/live") == 200
+
+    def silence(self) -> str:
+        """Why it is not live, from one more request, for a message."""
+        exchange = self._get("/v2/health/live")
+        return exchange.failure or f"/v2/health/live answers {exchange.status}"
+
+    def ready(self, model: str) -> bool:
+        """Whether the model is ready."""
+        return self.status(f"{self.address.model_path(model)}/ready") == 200
+
+    def repository_index(self) -> tuple[IndexRow, ...] | None:
+        """The models that the server knows, loaded or not; None if it does not list them."""
+        head = request_head("POST", "/v2/repository/index", self.address, content_length=2)
+        exchange = self._send(Request(head, b"{}"))
+        if exchange.failure is not None or exchange.status != 200:
+            return None
+        try:
+            return msgspec.convert(read_json(exchange.body), tuple[IndexRow, ...])
+        except (DocumentError, ValueError):
+            return None
+
+    def served_models(self) -> tuple[str, ...] | None:
+        """The names of the models that are ready; None if the server does not list its models."""
+        rows = self.repository_index()
+        return None if rows is None else tuple(sorted({row.name for row in rows if row.ready}))
+
+    def config(self, model: str) -> dict[str, Any] | None:
+        """The model's configuration; None if the server does not have that extension. Raises `EndpointError`."""
+        return self.document(f"{self.address.model_path(model)}/config")
+
+    def signature(self, model: str) -> Signature:
+        """The model's metadata. Raises `EndpointError` when the server or the model cannot be reached."""
+        document, version = self.document(self.address.model_path(model)), self.address.access.version
+        if document is None:
+            known = "" if self.live() else ", which does not answer /v2/health/live either"
+            wanted = f"model {model}" if version is None else f"version {version} of model {model}"
+            if served := self.served_models():
+                known = f", which serves {named(served)}"
+            raise EndpointError(f"no {wanted} at {self.address.url}{known}; name another with --model")
+        try:
+            inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
+        except EndpointError as exc:
+            raise EndpointError(f"model {model} at {self.address.url}: {exc}") from exc
+        config = self._config_if_any(model)
+        optional = _optional_inputs(config) & {one.name for one in inputs}
+        largest = config.get("max_batch_size")
+        unbatched = type(largest) is int and largest == 0
+        if unbatched or not all(one.shape and one.shape[0] in (-1, 1) for one in inputs):
+            return Signature(model, _items_of(inputs), _items_of(outputs), version, optional, batched=False)
+        return Signature(model, inputs, outputs, version, optional)
+
+    def _config_if_any(self, model: str) -> Mapping[str, Any]:
+        """The model's configuration; empty if the server has none that can be used."""
+        try:
+            return self.config(model) or {}
+        except EndpointError:
+            return {}
+
+    def statistics(self, model: str) -> dict[str, Any] | None:
+        """One entry of the statistics extension's `model_stats`: without a version that of the latest, which answers
+        requests. None if the server does not have it."""
+        try:
+            document = self.document(f"{self.address.model_path(model)}/stats")
+        except EndpointError:
+            return None
+        entries = (document or {}).get("model_stats")
+        found = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        return max(found, key=_version, default=None)
+
+
+def _version(entry: Mapping[str, Any]) -> int:
+    """The version of an entry of the statistics; 0 if it is not a number."""
+    version = str(entry.get("version"))
+    return int(version) if version.isascii() and version.isdecimal() and len(version) < _MOST_DIGITS else 0
+
+
+def _optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the inputs that Triton's configuration calls optional."""
+    inputs = config.get("input")
+    described = [one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else []
+    return frozenset(str(one.get("name")) for one in described if one.get("optional") is True)
+
+
+def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:
+    """Why a model with this configuration of Triton cannot be measured, as a sentence; None if it can."""
+    policy = (config or {}).get("model_transaction_policy")
+    if isinstance(policy, dict) and policy.get("decoupled") is True:
+        return (
+            f"{model} is decoupled (model_transaction_policy in its configuration), and abserve measures models with "
+            "one answer per request"
+        )
+    if isinstance((config or {}).get("sequence_batching"), dict):
+        return f"{model} is stateful (sequence_batching in its configuration), and abserve sends no correlation ids"
+    return None
+
+
+def named(models: Sequence[str]) -> str:
+    """The names of models on a server for a message: the first of many, without control characters."""
+    shown = [one_line(name, _MOST_NAME) for name in models[:_MOST_NAMES]]
+    more = len(models) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether a shape is one that the metadata allow."""
+    return len(shape) == len(expected) and all(
+        size >= 0 and wanted in (-1, size) for size, wanted in zip(shape, expected, strict=True)
+    )
+
+
+def _items_of(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:
+    """With a batch dimension before the shapes."""
+    return tuple(msgspec.structs.replace(one, shape=(-1, *one.shape)) for one in tensors)
+
+
+def read_tensors(document: Mapping[str, Any], key: str) -> tuple[TensorSignature, ...]:
+    """The inputs or outputs in a model's metadata: at least one, with different names and sizes that fit into a
+    request. Raises `EndpointError`."""
+    try:
+        found: tuple[TensorSignature, ...] = msgspec.convert(
+            document.get(key), tuple[TensorSignature, ...], strict=False
+        )
+    except ValueError as exc:
+        raise EndpointError(f"the model's metadata has no usable {key}: {exc}") from exc
+    if not found:
+        raise EndpointError(
+            f"the model's metadata has no {key}, so there is nothing to send or to compare; declare the tensors in the "
+            "model's configuration on that server"
+        )
+    if len({tensor.name for tensor in found}) != len(found):
+        raise EndpointError(f"two {key} in the model's metadata have the same name")
+    if large := next((one for one in found if math.prod(size for size in one.shape if size > 0) > _MOST_VALUES), None):
+        raise EndpointError(f"the model's metadata gives {large.name} a shape of more than {_MOST_VALUES:,} values")
+    return found

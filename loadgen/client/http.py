@@ -1,0 +1,277 @@
+"""A raw HTTP/1.1 client for prepared bodies: it sends every measured request over HTTP and shared memory.
+
+One connection serves one user at a time. It uses the `socket` module of its process, so it blocks in a plain process
+and yields to other users in one that gevent has patched (Locust does).
+
+Cost per request on this side: one `sendmsg` of head and body without joining them, one `recv_into` a reused buffer for
+a response that fits, no copy of the body in either direction, no object but the `Exchange`, which is reused too. A
+request is never sent twice. Over TLS the `ssl` module copies every byte. The handshake is a part of connecting, which
+comes before the measured requests except where the server has closed the connection.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from time import perf_counter_ns
+
+from loadgen.client.exchange import MOST_ANSWER_BYTES, Deadline, Exchange, find_header
+from loadgen.client.greenlet_socket import AnySocket, GreenletSocket
+from loadgen.client.requests import Address, Request, assemble, open_socket, send_parts
+from loadgen.client.tls import reason
+
+_BUFFER_BYTES = 64 * 1024
+_MAX_HEAD_BYTES = 64 * 1024
+_MOST_INTERIM = 100
+_MOST_TRAILERS = 100
+_NO_HEAD = b"\0"
+"""The beginning of no response."""
+_MOST_DIGITS = 10
+"""Most digits of a Content-Length or a chunk size."""
+
+
+class _ResponseError(Exception):
+    """The request failed; the message is the sample's error."""
+
+
+class HttpConnection:
+    """One keep-alive connection. `timeout_s` bounds connecting and, separately, a whole request (see `Deadline`); a
+    response of more than `most_bytes` is a failure."""
+
+    def __init__(self, address: Address, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self.reconnects = 0
+        """Connections that the server had closed, while idle or with its last response, and that were made again for a
+        request. That time is in the request's latency."""
+        self._server_closed = False
+        """Whether the server has closed the connection with its last response."""
+        self._deadline = Deadline(timeout_s)
+        self._most_bytes = most_bytes + _MAX_HEAD_BYTES
+        self._socket: AnySocket | None = None
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._exchange = Exchange()
+        self._known_head = _NO_HEAD
+        """The head of an earlier response, with its form in lower case, its status and the end of its response: a
+        server's answers to one kind of request mostly begin with the same bytes."""
+        self._known_lower, self._known_status, self._known_end = b"", 0, 0
+
+    def connect(self) -> None:
+        """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
+        if self._socket is None:
+            self._socket = open_socket(self.address, self.timeout_s)
+            self._deadline.reset()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def send(self, request: Request, patches: Sequence[bytes] = ()) -> Exchange:
+        """Send one request, with the patches at the places that vary, and read its response; a failure is in the
+        result. Raises `ConnectionRefused`, before anything is sent, when a connection is needed and cannot be made."""
+        parts = assemble(request.head, request.pieces or ((request.body,) if request.body else ()), patches)
+        due_ns = perf_counter_ns()  # before connecting again: a server that closes its connections makes users wait
+        if self._socket is not None and self._closed_while_idle(self._socket):
+            self.close()
+            self.reconnects += 1
+        if self._socket is None:
+            self.connect()
+            self.reconnects += self._server_closed
+        self._server_closed = False
+        connection = self._socket
+        assert connection is not None
+        exchange = self._exchange
+        exchange.begin(due_ns, len(request.head) + len(request.body))
+        self._deadline.begin(connection, due_ns)
+        try:
+            sent_whole = True
+            try:
+                send_parts(connection, parts, self._deadline)
+            except (BrokenPipeError, ConnectionResetError):  # a server may respond early and stop reading (413)
+                sent_whole = False
+            self._receive(connection, exchange)
+            exchange.end_ns = perf_counter_ns()
+            if not sent_whole or (exchange.head is not self._known_lower and _closes(exchange.head)):
+                self.close()
+            self._server_closed = self._socket is None
+        except _ResponseError as exc:
+            self._fail(exchange, str(exc))
+        except TimeoutError:
+            self._fail(exchange, f"no complete response within {self.timeout_s:g} s")
+        except ConnectionResetError:
+            self._fail(exchange, "connection reset by the server")
+        except OSError as exc:
+            self._fail(exchange, f"connection failed: {reason(exc)}")
+        return exchange
+
+    def _fail(self, exchange: Exchange, message: str) -> None:
+        exchange.end_ns = perf_counter_ns()
+        exchange.status = 0
+        exchange.failure = message
+        self.close()
+
+    @staticmethod
+    def _closed_while_idle(connection: AnySocket) -> bool:
+        """Whether the server has closed, or has sent bytes that belong to no request: both make it unusable."""
+        if isinstance(connection, GreenletSocket):
+            return connection.has_input()
+        timeout = connection.gettimeout()
+        connection.settimeout(0.0)
+        try:
+            connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            connection.settimeout(timeout)
+        return True
+
+    def _receive(self, connection: AnySocket, exchange: Exchange) -> None:
+        filled, known = self._read(connection, exchange, 0), self._known_head
+        if filled >= len(known) and self._buffer.startswith(known):
+            exchange.head, exchange.status = self._known_lower, self._known_status
+            if filled == self._known_end:  # the usual case, in a few steps
+                exchange.body, exchange.response_bytes = self._view[len(known) : filled], filled
+            else:
+                self._receive_counted(connection, exchange, len(known), filled, self._known_end)
+            return
+        filled, head_end = self._receive_head(connection, exchange, filled)
+        for _ in range(_MOST_INTERIM):
+            head = bytes(self._view[:head_end]).lower()
+            code = head[9:12]
+            if not head.startswith(b"http/1.") or not code.isdigit():
+                raise _ResponseError("malformed response: not HTTP/1.1")
+            status = int(code)
+            if status >= 200:
+                break
+            remaining = filled - head_end  # the final response follows
+            self._view[:remaining] = bytes(self._view[head_end:filled])
+            filled, head_end = self._receive_head(connection, exchange, remaining)
+        else:
+            raise _ResponseError("malformed response: more than 100 interim responses")
+        exchange.head = head
+        if status in (204, 304):
+            exchange.body = self._view[:0]
+            exchange.response_bytes = head_end
+        elif (coding := find_header(head, b"\r\ntransfer-encoding:")) is not None:
+            if coding != b"chunked":
+                raise _ResponseError("malformed response: unknown transfer encoding")
+            self._receive_chunked(connection, exchange, head_end, filled)
+        elif (length := find_header(head, b"\r\ncontent-length:")) is not None:
+            if not length.isdigit() or len(length) > _MOST_DIGITS:
+                raise _ResponseError("malformed response: impossible Content-Length")
+            end = head_end + int(length)
+            if not _closes(head):
+                self._known_head, self._known_lower = bytes(self._view[:head_end]), head
+                self._known_status, self._known_end = status, end
+            self._receive_counted(connection, exchange, head_end, filled, end)
+        else:
+            self._receive_until_closed(connection, exchange, head_end, filled)
+        exchange.status = status
+
+    def _receive_counted(self, connection: AnySocket, exchange: Exchange, start: int, filled: int, end: int) -> None:
+        """The rest of a response whose body begins at `start`, up to `end`; `filled` bytes are there."""
+        self._bound(end)
+        while filled < end:
+            filled += self._read(connection, exchange, filled)
+        if filled > end:
+            raise _ResponseError("malformed response: longer than its Content-Length")
+        exchange.body = self._view[start:end]
+        exchange.response_bytes = end
+
+    def _receive_head(self, connection: AnySocket, exchange: Exchange, filled: int) -> tuple[int, int]:
+        """Bytes in the buffer and the end of the head among them."""
+        searched = 0
+        while True:
+            end = self._buffer.find(b"\r\n\r\n", searched, filled)
+            if end >= 0:
+                return filled, end + 4
+            if filled >= _MAX_HEAD_BYTES:
+                raise _ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes of headers")
+            searched = max(0, filled - 3)
+            filled += self._read(connection, exchange, filled)
+
+    def _receive_until_closed(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
+        count = 1
+        while count:
+            if filled == len(self._buffer):
+                self._grow(filled)
+            count = connection.recv_into(self._view[filled:])
+            self._deadline.check(connection)
+            filled += count
+        exchange.body = self._view[start:filled]
+        exchange.response_bytes = filled
+        self.close()
+
+    def _receive_chunked(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
+        """Decodes chunks in place: the payload of every chunk moves to the end of the body so far."""
+        body_end = cursor = start
+
+        def line() -> bytes:
+            nonlocal cursor, filled
+            while (end := self._buffer.find(b"\r\n", cursor, filled)) < 0:
+                if filled - cursor > _MAX_HEAD_BYTES:
+                    raise _ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes before a chunk")
+                filled += self._read(connection, exchange, filled)
+            text = bytes(self._view[cursor:end])
+            cursor = end + 2
+            return text
+
+        while True:
+            size_text = line().partition(b";")[0].strip()
+            try:
+                size = int(size_text, 16)
+            except ValueError:
+                raise _ResponseError("malformed response: a chunk without a size") from None
+            if size == 0:
+                break
+            if size < 0 or len(size_text) > _MOST_DIGITS:
+                raise _ResponseError("malformed response: impossible chunk size")
+            self._bound(cursor + size + 2)
+            while filled < cursor + size + 2:
+                filled += self._read(connection, exchange, filled)
+            self._buffer[body_end : body_end + size] = self._buffer[cursor : cursor + size]
+            body_end += size
+            cursor += size + 2
+        for _ in range(_MOST_TRAILERS):
+            if not line():
+                break
+        else:
+            raise _ResponseError("malformed response: more than 100 trailers")
+        exchange.body = self._view[start:body_end]
+        exchange.response_bytes = cursor
+
+    def _read(self, connection: AnySocket, exchange: Exchange, filled: int) -> int:
+        if filled == len(self._buffer):
+            self._grow(filled)
+        count = connection.recv_into(self._view[filled:] if filled else self._view)
+        if exchange.first_byte_ns == 0:
+            exchange.first_byte_ns = perf_counter_ns() if count else 0
+        if count == 0:
+            moment = "in the middle of a response" if filled else "without a response"
+            raise _ResponseError(f"connection closed by the server {moment}")
+        self._deadline.check(connection)
+        return count
+
+    def _bound(self, needed: int) -> None:
+        if needed > self._most_bytes:
+            raise _ResponseError(
+                f"the response is larger than the limit of {self._most_bytes - _MAX_HEAD_BYTES:,} bytes"
+            )
+
+    def _grow(self, filled: int) -> None:
+        """Double the buffer as bytes arrive, never to a size that the server only announced."""
+        self._bound(filled + 1)
+        grown = bytearray(min(2 * filled, self._most_bytes))
+        grown[:filled] = self._view[:filled]
+        self._buffer = grown
+        self._view = memoryview(grown)
+
+
+def _closes(head: bytes) -> bool:
+    connection = find_header(head, b"\r\nconnection:")
+    return connection == b"close" or (head.startswith(b"http/1.0") and connection != b"keep-alive")

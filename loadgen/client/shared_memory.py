@@ -1,0 +1,335 @@
+"""The shared-memory client for measured requests: tensors in memory that the server maps, and a short HTTP request.
+
+Every request is written into POSIX shared memory once, before the measurement, into a slot with room for its answer
+(`SlotPool`). A measured request names the places of a slot; only the few bytes that make its inputs new are written
+(`loadgen.client.variation`).
+
+A name in /dev/shm exists only until the server has mapped it, some milliseconds; then it is unlinked, so that even a
+killed process leaves no memory behind. `sweep` removes the names that a process killed in those milliseconds leaves.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, count
+from pathlib import Path
+from threading import Lock
+from time import perf_counter_ns
+
+import msgspec
+import tritonclient.http as triton_http
+
+from loadgen.client.bodies import RawTensor
+from loadgen.client.exchange import ConnectionRefused, Exchange
+from loadgen.client.http import HttpConnection
+from loadgen.client.inputs import Array
+from loadgen.client.outputs import byte_size, elements_end, read_document, read_tensor
+from loadgen.client.requests import Address, Request, request_head
+from loadgen.documents import DocumentError, one_line
+
+FOLDER = Path("/dev/shm")
+_ALIGNMENT = 64
+_UNREGISTER_SECONDS = 2.0
+_REGIONS = "/v2/systemsharedmemory/region"
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedMemoryRequest:
+    """The tensors of one request; every user sends the same object, each through its own memory."""
+
+    inputs: tuple[RawTensor, ...]
+    output_bytes: Mapping[str, int]
+    """Output → the size of its place in the memory."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of tensors, which are not sent over the wire."""
+        return sum(len(tensor.data) for tensor in self.inputs)
+
+    def input_starts(self) -> list[int]:
+        """Where each input begins in the memory, and where the last one ends."""
+        return _starts(len(tensor.data) for tensor in self.inputs)
+
+    def output_starts(self) -> list[int]:
+        """Where each output begins in the memory, and where the last one ends."""
+        return _starts(self.output_bytes.values())
+
+
+def prefix(process_id: int) -> str:
+    """The beginning of the names of a process's objects."""
+    return f"abserve-load-{process_id}-"
+
+
+def sweep(process_id: int) -> list[str]:
+    """Unlink the objects that an ended process left in /dev/shm; their names."""
+    left = sorted(path.name for path in FOLDER.glob(f"{prefix(process_id)}*"))
+    for name in left:
+        (FOLDER / name).unlink(missing_ok=True)
+    return left
+
+
+class Region:
+    """One object, mapped here. The server knows it under the same name."""
+
+    def __init__(self, kind: str, byte_size: int) -> None:
+        """Raises `ConnectionRefused` when there is no room for it."""
+        self.name = f"{prefix(os.getpid())}{next(_numbers)}-{kind}"
+        self.byte_size = max(byte_size, _ALIGNMENT)
+        self._linked = False
+        try:
+            descriptor = os.open(FOLDER / self.name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._linked = True
+            try:
+                # Without this, a write to memory for which /dev/shm has no room would be a SIGBUS.
+                os.posix_fallocate(descriptor, 0, self.byte_size)
+                self.memory = mmap.mmap(descriptor, self.byte_size)
+            finally:
+                os.close(descriptor)
+        except OSError as exc:
+            self.unlink()
+            raise ConnectionRefused(
+                f"no {self.byte_size:,} bytes of shared memory in {FOLDER}: {exc.strerror or exc}; enlarge it "
+                "(docker: --shm-size) or lower the concurrency"
+            ) from None
+
+    def unlink(self) -> None:
+        """Remove the name; mappings stay. Idempotent."""
+        if self._linked:
+            self._linked = False
+            with suppress(OSError):
+                (FOLDER / self.name).unlink()
+
+    def close(self) -> None:
+        """Unlink and unmap it. Idempotent."""
+        self.unlink()
+        self.memory.close()
+
+
+KeptOutputs = tuple[SharedMemoryRequest, bytes]
+"""A request and a copy of its outputs' memory."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one request and its answer in a region."""
+
+    region: Region
+    start: int
+    holds: SharedMemoryRequest | None = None
+    """The request whose inputs it contains."""
+    sent: Request | None = None
+    """The HTTP request for it."""
+    places: tuple[int, ...] = ()
+    """Where its inputs vary, in the region's memory."""
+    outputs_start: int = 0
+
+    def outputs(self) -> bytes:
+        """A copy of the outputs' memory."""
+        assert self.holds is not None
+        return self.region.memory[self.outputs_start : self.outputs_start + self.holds.output_starts()[-1]]
+
+
+class SlotPool:
+    """The memory of all users that send the same requests: every request is written once, before the measurement.
+
+    There is a slot for each request and one more for each user. A user takes a free slot that holds its request; only
+    when others use all of them at that moment, the request is written into another slot. The regions are registered
+    when the users connect and given back when the last one leaves.
+    """
+
+    def __init__(self, address: Address, model: str, requests: Iterable[SharedMemoryRequest]) -> None:
+        self.address = address
+        self._model = model
+        self._requests = tuple(dict.fromkeys(requests))
+        self._slot_bytes = max((one.input_starts()[-1] + one.output_starts()[-1] for one in self._requests), default=0)
+        self._regions: list[Region] = []
+        self._slots = self._users = 0
+        self._free: dict[SharedMemoryRequest | None, list[Slot]] = {}
+        """The slots that no user has, by the request that they hold."""
+        self._lock = Lock()
+        self.writes = 0
+        """How often a request was written into a slot so far."""
+
+    def join(self, connection: HttpConnection) -> None:
+        """Make room for one more user, which has to `leave` also after a failure. Raises `ConnectionRefused`."""
+        with self._lock:  # the others wait until the requests are written
+            self._users += 1
+            if not self._regions:
+                for slot, request in zip(self._add_slots(connection, len(self._requests)), self._requests, strict=True):
+                    self._write(slot, request)
+                    self.give_back(slot)
+            if self._slots < len(self._requests) + self._users:
+                self._free.setdefault(None, []).extend(self._add_slots(connection, 1))
+
+    def leave(self, timeout_s: float) -> None:
+        """The last user unregisters and unmaps everything."""
+        with self._lock:
+            self._users -= 1
+            regions: list[Region] = []
+            if self._users == 0:
+                regions, self._regions = self._regions, regions
+                self._free, self._slots = {}, 0
+        if regions:
+            # On a new connection, because the users' may be in the middle of a response.
+            connection = HttpConnection(self.address, timeout_s=timeout_s)
+            with suppress(ConnectionRefused):
+                for region in regions:
+                    connection.send(_post(self.address, f"{_REGIONS}/{region.name}/unregister", b""))
+            connection.close()
+            for region in regions:
+                region.close()
+
+    def take(self, request: SharedMemoryRequest) -> Slot:
+        """A slot that holds this request, until `give_back`."""
+        free = self._free.get(request) or self._free.get(None) or max(self._free.values(), key=len)
+        slot = free.pop()
+        if slot.holds is not request:
+            self._write(slot, request)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        self._free.setdefault(slot.holds, []).append(slot)
+
+    def _add_slots(self, connection: HttpConnection, number: int) -> list[Slot]:
+        """Slots that hold nothing, in a new region that is registered."""
+        region = Region("slots", number * self._slot_bytes)
+        self._regions.append(region)
+        try:
+            _register(connection, self.address, region)
+        finally:
+            region.unlink()
+        self._slots += number
+        return [Slot(region, place * self._slot_bytes) for place in range(number)]
+
+    def _write(self, slot: Slot, request: SharedMemoryRequest) -> None:
+        self.writes += 1
+        memory, places = slot.region.memory, list[int]()
+        for raw, start in zip(request.inputs, request.input_starts(), strict=False):
+            place = slot.start + start
+            memory[place : place + len(raw.data)] = raw.data
+            places += [place + varying for varying in raw.places]
+        slot.holds, slot.places = request, tuple(places)
+        slot.outputs_start = slot.start + request.input_starts()[-1]
+        slot.sent = self._http_request(slot, request)
+
+    def _http_request(self, slot: Slot, request: SharedMemoryRequest) -> Request:
+        tensors, outputs = [], []
+        for raw, start in zip(request.inputs, request.input_starts(), strict=False):
+            tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
+            tensor.set_shared_memory(slot.region.name, len(raw.data), offset=slot.start + start)
+            tensors.append(tensor)
+        for (name, size), start in zip(request.output_bytes.items(), request.output_starts(), strict=False):
+            output = triton_http.InferRequestedOutput(name)
+            output.set_shared_memory(slot.region.name, size, offset=slot.outputs_start + start)
+            outputs.append(output)
+        body, _ = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
+        body = body.encode() if isinstance(body, str) else bytes(body)
+        path = f"{self.address.model_path(self._model)}/infer"
+        return _post(self.address, path, body, request.payload_bytes)
+
+
+class SharedMemoryConnection:
+    """One user's HTTP connection, for requests that are given in advance; it sends through the slots of a pool."""
+
+    def __init__(self, pool: SlotPool, *, timeout_s: float = 60.0) -> None:
+        self._pool = pool
+        self._http = HttpConnection(pool.address, timeout_s=timeout_s)
+        self._joined = False
+        self._slot: Slot | None = None
+        """The slot of the last request, until the next one."""
+
+    @property
+    def reconnects(self) -> int:
+        """Reconnects of the HTTP connection."""
+        return self._http.reconnects
+
+    def connect(self) -> None:
+        """Connect, allocate the memory and register it. Raises `ConnectionRefused`."""
+        self._http.connect()
+        if not self._joined:
+            self._joined = True
+            try:
+                self._pool.join(self._http)
+            except ConnectionRefused:
+                self.close()
+                raise
+
+    def send(self, request: SharedMemoryRequest, patches: Sequence[bytes] = ()) -> Exchange:
+        """Send the HTTP request for a slot with this request, after writing the patches to the places that vary. The
+        request's time begins before that."""
+        if not self._joined:
+            self.connect()
+        send_ns = perf_counter_ns()
+        slot = self._slot
+        if slot is None or slot.holds is not request:
+            if slot is not None:
+                self._pool.give_back(slot)
+            slot = self._slot = self._pool.take(request)
+        if patches:
+            memory = slot.region.memory
+            for place, patch in zip(slot.places, patches, strict=False):
+                memory[place : place + len(patch)] = patch
+        assert slot.sent is not None
+        exchange = self._http.send(slot.sent)
+        exchange.send_ns = send_ns
+        return exchange
+
+    def keep_outputs(self) -> KeptOutputs:
+        """A copy of the outputs' memory after the last response."""
+        assert self._slot is not None
+        assert self._slot.holds is not None
+        return self._slot.holds, self._slot.outputs()
+
+    def read_outputs(self, exchange: Exchange, kept: KeptOutputs | None = None) -> dict[str, Array]:
+        """Copies of the outputs of the last, good response, or of one that was kept. The response describes them, the
+        request determined their places. Raises `DocumentError`."""
+        request, memory = self.keep_outputs() if kept is None else kept
+        starts = dict(zip(request.output_bytes, request.output_starts(), strict=False))
+        found = {}
+        for output in read_document(exchange.body):
+            place = request.output_bytes.get(output.name, -1)
+            start = starts.get(output.name, 0)
+            used = byte_size(output.datatype, output.shape)
+            if output.datatype == "BYTES":
+                used = elements_end(memoryview(memory[start : start + max(place, 0)]), math.prod(output.shape))
+            if used is None or used > place or output.data is not None:
+                raise DocumentError(f"output {one_line(output.name)} is not in the shared memory")
+            found[output.name] = read_tensor(output, memoryview(memory[start : start + used]))
+        return found
+
+    def close(self) -> None:
+        """Close the connection, and with the last one of the pool its memory. Idempotent."""
+        if self._joined:
+            self._joined = False
+            if self._slot is not None:
+                self._pool.give_back(self._slot)
+                self._slot = None
+            self._pool.leave(_UNREGISTER_SECONDS)
+        self._http.close()
+
+
+def _register(connection: HttpConnection, address: Address, region: Region) -> None:
+    document = {"key": f"/{region.name}", "offset": 0, "byte_size": region.byte_size}
+    exchange = connection.send(_post(address, f"{_REGIONS}/{region.name}/register", msgspec.json.encode(document)))
+    if exchange.status != 200:
+        words = exchange.failure or one_line(bytes(exchange.body).decode("utf-8", "replace"))
+        raise ConnectionRefused(
+            f"{address.url} cannot register shared memory ({exchange.status}: {words}); start the native "
+            "server with --allow-shared-memory, and run the load generator on the server's machine"
+        )
+
+
+def _post(address: Address, path: str, body: bytes, payload_bytes: int = 0) -> Request:
+    headers = {"Content-Type": "application/json"}
+    head = request_head("POST", path, address, content_length=len(body), headers=headers)
+    return Request(head + body, payload_bytes=payload_bytes)  # one part costs less to send than two
+
+
+def _starts(sizes: Iterable[int]) -> list[int]:
+    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))

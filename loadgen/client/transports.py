@@ -1,0 +1,181 @@
+"""The three transports http, grpc and shm: how a request is encoded for each, and which client sends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
+from loadgen.client.bodies import AnswerError, PreparedBody, RawTensor, failure_message, prepare_body, raw_tensors
+from loadgen.client.endpoint import Signature, TensorSignature
+from loadgen.client.exchange import MOST_ANSWER_BYTES, Connection, Exchange
+from loadgen.client.grpc import GrpcConnection, GrpcRequest
+from loadgen.client.http import HttpConnection
+from loadgen.client.inputs import Array, InputError, SampleInputs
+from loadgen.client.outputs import HEADER_LENGTH, byte_size, read_body, read_message
+from loadgen.client.requests import Address, Request, cut
+from loadgen.client.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
+from loadgen.client.variation import FreshItems, FreshNumbers, Variation
+from loadgen.documents import DocumentError
+from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
+
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+
+_ELEMENT_BYTES = 1024
+_VARIABLE_SIZE = 1024
+
+Body = PreparedBody | GrpcRequest | SharedMemoryRequest
+"""A request that does not depend on the server."""
+Answer = Mapping[str, Array]
+Sendable = Request | GrpcRequest | SharedMemoryRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where and how inference requests are sent. Only the transport grpc needs `grpc_address`."""
+
+    transport: Transport
+    url: str
+    model: str
+    grpc_address: str | None = None
+    access: Access = DEFAULT_ACCESS
+    batched: bool = True
+    """Whether its answers have a batch dimension; see `Signature`."""
+
+    def sendable(self, body: Body) -> Sendable:
+        """The request for this server; the bytes are shared."""
+        return (
+            body.request(Address.parse(self.url, self.access), self.model) if isinstance(body, PreparedBody) else body
+        )
+
+    def memory(self, requests: Sequence[Sendable]) -> SlotPool | None:
+        """Shared memory for these requests, if the transport has it. Raises `AddressError`."""
+        if self.transport != "shm":
+            return None
+        through_memory = (request for request in requests if isinstance(request, SharedMemoryRequest))
+        return SlotPool(Address.parse(self.url, self.access), self.model, through_memory)
+
+    def connection(
+        self, requests: Sequence[Sendable], *, timeout_s: float, memory: SlotPool | None = None
+    ) -> Connection:
+        """A connection, not yet open. Over shared memory it can send only these requests, through `memory` if several
+        users share it. Raises `AddressError`."""
+        if self.transport == "grpc":
+            return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s, access=self.access)
+        if (pool := memory or self.memory(requests)) is not None:
+            return SharedMemoryConnection(pool, timeout_s=timeout_s)
+        return HttpConnection(Address.parse(self.url, self.access), timeout_s=timeout_s)
+
+
+def prepare(
+    transport: Transport,
+    inputs: SampleInputs,
+    signature: Signature,
+    items: Sequence[int],
+    variation: Variation | None = None,
+) -> Body:
+    """One request for these items, cut at the places that vary. Raises `InputError` when the samples do not fit the
+    model."""
+    if transport == "http":
+        return prepare_body(inputs, signature, items, variation)
+    tensors = raw_tensors(inputs, signature, items, variation)
+    if transport == "shm":
+        sizes = {output.name: _output_bytes(output, tensors, signature, len(items)) for output in signature.outputs}
+        return SharedMemoryRequest(tensors, sizes)
+    message = service_pb2.ModelInferRequest(model_name=signature.model, model_version=signature.version or "")
+    for tensor in tensors:
+        message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        message.raw_input_contents.append(tensor.data)
+    for output in signature.outputs:
+        message.outputs.add(name=output.name)
+    serialised = message.SerializeToString()
+    pieces = () if variation is None else cut(serialised, _places(serialised, tensors), variation.byte_size)
+    return GrpcRequest(serialised, sum(len(tensor.data) for tensor in tensors), pieces)
+
+
+def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
+    """Where a message varies: the tensors are its last fields, each after its tag and its length."""
+    places: list[int] = []
+    end = len(message)
+    for tensor in reversed(tensors):
+        start = end - len(tensor.data)
+        places = [*(start + place for place in tensor.places), *places]
+        end = start - 1 - max(1, -(-len(tensor.data).bit_length() // 7))
+    return places
+
+
+def _output_bytes(output: TensorSignature, inputs: Sequence[RawTensor], signature: Signature, batch_size: int) -> int:
+    """The place for an output. Where its size is not fixed, a variable dimension counts as the largest variable
+    dimension of the inputs, and an element of BYTES as `_ELEMENT_BYTES`."""
+    shapes = {tensor.name: tensor.shape for tensor in inputs}
+    variable = [
+        size
+        for expected in signature.inputs
+        if expected.name in shapes
+        for wanted, size in zip(expected.shape[1:], shapes[expected.name][1 - len(expected.shape) :], strict=False)
+        if wanted < 0
+    ]
+    longest = max(variable, default=_VARIABLE_SIZE)
+    shape = (batch_size, *(longest if size < 0 else size for size in output.shape[1:]))
+    size = math.prod(shape) * _ELEMENT_BYTES if output.datatype == "BYTES" else byte_size(output.datatype, shape)
+    if size is None:
+        raise InputError(f"output {output.name} has a datatype that the protocol does not define ({output.datatype})")
+    if size > MOST_ANSWER_BYTES:
+        raise InputError(f"output {output.name} has {size:,} bytes, more than the limit of {MOST_ANSWER_BYTES:,}")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The requests of one batch size, and the numbers that make their items new each time they are sent."""
+
+    requests: tuple[Body, ...]
+    fresh: FreshItems | None
+    """None if the inputs cannot vary: then the same requests are sent again."""
+
+
+def prepare_bodies(
+    transport: Transport,
+    inputs: SampleInputs,
+    signature: Signature,
+    variation: Variation | None,
+    chosen: tuple[tuple[int, ...], ...],
+    numbers: FreshNumbers,
+) -> Bodies:
+    """One request for each group of items. Raises `InputError` as `prepare` does."""
+    requests = tuple(prepare(transport, inputs, signature, items, variation) for items in chosen)
+    return Bodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
+
+
+def keep_answer(connection: Connection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:
+    """Copy the connection's last response; the returned function reads it later, as `read_answer` does."""
+    kept = connection.keep_outputs() if isinstance(connection, SharedMemoryConnection) else None
+    copied = exchange.copy()
+    return lambda: read_answer(connection, copied, kept, batched=batched)
+
+
+def read_answer(
+    connection: Connection, exchange: Exchange, kept: KeptOutputs | None = None, *, batched: bool = True
+) -> Answer:
+    """Copies of the outputs of the connection's last response, or of one that was kept, with a batch dimension also
+    where the response has none. Raises `AnswerError`."""
+    if not exchange.good:
+        raise AnswerError(failure_message(exchange))
+    found = _read(connection, exchange, kept)
+    return found if batched else {name: array[np.newaxis] for name, array in found.items()}
+
+
+def _read(connection: Connection, exchange: Exchange, kept: KeptOutputs | None) -> Answer:
+    try:
+        if isinstance(connection, SharedMemoryConnection):
+            return connection.read_outputs(exchange, kept)
+        if isinstance(connection, GrpcConnection):
+            return read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
+        return read_body(exchange.body, exchange.header(HEADER_LENGTH))
+    except (DecodeError, DocumentError) as exc:
+        raise AnswerError(f"the response cannot be read: {exc}") from exc

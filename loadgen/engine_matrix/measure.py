@@ -1,0 +1,309 @@
+"""Measures a matrix of engines: prepares the models, makes every visit in its turn, and stores each at once.
+
+A configuration that fails is recorded with its reason and the run goes on. After Ctrl-C nothing more is stored.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from loadgen.bench.interruption import interruptible, uninterrupted
+from loadgen.engine_matrix.plan import Cell, Turn, schedule
+from loadgen.engine_matrix.progress import Progress, name_of
+from loadgen.engine_matrix.records import Configuration, Conversion, Measured, Plan, Visit
+from loadgen.engine_matrix.store import MatrixStore
+from loadgen.engine_matrix.worker_process import (
+    LIMITS,
+    CellError,
+    EngineProcess,
+    Limits,
+    Preparation,
+    WorkerError,
+)
+from loadgen.machine.environment import utc_now
+from loadgen.records.run import RunState
+from loadgen.storage.store import StorageError
+
+CORES = len(os.sched_getaffinity(0))
+MADE_SIDE_BY_SIDE = max(1, CORES // 2)
+"""Files that are made at once. Each has two cores, because its seconds are a cost in the report."""
+LOADED_SIDE_BY_SIDE = CORES
+"""Kept processes that load at once; most of a load waits for the disk, the device or a single thread."""
+MOST_FAILURES = 2
+"""Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
+
+
+def run_matrix(
+    plan: Plan, store: MatrixStore, progress: Progress, *, worker: Sequence[str], limits: Limits = LIMITS
+) -> RunState:
+    """Make every visit that is not stored yet; the folder is open. Raises `StorageError`."""
+    run = _Run(plan, store, progress, limits, worker)
+    state = RunState(state="running", phase="measuring")
+    try:
+        with interruptible():
+            store.write(state)
+            run.all()
+        state = RunState(state="finished", phase="finished", finished_at=utc_now())
+    except KeyboardInterrupt:
+        state = RunState(state="interrupted", phase="measuring", finished_at=utc_now())
+    except StorageError as exc:
+        state = RunState(state="failed", phase="measuring", error=str(exc), finished_at=utc_now())
+        raise
+    finally:
+        with uninterrupted():
+            run.stop()
+            store.write(state)
+    return state
+
+
+_Files = tuple[str, str, str]
+
+
+class _Run:
+    """The state of one run: what is done, what has failed, and the processes that are kept."""
+
+    def __init__(
+        self, plan: Plan, store: MatrixStore, progress: Progress, limits: Limits, worker: Sequence[str]
+    ) -> None:
+        self._plan, self._store, self._progress = plan, store, progress
+        self._limits, self._worker = limits, worker
+        stored = {(one.round, one.configuration) for one in store.visits() if one.error is None}
+        self._turns = schedule(plan)
+        self._left = [turn for turn in self._turns if (turn.round, turn.configuration) not in stored]
+        self._kept: dict[int, EngineProcess] = {}
+        self._current: EngineProcess | None = None
+        self._preparing: deque[tuple[_Files, Preparation]] = deque()
+        self._started: set[int] = set()
+        self._failures: dict[int, int] = {}
+        self._prepared: dict[_Files, tuple[Conversion, ...] | str] = {}
+        self._fileless: set[str] = set()
+        self._broken: dict[int, str] = {}
+        self._began = monotonic()
+        self._loading: list[float] = []
+        """Seconds until the kept processes of each model so far were ready."""
+
+    def all(self) -> None:
+        """Make every visit that is left."""
+        self._prepare()
+        self._began = monotonic()
+        if self._plan.processes == "fresh":
+            for place, turn in enumerate(self._left):
+                self._visit(turn, place)
+            return
+        models = [configuration.model for configuration in self._plan.configurations]
+        for model in dict.fromkeys(models):
+            own = [(place, turn) for place, turn in enumerate(self._left) if models[turn.configuration] == model]
+            started = monotonic()
+            self._start_all({turn.configuration: None for _, turn in own})
+            self._loading.append(monotonic() - started)
+            for place, turn in own:
+                self._visit(turn, place)
+            self.stop()
+
+    def _start_all(self, places: Iterable[int]) -> None:
+        """Start the processes that are kept, before any of them is measured; `LOADED_SIDE_BY_SIDE` load at once."""
+        loading: dict[EngineProcess, int] = {}
+        for place in places:
+            configuration = self._plan.configurations[place]
+            if isinstance(self._prepared[_files_of(configuration)], str):
+                continue
+            if len(loading) >= LOADED_SIDE_BY_SIDE:
+                self._wait_for_one(loading)
+            self._progress.now(f"starting {name_of(configuration)}")
+            try:
+                self._kept[place] = process = self._start(place, configuration)
+                loading[process] = place
+            except WorkerError as exc:
+                self._broken[place] = str(exc)
+        while loading:
+            self._wait_for_one(loading)
+
+    def _wait_for_one(self, loading: dict[EngineProcess, int]) -> None:
+        """Wait until one of these is ready or has failed, and take it out: the oldest if none answers in time."""
+        answered, _, _ = select.select(list(loading), [], [], self._limits.load)
+        process = answered[0] if answered else next(iter(loading))
+        place = loading.pop(process)
+        try:
+            process.wait_until_ready(None if answered else 0.0)
+        except WorkerError as exc:
+            self._broken[place] = str(exc)
+            self._kept.pop(place).stop()
+
+    def stop(self) -> None:
+        """Stop every process."""
+        processes = (*self._kept.values(), *([self._current] if self._current else ()))
+        for process in processes:
+            process.end()
+        for process in processes:
+            process.stop()
+        for _, preparation in self._preparing:
+            preparation.stop()
+        self._kept.clear()
+        self._preparing.clear()
+        self._current = None
+
+    def _prepare(self) -> None:
+        """Make the models' own answers, and the files of the configurations that are left, once each: not in an
+        engine's process, whose memory and time they would count to.
+
+        The first preparation of each engine tells whether it executes files. Of one that does not, another is needed
+        only for a model that has no other preparation.
+        """
+        wanted = list(dict.fromkeys(_files_of(self._plan.configurations[turn.configuration]) for turn in self._left))
+        self._make({engine: key for key in reversed(wanted) for engine in [key[1]]}.values())
+        self._make(key for key in wanted if key[1] not in self._fileless)
+        answered = {key[0] for key in self._prepared}
+        self._make({key[0]: key for key in wanted if key[0] not in answered}.values())
+        for key in wanted:
+            self._prepared.setdefault(key, ())
+
+    def _make(self, keys: Iterable[_Files]) -> None:
+        """Prepare these, as far as they are not, up to `MADE_SIDE_BY_SIDE` at once."""
+        for key in keys:
+            if key in self._prepared:
+                continue
+            place, one = next(found for found in enumerate(self._plan.configurations) if _files_of(found[1]) == key)
+            if len(self._preparing) >= MADE_SIDE_BY_SIDE:
+                self._finish_preparation()
+            self._progress.now(f"preparing {one.model} for {one.engine} in {one.precision}")
+            try:
+                log_path = self._store.log_path(f"{place:03d}-{one.engine}-prepare")
+                started = Preparation(self._request(one), log_path, self._worker, self._limits)
+                self._preparing.append((key, started))
+            except WorkerError as exc:
+                self._prepared[key] = str(exc)
+        while self._preparing:
+            self._finish_preparation()
+
+    def _finish_preparation(self) -> None:
+        """Wait for the oldest one."""
+        key, preparation = self._preparing[0]
+        try:
+            has_file, self._prepared[key] = preparation.wait()
+            if not has_file:
+                self._fileless.add(key[1])
+        except WorkerError as exc:
+            self._prepared[key] = str(exc)
+        preparation.stop()
+        self._preparing.popleft()
+
+    def _visit(self, turn: Turn, done: int) -> None:
+        configuration = self._plan.configurations[turn.configuration]
+        if self._failures.get(turn.configuration, 0) >= MOST_FAILURES:
+            return
+        self._progress.now(f"round {turn.round + 1} of {self._plan.rounds}: {name_of(configuration)}")
+        visit = self._measured(turn, configuration)
+        self._store.write_visit(turn.number, visit)
+        self._failures[turn.configuration] = 0 if visit.cells else self._failures.get(turn.configuration, 0) + 1
+        per_visit = (monotonic() - self._began - sum(self._loading)) / (done + 1)
+        later = {self._plan.configurations[turn.configuration].model for turn in self._left[done + 1 :]}
+        loads = max(self._loading, default=0.0) * len(later - {configuration.model})
+        left = per_visit * (len(self._left) - done - 1) + loads
+        stored = len(self._turns) - len(self._left)
+        self._progress.visit_done(configuration, visit, stored + done + 1, len(self._turns), left)
+
+    def _measured(self, turn: Turn, configuration: Configuration) -> Visit:
+        """The visit, with its error if there is one and the cells that were measured before or beside it."""
+        base = Visit(round=turn.round, configuration=turn.configuration, started_at=utc_now())
+        prepared = self._prepared[_files_of(configuration)]
+        broken = self._broken.get(turn.configuration)
+        if isinstance(prepared, str) or broken is not None:
+            self._failures[turn.configuration] = MOST_FAILURES  # no round would change it
+            return msgspec.structs.replace(base, error=broken or str(prepared))
+        cells: list[Measured] = []
+        energy = self._plan.processes == "fresh" or turn.round == self._plan.rounds - 1
+        error: str | None = None
+        keeps, process = self._plan.processes == "kept", self._kept.get(turn.configuration)
+        try:
+            if process is None:
+                process = self._current = self._start(turn.configuration, configuration)
+                if keeps:
+                    self._kept[turn.configuration], self._current = process, None
+                process.wait_until_ready()
+            base = self._with_costs(base, turn.configuration, process, prepared)
+            for cell in turn.cells:
+                try:
+                    cells.append(process.measure(cell, self._seconds, energy=energy))
+                except CellError as exc:
+                    error = error or f"{_shape(cell)}: {exc}"
+            if self._plan.settings.get("profile") and turn.round == self._plan.rounds - 1 and cells:
+                cells = _with_kernels(cells, process)
+        except WorkerError as exc:
+            error = str(exc)
+            self._end(turn.configuration)
+        except CellError as exc:
+            error = error or f"profile: {exc}"
+        if not keeps:
+            self._end(turn.configuration)
+        return msgspec.structs.replace(base, error=error, cells=tuple(cells))
+
+    def _with_costs(self, base: Visit, place: int, process: EngineProcess, prepared: tuple[Conversion, ...]) -> Visit:
+        """What the process cost until its engine was ready; with kept processes of its first visit alone. The first one
+        has the steps of the preparation, of whose file its process may know less."""
+        first, ready = place not in self._started, process.ready
+        self._started.add(place)
+        base = msgspec.structs.replace(base, description=ready.description, item=ready.item)
+        if self._plan.processes == "kept" and not first:
+            return base
+        conversions = prepared if first and prepared else ready.conversions
+        return msgspec.structs.replace(
+            base, import_seconds=ready.import_seconds, load_seconds=ready.load_seconds, conversions=conversions
+        )
+
+    def _start(self, place: int, configuration: Configuration) -> EngineProcess:
+        log_path = self._store.log_path(f"{place:03d}-{configuration.engine}-{configuration.mode}")
+        return EngineProcess(self._request(configuration), configuration, log_path, self._worker, self._limits)
+
+    def _end(self, place: int) -> None:
+        process = self._kept.get(place) or self._current
+        if process is not None:
+            process.stop()
+        self._kept.pop(place, None)
+        self._current = None
+
+    @property
+    def _seconds(self) -> float:
+        return float(self._plan.settings.get("seconds", 1.0))
+
+    def _request(self, configuration: Configuration) -> Mapping[str, Any]:
+        models = list(dict.fromkeys(one.model for one in self._plan.configurations))
+        settings = self._plan.settings
+        return {
+            "model": configuration.model,
+            "engine": configuration.engine,
+            "precision": configuration.precision,
+            "mode": configuration.mode,
+            "device": configuration.device,
+            "threads": configuration.threads or 0,
+            "batches": self._plan.batches,
+            "lengths": self._plan.lengths[configuration.model],
+            "payload": settings.get("payload") or "",
+            "weights": settings.get("weights"),
+            "artefacts": settings.get("artefacts", ""),
+            "profile": bool(settings.get("profile")),
+            "first_calls": self._plan.processes == "kept",
+            "references": str(self._store.references_path(models.index(configuration.model))),
+        }
+
+
+def _files_of(configuration: Configuration) -> _Files:
+    """What configurations with the same files have in common."""
+    return configuration.model, configuration.engine, configuration.precision
+
+
+def _with_kernels(cells: Sequence[Measured], process: EngineProcess) -> list[Measured]:
+    shapes: list[Cell] = [(one.batch, one.length) for one in cells]
+    kernels = process.profile(shapes)
+    return [msgspec.structs.replace(one, kernels=found) for one, found in zip(cells, kernels, strict=True)]
+
+
+def _shape(cell: Cell) -> str:
+    batch, length = cell
+    return f"batch {batch}" if length is None else f"batch {batch}, length {length}"

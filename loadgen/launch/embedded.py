@@ -1,0 +1,152 @@
+"""A server as a child process: `abserve serve … --print-launch` prints the command, which is run without a wrapper."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadgen.invocation import ABSERVE
+from loadgen.launch.interface import Deployment, DeploymentError, batch_sentence
+from loadgen.launch.ports import PortReservation
+from loadgen.launch.process import ChildProcess, ProcessError
+from loadgen.records.run import PLAIN
+
+_PLAN_SECONDS = 1800.0
+"""Includes an export and the building of a TensorRT plan."""
+_STOP_SECONDS = 15.0
+
+
+class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The line that `--print-launch` prints. Other fields in it are ignored."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    http_url: str
+    grpc_address: str | None = None
+    metrics_url: str | None = None
+    model: str
+    title: str
+    max_batch_size: int | None = None
+    cannot_pad: str | None = None
+    cannot_measure: str | None = None
+    artefact: dict[str, object] | None = None
+    tuning: dict[str, str] = {}
+    causes: tuple[str, ...] = ()
+    """Regular expressions that find the cause in the log of a server that ended, as group `cause`."""
+
+
+class EmbeddedDeployment(Deployment):
+    """A server that `abserve serve` starts. Every `start` takes fresh ports until `stop` and appends to the same
+    log."""
+
+    launched = True
+
+    def __init__(
+        self, kind: str, options: Mapping[str, str], log_path: Path, *, abserve: Sequence[str] = ABSERVE
+    ) -> None:
+        self._kind = kind
+        self._options = dict(options)
+        self._log_path = log_path
+        self.environment: dict[str, str] = {}
+        """Added to the server's environment at the next start."""
+        self.metrics_url: str | None = None
+        self._serve_command = (*abserve, "serve")
+        self._process: ChildProcess | None = None
+        self._ports: PortReservation | None = None
+
+    def start(self) -> None:
+        """Plan, then create the process. The clock starts after the planning."""
+        self.stop()
+        plan = self._make_plan()
+        self.url, self.grpc_address, self.metrics_url = plan.http_url, plan.grpc_address, plan.metrics_url
+        self.model, self.title, self.argv, self.artefact = plan.model, plan.title, plan.argv, plan.artefact
+        self.tuning = plan.tuning
+        try:
+            self._process = ChildProcess(
+                plan.argv, log_path=self._log_path, env=plan.env | self.environment, causes=plan.causes
+            )
+        except ProcessError as exc:
+            raise DeploymentError(str(exc)) from exc
+        self.started_ns = self._process.started_ns
+
+    def check(self, model: str) -> None:  # noqa: ARG002 - the options name the model
+        """Plan a launch and start nothing; then the model's name is known, and whether the server can pad."""
+        try:
+            plan = self._make_plan()
+            self.model, self.cannot_pad = plan.model, plan.cannot_pad
+        finally:
+            self.stop()
+
+    def failure(self) -> str | None:
+        return None if self._process is None else self._process.failure()
+
+    def wait_until(self, condition: Callable[[], bool], deadline_s: float, problem: Callable[[], str]) -> None:
+        """Like that of the base class; the problem at the deadline has what the log says."""
+
+        def explained() -> str:
+            cause = None if self._process is None else self._process.cause()
+            return f"{problem()}; see {self._log_path}" + ("" if cause is None else f", which says: {cause}")
+
+        super().wait_until(condition, deadline_s, explained)
+
+    def pids(self) -> tuple[int, ...]:
+        return () if self._process is None else tuple(process.pid for process in self._process.tree())
+
+    def cpu_ns(self) -> int | None:
+        return None if self._process is None else self._process.cpu_ns()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop(timeout_s=_STOP_SECONDS)
+            self._process = None
+        if self._ports is not None:
+            self._ports.release()
+            self._ports = None
+
+    def _make_plan(self) -> LaunchPlan:
+        """The plan of a server that accepts the largest batch of the load."""
+        serve = f"abserve serve {self._kind}"
+        try:
+            self._ports = PortReservation(3)
+        except OSError as exc:
+            raise DeploymentError(f"no free ports for {serve}: {exc}; stop programs that listen there") from exc
+        http, grpc, metrics = self._ports.ports
+        options = {**self._options, "http-port": str(http)}
+        if self._kind not in PLAIN:
+            options["grpc-port"] = str(grpc)
+        if self._kind == "triton":
+            options["metrics-port"] = str(metrics)
+        arguments = [part for name, value in options.items() for part in _option(name, value)]
+        command = [*self._serve_command, self._kind, *arguments, "--print-launch"]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=_PLAN_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DeploymentError(f"{serve} printed no launch plan within {_PLAN_SECONDS:g} s") from None
+        if done.returncode != 0:
+            raise DeploymentError(f"{serve} cannot start: {_last_line(done.stderr or done.stdout)}")
+        try:
+            plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LaunchPlan)
+        except ValueError as exc:
+            raise DeploymentError(f"{serve} --print-launch printed no launch plan ({exc})") from exc
+        if plan.cannot_measure is not None:
+            raise DeploymentError(plan.cannot_measure)
+        if plan.max_batch_size is None or self.largest_batch <= plan.max_batch_size:
+            return plan
+        if {"max-batch-size", "triton-repository"} & set(self._options):
+            raise DeploymentError(batch_sentence(plan.max_batch_size, self.largest_batch))
+        self._options["max-batch-size"] = str(self.largest_batch)
+        self._ports.release()
+        return self._make_plan()
+
+
+def _option(name: str, value: str) -> tuple[str, ...]:
+    """`--name value`; `true` and an empty value make a flag."""
+    return (f"--{name}",) if value in {"", "true"} else (f"--{name}", value)
+
+
+def _last_line(output: bytes) -> str:
+    lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"

@@ -1,0 +1,306 @@
+"""Checks of the load: the figures are the servers' and not the load generator's, and every arm got the same load.
+
+Searches and ramps are checked like blocks, by the trials that decided their value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from loadgen.comparison.claims import join
+from loadgen.comparison.facts import Facts, WorkloadFacts, workload_scope
+from loadgen.comparison.summaries import BlockSummary
+from loadgen.probes.rate_search.analyse import BUSY
+from loadgen.probes.rate_search.records import RatesFound
+from loadgen.quantities import number, per_second, share
+from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
+from loadgen.records.run import Label, Workload, shown
+from loadgen.stats.ratios import critical_t
+from loadgen.verdict.checks.registry import Outcome, check, per_load
+
+SEND_LAG_LIMIT = 0.02
+CONNECTION_WAIT_LIMIT = 0.02
+RECONNECT_LIMIT = 0.01
+"""Share of an arm's requests that may reconnect: above 1 %, reconnecting decides the p99."""
+SEARCH_WAIT_LIMIT = 0.1
+"""Share of the latency bound that the p99 of the wait for a connection may take at the rate found."""
+WARM_UP_LIMIT = 0.03
+WARM_UP_BLOCKS = 3
+WARM_UP_SIGNIFICANCE = 0.001
+"""p below which slow first requests count; low because a run tests every workload and every arm."""
+
+
+@check(
+    "the load generator had CPU to spare",
+    "invalidates",
+    "Lower the concurrency, choose a smaller payload, add --processes, or use another machine for the load generator.",
+    unknown="invalidates",
+    threshold=BUSY,
+)
+def generator_cpu(facts: Facts) -> Iterator[Outcome]:
+    for load in facts.loads:
+        shares = [block.generator_cpu_share for block in load.blocks if block.generator_cpu_share is not None]
+        several = any(block.generator_processes > 1 for block in load.blocks)
+        yield _busy(
+            load.workload, shares, max(shares, default=0.0) > BUSY, "at most, in one process" if several else "at most"
+        )
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario in ("slo", "ramp"):
+            yield _busy_in_search(facts, workload)
+
+
+def _busy_in_search(facts: Facts, workload: Workload) -> Outcome:
+    """Judge the lowest rate that failed, which the server might have held, or the best step of a ramp."""
+    rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload.name]
+    ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.workload == workload.name]
+    deciding: dict[tuple[int, Label], float | None] = {(one.round, one.label): one.failed_rate_per_s for one in rates}
+    for ramp in ramps:
+        if ramp.rungs:
+            best = max(ramp.rungs, key=lambda rung: rung.throughput_per_s)
+            deciding[ramp.round, ramp.label] = best.concurrency
+    shares = [
+        trial.generator_cpu_share
+        for trial in facts.run.trials
+        if trial.workload == workload.name
+        and trial.generator_cpu_share is not None
+        and (trial.concurrency if ramps else trial.rate_per_s) == deciding.get((trial.round, trial.label))
+    ]
+    where = "at the best step" if ramps else "at the lowest rate that failed"
+    if any(trial.generator_processes > 1 for trial in facts.run.trials if trial.workload == workload.name):
+        where += ", on average over its processes"
+    limited = any(rate.client_limited for rate in rates) or any(ramp.client_limited for ramp in ramps)
+    return _busy(workload, shares, limited, where)
+
+
+def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str) -> Outcome:
+    if not shares:
+        return Outcome(None, "the CPU time of the load generator is unknown", scope=workload_scope(workload.name))
+    detail = f"the load generator used {share(max(shares))} of a core {where}"
+    if limited:
+        detail += ", so it may have limited the arms"
+    return Outcome(not limited, detail, max(shares), scope=workload_scope(workload.name))
+
+
+@check(
+    "the load generator ran well below its own maximum",
+    "warns",
+    "Spread the load generator over more --processes, or use a machine with more cores; `abserve calibrate` measures "
+    "its maximum.",
+    threshold=CEILING_SHARE_LIMIT,
+)
+def generator_ceiling(facts: Facts) -> Iterator[Outcome]:
+    """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies."""
+    found = facts.of(RatesFound)
+    for load in facts.loads:
+        yield _ceiling(facts, load.workload, [(one.label, one.throughput_per_s) for one in load.summaries])
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario in ("slo", "ramp"):
+            rates = [(one.label, one.rate_per_s) for one in found.rates if one.workload == workload.name]
+            best = [(one.label, one.saturation_per_s) for one in found.ramps if one.workload == workload.name]
+            yield _ceiling(facts, workload, rates + best)
+
+
+def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, float | None]]) -> Outcome:
+    experiment, calibration, scope = facts.run.experiment, facts.run.calibration, workload_scope(workload.name)
+    if calibration is None:
+        return Outcome(None, "this machine is not calibrated", scope=scope)
+    measured = []
+    for label, speed in speeds:
+        payload = experiment.payload_of(experiment.arm(label))
+        processes = max(1, min(experiment.processes, workload.concurrency))  # a user is not shared among several
+        ceiling = ceiling_images_per_s(calibration, experiment.transport, payload, workload.batch_size, processes)
+        if speed and ceiling:
+            measured.append((speed / ceiling, label, speed, ceiling))
+    if not measured:
+        return Outcome(None, "the calibration does not cover this workload", scope=scope)
+    used, label, speed, ceiling = max(measured)
+    unit = per_second(facts.item)
+    detail = (
+        f"{shown(label)} reached {number(speed)} {unit}, {share(used)} of the {number(ceiling)}/s that the load "
+        "generator can send"
+    )
+    return Outcome(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)
+
+
+@check(
+    "requests were sent on time",
+    "invalidates",
+    "Lower the rate, or give the load generator a CPU core of its own.",
+    unknown="warns",
+    threshold=SEND_LAG_LIMIT,
+)
+@per_load
+def send_lag(load: WorkloadFacts, _: Facts) -> Outcome:
+    """Judge p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag
+    over the mean latency, which is larger: it can clear the generator, but not fail it."""
+    lags = [(*_own_lag(block), block.latency) for block in load.blocks]
+    exact = [p99 / latency.p99_ms for p99, _, latency in lags if p99 is not None and latency.p99_ms]
+    bounds = [
+        largest / latency.mean_ms
+        for _, largest, latency in lags
+        if largest is not None and latency.mean_ms and not latency.p99_ms
+    ]
+    worst = max(exact + bounds, default=None)
+    if worst is None:
+        return Outcome(None, "no samples")
+    ok: bool | None = worst <= SEND_LAG_LIMIT
+    if not ok and max(exact, default=0.0) <= SEND_LAG_LIMIT:
+        ok = None
+    if exact and worst == max(exact):
+        detail = f"the p99 of the load generator's own delay is {share(worst)} of the p99 latency"
+    else:
+        detail = f"the largest delay of the load generator is {share(worst)} of the mean latency"
+    return Outcome(ok, detail, worst)
+
+
+def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
+    """(p99, largest) delay of the generator itself in ms, without the wait for a busy connection."""
+    if block.open_loop is not None:
+        return block.open_loop.generator_lag_p99_ms, block.open_loop.generator_lag_max_ms
+    return block.send_lag_p99_ms, block.send_lag_max_ms
+
+
+@check(
+    "a connection was free for every request",
+    "warns",
+    "Allow more --connections; if the arm cannot sustain the rate, no number of them suffices.",
+    threshold=CONNECTION_WAIT_LIMIT,
+)
+def connections_free(facts: Facts) -> Iterator[Outcome]:
+    """Judge the wait for a connection: a request that waits for one is missing from the server's queue."""
+    for load in facts.loads:
+        if load.workload.is_open:
+            yield _waits_in_load(load)
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "slo":
+            yield _waits_in_search(facts, workload)
+
+
+def _waits_in_load(load: WorkloadFacts) -> Outcome:
+    loops = [(block.open_loop, block.latency) for block in load.blocks if block.open_loop is not None]
+    waits = [
+        (loop.connection_wait_p99_ms, latency.p99_ms)
+        if loop.connection_wait_p99_ms is not None and latency.p99_ms
+        else (loop.connection_wait_max_ms, latency.mean_ms)
+        for loop, latency in loops
+    ]
+    shares = [wait / latency for wait, latency in waits if wait is not None and latency]
+    if not shares:
+        return Outcome(None, "no samples", scope=load.scope)
+    longest = max(loop.connection_wait_max_ms or 0.0 for loop, _ in loops)
+    detail = f"requests waited up to {number(longest)} ms for one of {load.workload.concurrency} connections"
+    return Outcome(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), scope=load.scope)
+
+
+def _waits_in_search(facts: Facts, workload: Workload) -> Outcome:
+    """Judge the wait at the rates found; the latency includes it in any case."""
+    scope, found = (
+        workload_scope(workload.name),
+        {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.workload == workload.name},
+    )
+    lags = [
+        trial.send_lag_p99_ms
+        for trial in facts.run.trials
+        if trial.workload == workload.name
+        and (trial.round, trial.label, trial.rate_per_s) in found
+        and trial.held
+        and trial.send_lag_p99_ms is not None
+    ]
+    if not lags:
+        return Outcome(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT, scope)
+    longest, of_bound = max(lags), max(lags) / (workload.latency_bound_ms or 1.0)
+    detail = (
+        f"at the rates found, the p99 of the wait for one of {workload.concurrency} connections was up to "
+        f"{number(longest)} ms, {share(of_bound)} of the bound"
+    )
+    return Outcome(of_bound <= SEARCH_WAIT_LIMIT, detail, of_bound, SEARCH_WAIT_LIMIT, scope)
+
+
+@check(
+    "the servers kept their connections open",
+    "warns",
+    "Turn keep-alive on, or raise its limit of requests per connection.",
+    threshold=RECONNECT_LIMIT,
+)
+@per_load
+def connections_kept(load: WorkloadFacts, _: Facts) -> Outcome:
+    shares = {shown(s.label): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
+    if not shares:
+        return Outcome(None, "reconnects were not recorded")
+    worst = max(shares.values())
+    detail = join([f"{share(value)} of the requests to {label}" for label, value in shares.items()])
+    if worst > RECONNECT_LIMIT:
+        return Outcome(False, f"{detail} had to reconnect, which is part of their latency", worst)
+    return Outcome(True, f"{detail} had to reconnect", worst)
+
+
+@check(
+    "the arms kept up with the request rate",
+    "informs",
+    "Compare latencies at a lower rate, and capacity by the achieved rate.",
+    threshold="no growing backlog",
+)
+@per_load
+def rate_sustained(load: WorkloadFacts, _: Facts) -> Outcome | None:
+    if not load.workload.is_open:
+        return None
+    loops = [(s.label, s.open_loop) for s in load.summaries if s.open_loop is not None]
+    if not loops:
+        return Outcome(None, "no samples")
+    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop.saturation]
+    worst = min(loop.answered_share for _, loop in loops)
+    detail = f"{share(worst, 3)} of the requests were answered before the last one was due"
+    grew = sum(block.open_loop is not None and block.open_loop.saturation is not None for block in load.blocks)
+    if grew:
+        detail += f"; the backlog grew in {grew} of {len(load.blocks)} blocks, not in most blocks of an arm"
+    return Outcome(not saturated, "; ".join(saturated) or detail, worst)
+
+
+@check("the warm-up was long enough", "invalidates", "Warm up for longer at this batch size.", threshold=WARM_UP_LIMIT)
+@per_load
+def warm_up(load: WorkloadFacts, facts: Facts) -> Outcome:
+    """Test one value per block, since concurrent requests are slow together. It fails only beyond both the limit and
+    the noise (a one-sided t test over an arm's blocks)."""
+    costs: dict[str, tuple[float, float]] = {}
+    for label in facts.run.experiment.labels:
+        lost = [
+            block.warm_up_share
+            for block in load.blocks
+            if block.label == label and block.complete and block.warm_up_share is not None
+        ]
+        if len(lost) >= WARM_UP_BLOCKS:
+            error = float(np.std(lost, ddof=1)) / float(np.sqrt(len(lost)))
+            costs[label] = float(np.mean(lost)), critical_t(len(lost) - 1, 2.0 * WARM_UP_SIGNIFICANCE) * error
+    if not costs and load.workload.is_open:
+        return Outcome(None, "a queue that builds up in an open loop looks the same")
+    if not costs:
+        return Outcome(None, f"this needs {WARM_UP_BLOCKS} blocks per arm, each with 20 requests")
+    worst = max(costs, key=lambda label: costs[label][0] - costs[label][1])
+    cost, noise = costs[worst]
+    ok, lost_share = cost <= max(WARM_UP_LIMIT, noise), f"{shown(worst)} {share(max(cost, 0.0))} of its throughput"
+    if not ok:
+        return Outcome(False, f"the warm-up was too short: the first requests were slow and cost {lost_share}", cost)
+    noisy = f", within the noise of {share(noise)} between blocks" if cost > WARM_UP_LIMIT else ""
+    return Outcome(True, f"the first requests cost {lost_share}{noisy}", cost)
+
+
+@check(
+    "requests have the same size on every arm",
+    "invalidates",
+    "Send the same payload to every arm.",
+    unknown="warns",
+    threshold="1 % or 512 bytes",
+)
+@per_load
+def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Outcome:
+    labels = facts.run.experiment.labels
+    sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}
+    if len(sizes) < len(labels):
+        return Outcome(None, "not every arm answered")
+    apart = max(sizes.values()) - min(sizes.values())
+    detail = "a request has " + join([f"{size:,.0f} bytes to {shown(label)}" for label, size in sizes.items()])
+    if apart > max(512.0, 0.01 * sizes[labels[0]]):
+        return Outcome(False, f"{detail}, so the arms do different work", apart)
+    return Outcome(True, detail, apart)

@@ -1,0 +1,405 @@
+"""Checks of the run as a whole: it finished, the outputs are right, and nothing that is compared is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+
+import numpy as np
+
+from loadgen.comparison.claims import join
+from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
+from loadgen.comparison.facts import PLAN, Facts, WorkloadFacts, workload_scope
+from loadgen.probes.answers.records import AnswersCompared
+from loadgen.probes.fairness.records import CacheProbe
+from loadgen.probes.rate_search.records import RatesFound
+from loadgen.quantities import counted, number, share
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import Label, Workload, shown
+from loadgen.verdict.checks.registry import Outcome, check, per_comparison, per_load
+
+LEAST_SHARE = 0.9
+"""A server that computes every response takes at least this median share of a new request's time for a repeated one."""
+SIGNIFICANCE = 0.005
+"""p per arm: at most 1 % of runs of two arms without a cache fail because repeated requests were faster by chance."""
+
+
+@check(
+    "the run finished",
+    "invalidates",
+    "Run the comparison again and let it finish.",
+    unknown="invalidates",
+    threshold="finished",
+)
+def run_finished(facts: Facts) -> Iterator[Outcome]:
+    state = facts.run.state
+    if state is None:
+        yield Outcome(None, "run.json is missing", scope=PLAN)
+        return
+    detail = {
+        "running": f"the run {'is still running' if facts.run.running else 'was killed during'}: {state.phase}",
+        "finished": "finished",
+        "interrupted": f"the run was interrupted during: {state.phase}",
+        "failed": f"the run failed during {state.phase}: {state.error}",
+    }[state.state]
+    yield Outcome(state.state == "finished", detail, state.state, scope=PLAN)
+
+
+@check(
+    "the arms give the same answers",
+    "invalidates",
+    "Serve the same weights, precision and preprocessing on every arm; the parity table names the failing case.",
+    unknown="invalidates",
+)
+def parity(facts: Facts) -> Iterator[Outcome]:
+    record = facts.run.parity
+    if record is None or (not record.cases and record.error is None):
+        yield Outcome(None, "parity was not measured")
+        return
+    relative, figures = record.largest_relative_error, parity_figures(record)
+    failed = [case.name for case in record.cases if not case.ok]
+    detail = record.error or f"{figures} in {len(record.cases)} cases"
+    if failed and record.error is None:
+        cases = f"{len(failed)} of {len(record.cases)} cases ({', '.join(failed)})"
+        detail = f"the arms give different answers in {cases}, so their speeds cannot be compared; {figures}"
+    yield Outcome(
+        record.ok and not failed and record.error is None,
+        detail,
+        record.lowest_cosine if relative is None else relative,
+        record.threshold_cosine if relative is None else record.tolerance_relative,
+    )
+
+
+def parity_figures(record: ParityRecord) -> str:
+    """The figures of the worst case, as text, by the kinds of the outputs."""
+    relative, kinds = record.largest_relative_error, set(record.kinds.values())
+    found = [] if kinds and "embedding" not in kinds else [f"lowest cosine {record.lowest_cosine or 0.0:.6f}"]
+    if relative is not None and record.tolerance_relative is not None and kinds != {"labels"}:
+        found.insert(0, f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e})")
+    found.append(order_words(record.lowest_share("top1"), record.lowest_share("top5")))
+    if "labels" in kinds:
+        equal = all(case.ok or record.kinds.get(str(case.output)) != "labels" for case in record.cases)
+        found.append("labels are equal" if equal else "labels differ")
+    return ", ".join(filter(None, found))
+
+
+def order_words(top1: float | None, top5: float | None) -> str:
+    """ "top-1 agrees on 100 %, top-5 on 98 %"; empty without logits."""
+    shares = [f"top-1 agrees on {share(top1, 3)}" if top1 is not None else "", f"top-5 on {share(top5, 3)}"]
+    return ", ".join(shares if top5 is not None else shares[:1])
+
+
+@check(
+    "the answers depend on the inputs",
+    "invalidates",
+    "Find out why that server answers every input alike: it may not compute at all.",
+)
+def answers_depend_on_inputs(facts: Facts) -> Iterator[Outcome]:
+    """Judge whether different inputs get different answers. Skipped without a record, and for the null engine; a model
+    whose labels alone are alike may be right."""
+    record = facts.run.parity
+    engines = {arm.label: arm.in_effect.get("engine") for arm in facts.run.arms}
+    if record is None or record.alike is None:
+        return
+    judged = {label: alike for label, alike in record.alike.items() if engines.get(label) != "null"}
+    same = [label for label, alike in judged.items() if alike and set(alike) == set(record.kinds)]
+    if same:
+        detail = f"the answers of {join(list(map(shown, same)))} do not depend on the inputs: all of them are alike"
+        only_labels = set(record.kinds.values()) == {"labels"}
+        yield Outcome(False, detail, len(same), severity="warns" if only_labels else None)
+    elif judged:
+        yield Outcome(True, "different inputs get different answers", 0)
+
+
+@check("every arm got the same payload", "invalidates", "Give every arm the same --payload.", threshold="equal")
+def same_payload(facts: Facts) -> Iterator[Outcome]:
+    experiment = facts.run.experiment
+    first, *others = experiment.payloads
+    if others:
+        sent = {shown(arm.label): experiment.payload_of(arm) for arm in experiment.arms}
+        apart = join([f"{arm} {payload}" for arm, payload in sent.items()])
+        yield Outcome(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
+    elif facts.run.blocks or facts.run.cold_starts:
+        yield Outcome(True, f"{first} over {experiment.transport}", first)
+    else:
+        yield Outcome(None, "nothing was sent", first)
+
+
+@check(
+    "the servers' certificates are verified",
+    "warns",
+    "Trust the server's authority with --a-ca FILE instead of --a-insecure.",
+    threshold="verified",
+)
+def certificates(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where no arm is reached over TLS."""
+    secured = [arm for arm in facts.run.experiment.arms if arm.tls_addresses]
+    open_arms = [shown(arm.label) for arm in secured if arm.access.insecure]
+    if open_arms:
+        detail = f"the certificate of {join(open_arms)} was not verified, so another server may have answered"
+        yield Outcome(False, detail, "not verified")
+    elif secured:
+        yield Outcome(True, f"verified for {join([shown(arm.label) for arm in secured])}", "verified")
+
+
+@check(
+    "all arms or none are reached over TLS",
+    "warns",
+    "Give every arm an https:// address, or none: encryption takes time on both sides.",
+    threshold="equal",
+)
+def same_encryption(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where no arm is reached over TLS."""
+    experiment = facts.run.experiment
+    encrypted = [
+        shown(arm.label)
+        for arm in experiment.arms
+        if (arm.grpc if experiment.transport == "grpc" else arm.target) in arm.tls_addresses
+    ]
+    if encrypted:
+        alike = len(encrypted) == len(experiment.arms)
+        yield Outcome(alike, "all use TLS" if alike else f"only {join(encrypted)} uses TLS", ", ".join(encrypted))
+
+
+@check(
+    "no request failed",
+    "invalidates",
+    "Read the error message and the log of that server.",
+    unknown="invalidates",
+    threshold=0,
+)
+def request_errors(facts: Facts) -> Iterator[Outcome]:
+    """Judge failed requests. A rate search counts a failed request as a late one instead."""
+    for load in facts.loads:
+        sent = {
+            label: sum(b.requests for b in load.blocks if b.label == label) for label in facts.run.experiment.labels
+        }
+        errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
+        messages = (message for block in load.stored for message in block.record.error_messages)
+        found = _errors(load.workload, sum(sent.values()), errors, messages)
+        if silent:
+            detail = f"no request was sent to {join(silent)}" + (f"; {found.detail}" if errors else "")
+            found = Outcome(False if errors else None, detail, found.value, scope=load.scope)
+        yield found
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "ramp":
+            trials = [trial for trial in facts.run.trials if trial.workload == workload.name]
+            messages = (message for trial in trials for message in trial.error_messages)
+            yield _errors(workload, sum(t.requests for t in trials), sum(t.errors for t in trials), messages)
+
+
+def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Outcome:
+    if not requests:
+        return Outcome(None, "no request was sent", scope=workload_scope(workload.name))
+    detail = f"{errors:,} of {requests:,} requests failed"
+    if first := next(iter(messages), None):
+        detail += f"; first message: {first}"
+    return Outcome(not errors, detail, errors / requests, scope=workload_scope(workload.name))
+
+
+@check(
+    "answers under load equal those of single requests",
+    "invalidates",
+    "Find out why that server answers concurrent requests differently: its speed means nothing until it is right.",
+    unknown="invalidates",
+    threshold=0,
+)
+def answers_under_load(facts: Facts) -> Iterator[Outcome]:
+    """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
+    run = facts.run
+    for workload in run.experiment.workloads if run.answers is not None else ():
+        loaded = {
+            (block.record.label, block.record.restart) for block in run.blocks if block.record.workload == workload.name
+        }
+        loaded |= {(trial.label, trial.restart) for trial in run.trials if trial.workload == workload.name}
+        if loaded:
+            yield _answers(
+                workload, run.experiment.labels, [a for a in run.answers or () if a.workload == workload.name], loaded
+            )
+
+
+def _answers(
+    workload: Workload, labels: Sequence[Label], found: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
+) -> Outcome:
+    wrong = [one for one in found if one.wrong]
+    errors = [one.error for one in found if one.error]
+    silent = {label for label, _ in loaded - {(one.label, one.restart) for one in found}}
+    missing = [shown(label) for label in labels if label in silent]
+    if wrong:
+        detail = "; ".join(
+            f"{sum(one.wrong for one in wrong if one.label == label):,} of "
+            f"{sum(one.answers for one in found if one.label == label):,} answers of {shown(label)} are wrong: "
+            + next(str(one.fault) for one in wrong if one.label == label)
+            for label in dict.fromkeys(one.label for one in wrong)
+        )
+    elif errors:
+        detail = errors[0]
+    elif missing:
+        detail = f"no answers of {join(missing)} were compared"
+    else:
+        worst = max((one.relative_max or 0.0 for one in found), default=0.0)
+        detail = (
+            f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by "
+            f"at most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
+        )
+        first, fifth = (
+            min((value for one in found if (value := getattr(one, name)) is not None), default=None)
+            for name in ("top1", "top5")
+        )
+        detail = ", ".join(filter(None, (detail, order_words(first, fifth))))
+    compared = not errors and not missing
+    ok = False if wrong else True if compared else None
+    return Outcome(
+        ok, detail, sum(one.wrong for one in found) if compared else None, scope=workload_scope(workload.name)
+    )
+
+
+@check(
+    "repeated requests take as long as new ones",
+    "invalidates",
+    "Turn off the response cache of that server.",
+    threshold=LEAST_SHARE,
+)
+def repeated_requests(facts: Facts) -> Iterator[Outcome]:
+    probes = facts.run.cache_probes
+    if not probes:
+        return
+    shares = {probe.label: found for probe in probes if (found := shortened_to(probe)) is not None}
+    cached = [shown(probe.label) for probe in probes if answers_from_memory(probe)]
+    parts = []
+    if shares:
+        times = join([f"{share(found)} on {shown(label)}" for label, found in shares.items()])
+        parts.append(f"time of a repeated request, as a share of a new one's: {times}")
+        if cached:
+            parts[0] += f", so {join(cached)} answers from a cache"
+    errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
+    ok = False if cached else None if errors else True
+    yield Outcome(ok, "; ".join(parts + errors), min(shares.values(), default=None))
+
+
+def shortened_to(probe: CacheProbe) -> float | None:
+    """Median share of a new request's time that a repeated one of its group takes; None without a whole probe."""
+    return median(median(group) / fresh for fresh, group in _groups(probe)) if probe.fresh_ns else None
+
+
+def answers_from_memory(probe: CacheProbe) -> bool:
+    """Whether repeated requests are faster by a relevant amount and by more than chance."""
+    found = shortened_to(probe)
+    return found is not None and found < LEAST_SHARE and chance(probe) < SIGNIFICANCE
+
+
+def chance(probe: CacheProbe) -> float:
+    """One-sided p of new requests being slower. Without a cache the new request of a group has each rank with the same
+    probability, so the sum of ranks has a known distribution; only the groups must be independent."""
+    groups = _groups(probe)
+    if not groups:
+        return 1.0
+    size = len(groups[0][1]) + 1
+    ranks = sum(sum(again < fresh for again in group) for fresh, group in groups)
+    sums = np.ones(1)
+    for _ in groups:
+        sums = np.convolve(sums, np.full(size, 1.0 / size))
+    return float(sums[ranks:].sum())
+
+
+def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
+    each = len(probe.repeated_ns) // max(1, len(probe.fresh_ns))
+    return [(fresh, probe.repeated_ns[n * each : (n + 1) * each]) for n, fresh in enumerate(probe.fresh_ns)]
+
+
+@check(
+    "every planned block is complete",
+    "invalidates",
+    "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
+    unknown="invalidates",
+)
+def blocks_complete(facts: Facts) -> Iterator[Outcome]:
+    for load in facts.planned:
+        planned = len(facts.run.experiment.arms) * load.workload.rounds
+        complete = [block for block in load.blocks if block.complete]
+        notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
+        detail = f"{len(complete)} of {planned} blocks are complete"
+        if notes:
+            detail += f"; {notes[0]}"
+        elif len(complete) < planned and facts.run.partial_blocks:
+            lost = sum(partial.requests for partial in facts.run.partial_blocks)
+            detail += f"; {lost:,} requests of an unfinished block are not compared"
+        ok = len(complete) >= planned and len(complete) == len(load.blocks)
+        yield Outcome(ok, detail, len(complete), planned, load.scope)
+
+
+@check(
+    "every search and ramp found a value",
+    "invalidates",
+    "Choose a bound that every server can hold (--slo-p99-ms), allow a ramp more users (--ramp-users), or find out "
+    "what cut it short.",
+    unknown="invalidates",
+)
+def searches_ended(facts: Facts) -> Iterator[Outcome]:
+    """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
+    found = facts.of(RatesFound)
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "slo":
+            rates = [rate for rate in found.rates if rate.workload == workload.name]
+            done, what = sum(rate.ended == "found" for rate in rates), "searches found a rate"
+            notes = [
+                f"{shown(one.label)} misses the bound even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate"
+                if one.ended == "none"
+                else f"{shown(one.label)} holds the bound even at {number(one.rate_per_s or 0.0)}/s, the highest rate"
+                for one in rates
+                if one.ended in ("none", "highest")
+            ]
+        elif workload.scenario == "ramp":
+            ramps = [ramp for ramp in found.ramps if ramp.workload == workload.name]
+            done, what = sum(ramp.saturated for ramp in ramps), "ramps reached saturation"
+            notes = [
+                f"{shown(ramp.label)} was still gaining with {workload.concurrency} users"
+                for ramp in ramps
+                if not ramp.saturated and ramp.saturation_per_s is not None
+            ]
+        else:
+            continue
+        planned = len(facts.run.experiment.arms) * workload.rounds
+        detail = "; ".join([f"{done} of {planned} {what}", *notes[:1]])
+        yield Outcome(done >= planned, detail, done, planned, workload_scope(workload.name))
+
+
+@check(
+    "no sample was lost",
+    "invalidates",
+    "Check the disk and run again: a lost sample may be a slow one.",
+    unknown="invalidates",
+    threshold=0,
+)
+@per_load
+def samples_complete(load: WorkloadFacts, _: Facts) -> Outcome:
+    problems = [block.problem for block in load.stored if block.problem]
+    detail = problems[0] if problems else f"all {len(load.stored)} sample files match their records"
+    return Outcome(not problems, detail, len(problems))
+
+
+@check(
+    "every cold start succeeded", "invalidates", "Read the log of the server that did not start.", unknown="invalidates"
+)
+def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
+    starts = facts.run.cold_starts
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "cold-start":
+            planned = len(facts.run.experiment.arms) * workload.rounds
+            good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
+            errors = [start.error for start in starts if start.error]
+            detail = f"{good} of {planned} cold starts succeeded" + (f"; first error: {errors[0]}" if errors else "")
+            yield Outcome(good >= planned and not errors, detail, good, planned, workload_scope(workload.name))
+
+
+@check(
+    "enough rounds for an interval",
+    "warns",
+    "Ask for more --rounds: 2 are the minimum, 6 or more are useful.",
+    unknown="warns",
+    threshold=MIN_PAIRS,
+)
+@per_comparison
+def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Outcome:
+    fewest = min(one.pairs for one in leading)
+    return Outcome(fewest >= MIN_PAIRS, counted(fewest, "complete round"), fewest)

@@ -1,0 +1,376 @@
+"""Thresholds of a run (`--fail-if`): whether each condition is true of what was measured.
+
+    [SCENARIO:] CONDITION       concurrent(16): b.p99 > 1.05 * a.p99 and b.throughput < 0.95 * a.throughput
+
+A condition is parsed by Python's own parser and never executed. It compares quantities: `b.METRIC` of an arm by its
+label, and `ratio(b).METRIC`, that arm over the baseline (with two arms `ratio.METRIC`). `.low` and `.high` are the
+bounds of the 95 % interval. There are numbers, + - * /, < <= > >= == !=, and, or, not, and brackets, nothing else.
+
+It is judged in one workload at a time: without a scenario in the most loaded one that measures all its quantities;
+`batched:` is every workload of that scenario and `all:` every workload. A condition whose quantities were not measured,
+or whose workload is invalid, is not kept.
+
+Point estimates are those of the comparisons with the baseline: geometric means over the pairs of blocks. A percentile
+for which single blocks have too few samples is that of all blocks of the arm together, and has no interval. An arm's
+interval is Student's t over its blocks (or starts); a ratio's is that of the comparison.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from loadgen.comparison.claims import join, weight
+from loadgen.comparison.facts import Facts
+from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of, unit_of
+from loadgen.comparison.summaries import LatencySummary
+from loadgen.experiment.plan import PlanError
+from loadgen.quantities import number
+from loadgen.records.run import Label, Record, Workload, shown
+from loadgen.records.samples import NS_PER_S
+from loadgen.stats.ratios import geometric_mean, interval_of_mean
+
+COMPARED = tuple(name.removeprefix("latency_") for name in METRICS)
+"""Metrics that have a ratio."""
+OF_ONE_ARM = ("mean", "p95", "p99_9", "errors")
+QUANTITIES = (*COMPARED, *OF_ONE_ARM)
+MAX_LENGTH = 500
+ALL = "all"
+
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_HYPHEN = "·"
+"""Replaces the hyphen of a label, which Python's grammar would take for a minus sign."""
+_SCENARIO = re.compile(r"\s*([a-z][a-z-]*(?:\([^()]*\))?)\s*:(.*)", re.DOTALL)
+
+
+class ThresholdError(Exception):
+    """A condition cannot be understood; the message names the remedy."""
+
+
+class UndefinedValueError(Exception):
+    """A measured condition has no value: something is divided by zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One measured number that a condition names."""
+
+    side: str
+    """The text of the side: a label, "ratio" or "ratio(LABEL)"."""
+    arm: Label
+    """The arm of the value, or of the ratio to the baseline."""
+    metric: str
+    bound: str | None = None
+    """"low" or "high"."""
+
+    @property
+    def is_ratio(self) -> bool:
+        return self.side != self.arm
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, (self.side, self.metric, self.bound)))
+
+
+Values = Mapping[Quantity, float]
+Take = Callable[[ast.expr], Quantity]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A parsed condition; it fails a run when it is true."""
+
+    text: str
+    scenario: str | None
+    """The text before the colon: "concurrent(16)", "batched", "all"; None without one."""
+    quantities: tuple[Quantity, ...]
+    """The quantities without repeats, in the order of their appearance."""
+    holds: Callable[[Values], bool]
+    """Whether it is true of the values, one per quantity. Raises `UndefinedValueError`."""
+
+
+def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
+    """Parse one condition. `labels` are those of the arms, the baseline's first. Raises `ThresholdError`."""
+    if len(text) > MAX_LENGTH:
+        raise ThresholdError(f"a condition has at most {MAX_LENGTH} characters; use several")
+    selected = _SCENARIO.fullmatch(text)
+    scenario, body = (selected[1], selected[2]) if selected else (None, text)
+    for label in sorted(filter(lambda label: "-" in label, labels), key=len, reverse=True):
+        body = re.sub(rf"(?<!\w){label}(?=\s*[.)])", label.replace("-", _HYPHEN), body)
+    example = f"write a condition like {labels[1]}.p99 > 1.05 * {labels[0]}.p99"
+    try:
+        tree = ast.parse(body.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
+        raise ThresholdError(f"this is not a condition; {example}") from exc
+    negated = isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not)
+    if not isinstance(tree, ast.Compare | ast.BoolOp) and not negated:
+        raise ThresholdError(f"this compares nothing; {example}")
+    found: dict[Quantity, None] = {}
+
+    def take(node: ast.expr) -> Quantity:
+        quantity = _quantity(_written(node), labels)
+        found[quantity] = None
+        return quantity
+
+    holds = _truth(tree, take)
+    if not found:
+        raise ThresholdError(f"this names nothing that is measured; {_sides(labels)} with {', '.join(QUANTITIES)}")
+    return Condition(" ".join(text.split()), scenario, tuple(found), holds)
+
+
+def _written(node: ast.expr) -> str:
+    return ast.unparse(node).replace(_HYPHEN, "-")
+
+
+def _truth(node: ast.expr, take: Take) -> Callable[[Values], bool]:
+    """The function that a condition computes; `take` resolves and remembers names."""
+    if isinstance(node, ast.BoolOp):
+        parts = [_truth(value, take) for value in node.values]
+        combine = all if isinstance(node.op, ast.And) else any
+        return lambda values: combine([part(values) for part in parts])  # a list: no part may hide behind another
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        operand = _truth(node.operand, take)
+        return lambda values: not operand(values)
+    if not isinstance(node, ast.Compare):
+        raise ThresholdError(f"{_written(node)} is not a comparison; and, or and not combine comparisons")
+    if any(type(operation) not in _COMPARISONS for operation in node.ops):
+        raise ThresholdError("in and is are not allowed; compare with < <= > >= == !=")
+    tests = [_COMPARISONS[type(operation)] for operation in node.ops]
+    sides = [_number(value, take) for value in (node.left, *node.comparators)]
+
+    def compare(values: Values) -> bool:
+        numbers = [side(values) for side in sides]
+        return all(test(*pair) for test, pair in zip(tests, pairwise(numbers), strict=True))
+
+    return compare
+
+
+def _number(node: ast.expr, take: Take) -> Callable[[Values], float]:
+    """The function that an expression computes."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ThresholdError(f"{value!r} is not a number")
+        constant = float(repr(value))  # by its text: an integer too large for a float is then infinite
+        if not math.isfinite(constant):
+            raise ThresholdError(f"{constant} is not a number: it is too large")
+        return lambda _: constant
+    if isinstance(node, ast.Attribute | ast.Name):
+        quantity = take(node)
+        return lambda values: values[quantity]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        sign, operand = operator.neg if isinstance(node.op, ast.USub) else operator.pos, _number(node.operand, take)
+        return lambda values: float(sign(operand(values)))
+    if not isinstance(node, ast.BinOp) or type(node.op) not in _ARITHMETIC:
+        raise ThresholdError(f"{_written(node)} is not allowed; use quantities, numbers, + - * / and brackets")
+    operation, left, right = _ARITHMETIC[type(node.op)], _number(node.left, take), _number(node.right, take)
+
+    def compute(values: Values) -> float:
+        try:
+            result = operation(left(values), right(values))
+        except (ZeroDivisionError, OverflowError) as exc:
+            raise UndefinedValueError(f"{_written(node)} has no value: {exc}") from exc
+        if not math.isfinite(result):
+            raise UndefinedValueError(f"{_written(node)} is not finite")
+        return result
+
+    return compute
+
+
+def _quantity(text: str, labels: Sequence[Label]) -> Quantity:
+    side, _, rest = text.partition(".")
+    metric, _, bound = rest.partition(".")
+    arms = {label: label for label in labels} | {f"ratio({label})": label for label in labels[1:]}
+    if len(labels) == 2:
+        arms["ratio"] = labels[1]
+    if side not in arms:
+        raise ThresholdError(f"{side} is unknown; {_sides(labels)}, as in {labels[1]}.p99")
+    known = QUANTITIES if side in labels else COMPARED
+    if metric not in known:
+        raise ThresholdError(f"{side} has no metric {metric or '(none given)'}; use one of {', '.join(known)}")
+    if bound not in ("", "low", "high"):
+        raise ThresholdError(f"{side}.{metric} has no {bound}; use low and high, the bounds of its 95 % interval")
+    if bound and metric == "errors":
+        raise ThresholdError("errors are counted and have no interval")
+    return Quantity(side, arms[side], metric, bound or None)
+
+
+def _sides(labels: Sequence[Label]) -> str:
+    base, *others = labels
+    ratios = [f"ratio({label})" for label in others] if len(others) > 1 else ["ratio"]
+    arm = shown(others[0]) if len(others) == 1 else "that arm"
+    return f"use {join([*labels, *ratios])} ({arm} over {shown(base)})"
+
+
+class ThresholdOutcome(Record, frozen=True, kw_only=True):
+    """The outcome of one condition in one workload. Only `kept` is a pass."""
+
+    condition: str
+    scenario: str
+    state: Literal["kept", "broken", "not_measurable"]
+    detail: str
+    """The quantities with their values, or why they are missing."""
+    values: dict[str, float | None]
+    """Values by name: "b.p99", "ratio.p50.low"; None if it was not measured."""
+
+
+def plan_conditions(
+    texts: Sequence[str], workloads: Sequence[Workload], labels: Sequence[Label]
+) -> list[tuple[Condition, tuple[Workload, ...]]]:
+    """Each condition with its planned workloads; `labels` are those of the arms, the baseline's first. Raises
+    `PlanError` for what can never be measured."""
+    planned = []
+    for text in texts:
+        try:
+            condition = parse_condition(text, labels)
+            planned.append((condition, _workloads_of(condition, workloads)))
+        except ThresholdError as exc:
+            raise PlanError(f"--fail-if '{text}': {exc}") from exc
+    return planned
+
+
+def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
+    """Judge every condition of the experiment in each of its workloads, by the comparisons after the checks."""
+    experiment = facts.run.experiment
+    texts = (experiment.settings or {}).get("fail_if", ())
+    if not isinstance(texts, list | tuple):
+        return ()
+    return tuple(
+        _judge(condition, workload, facts)
+        for condition, chosen in plan_conditions([str(text) for text in texts], experiment.workloads, experiment.labels)
+        for workload in chosen
+    )
+
+
+def measured_in(workload: Workload) -> tuple[str, ...]:
+    """Names of the metrics that a workload can have."""
+    compared = tuple(metric.name.removeprefix("latency_") for metric in metrics_of(workload))
+    return compared if not workload.has_blocks else tuple(dict.fromkeys((*compared, "throughput", *OF_ONE_ARM)))
+
+
+def _workloads_of(condition: Condition, workloads: Sequence[Workload]) -> tuple[Workload, ...]:
+    lacking = {
+        workload: [str(q) for q in condition.quantities if q.metric not in measured_in(workload)]
+        for workload in workloads
+    }
+    wanted = (condition.scenario or "").replace(" ", "")
+    if wanted in ("", ALL):
+        able = [workload for workload in workloads if not lacking[workload]]
+        if not able:
+            names = "; ".join(f"{workload.name} has {', '.join(measured_in(workload))}" for workload in workloads)
+            raise ThresholdError(f"no workload of the experiment measures all its quantities: {names}")
+        return tuple(able) if wanted == ALL else (max(able, key=weight),)
+    chosen = [workload for workload in workloads if wanted in (workload.name.replace(" ", ""), workload.scenario)]
+    if not chosen:
+        names = ", ".join(workload.name for workload in workloads)
+        raise ThresholdError(f"the experiment has no workload {condition.scenario}; use one of {names}, or all")
+    for workload in chosen:
+        if lacking[workload]:
+            raise ThresholdError(
+                f"{workload.name} has no {', '.join(lacking[workload])}; it has {', '.join(measured_in(workload))}"
+            )
+    return tuple(chosen)
+
+
+def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdOutcome:
+    measured = {quantity: _measure(quantity, workload.name, facts) for quantity in condition.quantities}
+    values = {quantity: value for quantity, value in measured.items() if not isinstance(value, str)}
+    reasons = {str(quantity): value for quantity, value in measured.items() if isinstance(value, str)}
+    invalid = [c.reason for c in facts.comparisons if c.scenario == workload.name and c.verdict == "invalid"]
+    state: Literal["kept", "broken", "not_measurable"] = "not_measurable"
+    if reasons:
+        detail = f"{', '.join(reasons)} could not be measured: {'; '.join(dict.fromkeys(reasons.values()))}"
+    elif invalid:
+        detail = f"{workload.name} is invalid: {invalid[0]}"
+    else:
+        detail = ", ".join(f"{quantity} = {_shown(quantity, value, facts.item)}" for quantity, value in values.items())
+        try:
+            state = "broken" if condition.holds(values) else "kept"
+        except UndefinedValueError as exc:
+            detail += f": {exc}"
+    return ThresholdOutcome(
+        condition=condition.text,
+        scenario=workload.name,
+        state=state,
+        detail=detail,
+        values={str(quantity): values.get(quantity) for quantity in condition.quantities},
+    )
+
+
+def _shown(quantity: Quantity, value: float, item: str) -> str:
+    if quantity.is_ratio:
+        return f"{value:.4g}"
+    name = quantity.metric
+    unit = "" if name == "errors" else unit_of(METRICS[name], item) if name in METRICS else "ms"
+    return f"{number(value, 4)} {unit}".rstrip()
+
+
+def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
+    """The value, or why it is missing."""
+    metric, arm = quantity.metric, quantity.arm
+    of_metric = [c for c in facts.comparisons if c.scenario == workload and c.metric in (metric, f"latency_{metric}")]
+    found = [c for c in of_metric if c.baseline == facts.run.experiment.baseline.label and arm in c.pairing]
+    compared = next((c for c in found if c.ratio is not None), found[0] if found else None)
+    summary = next((s for s in facts.summaries if s.workload == workload and s.label == arm), None)
+    singles = _singles(metric, arm, workload, facts)
+    interval = interval_of_mean(singles) if singles else None
+    value = geometric_mean(singles) if singles else None if summary is None else _latency(summary.latency, metric)
+    if compared is not None:
+        side = (
+            (compared.arm_value, compared.arm_ci95)
+            if arm == compared.arm
+            else (compared.baseline_value, compared.baseline_ci95)
+        )
+        value = value if side[0] is None else side[0]
+        interval = side[1] if "order statistics" in compared.method else interval
+    if quantity.is_ratio:
+        value, interval = (None, None) if compared is None else (compared.ratio, compared.ci95)
+    elif metric == "errors":
+        value = None if summary is None or not summary.blocks else float(summary.errors)
+    if quantity.bound is not None:
+        value = None if interval is None else interval[quantity.bound == "high"]
+    if value is not None:
+        return value
+    if compared is not None and compared.reason:
+        return compared.reason
+    if quantity.bound is not None:
+        return "an interval needs two or more blocks that differ, each with enough samples"
+    return "too few samples, or the run did not get that far"
+
+
+def _singles(metric: str, label: Label, workload: str, facts: Facts) -> list[float]:
+    """The metric in each block or start of an arm; empty if one of them lacks it."""
+    values: list[float | None]
+    if metric in (TIME_TO_READY.name, TIME_TO_FIRST_ANSWER.name):
+        starts = [start for start in facts.run.cold_starts if start.label == label]
+        moments = [start.ready_ns if metric == TIME_TO_READY.name else start.first_answer_ns for start in starts]
+        values = [None if moment is None else moment / NS_PER_S for moment in moments]
+    else:
+        blocks = [b for b in facts.blocks if b.workload == workload and b.label == label and b.complete]
+        rates = ("throughput", "achieved_rate")
+        values = [b.throughput_per_s if metric in rates else _latency(b.latency, metric) for b in blocks]
+    usable = [value for value in values if value]
+    return usable if len(usable) == len(values) else []
+
+
+def _latency(latency: LatencySummary, metric: str) -> float | None:
+    value: float | None = getattr(latency, f"{metric}_ms", None)
+    return value

@@ -1,0 +1,46 @@
+"""Whether the servers merged requests, from the mean of what they executed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.comparison.facts import Facts
+from loadgen.comparison.summaries import WorkloadSummary
+from loadgen.probes.load.analyse import ExecutedBatches, LoadFound, analyse
+from loadgen.storage.stored_run import read_run
+from loadgen.verdict.analysis import analyse as analyse_run
+from tests.golden.synthetic_run import Plan, write_run
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"), Plan(pairs=2))
+
+
+def judged(directory: Path, mean: float | None) -> ExecutedBatches:
+    """The first arm's batched(4), with this mean executed batch."""
+
+    def changed(summary: WorkloadSummary) -> WorkloadSummary:
+        return msgspec.structs.replace(summary, executed_batch_mean=mean, executed_batches={})
+
+    summaries = [changed(summary) for summary in analyse_run(directory).summaries]
+    found = analyse(Facts(read_run(directory), summaries=summaries))
+    return next(one for one in found.executed_batches if one.workload == "batched(4)")
+
+
+@pytest.mark.parametrize(("mean", "formed"), [(None, None), (4.0, False), (4.39, False), (4.4, True), (9.0, True)])
+def test_requests_were_merged_from_a_mean_of_a_tenth_above_their_size(
+    directory: Path, mean: float | None, formed: bool | None
+) -> None:
+    found = judged(directory, mean)
+    assert (found.request_items, found.mean, found.formed) == (4, mean, formed)
+    assert ("not merged" in found.sentence) == (formed is False)
+
+
+def test_every_arm_and_workload_is_there(directory: Path) -> None:
+    result = analyse_run(directory)
+    found = result.of(LoadFound).executed_batches
+    assert {(one.workload, one.label) for one in found} == {(one.workload, one.label) for one in result.summaries}

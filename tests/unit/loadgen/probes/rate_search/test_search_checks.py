@@ -1,0 +1,116 @@
+"""A search or a ramp that came to nothing takes its verdict away, with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.probes.rate_search.records import Trial
+from loadgen.records.run import Workload
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result_file import Result
+from tests.golden.synthetic_run import Plan, write_calibration, write_run
+from tests.unit.loadgen.probes.rate_search.test_searches import RAMP, SLO, climb, search
+
+SINGLE = Workload(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=1.0, max_seconds=30.0, rounds=2)
+
+
+def analysed(folder: Path, workload: Workload, trials: list[Trial]) -> Result:
+    write_run(folder, Plan(pairs=2, workloads=(SINGLE,)))
+    document = msgspec.json.decode((folder / "experiment.json").read_bytes())
+    document["workloads"].append(msgspec.to_builtins(workload))
+    (folder / "experiment.json").write_bytes(msgspec.json.encode(document))
+    (folder / "answers.json").unlink()
+    (folder / "trials").mkdir()
+    for number, trial in enumerate(trials):
+        (folder / "trials" / f"{number:04d}.json").write_bytes(msgspec.json.encode(trial))
+    return analyse(folder)
+
+
+def failed(result: Result, name: str) -> list[str]:
+    return [check.detail for check in result.checks if check.name == name and check.ok is False]
+
+
+def both_pairs(a: float, b: float) -> list[Trial]:
+    return [
+        trial for pair in (0, 1) for label, rate in (("a", a), ("b", b)) for trial in search(label, rate, round_=pair)
+    ]
+
+
+def test_a_whole_search_is_compared(tmp_path: Path) -> None:
+    result = analysed(tmp_path, SLO, both_pairs(300.0, 150.0))
+    assert failed(result, "searches_ended") == []
+    (comparison,) = [one for one in result.comparisons if one.metric == "slo_rate"]
+    assert comparison.verdict == "inconclusive"  # both ratios are the same, which says nothing of their spread
+    assert comparison.ratio == pytest.approx(0.5, rel=0.05)
+    assert comparison.scenario == "slo(p99≤50ms)"
+
+
+def test_a_bound_out_of_reach(tmp_path: Path) -> None:
+    result = analysed(tmp_path, SLO, both_pairs(300.0, 1.0))
+    (detail,) = failed(result, "searches_ended")
+    assert detail.startswith("2 of 4 searches found a rate; B misses the bound even at 7.65/s")
+    verdicts = {one.scenario: one.verdict for one in result.comparisons if one.leading}
+    assert verdicts["slo(p99≤50ms)"] == "invalid"
+    assert verdicts["single"] != "invalid"
+
+
+def test_a_generator_that_was_the_limit(tmp_path: Path) -> None:
+    trials = [
+        trial
+        for pair in (0, 1)
+        for trial in [*search("a", 300.0, round_=pair, cpu=0.97), *search("b", 90.0, round_=pair)]
+    ]
+    result = analysed(tmp_path, SLO, trials)
+    (detail,) = failed(result, "generator_cpu")
+    assert "97 % of a core at the lowest rate that failed" in detail
+
+
+def test_several_processes_of_the_generator_are_told_by_their_mean(tmp_path: Path) -> None:
+    trials = [
+        msgspec.structs.replace(trial, generator_processes=2)
+        for pair in (0, 1)
+        for trial in [*search("a", 300.0, round_=pair, cpu=0.6), *search("b", 90.0, round_=pair)]
+    ]
+    result = analysed(tmp_path, SLO, trials)
+    *_, busy = (check for check in result.checks if check.name == "generator_cpu")
+    assert busy.ok
+    assert "30 % of a core at the lowest rate that failed, on average over its processes" in busy.detail
+
+
+def test_a_ramp_that_is_too_short(tmp_path: Path) -> None:
+    result = analysed(tmp_path, RAMP, [*climb("a", 800.0, 32), *climb("b", 1e9, 64)])
+    (detail,) = failed(result, "searches_ended")
+    assert detail == "1 of 2 ramps reached saturation; B was still gaining with 64 users"
+
+
+def test_failed_requests_of_a_ramp(tmp_path: Path) -> None:
+    trials = [*climb("a", 800.0, 32), *climb("b", 400.0, 16)]
+    trials[2] = msgspec.structs.replace(trials[2], errors=3, error_messages=("HTTP 503: full",))
+    result = analysed(tmp_path, RAMP, trials)
+    assert "3 of 5,049 requests failed; first message: HTTP 503: full" in failed(result, "request_errors")[-1]
+
+
+@pytest.mark.parametrize(("ceiling", "ok"), [(1000.0, True), (400.0, False), (None, None)])
+def test_a_rate_near_the_generators_ceiling(tmp_path: Path, ceiling: float | None, ok: bool | None) -> None:
+    if ceiling is not None:
+        write_calibration(tmp_path, ceiling)
+    result = analysed(tmp_path, SLO, both_pairs(300.0, 150.0))
+    (found,) = [one for one in result.checks if one.name == "generator_ceiling" and "slo" in one.scope]
+    assert found.ok is ok
+    if ceiling is not None:
+        assert found.detail.startswith("A reached 29")
+        assert isinstance(found.value, float)
+        assert found.value == pytest.approx(300.0 / ceiling, rel=0.05)
+
+
+@pytest.mark.parametrize(("lag_ms", "ok"), [(1.0, True), (20.0, False), (None, None)])
+def test_requests_that_wait_for_a_connection(tmp_path: Path, lag_ms: float | None, ok: bool | None) -> None:
+    trials = [msgspec.structs.replace(trial, send_lag_p99_ms=lag_ms) for trial in both_pairs(300.0, 150.0)]
+    result = analysed(tmp_path, SLO, trials)
+    (found,) = [one for one in result.checks if one.name == "connections_free"]
+    assert found.ok is ok
+    if lag_ms is not None:
+        assert found.value == pytest.approx(lag_ms / 50.0)

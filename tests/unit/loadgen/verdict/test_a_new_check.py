@@ -1,0 +1,44 @@
+"""A check is one function: it is in the result, takes the verdict, and every report shows it with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadgen.comparison.facts import Facts
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.junit import render_junit
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.verdict.analysis import analyse
+from loadgen.verdict.checks.registry import CHECKS, Outcome, check
+from tests.golden.synthetic_run import Plan, write_run
+
+
+@pytest.fixture
+def full_moon() -> Iterator[None]:
+    @check(title="the moon is not full", severity="invalidates", remedy="Wait for two weeks.")
+    def moon(facts: Facts) -> Iterator[Outcome]:
+        yield Outcome(False, f"full over {len(facts.blocks)} blocks", value=1.0, threshold=0.9)
+
+    yield
+    del CHECKS["moon"]
+
+
+def test_a_declared_check_is_in_the_result_and_in_every_report(full_moon: None, tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, Plan(pairs=2, requests=40)))
+    (found,) = (one for one in result.checks if one.name == "moon")
+    assert (found.state, found.value, found.threshold, found.remedy) == ("failed", 1.0, 0.9, "Wait for two weeks.")
+    assert not result.valid
+    assert {one.verdict for one in result.comparisons} == {"invalid"}
+    document = result_document(result)
+    page = render_markdown(document)
+    assert f"full over {len(result.blocks)} blocks" in page
+    assert "Wait for two weeks." in page
+    assert "the moon is not full" in render_junit({"": document})
+
+
+def test_without_it_the_same_run_is_valid(tmp_path: Path) -> None:
+    assert analyse(write_run(tmp_path, Plan(pairs=2, requests=40))).valid
+    assert "moon" not in CHECKS
