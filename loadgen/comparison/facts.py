@@ -11,7 +11,7 @@ from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.stages import ArmStages, LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
 from loadgen.records.run import Found, Workload, item_of
-from loadgen.storage.stored_run import StoredBlock, StoredRun
+from loadgen.run.storage import StoredBlock, StoredRun
 
 F = TypeVar("F", bound=Found)
 

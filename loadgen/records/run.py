@@ -10,15 +10,15 @@
     DIR/noise_floors.json  list[NoiseFloor]  of this machine, as far as they were measured
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
-Studies store more, see `loadgen.probes.*.records`. `abserve report DIR` makes `result.json`, `report.html` and
-`summary.md` from these records alone, at any time.
+Probes store more, see `loadgen.records.probes` and `loadgen.probes`. `abserve report DIR` makes `result.json`,
+`report.html` and `summary.md` from these records alone, at any time.
 Times in ns are of the generator's monotonic clock, so only differences mean anything; `*_at` are labels in UTC, ISO
 8601. A missing reading is None, never 0. Every file is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -62,17 +62,34 @@ class Pairing(NamedTuple):
     arm: Label
 
 
+class Figure(NamedTuple):
+    """One value of a metric that a probe measured in place of blocks: of one arm in one round."""
+
+    workload: str
+    metric: str
+    round: int
+    label: Label
+    value: float
+    restart: int
+    """The start of the servers in which it was measured."""
+
+
 class Found(Record, frozen=True, kw_only=True):
-    """A study's findings. Every field has a default: nothing was requested or found."""
+    """What a probe found. Every field has a default: nothing was requested or found."""
 
     STUDY: ClassVar[str]
     """Its name below `studies` in result.json."""
 
+    @property
+    def figures(self) -> Sequence[Figure]:
+        """The values to compare between the arms, besides those of the blocks."""
+        return ()
+
     @classmethod
     def among(cls, findings: Mapping[str, object]) -> Self:
-        """The findings of this kind, or empty ones."""
-        found = findings.get(cls.STUDY)
-        return found if isinstance(found, cls) else cls()
+        """The finding of this kind, or an empty one."""
+        finding = findings.get(cls.STUDY)
+        return finding if isinstance(finding, cls) else cls()
 
 
 def setting_key(option: str) -> str:

@@ -1,6 +1,6 @@
 """Runs of identical arms on a noisy machine, ended by each of the rules that end a run, with the project's own loop.
 
-The load is `loadgen.probes.load.measure`, whose servers, blocks and clock are replaced: a block takes one second, and
+The load is `loadgen.probes.load`, whose servers, blocks and clock are replaced: a block takes one second, and
 its speed is the machine's. So what is simulated is which rounds run, when the run ends and what is then compared.
 """
 

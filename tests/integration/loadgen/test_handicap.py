@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.progress import Progress
 from loadgen.probes.handicap import measure
-from loadgen.probes.handicap.analyse import HandicapsFound
-from loadgen.probes.handicap.records import HandicapProbes
+from loadgen.probes.handicap_analysis import HandicapProbes, HandicapsFound
 from loadgen.records.run import ArmRequest
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
@@ -28,7 +27,7 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(out: Path, *, b: dict[str, str], **more: object) -> Result:
     arm = ArmRequest(label="b", target="triton", settings=b)
-    state = run_experiment(make_experiment(b=arm, **more), out, Progress(), abserve=FAKE_ABSERVE)  # type: ignore[arg-type]
+    state = run_experiment(make_experiment(b=arm, **more), out, RunProgress(), abserve=FAKE_ABSERVE)  # type: ignore[arg-type]
     assert (state.state, state.error) == ("finished", None)
     return analyse(out)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.progress import Progress
-from loadgen.probes.rate_search.records import RatesFound
+from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.records.run import ArmRequest, Workload
 from loadgen.report import write_reports
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
@@ -25,7 +25,7 @@ def run(folder: Path, workload: Workload, delay_ms: int, *slots: int) -> Result:
         for label, number in zip("abc", slots, strict=False)
     )
     experiment = make_experiment(workloads=(workload,), a=a, b=b, others=others)
-    state = run_experiment(experiment, folder, Progress(), abserve=FAKE_ABSERVE)
+    state = run_experiment(experiment, folder, RunProgress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished", state
     result = analyse(folder)
     write_reports(folder, result)

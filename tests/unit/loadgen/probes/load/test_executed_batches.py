@@ -9,8 +9,8 @@ import pytest
 
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.summaries import WorkloadSummary
-from loadgen.probes.load.analyse import ExecutedBatches, LoadFound, analyse
-from loadgen.storage.stored_run import read_run
+from loadgen.probes.load import ExecutedBatches, LoadFound, analyse
+from loadgen.run.storage import read_run
 from loadgen.verdict.analysis import analyse as analyse_run
 from tests.golden.synthetic_run import Plan, write_run
 
