@@ -411,40 +411,42 @@ FOLDED_NOTE = (
 def why(result: Result) -> doc.Section | None:
     """The reasons for the differences: a terminal shows those of the most loaded scenario, a page those of all."""
     main = result.verdict.main_scenario
-    reasons = [one for one in result.verdict.scenarios if one.reasons]
+    reasons = [verdict for verdict in result.verdict.scenarios if verdict.reasons]
     blocks: list[doc.Items | doc.Text | doc.Table] = [
-        doc.Items([_reasons(result, one) for one in reasons if one.scenario == main])
+        doc.Items([_reasons(result, verdict) for verdict in reasons if verdict.scenario == main])
     ]
     for causes in result.of(CausesFound).workloads:
         if causes.workload != main:
             blocks.append(doc.Text(f"{causes.workload}: {causes.sentence}"))
         blocks.append(cause_table(result, causes))
     others: list[doc.Items | doc.Table] = []
-    for one in reasons:
-        if one.scenario != main:
-            own = (one.scenario, one.baseline, one.arm)
-            others.append(doc.Items([_reasons(result, one)]))
+    for verdict in reasons:
+        if verdict.scenario != main:
+            key = (verdict.scenario, verdict.baseline, verdict.arm)
+            others.append(doc.Items([_reasons(result, verdict)]))
             others += [
                 stage_table(result, breakdown, on=doc.HTML)
                 for breakdown in result.stages
-                if (breakdown.workload, breakdown.baseline, breakdown.arm) == own
+                if (breakdown.workload, breakdown.baseline, breakdown.arm) == key
             ]
     return doc.section(
         "Why",
         *blocks,
         doc.Text(causes_note(result), "note"),
-        *(stage_table(result, one) for one in result.stages if one.workload == main),
+        *(stage_table(result, breakdown) for breakdown in result.stages if breakdown.workload == main),
         doc.Fold("The other scenarios", tuple(others)),
         causes_chart(result),
         stages_chart(result),
     )
 
 
-def _reasons(result: Result, one: ScenarioVerdict) -> doc.Item:
-    pairing = Pairing(one.baseline, one.arm)
-    better = winner_of(one.outcome, pairing)
+def _reasons(result: Result, verdict: ScenarioVerdict) -> doc.Item:
+    pairing = Pairing(verdict.baseline, verdict.arm)
+    better = winner_of(verdict.outcome, pairing)
     style = None if better is None else charts.arm_style(result, better)
-    return doc.Item(verdict_words(one.outcome, pairing), style, one.scenario + _which(result, pairing), one.reasons)
+    return doc.Item(
+        verdict_words(verdict.outcome, pairing), style, verdict.scenario + _which(result, pairing), verdict.reasons
+    )
 
 
 def _which(result: Result, pairing: Pairing) -> str:
@@ -474,8 +476,14 @@ def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
             for effect in cause.effects
         ]
         tails += [
-            (shown(one.label), f"{'does not apply' if one.moot else 'not tested'}: {one.reason}", "–", "–", "–")
-            for one in cause.untested
+            (
+                shown(untested.label),
+                f"{'does not apply' if untested.moot else 'not tested'}: {untested.reason}",
+                "–",
+                "–",
+                "–",
+            )
+            for untested in cause.untested
         ]
         rows += [(*(head if place == 0 else ("",) * len(head)), *tail) for place, tail in enumerate(tails)]
     rest = ("unattributed", _ms(causes.unattributed_ms), _interval(causes.unattributed_ci95_ms))
@@ -528,19 +536,23 @@ def causes_note(result: Result) -> str:
 
 def causes_chart(result: Result) -> doc.Chart | None:
     """What each cause contributes to the difference, with its interval."""
-    found = result.of(CausesFound).workloads
-    if not found:
+    explained = result.of(CausesFound).workloads
+    if not explained:
         return None
     base, arm = charts.base_and_arm(result)
     data: list[doc.Figure] = []
     views = [
         charts.add_view(
             data,
-            one.workload + _which(result, one.pairing),
-            [_cause_bars(result, one)],
-            xaxis=charts.axis(f"{shown(one.arm)} − {shown(one.baseline)}, ms per request", zeroline=True),
+            workload_causes.workload + _which(result, workload_causes.pairing),
+            [_cause_bars(result, workload_causes)],
+            xaxis=charts.axis(
+                f"{shown(workload_causes.arm)} − {shown(workload_causes.baseline)}, ms per request", zeroline=True
+            ),
         )
-        for one in sorted(found, key=lambda one: one.workload != result.verdict.main_scenario)
+        for workload_causes in sorted(
+            explained, key=lambda workload_causes: workload_causes.workload != result.verdict.main_scenario
+        )
     ]
     return doc.Chart(
         "causes",
@@ -550,7 +562,7 @@ def causes_chart(result: Result) -> doc.Chart | None:
         "cause within the noise does not count.",
         data,
         {
-            "height": 150 + 34 * (max(len(one.causes) for one in found) + 2),
+            "height": 150 + 34 * (max(len(workload_causes.causes) for workload_causes in explained) + 2),
             "bargap": 0.4,
             "showlegend": False,
             "yaxis": charts.ROWS,
@@ -559,16 +571,16 @@ def causes_chart(result: Result) -> doc.Chart | None:
     )
 
 
-def _cause_bars(result: Result, found: WorkloadCauses) -> doc.Figure:
+def _cause_bars(result: Result, causes: WorkloadCauses) -> doc.Figure:
     rows: list[tuple[str, float, tuple[float, float] | None, str]] = [
-        ("the difference", found.difference_ms, found.ci95_ms, "--ink")
+        ("the difference", causes.difference_ms, causes.ci95_ms, "--ink")
     ]
-    for cause in found.causes:
+    for cause in causes.causes:
         if cause.difference_ms is not None and cause.effects:
-            slower = found.arm if cause.difference_ms > 0 else found.baseline
+            slower = causes.arm if cause.difference_ms > 0 else causes.baseline
             bar = charts.colour(result, slower) if cause.found else "--line"
             rows.append((charts.label_text(_title(cause)), cause.difference_ms, cause.ci95_ms, bar))
-    rows.append(("unattributed", found.unattributed_ms, found.unattributed_ci95_ms, "--muted"))
+    rows.append(("unattributed", causes.unattributed_ms, causes.unattributed_ci95_ms, "--muted"))
     labels, values, bounds, colours = zip(*rows, strict=True)
     return charts.bars_across(
         "",
@@ -606,8 +618,8 @@ def _folded_note(rows: Sequence[tuple[str, ...]]) -> str:
 def _ensemble_note(result: Result, breakdown: LatencyBreakdown) -> str:
     """Which of the arms are ensembles; empty without."""
     labels = {arm.label for arm in breakdown.sides if arm and not arm.contradictions}
-    found = [shown(arm.label) for arm in result.arms if arm.steps and arm.label in labels]
-    return "" if not found else f"On {join(found)}, an ensemble, a stage is the sum over the steps."
+    ensembles = [shown(arm.label) for arm in result.arms if arm.steps and arm.label in labels]
+    return "" if not ensembles else f"On {join(ensembles)}, an ensemble, a stage is the sum over the steps."
 
 
 def stage_rows(breakdown: LatencyBreakdown) -> list[tuple[str, ...]]:
@@ -623,13 +635,13 @@ def stage_rows(breakdown: LatencyBreakdown) -> list[tuple[str, ...]]:
         values = [arm.stages_ms.get(stage) if arm in arms and arm else None for arm in breakdown.sides]
         if values == [None, None] or (stage == "send_delay" and not any(values)):
             continue
-        one = differences.get(stage)
+        difference = differences.get(stage)
         rows.append(
             (
                 f"{TITLES[stage]} ({stage})",
                 *("–" if value is None else f"{value:.{decimals}f} ms" for value in values),
-                _signed(one.difference_ms, decimals) if one else FOLDED if differences else "–",
-                percent(one.share if one else None),
+                _signed(difference.difference_ms, decimals) if difference else FOLDED if differences else "–",
+                percent(difference.share if difference else None),
             )
         )
     totals = [f"{arm.client_total_ms:.{decimals}f} ms" if arm else "–" for arm in breakdown.sides]
@@ -643,8 +655,14 @@ def stages_chart(result: Result) -> doc.Chart | None:
     """The arms side by side, one colour per stage."""
 
     def traces(workload: str) -> list[doc.Figure]:
-        found = {arm.label: arm for one in result.stages if one.workload == workload for arm in one.sides if arm}
-        arms = [arm for arm in found.values() if not arm.contradictions]
+        by_label = {
+            arm.label: arm
+            for breakdown in result.stages
+            if breakdown.workload == workload
+            for arm in breakdown.sides
+            if arm
+        }
+        arms = [arm for arm in by_label.values() if not arm.contradictions]
         return [
             charts.bars_across(
                 stage,

@@ -158,9 +158,9 @@ def combine(parts: Iterable[tuple[float, MeanDifference]]) -> MeanDifference:
         pairs = max(pairs, part.pairs)
         if part.variance is None:
             known = False
-        elif (own := weight * weight * part.variance) > 0.0:
-            variance += own
-            denominator += own * own / part.degrees
+        elif (weighted := weight * weight * part.variance) > 0.0:
+            variance += weighted
+            denominator += weighted * weighted / part.degrees
     degrees = variance * variance / denominator if denominator > 0.0 else math.inf
     return MeanDifference(mean, variance if known else None, degrees if math.isfinite(degrees) else 1e9, pairs)
 
@@ -206,12 +206,12 @@ class MeasuredEffect:
 
 def measure_effect(ablation: Ablation, workload: str, blocks: Sequence[BlockSummary]) -> MeasuredEffect | Untested:
     """Compute an effect; untested, with a reason, if a request failed or no pair of blocks is complete."""
-    own = [block for block in blocks if block.workload == workload]
-    pairs = mean_pairs(workload, own, BESIDE)
-    failed = sum(block.errors for block in own)
+    of_workload = [block for block in blocks if block.workload == workload]
+    pairs = mean_pairs(workload, of_workload, BESIDE)
+    failed = sum(block.errors for block in of_workload)
     saved = difference(pairs)
     if failed or saved is None:
-        requests = sum(block.requests for block in own)
+        requests = sum(block.requests for block in of_workload)
         reason = f"{failed} of {requests} requests failed" if failed else "no pair of blocks is complete"
         return Untested(cause=ablation.cause, label=ablation.label, reason=reason)
     ratio = estimate_ratio([as_is / without for without, as_is in pairs], 1.0)
@@ -296,17 +296,23 @@ def rank_causes(
         return None
     ranked: list[tuple[Cause, MeanDifference | None]] = []
     for name in CAUSES:
-        own = {one.effect.label: one for one in effects if one.cause == name and one.effect.label in pairing}
-        missing = tuple(one for one in untested if one.cause == name and one.label in set(pairing) - own.keys())
-        if own or missing:
-            ranked.append(_cause(name, pairing, gap, own, missing, breakdown))
-    ranked.sort(key=lambda one: (not one[0].found, -abs(one[0].difference_ms or 0.0)))
+        by_label = {
+            measured.effect.label: measured
+            for measured in effects
+            if measured.cause == name and measured.effect.label in pairing
+        }
+        missing = tuple(
+            entry for entry in untested if entry.cause == name and entry.label in set(pairing) - by_label.keys()
+        )
+        if by_label or missing:
+            ranked.append(_cause(name, pairing, gap, by_label, missing, breakdown))
+    ranked.sort(key=lambda entry: (not entry[0].found, -abs(entry[0].difference_ms or 0.0)))
     rest = combine([(1.0, gap), *((-1.0, part) for cause, part in ranked if cause.found and part is not None)])
     causes = tuple(cause for cause, _ in ranked)
     baseline_ms, arm_ms = np.mean(pairs, axis=0).tolist()
     ratio = max(baseline_ms, arm_ms) / min(baseline_ms, arm_ms)
     rest_share = rest.mean_ms / gap.mean_ms if gap.seen else None
-    found = WorkloadCauses(
+    causes_found = WorkloadCauses(
         workload=workload.name,
         baseline=pairing.baseline,
         arm=pairing.arm,
@@ -323,55 +329,55 @@ def rank_causes(
         sentence="",
         notes=(*_notes(causes, pairing), *_drifts(causes, {pairing.baseline: baseline_ms, pairing.arm: arm_ms})),
     )
-    return msgspec.structs.replace(found, sentence=_sentence(found, workload, None, comparable=True))
+    return msgspec.structs.replace(causes_found, sentence=_sentence(causes_found, workload, None, comparable=True))
 
 
-def _sentence(found: WorkloadCauses, workload: Workload, leading: Comparison | None, *, comparable: bool) -> str:
+def _sentence(causes: WorkloadCauses, workload: Workload, leading: Comparison | None, *, comparable: bool) -> str:
     """The difference and the shares of its causes. The arm with the shorter requests is called faster if it wins the
     leading comparison; arms that are not `comparable` are not called faster, their requests are."""
-    base, arm = map(shown, found.pairing)
-    faster = next(label for label in found.pairing if label != found.slower)
+    base, arm = map(shown, causes.pairing)
+    faster = next(label for label in causes.pairing if label != causes.slower)
     winner = None if leading is None else leading.winner
     if winner == faster:
-        subjects = (f"{shown(faster)} is", shown(found.slower))
+        subjects = (f"{shown(faster)} is", shown(causes.slower))
         if not comparable:
-            subjects = (f"Requests to {shown(faster)} are", f"requests to {shown(found.slower)}")
-        gain = f"{number(abs(found.difference_ms))} ms less per request"
-        lead = f"{subjects[0]} {found.ratio:.2f}× faster than {subjects[1]} {place(workload)} ({gain})"
+            subjects = (f"Requests to {shown(faster)} are", f"requests to {shown(causes.slower)}")
+        gain = f"{number(abs(causes.difference_ms))} ms less per request"
+        lead = f"{subjects[0]} {causes.ratio:.2f}× faster than {subjects[1]} {place(workload)} ({gain})"
     else:
         no_verdict = leading is None or leading.verdict == "invalid"
-        means = f"{number(found.baseline_ms)} ms on {base} and {number(found.arm_ms)} ms on {arm}"
+        means = f"{number(causes.baseline_ms)} ms on {base} and {number(causes.arm_ms)} ms on {arm}"
         said = "No verdict" if no_verdict else "No winner" if winner is None else f"{shown(winner)} wins"
         lead = f"{said} {place(workload)}; requests took {means} on average"
-    return lead + _shares(found.causes, found.unattributed_share)
+    return lead + _shares(causes.causes, causes.unattributed_share)
 
 
-def with_verdicts(found: CausesFound, experiment: Experiment, leading: Sequence[Comparison]) -> CausesFound:
+def with_verdicts(finding: CausesFound, experiment: Experiment, leading: Sequence[Comparison]) -> CausesFound:
     """The causes with sentences that follow the verdicts of the leading comparisons."""
     by_name = {workload.name: workload for workload in experiment.workloads}
-    verdicts = {(one.scenario, one.pairing): one for one in leading}
+    verdicts = {(comparison.scenario, comparison.pairing): comparison for comparison in leading}
 
-    def judged(one: WorkloadCauses) -> WorkloadCauses:
-        comparable = len({experiment.payload_of(experiment.arm(label)) for label in one.pairing}) == 1
-        leads = verdicts.get((one.workload, one.pairing))
-        text = _sentence(one, by_name[one.workload], leads, comparable=comparable)
-        return msgspec.structs.replace(one, sentence=text)
+    def judged(causes: WorkloadCauses) -> WorkloadCauses:
+        comparable = len({experiment.payload_of(experiment.arm(label)) for label in causes.pairing}) == 1
+        leads = verdicts.get((causes.workload, causes.pairing))
+        text = _sentence(causes, by_name[causes.workload], leads, comparable=comparable)
+        return msgspec.structs.replace(causes, sentence=text)
 
-    return msgspec.structs.replace(found, workloads=tuple(map(judged, found.workloads)))
+    return msgspec.structs.replace(finding, workloads=tuple(map(judged, finding.workloads)))
 
 
 def _cause(
     name: CauseName,
     pairing: Pairing,
     gap: MeanDifference,
-    own: Mapping[Label, MeasuredEffect],
+    by_label: Mapping[Label, MeasuredEffect],
     missing: tuple[Untested, ...],
     breakdown: LatencyBreakdown | None,
 ) -> tuple[Cause, MeanDifference | None]:
-    barred = any(not one.moot for one in missing)
+    barred = any(not cause.moot for cause in missing)
     part: MeanDifference | None = None
-    if own or not barred:
-        part = combine([(1.0 if label == pairing.arm else -1.0, effect.saved) for label, effect in own.items()])
+    if by_label or not barred:
+        part = combine([(1.0 if label == pairing.arm else -1.0, effect.saved) for label, effect in by_label.items()])
     inferred_ms = None
     if barred and breakdown is not None and breakdown.differences and STAGES_OF[name]:
         inferred_ms = math.fsum(d.difference_ms for d in breakdown.differences if d.stage in STAGES_OF[name])
@@ -382,7 +388,7 @@ def _cause(
         ci95_ms=None if part is None else part.ci95_ms,
         share=part.mean_ms / gap.mean_ms if part is not None and gap.seen else None,
         found=part is not None and part.seen,
-        effects=tuple(own[label].effect for label in pairing if label in own),
+        effects=tuple(by_label[label].effect for label in pairing if label in by_label),
         untested=missing,
         inferred_ms=inferred_ms,
     )
@@ -391,14 +397,14 @@ def _cause(
 
 def _shares(causes: Sequence[Cause], unattributed: float | None) -> str:
     """The end of the sentence: the share of each cause that was found, the largest first."""
-    found = sorted((cause for cause in causes if cause.found), key=lambda cause: -(cause.share or 0.0))
+    counting = sorted((cause for cause in causes if cause.found), key=lambda cause: -(cause.share or 0.0))
     if unattributed is None:
         return ", which is within the noise, so no cause has a share of it."
     if not any(cause.effects for cause in causes):
         return ": no cause was tested."
-    if not found:
+    if not counting:
         return ": none of the tested causes explains it."
-    parts = [f"{percent(cause.share)} {_described(cause)}" for cause in found]
+    parts = [f"{percent(cause.share)} {_described(cause)}" for cause in counting]
     return f": {', '.join(parts)}, {percent(unattributed)} unattributed."
 
 
@@ -422,7 +428,7 @@ def _notes(causes: Sequence[Cause], pairing: Pairing) -> list[str]:
     if noise:
         notes.append(f"Within the noise: {', '.join(noise)}.")
     for cause in causes:
-        reasons = [f"{shown(one.label)}: {one.reason}" for one in cause.untested if not one.moot]
+        reasons = [f"{shown(untested.label)}: {untested.reason}" for untested in cause.untested if not untested.moot]
         if reasons:
             note = f"Not tested: {cause.title} ({'; '.join(reasons)})."
             if cause.inferred_ms is not None:
@@ -442,9 +448,9 @@ def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float]) -> list[str]
             if cause.name != "transfer" or effect.label not in changed:
                 drifts.setdefault(effect.label, []).append(effect.as_is_ms / own_ms[effect.label])
     drifted = [
-        f"{shown(label)}: {_span(found)}× its earlier time"
-        for label, found in sorted(drifts.items())
-        if min(found) < 1.0 / DRIFT_LIMIT or max(found) > DRIFT_LIMIT
+        f"{shown(label)}: {_span(ratios)}× its earlier time"
+        for label, ratios in sorted(drifts.items())
+        if min(ratios) < 1.0 / DRIFT_LIMIT or max(ratios) > DRIFT_LIMIT
     ]
     if not drifted:
         return []
@@ -484,17 +490,17 @@ def analyse(facts: Facts) -> CausesFound:
     if explanation is None:
         return CausesFound()
     done = list(zip(explanation.done, map(summarise_blocks, facts.run.ablation_blocks), strict=True))
-    breakdowns = {(one.workload, one.baseline, one.arm): one for one in facts.breakdowns}
-    found: list[WorkloadCauses] = []
+    breakdowns = {(breakdown.workload, breakdown.baseline, breakdown.arm): breakdown for breakdown in facts.breakdowns}
+    explained: list[WorkloadCauses] = []
     by_name = {workload.name: workload for workload in experiment.workloads}
     for workload in (by_name[name] for name in explanation.workloads if name in by_name):
         measured = [measure_effect(ablation, workload.name, blocks) for ablation, blocks in done]
-        effects = [one for one in measured if isinstance(one, MeasuredEffect)]
-        untested = [*explanation.untested, *(one for one in measured if isinstance(one, Untested))]
+        effects = [effect for effect in measured if isinstance(effect, MeasuredEffect)]
+        untested = [*explanation.untested, *(effect for effect in measured if isinstance(effect, Untested))]
         for pairing in experiment.pairings:
             pairs = mean_pairs(workload.name, facts.blocks, pairing)
             breakdown = breakdowns.get((workload.name, *pairing))
             causes = rank_causes(workload, pairing, pairs, effects, untested, breakdown)
             if causes is not None:
-                found.append(causes)
-    return CausesFound(workloads=tuple(found), explained=explanation.workloads, left_out=explanation.left_out)
+                explained.append(causes)
+    return CausesFound(workloads=tuple(explained), explained=explanation.workloads, left_out=explanation.left_out)

@@ -154,7 +154,9 @@ def container_starts(result: Result) -> doc.Section | None:
             )
         )
         blocks.append(
-            doc.Items([doc.Item(f"{_name(one)}: {one.error}", "failed") for one in starts if one.error is not None])
+            doc.Items(
+                [doc.Item(f"{_name(start)}: {start.error}", "failed") for start in starts if start.error is not None]
+            )
         )
     return doc.section("Cold starts of the containers", *blocks, doc.Text(CAPTION if blocks else "", "note"))
 

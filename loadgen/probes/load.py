@@ -283,11 +283,11 @@ def latency(result: Result) -> doc.Section | None:
 def batch_sizes(result: Result) -> doc.Section | None:
     """Throughput and median latency against the batch size of a request; with sequences of several lengths
     `sequence_lengths` shows them."""
-    batched = [one for one in result.experiment.workloads if one.scenario == "batched"]
+    batched = [workload for workload in result.experiment.workloads if workload.scenario == "batched"]
     if not batched or _lengths(result):
         return None
     several = items(item_of(result.environment))
-    sizes = {one.name: one.batch_size for one in batched}
+    sizes = {workload.name: workload.batch_size for workload in batched}
     data = _speeds(result, sizes, "batch %{x}")
     if not data:
         return None
@@ -308,14 +308,14 @@ def _speeds(result: Result, places: Mapping[str, int], at: str) -> list[doc.Figu
     data: list[doc.Figure] = []
     for panel, unit in (("", rate), ("2", "ms")):
         for label in result.experiment.labels:
-            own = [s for s in result.summaries if s.workload in places and s.label == label]
+            summaries = [s for s in result.summaries if s.workload in places and s.label == label]
             if unit == "ms":
-                speeds = [(places[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in own]
+                speeds = [(places[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in summaries]
             else:
-                speeds = [(places[s.workload], s.throughput_per_s, s.throughput_ci95) for s in own]
-            found = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
-            if found:
-                across, values, intervals = zip(*found, strict=True)
+                speeds = [(places[s.workload], s.throughput_per_s, s.throughput_ci95) for s in summaries]
+            points = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
+            if points:
+                across, values, intervals = zip(*points, strict=True)
                 data.append(
                     charts.line(
                         result,
@@ -343,8 +343,8 @@ def _speed_panels(result: Result, across: str, places: Iterable[int]) -> doc.Fig
 
 def _lengths(result: Result) -> list[int]:
     """The lengths of sequences, if the run has workloads of several."""
-    found = result.experiment.lengths
-    return sorted(found) if len(found) > 1 else []
+    lengths = result.experiment.lengths
+    return sorted(lengths) if len(lengths) > 1 else []
 
 
 def _size(workload: Workload) -> int:
@@ -362,7 +362,9 @@ def sequence_lengths(result: Result) -> doc.Section | None:
     lengths = _lengths(result)
     crossed = {
         scenario: [
-            one for one in result.experiment.workloads if one.scenario == scenario and one.sequence_length in lengths
+            workload
+            for workload in result.experiment.workloads
+            if workload.scenario == scenario and workload.sequence_length in lengths
         ]
         for scenario in ("single", "batched", "concurrent")
     }
@@ -384,16 +386,20 @@ def _places(workloads: Sequence[Workload]) -> tuple[list[int], list[int]]:
 
 def _ratios(result: Result, pairing: Pairing, workloads: Sequence[Workload]) -> list[list[Comparison | None]]:
     """The comparisons of the throughputs that have a ratio, a row per size and a column per length."""
-    own = [one for one in result.comparisons if one.pairing == pairing and one.metric == "throughput"]
-    found = {one.scenario: one for one in own if one.ratio is not None}
-    by_place = {(_size(one), _length(one)): found.get(one.name) for one in workloads}
+    comparisons = [
+        comparison
+        for comparison in result.comparisons
+        if comparison.pairing == pairing and comparison.metric == "throughput"
+    ]
+    by_scenario = {comparison.scenario: comparison for comparison in comparisons if comparison.ratio is not None}
+    by_place = {(_size(workload), _length(workload)): by_scenario.get(workload.name) for workload in workloads}
     sizes, lengths = _places(workloads)
     return [[by_place.get((size, length)) for length in lengths] for size in sizes]
 
 
-def _better(one: Comparison | None) -> str:
-    found = None if one is None else advantage(one)
-    return "–" if found is None else found.words
+def _better(comparison: Comparison | None) -> str:
+    better = None if comparison is None else advantage(comparison)
+    return "–" if better is None else better.words
 
 
 def _ratio_table(
@@ -418,7 +424,7 @@ def _crossed_chart(result: Result, scenario: str, what: str, workloads: Sequence
         (_length, _size, "length", "users" if what == "users" else "batch size"),
     ):
         for value in sorted(set(map(held, workloads))):
-            places = {one.name: along(one) for one in workloads if held(one) == value}
+            places = {workload.name: along(workload) for workload in workloads if held(workload) == value}
             traces = _speeds(result, places, f"{'length' if held is _size else what} %{{x}}")
             if len(places) > 1 and traces:
                 panels = _speed_panels(result, across, places.values())
@@ -443,11 +449,14 @@ def _ratio_map(result: Result, scenario: str, what: str, workloads: Sequence[Wor
     views: list[doc.View] = []
     for pairing in result.experiment.pairings:
         rows = _ratios(result, pairing, workloads)
-        logs = [[None if one is None else charts.rounded(math.log2(one.ratio or 1.0)) for one in row] for row in rows]
-        found = [abs(value) for row in logs for value in row if value is not None]
-        if not found:
+        logs = [
+            [None if comparison is None else charts.rounded(math.log2(comparison.ratio or 1.0)) for comparison in row]
+            for row in rows
+        ]
+        distances = [abs(value) for row in logs for value in row if value is not None]
+        if not distances:
             continue
-        reach = max(0.1, *found)
+        reach = max(0.1, *distances)
         trace = {
             "type": "heatmap",
             "x": [str(length) for length in lengths],
@@ -521,7 +530,7 @@ def measurements(result: Result) -> doc.Section | None:
 
 def _tokens_per_s(result: Result, summary: WorkloadSummary) -> str:
     """Throughput in tokens, without padding; empty where the inputs are no sequences."""
-    workload = next((one for one in result.experiment.workloads if one.name == summary.workload), None)
+    workload = next((entry for entry in result.experiment.workloads if entry.name == summary.workload), None)
     tokens = result.environment.tokens_per_item(workload) if result.environment and workload else None
     if tokens is None:
         return ""
@@ -531,14 +540,23 @@ def _tokens_per_s(result: Result, summary: WorkloadSummary) -> str:
 def executed_batches(result: Result) -> doc.Section | None:
     """The most frequent sizes of the servers' executions, with a chart where requests could be merged."""
     rows: list[tuple[str, ...]] = []
-    for found in result.of(LoadFound).executed_batches:
-        total = sum(found.executions.values())
-        frequent = sorted(found.executions, key=lambda size: -found.executions[size])[:MAX_SIZES]
-        sizes = ", ".join(f"{size}: {share(found.executions[size] / total)}" for size in sorted(frequent))
-        more = f", {len(found.executions) - len(frequent)} more sizes" if len(found.executions) > len(frequent) else ""
-        mean = "–" if found.mean is None else number(found.mean)
+    for batches in result.of(LoadFound).executed_batches:
+        total = sum(batches.executions.values())
+        frequent = sorted(batches.executions, key=lambda size: -batches.executions[size])[:MAX_SIZES]
+        sizes = ", ".join(f"{size}: {share(batches.executions[size] / total)}" for size in sorted(frequent))
+        more = (
+            f", {len(batches.executions) - len(frequent)} more sizes" if len(batches.executions) > len(frequent) else ""
+        )
+        mean = "–" if batches.mean is None else number(batches.mean)
         rows.append(
-            (found.workload, shown(found.label), str(found.request_items), mean, sizes + more or "–", found.sentence)
+            (
+                batches.workload,
+                shown(batches.label),
+                str(batches.request_items),
+                mean,
+                sizes + more or "–",
+                batches.sentence,
+            )
         )
     merging = {workload.name for workload in result.experiment.workloads if workload.concurrency > 1}
 
@@ -586,9 +604,9 @@ def executed_batches(result: Result) -> doc.Section | None:
 
 def _of_ensembles(result: Result) -> str:
     """Whose executions these are where an arm is an ensemble; empty without."""
-    found = [shown(arm.label) for arm in result.arms if arm.steps]
-    names = f"{join(found)} {'is an ensemble' if len(found) == 1 else 'are ensembles'}"
-    return f"{names}: the batches are those of the step that executes the model." if found else ""
+    ensembles = [shown(arm.label) for arm in result.arms if arm.steps]
+    names = f"{join(ensembles)} {'is an ensemble' if len(ensembles) == 1 else 'are ensembles'}"
+    return f"{names}: the batches are those of the step that executes the model." if ensembles else ""
 
 
 def blocks(result: Result) -> doc.Section | None:
@@ -610,18 +628,18 @@ def _block_chart(result: Result) -> doc.Chart | None:
     rate = charts.rate_unit(result)
 
     def traces(workloads: set[str], hover: str, mode: str, relative: bool) -> list[doc.Figure]:
-        found = []
+        lines = []
         for label in result.experiment.labels:
-            own = [(block, speed) for block, speed in timed if block.label == label and block.workload in workloads]
+            speeds = [(block, speed) for block, speed in timed if block.label == label and block.workload in workloads]
             if relative:
-                pairs = [(block, speed, means.get((block.workload, label))) for block, speed in own]
-                own = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
-            points = [(block.start_s / 60.0, value) for block, value in own]
-            marker = charts.hollow(result, label, [block.complete for block, _ in own])
-            texts = [f"block {block.index}, {block.workload}, pair {block.round + 1}" for block, _ in own]
+                pairs = [(block, speed, means.get((block.workload, label))) for block, speed in speeds]
+                speeds = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
+            points = [(block.start_s / 60.0, value) for block, value in speeds]
+            marker = charts.hollow(result, label, [block.complete for block, _ in speeds])
+            texts = [f"block {block.index}, {block.workload}, pair {block.round + 1}" for block, _ in speeds]
             text = f"%{{text}}: {hover}"
-            found.append(charts.line(result, label, points, text, mode=mode, marker=marker, text=texts))
-        return found
+            lines.append(charts.line(result, label, points, text, mode=mode, marker=marker, text=texts))
+        return lines
 
     workloads = dict.fromkeys(block.workload for block, _ in timed)
     data: list[doc.Figure] = []
@@ -629,8 +647,8 @@ def _block_chart(result: Result) -> doc.Chart | None:
     beside = {"title": {"text": "difference from the arm's mean, %"}}
     views = [charts.add_view(data, "all, relative", whole, yaxis=beside)]
     for workload in workloads:
-        own = traces({workload}, f"%{{y:.4~g}} {rate}", "lines+markers", relative=False)
-        views.append(charts.add_view(data, workload, own, yaxis={"title": {"text": rate}}))
+        absolute = traces({workload}, f"%{{y:.4~g}} {rate}", "lines+markers", relative=False)
+        views.append(charts.add_view(data, workload, absolute, yaxis={"title": {"text": rate}}))
     return doc.Chart(
         "blocks",
         "Block by block",

@@ -261,18 +261,18 @@ RAMP_CAPTION = (
 def rate_search(result: Result) -> doc.Section | None:
     """The result of each search; a page also shows every trial."""
     rates = result.of(RatesFound)
-    found = [
+    rows = [
         (
-            one.workload,
-            str(one.round + 1),
-            shown(one.label),
-            measured(one.rate_per_s, None),
-            measured(one.failed_rate_per_s, None),
-            str(one.trials),
-            number(one.seconds),
-            _rate_note(one),
+            rate.workload,
+            str(rate.round + 1),
+            shown(rate.label),
+            measured(rate.rate_per_s, None),
+            measured(rate.failed_rate_per_s, None),
+            str(rate.trials),
+            number(rate.seconds),
+            _rate_note(rate),
         )
-        for one in rates.rates
+        for rate in rates.rates
     ]
     trials = [
         (
@@ -294,7 +294,7 @@ def rate_search(result: Result) -> doc.Section | None:
     late = "Late: late requests of the number allowed. A trial ends as soon as the bound cannot hold."
     return doc.section(
         "The highest rate within the bound",
-        doc.Table(results, found, caption=RATE_CAPTION, grouped=True),
+        doc.Table(results, rows, caption=RATE_CAPTION, grouped=True),
         doc.Fold(
             f"Every trial of the searches: {len(trials)}", (doc.Table(details, trials, caption=late),), on=doc.HTML
         ),
@@ -306,24 +306,24 @@ def trial_chart(result: Result) -> doc.Chart | None:
     """Every trial of every search: its rate, and whether it held."""
     rates = result.of(RatesFound)
 
-    def trace(found: RateFound) -> doc.Figure:
-        own = (found.workload, found.round, found.label)
-        trials = [trial for trial in rates.trials if (trial.workload, trial.round, trial.label) == own]
+    def trace(rate: RateFound) -> doc.Figure:
+        key = (rate.workload, rate.round, rate.label)
+        trials = [trial for trial in rates.trials if (trial.workload, trial.round, trial.label) == key]
         return charts.line(
             result,
-            found.label,
+            rate.label,
             [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
             "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
-            f" in search {found.round + 1}",
-            marker=charts.hollow(result, found.label, [bool(trial.held) for trial in trials]),
-            showlegend=found.round == 0,
+            f" in search {rate.round + 1}",
+            marker=charts.hollow(result, rate.label, [bool(trial.held) for trial in trials]),
+            showlegend=rate.round == 0,
             customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
         )
 
     data: list[doc.Figure] = []
     views = [
-        charts.add_view(data, workload, [trace(found) for found in rates.rates if found.workload == workload])
-        for workload in dict.fromkeys(found.workload for found in rates.rates)
+        charts.add_view(data, workload, [trace(rate) for rate in rates.rates if rate.workload == workload])
+        for workload in dict.fromkeys(rate.workload for rate in rates.rates)
     ]
     if not data:
         return None
@@ -345,17 +345,17 @@ def trial_chart(result: Result) -> doc.Chart | None:
 
 def ramp(result: Result) -> doc.Section | None:
     """The result of each ramp, and the curve of the first ramp of each arm."""
-    found = [
+    rows = [
         (
-            one.workload,
-            str(one.round + 1),
-            shown(one.label),
-            measured(one.saturation_per_s, None),
-            "–" if one.knee_concurrency is None else str(one.knee_concurrency),
-            str(len(one.rungs)),
-            _ramp_note(one),
+            found_ramp.workload,
+            str(found_ramp.round + 1),
+            shown(found_ramp.label),
+            measured(found_ramp.saturation_per_s, None),
+            "–" if found_ramp.knee_concurrency is None else str(found_ramp.knee_concurrency),
+            str(len(found_ramp.rungs)),
+            _ramp_note(found_ramp),
         )
-        for one in result.of(RatesFound).ramps
+        for found_ramp in result.of(RatesFound).ramps
     ]
     columns = (
         *KEY,
@@ -364,7 +364,7 @@ def ramp(result: Result) -> doc.Section | None:
     )
     return doc.section(
         "Ramp to saturation",
-        doc.Table(columns, found, caption=RAMP_CAPTION, grouped=True),
+        doc.Table(columns, rows, caption=RAMP_CAPTION, grouped=True),
         *(_first_ramps(result, two) for two in result.experiment.pairings),
         ramp_chart(result),
     )
@@ -374,7 +374,7 @@ def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
     """First ramps of an arm and of the baseline side by side, one row per number of users."""
     curves: list[dict[int, RampRung]] = []
     for label in pairing:
-        ramps = (one.rungs for one in result.of(RatesFound).ramps if one.label == label)
+        ramps = (ramp.rungs for ramp in result.of(RatesFound).ramps if ramp.label == label)
         curves.append({rung.concurrency: rung for rung in next(ramps, ())})
     rungs = [
         (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
@@ -405,32 +405,32 @@ def ramp_chart(result: Result) -> doc.Chart | None:
         ("2", "p50_ms", ", p50", "ms"),
         ("2", "p99_ms", ", p99", "ms"),
     ):
-        for found in ramps:
+        for ramp in ramps:
             points = [
-                (rung.concurrency, value) for rung in found.rungs if (value := getattr(rung, attribute)) is not None
+                (rung.concurrency, value) for rung in ramp.rungs if (value := getattr(rung, attribute)) is not None
             ]
             if not points:
                 continue
-            knees = [not panel and users == found.knee_concurrency for users, _ in points]
-            star = {"symbol": ["star" if knee else charts.marker_of(result, found.label) for knee in knees]}
+            knees = [not panel and users == ramp.knee_concurrency for users, _ in points]
+            star = {"symbol": ["star" if knee else charts.marker_of(result, ramp.label) for knee in knees]}
             data.append(
                 charts.line(
                     result,
-                    found.label,
+                    ramp.label,
                     points,
-                    f"%{{x}} users: %{{y:.4~g}} {unit}{what}, ramp {found.round + 1}",
+                    f"%{{x}} users: %{{y:.4~g}} {unit}{what}, ramp {ramp.round + 1}",
                     name=what,
                     marker=star | {"size": [13 if knee else 7 for knee in knees]},
                     style={"dash": "dot"} if attribute == "p99_ms" else {},
-                    showlegend=(found.label, attribute) not in named,
+                    showlegend=(ramp.label, attribute) not in named,
                     xaxis=f"x{panel}",
                     yaxis=f"y{panel}",
                 )
             )
-            named.add((found.label, attribute))
+            named.add((ramp.label, attribute))
     if not data:
         return None
-    latencies = (ms for found in ramps for rung in found.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms)
+    latencies = (ms for ramp in ramps for rung in ramp.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms)
     return doc.Chart(
         "ramp",
         "Throughput and latency over the number of users",
@@ -442,25 +442,25 @@ def ramp_chart(result: Result) -> doc.Chart | None:
             "users",
             charts.axis(unit_per_s, rangemode="tozero"),
             charts.axis("latency, ms", **charts.log_axis(latencies)),
-            charts.doubling(rung.concurrency for found in ramps for rung in found.rungs),
+            charts.doubling(rung.concurrency for ramp in ramps for rung in ramp.rungs),
         ),
     )
 
 
-def _rate_note(found: RateFound) -> str:
-    if found.client_limited:
+def _rate_note(rate: RateFound) -> str:
+    if rate.client_limited:
         return "the generator was busy: the server may hold more"
     return {
         "found": "",
         "highest": "held the highest rate tried",
         "none": "late even at the lowest rate tried",
         None: "cut short",
-    }[found.ended]
+    }[rate.ended]
 
 
-def _ramp_note(found: RampFound) -> str:
-    if found.client_limited:
+def _ramp_note(ramp: RampFound) -> str:
+    if ramp.client_limited:
         return "the generator was busy: the server may do more"
-    if found.saturation_per_s is None:
+    if ramp.saturation_per_s is None:
         return "cut short"
-    return "" if found.saturated else "not saturated: throughput still grew in the last step"
+    return "" if ramp.saturated else "not saturated: throughput still grew in the last step"

@@ -264,21 +264,23 @@ def analyse(facts: Facts) -> RatesFound:
 def find_rates(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RateFound, ...]:
     """Find one result per search, in the order in which they began, finished or not."""
     return tuple(
-        _rate(workload, own) for workload in workloads if workload.scenario == "slo" for own in _runs(workload, trials)
+        _rate(workload, run) for workload in workloads if workload.scenario == "slo" for run in _runs(workload, trials)
     )
 
 
 def find_ramps(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RampFound, ...]:
     """Find one result per ramp, in the order in which they began, finished or not."""
     return tuple(
-        _ramp(workload, own) for workload in workloads if workload.scenario == "ramp" for own in _runs(workload, trials)
+        _ramp(workload, run) for workload in workloads if workload.scenario == "ramp" for run in _runs(workload, trials)
     )
 
 
 def _runs(workload: Workload, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
     """The trials of each round and arm, in their order."""
-    own = sorted((t for t in trials if t.workload == workload.name), key=lambda t: (t.round, t.position, t.step))
-    for _, together in groupby(own, key=lambda t: (t.round, t.label)):
+    of_workload = sorted(
+        (t for t in trials if t.workload == workload.name), key=lambda t: (t.round, t.position, t.step)
+    )
+    for _, together in groupby(of_workload, key=lambda t: (t.round, t.label)):
         yield list(together)
 
 

@@ -95,7 +95,7 @@ def check_parity(
     must equal the baseline's but for rounding, and an arm's answers in a batch must equal its answers alone."""
     rules = next(iter(arms.values())).rules(tolerance)
     limits = [rule.tolerance for rule in rules.values() if rule.kind != "labels"]
-    limit = max(limits or [tolerance], key=lambda one: one.relative)
+    limit = max(limits or [tolerance], key=lambda rule: rule.relative)
     record = ParityRecord(
         cases=(),
         ok=False,
@@ -111,7 +111,7 @@ def check_parity(
     except (AnswersError, AnswerError, ConnectionRefused, InputError) as exc:
         return msgspec.structs.replace(record, error=str(exc))
     alike = {
-        label: tuple(name for name in rules if all_alike([one[name] for one in answers.values()]))
+        label: tuple(name for name in rules if all_alike([answer[name] for answer in answers.values()]))
         for label, answers in alone.items()
     }
     several = min(map(len, alone.values())) > 1
@@ -214,18 +214,18 @@ def compare_answers(
 ) -> ParityCase:
     """One case: the answers to the same items, one by one. Raises `AnswersError` when names or shapes differ, or a
     value is not finite."""
-    found: dict[str, list[Agreement]] = {}
+    by_output: dict[str, list[Agreement]] = {}
     for output, typical in _typical(expected).items():
-        for one, other in zip(expected, actual, strict=True):
-            agreement = _agreement(one, other, output, rules, typical, cut=kind == "alone")
+        for reference, other in zip(expected, actual, strict=True):
+            agreement = _agreement(reference, other, output, rules, typical, cut=kind == "alone")
             if isinstance(agreement, str):
                 raise AnswersError(f"{name}: {agreement}")
             if agreement.fault == NOT_FINITE:
                 raise AnswersError(f"{name}: {output} {NOT_FINITE}")
-            found.setdefault(output, []).append(agreement)
-    outputs = {output: worst_of(agreements) for output, agreements in found.items()}
+            by_output.setdefault(output, []).append(agreement)
+    outputs = {output: worst_of(agreements) for output, agreements in by_output.items()}
     whole = worst_of(list(outputs.values()))
-    wrong = next((output for output, one in outputs.items() if one.fault), None)
+    wrong = next((output for output, agreement in outputs.items() if agreement.fault), None)
     return ParityCase(
         name=name,
         label=label,
@@ -298,7 +298,9 @@ def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _AnswerSample:
+    """One answer that the generator kept, and the load that it was part of."""
+
     workload: Workload
     label: Label
     block: str
@@ -313,7 +315,7 @@ class AnswersUnderLoad:
     store: RunStore
     seed: int
     tolerance: Tolerance
-    kept: list[_Kept] = field(default_factory=list)
+    samples: list[_AnswerSample] = field(default_factory=list)
     compared: list[AnswersCompared] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -326,14 +328,14 @@ class AnswersUnderLoad:
         block."""
         planned = workload.has_blocks or workload.scenario == "ramp"
         count = -(-LEAST_ANSWERS // max(1, workload.rounds)) if planned else ANSWERS_OF_A_TRIAL
-        cell = workload.name, command.concurrency
-        if sum((kept.workload.name, kept.users) == cell for kept in self.kept) >= 2 * LEAST_ANSWERS:
+        load = workload.name, command.concurrency
+        if sum((sample.workload.name, sample.users) == load for sample in self.samples) >= 2 * LEAST_ANSWERS:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 
     def take(self, workload: Workload, label: Label, block: str, users: int, outcome: Outcome) -> None:
         """Take over the answers that a block of so many users has kept; `block` is its name for messages."""
-        self.kept += [_Kept(workload, label, block, users, answer) for answer in outcome.answers]
+        self.samples += [_AnswerSample(workload, label, block, users, answer) for answer in outcome.answers]
 
     def compare(
         self, arms: Mapping[Label, Arm], signatures: Mapping[Label, Signature], inputs: Inputs, restart: int
@@ -342,7 +344,7 @@ class AnswersUnderLoad:
         first = next(iter(arms))  # the baseline
         for label, arm in arms.items():
             reference = first if arms[first].payload == arm.payload else label
-            own = [kept for kept in self.kept if kept.label == label]
+            of_arm = [sample for sample in self.samples if sample.label == label]
             asked = ParityTarget(
                 arms[reference].target, signatures[reference], inputs[arm.payload], arm.request_timeout_s
             )
@@ -350,42 +352,47 @@ class AnswersUnderLoad:
             expected: list[list[Answer]] = []
             try:
                 variation = find_variation(asked.inputs, asked.signature)
-                expected = [_ask_alone(asked, variation, self.seed, kept) for kept in own]
+                expected = [_ask_alone(asked, variation, self.seed, sample) for sample in of_arm]
             except (AnswerError, ConnectionRefused, InputError) as exc:
                 error = f"arm {reference} does not answer the inputs of the load again: {exc}"
             alone = list(chain.from_iterable(expected))
             typical = _typical(alone) if alone else {}
             rules = asked.rules(self.tolerance)
-            for workload in dict.fromkeys(kept.workload.name for kept in own):
+            for workload in dict.fromkeys(sample.workload.name for sample in of_arm):
                 record = AnswersCompared(
                     workload=workload, label=label, restart=restart, answers=0, items=0, wrong=0, relative_max=None,
                     tolerance_relative=self.tolerance.relative, error=error,
                 )  # fmt: skip
                 if error is None:
-                    pairs = [pair for pair in zip(own, expected, strict=True) if pair[0].workload.name == workload]
+                    pairs = [pair for pair in zip(of_arm, expected, strict=True) if pair[0].workload.name == workload]
                     record = _compared(record, pairs, rules, typical)
                 self.compared.append(record)
-        self.kept = []
+        self.samples = []
         self.store.write_all(AnswersCompared, self.compared)
 
 
 def _compared(
-    record: AnswersCompared, pairs: Sequence[tuple[_Kept, list[Answer]]], rules: Rules, typical: Mapping[str, float]
+    record: AnswersCompared,
+    pairs: Sequence[tuple[_AnswerSample, list[Answer]]],
+    rules: Rules,
+    typical: Mapping[str, float],
 ) -> AnswersCompared:
     faults: list[str] = []
-    found: list[Agreement] = []
-    for kept, expected in pairs:
-        agreements, fault = _judged(kept, expected, rules, typical)
-        found += agreements
+    all_agreements: list[Agreement] = []
+    for sample, expected in pairs:
+        agreements, fault = _judged(sample, expected, rules, typical)
+        all_agreements += agreements
         if fault is not None:
-            faults.append(f"{kept.block}, request {kept.answer.request + 1:,} of user {kept.answer.user}: {fault}")
-    whole = worst_of(found)
+            faults.append(
+                f"{sample.block}, request {sample.answer.request + 1:,} of user {sample.answer.user}: {fault}"
+            )
+    whole = worst_of(all_agreements)
     return msgspec.structs.replace(
         record,
         answers=len(pairs),
-        items=sum(len(kept.answer.rows) for kept, _ in pairs),
+        items=sum(len(sample.answer.rows) for sample, _ in pairs),
         wrong=len(faults),
-        relative_max=whole.relative if found and isfinite(whole.relative) else None,
+        relative_max=whole.relative if all_agreements and isfinite(whole.relative) else None,
         top1=whole.top1,
         top5=whole.top5,
         fault=faults[0] if faults else None,
@@ -393,30 +400,30 @@ def _compared(
 
 
 def _judged(
-    kept: _Kept, expected: Sequence[Answer], rules: Rules, typical: Mapping[str, float]
+    sample: _AnswerSample, expected: Sequence[Answer], rules: Rules, typical: Mapping[str, float]
 ) -> tuple[list[Agreement], str | None]:
     """How far each output of each kept item agrees, and what is wrong with the answer."""
-    answer = kept.answer
+    answer = sample.answer
     if answer.error is not None:
         return [], answer.error
     outputs = {tensor.name: unpacked(tensor) for tensor in answer.outputs}
-    found: list[Agreement] = []
+    agreements: list[Agreement] = []
     fault: str | None = None
     for place, (row, alone) in enumerate(zip(answer.rows, expected, strict=True)):
         item = {name: array[place : place + 1] for name, array in outputs.items()}
         for name in alone:
-            agreement = _agreement(alone, item, name, rules, typical[name], cut=kept.workload.batch_size > 1)
+            agreement = _agreement(alone, item, name, rules, typical[name], cut=sample.workload.batch_size > 1)
             if isinstance(agreement, str):
-                return found, f"item {row + 1}: {agreement}"
-            found.append(agreement)
+                return agreements, f"item {row + 1}: {agreement}"
+            agreements.append(agreement)
             if fault is None and agreement.fault is not None:
                 fault = f"output {name} of item {row + 1} {agreement.fault}"
-    return found, fault
+    return agreements, fault
 
 
-def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, kept: _Kept) -> list[Answer]:
-    inputs, answer = reference.inputs, kept.answer
-    workload = kept.workload
+def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, sample: _AnswerSample) -> list[Answer]:
+    inputs, answer = reference.inputs, sample.answer
+    workload = sample.workload
     items = choose_items(inputs, workload.batch_size, seed, length=workload.sequence_length)[answer.body]
     alone = []
     for row in answer.rows:

@@ -49,7 +49,7 @@ Statistics = Mapping[str, Any]
 class Snapshot:
     """The statistics of a model and of the models that it calls; None: they cannot be read."""
 
-    own: Statistics
+    model: Statistics
     steps: tuple[Statistics | None, ...] = ()
 
 
@@ -64,8 +64,8 @@ class ServerStatistics:
 
     def read(self) -> Snapshot | None:
         """One snapshot; None if the server has no such statistics."""
-        own = Endpoint(self.url, access=self.access).statistics(self.model)
-        return None if own is None else Snapshot(own, tuple(map(self._read_step, self.steps)))
+        statistics = Endpoint(self.url, access=self.access).statistics(self.model)
+        return None if statistics is None else Snapshot(statistics, tuple(map(self._read_step, self.steps)))
 
     def _read_step(self, step: StepRecord) -> Statistics | None:
         """None also for a step whose configuration is unknown: it may be an ensemble itself."""
@@ -76,7 +76,7 @@ class ServerStatistics:
 
     def settled(self, before: Snapshot, after: Snapshot, requests: int) -> bool:
         """Whether all requests between two snapshots are counted, those to the steps too."""
-        grown = [(requests_seen(after.own) - requests_seen(before.own), 1)]
+        grown = [(requests_seen(after.model) - requests_seen(before.model), 1)]
         grown += [
             (requests_seen(last) - requests_seen(first), step.calls)
             for step, first, last in self._pairs(before, after)
@@ -86,14 +86,14 @@ class ServerStatistics:
 
     def totals(self, before: Snapshot, after: Snapshot) -> StageTotals | None:
         """The growth between two snapshots; None when a number is impossible for a block of load."""
-        own = stage_totals(before.own, after.own)
-        if own is None or not self.steps:
-            return own
-        found = [
+        totals = stage_totals(before.model, after.model)
+        if totals is None or not self.steps:
+            return totals
+        step_totals = [
             (step, None if first is None or last is None else _whole_totals(first, last))
             for step, first, last in self._pairs(before, after)
         ]
-        return ensemble_totals(own, found)
+        return ensemble_totals(totals, step_totals)
 
     def _pairs(
         self, before: Snapshot, after: Snapshot
@@ -101,36 +101,36 @@ class ServerStatistics:
         return zip(self.steps, before.steps, after.steps, strict=True)
 
 
-def ensemble_totals(own: StageTotals, steps: Sequence[tuple[StepRecord, StageTotals | None]]) -> StageTotals:
+def ensemble_totals(ensemble: StageTotals, steps: Sequence[tuple[StepRecord, StageTotals | None]]) -> StageTotals:
     """The totals of an ensemble by those of its steps: their times are summed; executions and batches are those of the
     step that computes longest, among the steps that do not only decode. If a step is unknown, only the numbers of
     requests and items are known."""
     decoding, _ = split_steps([step for step, _ in steps])
-    found = [
+    reported = [
         StepTotals(
             model=step.model, calls=step.calls, decodes=step in decoding, executes=False, totals=totals
         )
         for step, totals in steps
     ]  # fmt: skip
     known = [totals for _, totals in steps if totals is not None]
-    if len(known) < len(found):
+    if len(known) < len(reported):
         unknown = dict.fromkeys(("executions", "queue_ns", *_COMPUTE, "decode_ns"))
-        return msgspec.structs.replace(own, **unknown, batches={}, steps=tuple(found))
-    computing = [one for one in found if not one.decodes]
-    longest = max(computing, key=lambda one: (one.totals and one.totals.compute_infer_ns) or 0)
-    place = found.index(longest)
+        return msgspec.structs.replace(ensemble, **unknown, batches={}, steps=tuple(reported))
+    computing = [step for step in reported if not step.decodes]
+    longest = max(computing, key=lambda step: (step.totals and step.totals.compute_infer_ns) or 0)
+    place = reported.index(longest)
     executed = known[place]
-    found[place] = msgspec.structs.replace(longest, executes=True)
-    decoders = [totals for one, totals in zip(found, known, strict=True) if one.decodes]
-    executors = [totals for one, totals in zip(found, known, strict=True) if not one.decodes]
+    reported[place] = msgspec.structs.replace(longest, executes=True)
+    decoders = [totals for step, totals in zip(reported, known, strict=True) if step.decodes]
+    executors = [totals for step, totals in zip(reported, known, strict=True) if not step.decodes]
     return msgspec.structs.replace(
-        own,
+        ensemble,
         executions=executed.executions,
         batches=executed.batches,
         queue_ns=_sum(known, "queue_ns"),
         decode_ns=_sum(decoders, *_COMPUTE) if decoders else None,
         **{name: _sum(executors, name) for name in _COMPUTE},
-        steps=tuple(found),
+        steps=tuple(reported),
     )
 
 
@@ -187,12 +187,12 @@ def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
 
 
 def _batches(statistics: Statistics) -> dict[int, int]:
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for entry in map(mapping, listed(statistics.get("batch_stats"))):
         size = whole(entry.get("batch_size"))
         if size is not None:
-            found[size] = _value(entry, "compute_infer", "count") or 0
-    return found
+            counts[size] = _value(entry, "compute_infer", "count") or 0
+    return counts
 
 
 def _value(statistics: Statistics, *path: str) -> int | None:
@@ -332,7 +332,7 @@ class Arm:
     def _steps(self, config: Mapping[str, Any] | None) -> tuple[StepRecord, ...]:
         """The models that an ensemble calls, in order, those of an ensemble among them in its place. If there are too
         many, the last one stands for all further ones, with an unknown configuration."""
-        found: dict[tuple[str, str | None], StepRecord] = {}
+        steps: dict[tuple[str, str | None], StepRecord] = {}
         waiting, read = deque(step_calls(config).items()), 0
         while waiting and read <= _MOST_STEPS:
             (name, version), calls = waiting.popleft()
@@ -345,9 +345,9 @@ class Arm:
             if called := step_calls(step_config):
                 waiting.extendleft((key, min(calls * n, _MOST_CALLS)) for key, n in reversed(called.items()))
             else:
-                before = found[name, version].calls if (name, version) in found else 0
-                found[name, version] = StepRecord(model=name, version=version, calls=before + calls, config=step_config)
-        return tuple(found.values())
+                before = steps[name, version].calls if (name, version) in steps else 0
+                steps[name, version] = StepRecord(model=name, version=version, calls=before + calls, config=step_config)
+        return tuple(steps.values())
 
 
 def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:

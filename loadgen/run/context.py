@@ -194,7 +194,7 @@ def most_processes(loads: Sequence[Workload], cores: int | None = None) -> int:
 
 def pilot_loads(workloads: Sequence[Workload]) -> list[Workload]:
     """A closed loop in the shape of each load, with the rate of an open loop as `rate_per_s`."""
-    found = {
+    shapes = {
         (load.batch_size, min(load.concurrency, _MOST_USERS), load.sequence_length, load.rate_per_s): load
         for load in workloads
         if load.scenario != "cold-start"
@@ -204,7 +204,7 @@ def pilot_loads(workloads: Sequence[Workload]) -> list[Workload]:
             users, 1, batch_size=load.batch_size, seconds=PILOT_SECONDS, max_seconds=30.0, length=load.sequence_length,
             rate_per_s=load.rate_per_s,
         )
-        for (_, users, _, _), load in found.items()
+        for (_, users, _, _), load in shapes.items()
     ]  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class LoadRunner:
         slowest: dict[_Shape, float] = {}
         for label in self.arms:
             shapes = dict.fromkeys(_warm_up_shape(workload) for workload in workloads)
-            for batch_size, concurrency, length in sorted(shapes, key=lambda one: (*one[:2], one[2] or 0)):
+            for batch_size, concurrency, length in sorted(shapes, key=lambda shape: (*shape[:2], shape[2] or 0)):
                 of_length = "" if length is None else f", length {length}"
                 self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}{of_length}")
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5

@@ -76,8 +76,8 @@ def read_host() -> dict[str, str | int | float | None]:
 
 def _cpu_model() -> str | None:
     text = _read("/proc/cpuinfo")
-    found = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", text or "", re.MULTILINE)
-    return found.group(1).strip() if found else None
+    match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", text or "", re.MULTILINE)
+    return match.group(1).strip() if match else None
 
 
 def _os_name() -> str | None:
@@ -99,11 +99,11 @@ def _virtualisation() -> str | None:
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Version by package, without packages that are not installed."""
-    found = {}
+    versions = {}
     for name in packages:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _git_commit() -> str | None:

@@ -100,13 +100,13 @@ def _all_ticks(reading: ProcessorReading, numbers: set[int]) -> int:
     return sum(reading.processes[n].own_ticks + reading.processes[n].waited_ticks for n in numbers)
 
 
-def _busiest(before: ProcessorReading, after: ProcessorReading, own: set[int]) -> tuple[str, ...]:
+def _busiest(before: ProcessorReading, after: ProcessorReading, ours: set[int]) -> tuple[str, ...]:
     cores = os.sched_getaffinity(0)
     used: dict[str, int] = {}
     for number, process in after.processes.items():
         earlier = before.processes.get(number)
         ticks = process.own_ticks - (earlier.own_ticks if earlier else 0)
-        if number not in own and process.core in cores and ticks > 0:
+        if number not in ours and process.core in cores and ticks > 0:
             used[process.name] = used.get(process.name, 0) + ticks
     total = max(after.total_ticks - before.total_ticks, 1)
     named = sorted((name for name in used if used[name] >= NAMED_SHARE * total), key=lambda name: -used[name])
@@ -118,27 +118,27 @@ def descendants(processes: Mapping[int, Process], roots: Collection[int]) -> set
     children: dict[int, list[int]] = {}
     for number, process in processes.items():
         children.setdefault(process.parent, []).append(number)
-    found: set[int] = set()
+    family: set[int] = set()
     waiting = [root for root in roots if root in processes]
     while waiting:
         number = waiting.pop()
-        if number not in found:
-            found.add(number)
+        if number not in family:
+            family.add(number)
             waiting += children.get(number, ())
-    return found
+    return family
 
 
 def _server_processes(arms: Sequence[Arm]) -> tuple[int, ...] | None:
     """The processes of all arms that run on this machine; None if they are unknown for one arm."""
-    found: list[int] = []
+    servers: list[int] = []
     for arm in arms:
         if not arm.deployment.launched and not is_here(Address.parse(arm.deployment.url).host):
             continue
         numbers = arm.deployment.pids()
         if not numbers:
             return None
-        found += numbers
-    return tuple(found)
+        servers += numbers
+    return tuple(servers)
 
 
 def read_processors(folder: Path = PROC, cores: Collection[int] | None = None) -> ProcessorReading | None:
@@ -154,9 +154,11 @@ def read_processors(folder: Path = PROC, cores: Collection[int] | None = None) -
         return None
     running = next((int(line.split()[1]) for line in lines if line.startswith("procs_running ")), None)
     return ProcessorReading(
-        total_ticks=sum(sum(one[: _STEAL + 1]) for one in times),
-        busy_ticks=sum(sum(one[:3]) for one in times),
-        steal_ticks=sum(one[_STEAL] for one in times) if all(len(one) > _STEAL for one in times) else None,
+        total_ticks=sum(sum(core_times[: _STEAL + 1]) for core_times in times),
+        busy_ticks=sum(sum(core_times[:3]) for core_times in times),
+        steal_ticks=sum(core_times[_STEAL] for core_times in times)
+        if all(len(core_times) > _STEAL for core_times in times)
+        else None,
         runnable=None if running is None else max(running - 1, 0),
         waited_us=_waited_us(folder / "pressure" / "cpu"),
         processes=_processes(folder),
@@ -178,7 +180,7 @@ def _waited_us(path: Path) -> int | None:
 
 
 def _processes(folder: Path) -> dict[int, Process]:
-    found = {}
+    processes = {}
     for name in (path.name for path in folder.iterdir()):
         if not name.isdigit():
             continue
@@ -194,11 +196,11 @@ def _processes(folder: Path) -> dict[int, Process]:
         # Fields as in proc(5); the name before them may hold blanks and brackets.
         head, _, rest = stat.decode("utf-8", "replace").rpartition(")")
         fields = rest.split()
-        found[int(name)] = Process(
+        processes[int(name)] = Process(
             parent=int(fields[1]),
             name=head.partition("(")[2],
             core=int(fields[36]),
             own_ticks=int(fields[11]) + int(fields[12]),
             waited_ticks=int(fields[13]) + int(fields[14]),
         )
-    return found
+    return processes

@@ -79,13 +79,13 @@ def store_floor(floor: NoiseFloor) -> Path:
     `NoiseFloorError`."""
     path = cache_path("noise-floor", floor.fingerprint)
     measured = {entry.scenario for entry in floor.entries}
-    kept = []
-    for one in read_floors(path):
-        entries = tuple(entry for entry in one.entries if one.arm != floor.arm or entry.scenario not in measured)
+    others = []
+    for stored in read_floors(path):
+        entries = tuple(entry for entry in stored.entries if stored.arm != floor.arm or entry.scenario not in measured)
         if entries:
-            kept.append(msgspec.structs.replace(one, entries=entries))
+            others.append(msgspec.structs.replace(stored, entries=entries))
     try:
-        store_record(path, [*kept, floor])
+        store_record(path, [*others, floor])
     except OSError as exc:
         raise NoiseFloorError(f"cannot store {path}: {exc.strerror or exc}; set XDG_CACHE_HOME to a folder") from exc
     return path

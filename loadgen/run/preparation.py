@@ -86,15 +86,15 @@ def _deployment(
 def model_name(arm: ArmRequest, experiment: Experiment, deployments: Mapping[Label, Deployment]) -> str:
     """The name under which the arm's server serves its model: by its launch plan, by the settings, or as the servers
     that abserve starts with the same model call it."""
-    own = deployments.get(arm.label)
-    if own is not None and own.model is not None:
-        return own.model
+    deployment = deployments.get(arm.label)
+    if deployment is not None and deployment.model is not None:
+        return deployment.model
     alike = (
-        one
-        for one in experiment.arms
-        if one.model == arm.model and experiment.payload_of(one) == experiment.payload_of(arm)
+        other
+        for other in experiment.arms
+        if other.model == arm.model and experiment.payload_of(other) == experiment.payload_of(arm)
     )
-    known = (deployments[one.label].model for one in alike if one.label in deployments)
+    known = (deployments[other.label].model for other in alike if other.label in deployments)
     return experiment.model_of(arm) or next(filter(None, known), experiment.model)
 
 
@@ -160,17 +160,17 @@ def prepare_inputs(
         arm.embedded and not arm.own_repository for arm in experiment.arms
     )
     images = image_folder(experiment.inputs)
-    own = experiment.inputs is not None and images is None
-    if own and not starts:
+    user_inputs = experiment.inputs is not None and images is None
+    if user_inputs and not starts:
         return experiment, None
-    place = folder.with_name("model") if own else folder
+    place = folder.with_name("model") if user_inputs else folder
     try:
         write_samples(
             reference(experiment.model), place, abserve,
             sequence_length=experiment.sequence_length, seed=experiment.seed, images=images,
         )  # fmt: skip
     except InputError as exc:
-        if own:  # they are only asked for the model's axis
+        if user_inputs:  # they are only asked for the model's axis
             return experiment, None
         if starts:
             raise
@@ -182,7 +182,7 @@ def prepare_inputs(
     padded = _with_padding(experiment, samples, place)
     if not starts:  # the running servers pad as they are configured
         padded = msgspec.structs.replace(padded, pad_to=None)
-    if not own:
+    if not user_inputs:
         return padded, described
     signature = signature_of(place, experiment.payload_of(experiment.baseline))
     if signature is None:

@@ -104,14 +104,14 @@ class LiveRatios:
         ran = {block.label for block in blocks if block.round == summary.round}
         completed = {two for two in self._experiment.pairings if ran.issuperset(two) and summary.label in two}
         metric = leading_metric(workload)
-        own = msgspec.structs.replace(self._experiment, workloads=(workload,))
-        found = [
+        alone = msgspec.structs.replace(self._experiment, workloads=(workload,))
+        ratios = [
             self._estimate(paired)
-            for paired in pair_metrics(own, blocks, ())
+            for paired in pair_metrics(alone, blocks, ())
             if paired.metric == metric and paired.pairing in completed
         ]
-        self._latest |= {(one.workload, one.arm): one for one in found}
-        return found
+        self._latest |= {(ratio.workload, ratio.arm): ratio for ratio in ratios}
+        return ratios
 
     def _estimate(self, paired: PairedMetric) -> LiveRatio:
         workload, metric = paired.workload, paired.metric

@@ -288,7 +288,9 @@ def assess_run(
     """Read the readings in `directory` and judge every arm. `processes_unknown`: the arms without PIDs, and why. Raises
     `ReadingsError`."""
     readings = read_readings(directory, files)
-    own = frozenset(pid for several in (*pids.values(), *(run.pids for run in controls.values())) for pid in several)
+    run_pids = frozenset(
+        pid for several in (*pids.values(), *(run.pids for run in controls.values())) for pid in several
+    )
     gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
 
     def judge(
@@ -310,7 +312,7 @@ def assess_run(
     judged = {
         label: judge(
             run.arm, run.block.workload, [run.block], count_ends([run]),
-            gpu_uuid=gpus.get(label), server_pids=run.pids, own_pids=own, is_control=True,
+            gpu_uuid=gpus.get(label), server_pids=run.pids, own_pids=run_pids, is_control=True,
         )
         for label, run in controls.items()
     }  # fmt: skip
@@ -328,7 +330,7 @@ def assess_run(
             chosen = [block for block in stored if workload in (None, block.record.workload)]
             more = {
                 "server_pids": pids.get(arm.label, ()),
-                "own_pids": own,
+                "own_pids": run_pids,
                 "control": judged.get(arm.label),
                 "control_idle": all(recognised) if recognised else None,
             }

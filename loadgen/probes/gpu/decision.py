@@ -255,21 +255,21 @@ def measure_attribution(
     """Measure the attribution. `edges`: of this arm's load. `server_pids`: the process tree of the arm's server;
     `own_pids`: of all arms'. Both in the PID namespace of this machine; empty if unknown. `unknown`: the arms whose
     processes are unknown, and why."""
-    lists = [one.processes or () for edge in edges for one in edge.devices if one.uuid == device.uuid]
+    lists = [reading.processes or () for edge in edges for reading in edge.devices if reading.uuid == device.uuid]
     listed = {process.pid for processes in lists for process in processes}
     held = [[p.used_bytes for p in processes if p.pid in server_pids] for processes in lists]
-    own = set(own_pids) | set(server_pids)
+    of_arms = set(own_pids) | set(server_pids)
     correlation, p_value, count = correlate(device, (*windows, *gaps), ended_before, thresholds)
     idle_limit = thresholds.idle_utilisation_points / 100.0
     return Attribution(
         pid_resolved=bool(listed & set(server_pids)) if listed and server_pids else None,
-        exclusive=listed <= own if listed and own else None,
-        foreign_pids=tuple(sorted(listed - own)) if own else (),
+        exclusive=listed <= of_arms if listed and of_arms else None,
+        foreign_pids=tuple(sorted(listed - of_arms)) if of_arms else (),
         gaps_idle=max(gpu.gap_utilisation_high) <= idle_limit if len(gpu.gap_utilisation_high) > 1 else None,
         correlation=correlation,
         p_value=p_value,
         bins=count,
-        foreign=bool(listed - own) if listed & own and not unknown else None,
+        foreign=bool(listed - of_arms) if listed & of_arms and not unknown else None,
         memory_bytes=max((sum(size or 0 for size in sizes) for sizes in held), default=0) or None,
         processes_unknown=unknown.get(label),
     )
@@ -296,7 +296,7 @@ def correlate(
     the autocorrelation of both series, which a permutation would destroy (and thereby find significance everywhere).
     `windows`: the arm's load and the gaps, never another arm's load; they are joined in order of time.
     """
-    kept: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
     ordered_windows = sorted(windows, key=lambda w: w.start_ns)
     parts = [part for w in ordered_windows for part in (bins([w], thresholds.bin_s) or (w,))]
     edges_ns = np.array([(part.start_ns, part.end_ns) for part in parts], dtype=np.int64).reshape(-1, 2)
@@ -304,17 +304,17 @@ def correlate(
     for part, answers in zip(parts, done, strict=True):
         share = busy(device, [part], thresholds)
         if share.coverage >= thresholds.min_coverage:
-            kept.append((answers / part.seconds, share.busy_s / share.covered_s))
-    if len(kept) < 3:
-        return None, None, len(kept)
-    requests, activity = np.array(kept, dtype=np.float64).T
-    found = _pearson(requests, activity)
-    if found is None:
-        return None, None, len(kept)
+            points.append((answers / part.seconds, share.busy_s / share.covered_s))
+    if len(points) < 3:
+        return None, None, len(points)
+    requests, activity = np.array(points, dtype=np.float64).T
+    correlation = _pearson(requests, activity)
+    if correlation is None:
+        return None, None, len(points)
     # The unshifted series counts among the shifts (Phipson & Smyth 2010), so p is never 0.
-    shifted = [_pearson(np.roll(requests, shift), activity) for shift in range(len(kept))]
-    as_good = sum(1 for value in shifted if value is not None and value >= found - 1e-12)
-    return found, as_good / len(kept), len(kept)
+    shifted = [_pearson(np.roll(requests, shift), activity) for shift in range(len(points))]
+    as_good = sum(1 for value in shifted if value is not None and value >= correlation - 1e-12)
+    return correlation, as_good / len(points), len(points)
 
 
 def _pearson(a: Values, b: Values) -> float | None:

@@ -247,13 +247,13 @@ def _yes(value: bool | None) -> str:
 def gpu_verification(result: Result) -> doc.Section | None:
     """A terminal shows one line per finding that differs from the arm's finding over all scenarios; a page shows every
     finding with its figures."""
-    found, item = findings(result), item_of(result.environment)
-    different = [row for row in found if not row.repeats]
+    rows, item = findings(result), item_of(result.environment)
+    different = [row for row in rows if not row.repeats]
     return doc.section(
         "GPU verification",
         doc.Items([doc.Item(row.line, row.style, f"{row.arm} {row.scenario}") for row in different], on=doc.TERMINAL),
         _table(different, item, CAPTION),
-        doc.Fold("The same finding in each scenario", (_table([row for row in found if row.repeats], item),)),
+        doc.Fold("The same finding in each scenario", (_table([row for row in rows if row.repeats], item),)),
         gpu_chart(result),
     )
 

@@ -431,13 +431,13 @@ def read_readings(folder: Path, names: Sequence[str]) -> Readings:
     headers: list[HeaderLine] = []
     lines: list[Line] = []
     for name in names:
-        path, found = folder / name, _read_lines(folder, name)
-        if not found or not isinstance(found[0], HeaderLine):
+        path, content = folder / name, _read_lines(folder, name)
+        if not content or not isinstance(content[0], HeaderLine):
             raise ReadingsError(f"{path} holds no readings: its first line is not a header")
-        if found[0].schema != SCHEMA:
-            raise ReadingsError(f"{path} is {found[0].schema}; this version reads {SCHEMA}")
-        headers.append(found[0])
-        lines += found[1:]
+        if content[0].schema != SCHEMA:
+            raise ReadingsError(f"{path} is {content[0].schema}; this version reads {SCHEMA}")
+        headers.append(content[0])
+        lines += content[1:]
     uuids = [device.uuid for header in headers for device in header.devices]
     uuids += [line.uuid for line in lines if isinstance(line, ReadingLine | SamplesLine)]
     return Readings(
@@ -457,13 +457,13 @@ def _read_lines(folder: Path, name: str) -> list[Line]:
     except DocumentError as exc:
         raise ReadingsError(f"{path} cannot be read: {exc}") from exc
     whole, _, _ = content.rpartition(b"\n")
-    found = []
+    lines = []
     for number, text in enumerate(whole.splitlines(), 1):
         try:
-            found.append(_DECODER.decode(text))
+            lines.append(_DECODER.decode(text))
         except (ValueError, RecursionError) as exc:
             raise ReadingsError(f"{path}, line {number}: {exc}") from exc
-    return found
+    return lines
 
 
 def _device_readings(uuid: str, lines: Sequence[Line]) -> DeviceReadings:
