@@ -201,12 +201,12 @@ def pair_metrics(
 def _figure_pairs(workload: Workload, metric: Metric, pairing: Pairing, figures: Sequence[Figure]) -> PairedMetric:
     """A pair per round in which both arms have a value."""
     values = {
-        (figure.round, figure.label): figure
+        (figure.round, figure.label): (figure.value, figure.restart)
         for figure in figures
-        if (figure.workload, figure.metric) == (workload.name, metric.name)
+        if figure.value and (figure.metric, figure.workload) == (metric.name, workload.name)
     }
-    beside = side_by_side(values, pairing)
-    pairs = tuple(Pair(baseline.value, arm.value, baseline.restart) for _, baseline, arm in beside)
+    rounds = side_by_side(values, pairing)
+    pairs = tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in rounds)
     return PairedMetric(workload, metric, pairing, pairs)
 
 

@@ -49,11 +49,10 @@ class ColdStartsFound(Found, frozen=True, kw_only=True):
     containers: tuple[ContainerStart, ...] = ()
     """Every start of a container, step by step; empty except with `--deployment compose`."""
 
-    @property
     def figures(self) -> list[Figure]:
         """The seconds of every start that succeeded; each repetition is a start of the servers."""
         return [
-            Figure(SCENARIO, metric.name, start.repetition, start.label, elapsed_ns / NS_PER_S, start.repetition)
+            Figure(metric.name, SCENARIO, start.label, start.repetition, start.repetition, elapsed_ns / NS_PER_S)
             for start in self.starts
             for metric, elapsed_ns in ((TIME_TO_READY, start.ready_ns), (TIME_TO_FIRST_ANSWER, start.first_answer_ns))
             if start.error is None and elapsed_ns

@@ -154,18 +154,13 @@ class RatesFound(Found, frozen=True, kw_only=True):
     ramps: tuple[RampFound, ...] = ()
     """A result per ramp to saturation."""
 
-    @property
     def figures(self) -> list[Figure]:
-        """The rate of every search and the throughput of every ramp that found one."""
-        rates = [
-            Figure(rate.workload, SLO_RATE.name, rate.round, rate.label, rate.rate_per_s, rate.restart)
-            for rate in self.rates
-            if rate.rate_per_s
-        ]
-        return rates + [
-            Figure(ramp.workload, SATURATION.name, ramp.round, ramp.label, ramp.saturation_per_s, ramp.restart)
-            for ramp in self.ramps
-            if ramp.saturation_per_s
+        """The rates and the saturations that were found."""
+        rates = [(SLO_RATE, rate, rate.rate_per_s) for rate in self.rates]
+        ramps = [(SATURATION, ramp, ramp.saturation_per_s) for ramp in self.ramps]
+        return [
+            Figure(metric.name, search.workload, search.label, search.round, search.restart, value)
+            for metric, search, value in (*rates, *ramps)
         ]
 
 

@@ -63,15 +63,15 @@ class Pairing(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """One value of a metric that a probe measured in place of blocks: of one arm in one round."""
+    """A metric's value of one arm in one round that a probe measured without blocks."""
 
-    workload: str
     metric: str
-    round: int
+    workload: str
     label: Label
-    value: float
+    round: int
     restart: int
-    """The start of the servers in which it was measured."""
+    value: float | None
+    """In the metric's unit; None where the measurement failed."""
 
 
 class Found(Record, frozen=True, kw_only=True):
@@ -80,16 +80,15 @@ class Found(Record, frozen=True, kw_only=True):
     STUDY: ClassVar[str]
     """Its name below `studies` in result.json."""
 
-    @property
-    def figures(self) -> Sequence[Figure]:
-        """The values to compare between the arms, besides those of the blocks."""
-        return ()
-
     @classmethod
     def among(cls, findings: Mapping[str, object]) -> Self:
-        """The finding of this kind, or an empty one."""
-        finding = findings.get(cls.STUDY)
-        return finding if isinstance(finding, cls) else cls()
+        """The findings of this kind, or empty ones."""
+        found = findings.get(cls.STUDY)
+        return found if isinstance(found, cls) else cls()
+
+    def figures(self) -> Sequence[Figure]:
+        """The figures of metrics that it measured itself, to be compared like those of blocks."""
+        return ()
 
 
 def setting_key(option: str) -> str:

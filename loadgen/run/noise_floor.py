@@ -60,7 +60,7 @@ def make_floor(result: Result) -> NoiseFloor:
         raise NoiseFloorError("the run compares different arms; measure a noise floor with the same arm twice")
     if not result.valid or result.environment is None:
         raise NoiseFloorError(f"the run is not valid ({result.verdict.sentence}); fix that and run: {COMMAND}")
-    figures = [figure for finding in result.studies.values() for figure in finding.figures]
+    figures = [figure for finding in result.studies.values() for figure in finding.figures()]
     entries = floor_entries(pair_metrics(experiment, result.blocks, figures))
     entries += tail_floors(result.comparisons)
     if not entries:

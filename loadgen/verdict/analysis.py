@@ -59,7 +59,7 @@ def analyse_run(run: StoredRun) -> Result:
     analyses = {probe.finding.STUDY: probe for probe in probes() if probe.finding is not None}
     findings = {name: probe.analyse(facts) for name, probe in analyses.items()}
     facts = replace(facts, findings=findings)
-    figures = [figure for finding in findings.values() for figure in finding.figures]
+    figures = [figure for finding in findings.values() for figure in finding.figures()]
     drafts = compare_all(run.experiment, blocks, figures, latencies_of(run.blocks), facts.item)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):

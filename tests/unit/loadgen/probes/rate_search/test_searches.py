@@ -63,7 +63,7 @@ def climb(label: Label, capacity: float, users: int, cpu: float = 0.5) -> list[T
 def paired_in(
     workload: Workload, *, rates: Sequence[RateFound] = (), ramps: Sequence[RampFound] = ()
 ) -> list[PairedMetric]:
-    figures = RatesFound(rates=tuple(rates), ramps=tuple(ramps)).figures
+    figures = RatesFound(rates=tuple(rates), ramps=tuple(ramps)).figures()
     return pair_metrics(msgspec.structs.replace(EXPERIMENT, workloads=(workload,)), (), figures)
 
 
