@@ -268,7 +268,7 @@ class WorkloadCauses(Record, frozen=True, kw_only=True):
     """The slower arm's time over the other's."""
     causes: tuple[Cause, ...]
     unattributed_ms: float
-    """MeanDifference minus the causes that were found."""
+    """Difference minus the causes that were found."""
     unattributed_ci95_ms: tuple[float, float] | None
     unattributed_share: float | None
     sentence: str
@@ -486,10 +486,13 @@ class CausesFound(Found, frozen=True, kw_only=True):
 
 def analyse(facts: Facts) -> CausesFound:
     """The causes in every workload that was explained."""
-    explanation, experiment = facts.run.explanation, facts.run.experiment
+    explanation, experiment = facts.run.record_of(Explanation), facts.run.experiment
     if explanation is None:
         return CausesFound()
-    done = list(zip(explanation.done, map(summarise_blocks, facts.run.ablation_blocks), strict=True))
+    done = [
+        (ablation, summarise_blocks(facts.run.blocks_in(ablation.folder, ablation.workloads)))
+        for ablation in explanation.done
+    ]
     breakdowns = {(breakdown.workload, breakdown.baseline, breakdown.arm): breakdown for breakdown in facts.breakdowns}
     explained: list[WorkloadCauses] = []
     by_name = {workload.name: workload for workload in experiment.workloads}

@@ -156,11 +156,15 @@ class RatesFound(Found, frozen=True, kw_only=True):
 
     def figures(self) -> list[Figure]:
         """The rates and the saturations that were found."""
-        rates = [(SLO_RATE, rate, rate.rate_per_s) for rate in self.rates]
-        ramps = [(SATURATION, ramp, ramp.saturation_per_s) for ramp in self.ramps]
         return [
-            Figure(metric.name, search.workload, search.label, search.round, search.restart, value)
-            for metric, search, value in (*rates, *ramps)
+            *(
+                Figure(SLO_RATE.name, rate.workload, rate.label, rate.round, rate.restart, rate.rate_per_s)
+                for rate in self.rates
+            ),
+            *(
+                Figure(SATURATION.name, ramp.workload, ramp.label, ramp.round, ramp.restart, ramp.saturation_per_s)
+                for ramp in self.ramps
+            ),
         ]
 
 

@@ -150,9 +150,10 @@ class RunContext:
     def attempt(self, step: Callable[[], object], *also: type[Exception]) -> str | None:
         """Run a step of a probe whose failure costs only that step; returns why it failed, or None. `also`: errors of
         this step besides `OBSTACLES`. Raises `StorageError`."""
+        expected: tuple[type[Exception], ...] = (*OBSTACLES, *also)
         try:
             step()
-        except (*OBSTACLES, *also) as exc:
+        except expected as exc:
             return str(exc)
         return None
 

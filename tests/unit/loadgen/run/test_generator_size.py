@@ -11,7 +11,6 @@ from loadgen.experiment.schedule import closed_loop
 from loadgen.generator.messages import Outcome
 from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.run import Workload
-from loadgen.run import generator_size
 from loadgen.run.context import RunContext, most_processes, pilot_loads, size_generator, used_share
 from tests.integration.loadgen.conftest import make_experiment
 
@@ -110,7 +109,7 @@ class Server:
 def test_there_are_enough_for_the_fastest_arm_also_where_one_process_could_not_show_its_speed(
     monkeypatch: pytest.MonkeyPatch, rate_per_s: float, cores: int, expected: int
 ) -> None:
-    monkeypatch.setattr(generator_size.os, "sched_getaffinity", lambda _: set(range(cores)))  # type: ignore[attr-defined]
+    monkeypatch.setattr("loadgen.run.context.os.sched_getaffinity", lambda _: set(range(cores)))
     server = Server(rate_per_s)
     assert size_generator(cast("RunContext", server), calibration(), [1]) == expected
     assert server.processes == expected
