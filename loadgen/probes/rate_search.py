@@ -95,8 +95,8 @@ class RateSearchProbe(Probe):
                 _climb(context, entries)
             to_come.remove(workload)
             took.setdefault(workload.name, []).append(monotonic() - began)
-            seen = [seconds for many in took.values() for seconds in many]
-            context.forecast.searches_take(sum(fmean(took.get(left.name, seen)) for left in to_come))
+            durations = [seconds for many in took.values() for seconds in many]
+            context.forecast.searches_take(sum(fmean(took.get(left.name, durations)) for left in to_come))
             context.progress.plan(context.forecast.remaining_s())
 
     def analyse(self, facts: Facts) -> RatesFound:
