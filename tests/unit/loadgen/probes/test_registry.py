@@ -18,7 +18,7 @@ from loadgen.run.storage import RunStore
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import ResultError, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
-from tests.unit.loadgen.probes.toy_probe import TemperatureFound, TemperatureProbe
+from tests.unit.loadgen.probes.toy_probe import TemperatureFound
 
 TOY = "tests.unit.loadgen.probes.toy_probe"
 
@@ -29,7 +29,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wanted_toys(experiment: Experiment) -> list[registry.Probe]:
-    return [probe for probe in registry.probes() if isinstance(probe, TemperatureProbe) and probe.wanted(experiment)]
+    return [probe for probe in registry.probes() if probe.finding is TemperatureFound and probe.wanted(experiment)]
 
 
 def measured(directory: Path) -> Path:
