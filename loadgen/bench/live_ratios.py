@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loadgen.comparison.comparisons import estimate_pairs, shared_correlation
-from loadgen.comparison.pairs import PairedMetric, leading_metric, pair_metrics
-from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_workloads
+from loadgen.metrics.comparisons import PairedMetric, estimate_pairs, pair_metrics, shared_correlation
+from loadgen.metrics.registry import leading_metric
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.run import Experiment, Label
 
 

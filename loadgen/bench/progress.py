@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loadgen.comparison.summaries import BlockSummary
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.probes.cold_start.records import ColdStart
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, BlockRecord

@@ -21,7 +21,6 @@ import numpy as np
 from loadgen.calibration.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.transports import TRANSPORTS
-from loadgen.comparison.loops import throughput_per_s
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
@@ -30,6 +29,7 @@ from loadgen.launch.work_folder import work_folder
 from loadgen.machine.calibration import CalibrationError, read_machine
 from loadgen.machine.environment import command_line, utc_now
 from loadgen.machine.fingerprint import fingerprint
+from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
 from loadgen.records.payloads import IMAGE_PAYLOADS
 from loadgen.records.run import Transport

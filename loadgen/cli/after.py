@@ -18,7 +18,7 @@ from loadgen.documents import one_line
 if TYPE_CHECKING:
     from loadgen.engine_matrix.records import Matrix
     from loadgen.report.document import Document
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 
 @dataclass
@@ -62,7 +62,7 @@ def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, f
     because the result is already stored in `folder`."""
     from loadgen.report.job_summary import append_job_summary
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
     if (warning := append_job_summary(render_markdown(document))) is not None:
         complain(warning, style="bold yellow")

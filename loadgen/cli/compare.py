@@ -22,7 +22,7 @@ from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.records.run import Experiment
 
 if TYPE_CHECKING:
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
@@ -157,7 +157,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     from loadgen.report.renderers.terminal import print_document
     from loadgen.run.runner import run_experiment
     from loadgen.storage.store import StorageError
-    from loadgen.verdict.analysis import analyse
+    from loadgen.verdict.result import analyse
 
     console = make_console(sys.stdout)
     try:

@@ -56,7 +56,7 @@ def rank(
     from loadgen.report.job_summary import append_job_summary
     from loadgen.report.renderers.terminal import print_document
     from loadgen.storage.stored_run import StoredRunError
-    from loadgen.verdict.analysis import readable
+    from loadgen.verdict.result import readable
 
     if spot and reserved:
         fail("give --spot or --reserved, not both")

@@ -51,8 +51,7 @@ def report(
     from loadgen.report.console import make_console
     from loadgen.report.renderers.terminal import print_document
     from loadgen.storage.stored_run import StoredRunError
-    from loadgen.verdict.analysis import readable
-    from loadgen.verdict.result_file import ResultError
+    from loadgen.verdict.result import ResultError, readable
 
     if mlflow is not None and output is not None:
         fail("give --mlflow or --format, not both")
@@ -104,7 +103,7 @@ def _of_comparison(directory: Path) -> Reported:
     from loadgen.report import write_reports
     from loadgen.report.contents import result_document
     from loadgen.report.files import formats
-    from loadgen.verdict.analysis import stored_result
+    from loadgen.verdict.result import stored_result
 
     result = stored_result(directory)
     write, export = partial(write_reports, directory, result), partial(export_result, result=result, folder=directory)

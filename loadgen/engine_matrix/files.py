@@ -15,7 +15,15 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from loadgen.documents import DocumentError, list_inside, read_inside, read_record, read_stored, stored_path
+from loadgen.documents import (
+    DocumentError,
+    list_inside,
+    read_inside,
+    read_record,
+    read_stored,
+    stored_path,
+    write_atomically,
+)
 from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.break_even import path_of
 from loadgen.engine_matrix.records import CellResult, Configuration, Estimate, Matrix, Plan, Visit
@@ -25,7 +33,7 @@ from loadgen.report.renderers.csv import field
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.storage.stored_run import StoredRunError
-from loadgen.verdict.result_file import ResultError, write_atomically
+from loadgen.verdict.result import ResultError
 
 R = TypeVar("R")
 CELLS_CSV, CELLS_PARQUET = "cells.csv", "cells.parquet"

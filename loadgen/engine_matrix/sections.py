@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join
 from loadgen.engine_matrix import charts, tables
 from loadgen.engine_matrix.charts import Scope, View, short_model, title_of, views
 from loadgen.engine_matrix.questions import times
 from loadgen.engine_matrix.records import Matrix, Winner
 from loadgen.engine_matrix.tables import shape_text, value
-from loadgen.quantities import counted, items, ratio
+from loadgen.quantities import counted, items, join, ratio
 from loadgen.report.machine import environment_rows, gpu_text
 
 LONG_NS = 2e6

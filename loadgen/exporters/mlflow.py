@@ -20,7 +20,7 @@ from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
 from loadgen.probes.gpu_proof.analyse import GpuFound
 from loadgen.ranking.candidates import configuration_name
 from loadgen.records.run import Environment
-from loadgen.verdict.result_file import FILE_NAME, Result
+from loadgen.verdict.result import FILE_NAME, Result
 
 EXPERIMENT = "abserve"
 INSTALL = "pip install 'abserve[mlflow]'"

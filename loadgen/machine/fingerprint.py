@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from loadgen.verdict.result_file import write_atomically
+from loadgen.documents import write_atomically
 
 MACHINE = ("cpu_model", "cpu_count", "kernel", "architecture", "python", "virtualisation")
 """Fields of `Environment.host` that affect speed and do not change by themselves."""

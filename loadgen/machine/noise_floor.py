@@ -7,10 +7,10 @@ from typing import cast
 
 import msgspec
 
-from loadgen.comparison.pairs import pair_metrics
 from loadgen.documents import DocumentError, read_named, read_record
 from loadgen.machine.environment import utc_now
 from loadgen.machine.fingerprint import cache_path, fingerprint, store_record
+from loadgen.metrics.comparisons import pair_metrics
 from loadgen.probes.cold_start.analyse import ColdStartsFound
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Environment, Experiment
@@ -23,7 +23,7 @@ from loadgen.verdict.noise_floor import (
     server_of,
     tail_floors,
 )
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 
 class NoiseFloorError(Exception):

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path
+from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path, write_atomically
 from loadgen.engine_matrix.files import read_matrix
 from loadgen.engine_matrix.records import Matrix
 from loadgen.ranking.candidates import Read, from_matrix, from_result
@@ -18,8 +18,7 @@ from loadgen.report.renderers.csv import render_csv
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.storage.stored_run import StoredRunError
-from loadgen.verdict.analysis import readable, stored_result
-from loadgen.verdict.result_file import FILE_NAME, ResultError, read_result, write_atomically
+from loadgen.verdict.result import FILE_NAME, ResultError, read_result, readable, stored_result
 
 _REMEDY = (
     "give a folder that `abserve engines` or `abserve compare` wrote to, a folder of such folders, a matrix.json or a "

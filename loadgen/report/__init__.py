@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 EXPERIMENT_FILE = "experiment.yaml"
 
@@ -13,12 +13,12 @@ EXPERIMENT_FILE = "experiment.yaml"
 def write_reports(out_dir: Path, result: Result) -> list[Path]:
     """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`, each whole or not at
     all; returns their paths, report.html first. An equal result.json of an older version is kept. Raises `OSError`."""
-    from loadgen.documents import stored_path
+    from loadgen.documents import stored_path, write_atomically
     from loadgen.experiment.file import write_content
     from loadgen.report.contents import result_document
     from loadgen.report.renderers.html import render_html
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.verdict.result_file import FILE_NAME, ResultError, encode_result, read_result, write_atomically
+    from loadgen.verdict.result import FILE_NAME, ResultError, encode_result, read_result
 
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
     document = result_document(result)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join
 from loadgen.probes.registry import parts
+from loadgen.quantities import join
 from loadgen.report.charts import several, titles
 from loadgen.report.sections import checks, comparisons, conditions, verdict
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 MakeSection = Callable[[Result], doc.Section | None]
 STUDIES = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.comparison.claims import verdict_words
-from loadgen.comparison.pairs import METRICS
+from loadgen.metrics.claims import verdict_words
+from loadgen.metrics.registry import METRICS
 from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.sections.comparisons import better_of
 from loadgen.verdict.run_difference import ComparisonChange, RunDifference

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import loadgen.report.document as doc
+from loadgen.documents import write_atomically
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.csv import csv_names, render_csv
 from loadgen.report.renderers.junit import render_junit
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.verdict.result_file import Result, encode_result, write_atomically
+from loadgen.verdict.result import Result, encode_result
 
 CSV = "comparisons"
 """The table that the plain name csv stands for."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import loadgen.report.document as doc
-from loadgen.comparison.comparisons import Comparison, leading_comparisons
+from loadgen.documents import write_atomically
 from loadgen.experiment.plan import Combination
+from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import against_baseline, comparison_table
-from loadgen.verdict.result_file import Result, write_atomically
+from loadgen.verdict.result import Result
 
 NOTE = (
     "Each table compares the arms over one transport with one payload. Do not compare figures of different tables: the "

@@ -21,9 +21,9 @@ from rich.text import Text
 
 from loadgen.bench.live_ratios import LiveRatio, LiveRatios
 from loadgen.bench.progress import Progress
-from loadgen.comparison.pairs import METRICS
-from loadgen.comparison.summaries import BlockSummary
 from loadgen.documents import one_line
+from loadgen.metrics.registry import METRICS
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.probes.cold_start.records import ColdStart
 from loadgen.quantities import counted, number, per_second
 from loadgen.records.parity import ParityRecord

@@ -67,7 +67,7 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
+class _ArmPool:
     """One arm's samples: their logs in ascending order, and how many independent ones they are worth."""
 
     logs: Values
@@ -98,7 +98,7 @@ class _Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Between:
+class _RoundMedians:
     """The rounds' medians, B over A as logs: their mean, its standard error, and the range of rounds about it."""
 
     centre: float
@@ -108,7 +108,7 @@ class _Between:
     highest: float
 
 
-_NOTHING = _Between(0.0, 0.0, 1.0, 0.0, 0.0)
+_NOTHING = _RoundMedians(0.0, 0.0, 1.0, 0.0, 0.0)
 """Used if the pools contain the rounds' medians already."""
 
 
@@ -164,14 +164,14 @@ def estimate_tail_ratio(
 
 def _pools(
     rounds: Sequence[Round], a_speeds: Values, b_speeds: Values, quantile: float, correlation: float
-) -> tuple[_Pool, _Pool]:
+) -> tuple[_ArmPool, _ArmPool]:
     """Divide each arm's samples by the speeds of its rounds, which are logs."""
     a = [np.log(one.a) - speed for one, speed in zip(rounds, a_speeds, strict=True)]
     b = [np.log(one.b) - speed for one, speed in zip(rounds, b_speeds, strict=True)]
     return _pool(a, rounds, quantile, correlation), _pool(b, rounds, quantile, correlation)
 
 
-def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, correlation: float) -> _Pool:
+def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, correlation: float) -> _ArmPool:
     logs = np.concatenate(parts).round(_DIGITS)
     units = np.concatenate([np.full(len(part), one.unit) for part, one in zip(parts, rounds, strict=True)])
     order = np.argsort(logs, kind="stable")
@@ -190,7 +190,7 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
         between = kinds / (kinds - 1) * float(np.sum(apart**2)) / count**2 - alone
         variance += max(between, 0.0) * widening(kinds, correlation)
     centre = float(np.quantile(logs, quantile, method="median_unbiased"))
-    return _Pool(
+    return _ArmPool(
         logs,
         quantile,
         centre,
@@ -199,7 +199,7 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
     )
 
 
-def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _Between | None:
+def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _RoundMedians | None:
     """Summarise the log ratios of the rounds' medians; None without a spread."""
     units = np.unique([one.unit for one in rounds], return_inverse=True)[1]
     means = np.bincount(units, weights=logs) / np.bincount(units)
@@ -208,10 +208,10 @@ def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _Betw
     if spread < MIN_LOG_SPREAD:
         return None
     error, degrees = error_of_mean(means, correlation)
-    return _Between(float(means.mean()), error, degrees, float(apart.min()), float(apart.max()))
+    return _RoundMedians(float(means.mean()), error, degrees, float(apart.min()), float(apart.max()))
 
 
-def _interval(a: _Pool, b: _Pool, between: _Between, significance: float) -> tuple[float, float]:
+def _interval(a: _ArmPool, b: _ArmPool, between: _RoundMedians, significance: float) -> tuple[float, float]:
     """The interval of the log ratio."""
     (a_low, a_high), (b_low, b_high) = a.interval(significance), b.interval(significance)
     half = critical_t(between.degrees, significance) * between.error if between.error else 0.0

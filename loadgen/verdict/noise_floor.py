@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.pairs import PairedMetric
+from loadgen.metrics.comparisons import Comparison, PairedMetric
 from loadgen.quantities import share
 from loadgen.records.machine import FloorEntry, NoiseFloor, own_devices, used_gpu
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label

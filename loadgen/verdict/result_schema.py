@@ -15,7 +15,7 @@ import msgspec
 
 from loadgen.probes.registry import finding_types
 from loadgen.records.run import Record
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 
 def result_schema() -> str:

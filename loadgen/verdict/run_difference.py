@@ -21,12 +21,12 @@ from typing import Literal, NamedTuple
 from scipy import stats
 from scipy.optimize import brentq
 
-from loadgen.comparison.comparisons import Comparison, Outcome
-from loadgen.comparison.pairs import METRICS
+from loadgen.metrics.comparisons import Comparison, Outcome
+from loadgen.metrics.registry import METRICS
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 LEAST_P, MOST_P = 1e-12, 0.999
 Kind = Literal["machine", "gpu", "software", "load", "arm"]
@@ -35,7 +35,7 @@ BINDING: frozenset[Kind] = frozenset(("machine", "gpu", "software", "load"))
 """Differences that prevent a comparison of two runs. Differences between arms are the subject of the comparison."""
 
 
-class Difference(Record, frozen=True, kw_only=True):
+class PropertyDifference(Record, frozen=True, kw_only=True):
     """One thing that differs between the runs; None if a run does not report it."""
 
     kind: Kind
@@ -44,7 +44,7 @@ class Difference(Record, frozen=True, kw_only=True):
     new: str | None
 
 
-def differences(old: Result, new: Result) -> tuple[Difference, ...]:
+def differences(old: Result, new: Result) -> tuple[PropertyDifference, ...]:
     """List all differences: machine, GPU, software and load first, then the arms."""
     kinds: tuple[Kind, ...] = ("machine", "gpu", "software", "load", "arm")
     before, after = _described(old, new.experiment), _described(new, old.experiment)
@@ -53,7 +53,7 @@ def differences(old: Result, new: Result) -> tuple[Difference, ...]:
             missing = run.environment is None
             described |= {"machine": {"environment": None if missing else "recorded"}, "gpu": {}, "software": {}}
     return tuple(
-        Difference(
+        PropertyDifference(
             kind=kind,
             name=name,
             old=None if (first := before[kind].get(name)) is None else str(first),
@@ -141,7 +141,7 @@ class RunDifference(Record, frozen=True, kw_only=True):
     new: str
     comparable: bool
     """Whether the environments agree, or may differ, and at least one comparison can be made."""
-    differences: tuple[Difference, ...]
+    differences: tuple[PropertyDifference, ...]
     refused: tuple[str, ...]
     """Names of the differences that forbid comparing the runs; empty if they were allowed."""
     comparisons: tuple[ComparisonChange, ...]
@@ -315,7 +315,7 @@ def _change(
     )
 
 
-def _caveats(old: Result, new: Result, binding: Sequence[Difference]) -> tuple[str, ...]:
+def _caveats(old: Result, new: Result, binding: Sequence[PropertyDifference]) -> tuple[str, ...]:
     caveats = []
     if binding:
         names = ", ".join(one.name for one in binding)

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from loadgen.comparison.claims import join, weight
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of, unit_of
-from loadgen.comparison.summaries import LatencySummary
 from loadgen.experiment.plan import PlanError
-from loadgen.quantities import number
+from loadgen.metrics.claims import weight
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.registry import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of, unit_of
+from loadgen.metrics.summaries import LatencySummary
+from loadgen.quantities import join, number
 from loadgen.records.run import Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.stats.ratios import geometric_mean, interval_of_mean

@@ -1,29 +1,49 @@
 """The verdict in words: valid or not, which arm is better by how much in each workload, why, and the caveats.
 
 Outcomes come from `comparisons` and validity from `checks`; no arm is called faster if its comparison is inconclusive.
+
+What stands beside a lead in the headline: the part of it with a known cause, and settings that differ.
+
+A part is a factor of the lead that was measured: by the ablation of the queue delay; without one, under serial load, by
+the time that requests waited in the queue, up to the queue delay; or by the requests that stalled for 0.5 s. It is
+named if it is more than half of the lead, in logarithms: 1.6× of 2.4× is 54 %.
+
+When and why the load of a run ended, and what its intervals include, in sentences for every report.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal, NamedTuple
 
-from loadgen.comparison.claims import claim, decided_besides, groups, join, place, places, weight
-from loadgen.comparison.comparisons import Comparison, Outcome, leading_comparisons
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import METRICS
-from loadgen.comparison.ranking import Ranking, neighbours, rank
-from loadgen.comparison.stages import TITLES, LatencyBreakdown
-from loadgen.comparison.summaries import WorkloadSummary
-from loadgen.probes.causes.analyse import CausesFound
+from loadgen.experiment.schedule import load_workloads
+from loadgen.metrics.breakdown import TITLES, ArmStages, LatencyBreakdown, find_stalls
+from loadgen.metrics.claims import (
+    WorkloadRanking,
+    claim,
+    decided_besides,
+    groups,
+    neighbours,
+    place,
+    places,
+    rank,
+    weight,
+)
+from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons
+from loadgen.metrics.facts import Facts, WorkloadFacts
+from loadgen.metrics.registry import METRICS
+from loadgen.metrics.summaries import WorkloadSummary
+from loadgen.probes.causes.analyse import CauseEffect, CausesFound
 from loadgen.probes.load.analyse import FORMED_FACTOR
-from loadgen.quantities import number, sentence, share, signed_ms
-from loadgen.records.run import Experiment, Label, Record, Workload, shown
+from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms
+from loadgen.records.model_config import queue_policy_of, whole
+from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown
+from loadgen.verdict.checks.arms import handicap
 from loadgen.verdict.checks.generator import RECONNECT_LIMIT
-from loadgen.verdict.checks.handicap import handicap
 from loadgen.verdict.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.verdict.checks.run import same_payload
-from loadgen.verdict.lead import beside
 
 Explain = Callable[[Comparison], str]
 """What follows the claim of a comparison; see `beside`."""
@@ -52,7 +72,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     main_scenario: str | None
     """The most loaded scenario."""
     scenarios: tuple[ScenarioVerdict, ...]
-    rankings: tuple[Ranking, ...]
+    rankings: tuple[WorkloadRanking, ...]
     """A ranking per scenario with a valid comparison."""
     failed: tuple[str, ...]
     """Each check that removed a verdict, with the scenarios it covers."""
@@ -93,7 +113,7 @@ def _sentence(
     experiment: Experiment,
     titles: dict[Label, str],
     comparisons: Sequence[Comparison],
-    rankings: Sequence[Ranking],
+    rankings: Sequence[WorkloadRanking],
     failed: Sequence[str],
     slowed: Sequence[str],
     explain: Explain,
@@ -149,7 +169,7 @@ def _two_arms(
 def _many_arms(
     comparisons: Sequence[Comparison],
     usable: Sequence[Comparison],
-    rankings: Sequence[Ranking],
+    rankings: Sequence[WorkloadRanking],
     workloads: dict[str, Workload],
     names: dict[Label, str],
     explain: Explain,
@@ -250,3 +270,239 @@ def _explain_batching(workload: Workload, summaries: Sequence[WorkloadSummary]) 
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
     idle = [label for label, mean in sorted(means.items()) if mean < FORMED_FACTOR * workload.batch_size]
     return [f"Mean executed batch: {text}" + (f"; {join(idle)} did not merge requests." if idle else ".")]
+
+
+NAMED_SHARE = 0.5
+"""Share of a lead, in logarithms, above which its cause is named."""
+COSTLY: tuple[tuple[str, str], ...] = (
+    ("precision", "precision"),
+    ("threads", "threads"),
+    ("pad_to", "padding"),
+    ("spinning", "thread spinning"),
+)
+"""Settings in effect that change what a request costs, and what they are called."""
+
+
+class LeadFactor(NamedTuple):
+    """A measured factor of a lead."""
+
+    factor: float
+    cause: str
+    ci95: Interval | None = None
+
+    def words(self, lead: float) -> str:
+        """ "of which 5.1× is B's queue delay" """
+        digits = 2 if self.factor >= 2.0 else 3
+        factor = f"{number(self.factor, digits)}×" if self.ci95 is None else ratio(self.factor, self.ci95)
+        return (
+            f"of which {factor} is {self.cause}" if self.factor < lead else f"all of which is {self.cause} ({factor})"
+        )
+
+
+def beside(facts: Facts, comparison: Comparison) -> str:
+    """A clause that follows the claim of a decided comparison, with its comma; empty if nothing is to be named."""
+    found, winner, loser = advantage(comparison), comparison.winner, comparison.loser
+    if found is None or winner is None or loser is None:
+        return ""
+    parts: list[LeadFactor] = []
+    differences = _settings(facts, comparison)
+    load = next((one for one in facts.planned if one.workload.name == comparison.scenario), None)
+    if comparison.metric == "throughput" and load is not None and not load.workload.is_open:
+        delay, stalls = _queue_delay(facts, load, winner, loser), _stalls(load, winner, loser)
+        parts = [part for part in (delay, stalls) if part is not None and _explains(part.factor, found.factor)]
+        differences += [] if delay else _delays(facts, load, winner, loser, found.factor)
+        differences += [] if stalls else _policies(facts, winner, loser)
+    clauses = [max(parts).words(found.factor)] if parts else []
+    clauses += [f"with {join(differences)}"] if differences else []
+    return "".join(f", {clause}" for clause in clauses)
+
+
+def _explains(factor: float, lead: float) -> bool:
+    return factor > 1.0 and lead > 1.0 and math.log(factor) > NAMED_SHARE * math.log(lead)
+
+
+def _queue_delay(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | None:
+    """The factor of the slower arm's queue delay over the faster one's; None if it was not measured."""
+    effects = _ablations(facts, load.workload.name)
+    cause = f"{shown(loser)}'s queue delay"
+    if (own := effects.get(loser)) is not None and own.ratio is not None:
+        seen = own.ci95_ms is not None and own.ci95_ms[0] > 0.0
+        other = effects[winner].ratio if winner in effects else None
+        return LeadFactor(own.ratio / (other or 1.0) if seen else 1.0, cause, own.ratio_ci95 if other is None else None)
+    if load.workload.concurrency > 1:
+        return None
+    own_factor, other_factor = (_serial_factor(facts, load, label) for label in (loser, winner))
+    return None if own_factor is None or other_factor is None else LeadFactor(own_factor / other_factor, cause)
+
+
+def _serial_factor(facts: Facts, load: WorkloadFacts, label: Label) -> float | None:
+    """Mean latency over that without the wait in the queue, up to the queue delay; None if the wait is unknown."""
+    held_ms, stages = _held_us(_arm(facts, label)) / 1000.0, _stages(load, label)
+    if not held_ms:
+        return 1.0
+    if stages is None or (waited_ms := stages.stages_ms["queue"]) is None:
+        return None
+    total_ms = stages.client_total_ms
+    return total_ms / (total_ms - min(waited_ms, held_ms, 0.999 * total_ms))
+
+
+def _ablations(facts: Facts, workload: str) -> dict[Label, CauseEffect]:
+    """The ablation of each arm's queue delay in a workload."""
+    return {
+        effect.label: effect
+        for found in facts.of(CausesFound).workloads
+        if found.workload == workload
+        for cause in found.causes
+        if cause.name == "queue_delay"
+        for effect in cause.effects
+    }
+
+
+def _stalls(load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | None:
+    """The factor of the slower arm's stalls over the faster one's; None if a stall could not be told apart."""
+    own, other = (find_stalls([block for block in load.stored if block.record.label == one]) for one in (loser, winner))
+    if own is None:
+        return None
+    return LeadFactor(own.factor / (1.0 if other is None else other.factor), f"stalls of 0.5 s on {shown(loser)}")
+
+
+def _policies(facts: Facts, winner: Label, loser: Label) -> list[str]:
+    own, other = (arm is not None and queue_policy_of(arm) for arm in (_arm(facts, loser), _arm(facts, winner)))
+    return [f"a queue policy on {shown(loser)}"] if own and not other else []
+
+
+def _delays(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label, lead: float) -> list[str]:
+    """The queue delays, if the slower arm holds requests for longer and that can be more than half of the lead: a
+    request may wait for its own batch and for the one before it."""
+    pair = {label: _arm(facts, label) for label in sorted((winner, loser))}
+    held_us = {label: _held_us(arm) for label, arm in pair.items()}
+    mean_ms = next((one.latency.mean_ms for one in load.summaries if one.label == loser), None)
+    if held_us[loser] <= held_us[winner] or mean_ms is None:
+        return []
+    stages, most_ms = _stages(load, loser), 2.0 * held_us[loser] / 1000.0
+    if stages is not None and (waited_ms := stages.stages_ms["queue"]) is not None:
+        most_ms = min(most_ms, waited_ms)
+    if most_ms < mean_ms and not _explains(mean_ms / (mean_ms - most_ms), lead):
+        return []
+    return [f"different queue delays ({', '.join(_delay_words(label, arm) for label, arm in pair.items())})"]
+
+
+def _delay_words(label: Label, arm: ArmRecord | None) -> str:
+    delay = None if arm is None else whole(arm.in_effect.get("max_queue_delay_us"))
+    return f"{shown(label)} {delay or 0:,} µs" + (", not when idle" if delay and not _held_us(arm) else "")
+
+
+def _stages(load: WorkloadFacts, label: Label) -> ArmStages | None:
+    """An arm's latency breakdown, unless its server contradicts the measurement."""
+    return next((arm for arm in load.stages if arm.label == label and not arm.contradictions), None)
+
+
+def _held_us(arm: ArmRecord | None) -> int:
+    """How long an arm holds a request back for others though it could execute it; 0 if that is unknown."""
+    if arm is None or arm.in_effect.get("lone_requests_wait") == "false":
+        return 0
+    return whole(arm.in_effect.get("max_queue_delay_us")) or 0
+
+
+def _settings(facts: Facts, comparison: Comparison) -> list[str]:
+    """The settings of COSTLY that both arms report with other values, the baseline's first."""
+    arms = [arm for label in comparison.pairing if (arm := _arm(facts, label)) is not None]
+    on_gpu = all(str(arm.in_effect.get("device")).startswith("cuda") for arm in arms)
+    found = []
+    for name, title in COSTLY:
+        values = [str(arm.in_effect[name]) for arm in arms if arm.in_effect.get(name) is not None]
+        if len(values) == 2 and values[0].lower() != values[1].lower() and not (on_gpu and name == "threads"):
+            texts = [value.upper() if name == "precision" else value for value in values]
+            named = ", ".join(f"{shown(arm.label)} {text}" for arm, text in zip(arms, texts, strict=True))
+            found.append(f"different {title} ({named})")
+    return found
+
+
+def _arm(facts: Facts, label: Label) -> ArmRecord | None:
+    return next((arm for arm in facts.run.arms if arm.label == label), None)
+
+
+WORTH_SAYING = 0.2
+"""A correlation that makes an interval a fifth wider."""
+ONE_START = "The servers were started once, so the intervals do not include what a restart changes."
+
+
+class Stopping(Record, frozen=True, kw_only=True):
+    """The rule that was set before the run, and how the run ended."""
+
+    rule: Literal["planned", "by time", "until decided"]
+    ended_by: Literal["plan", "time", "decided", "time limit"] | None
+    """None if the run did not end by itself."""
+    time_limit_minutes: float | None
+    """Time limit of the load, with the rule "until decided"."""
+    restarts: int
+    """Fresh starts of the servers."""
+    pairs: dict[str, int]
+    """Complete pairs of blocks by scenario; the fewest, with several arms."""
+    undecided: tuple[str, ...]
+    """Scenarios in which a leading comparison with the baseline is inconclusive."""
+    sentence: str
+    """How it ended."""
+    coverage: str
+    """What the intervals include and leave out."""
+
+
+def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
+    """Describe the end of a run by the comparisons before the checks, which do not affect when to stop."""
+    names = [workload.name for workload in load_workloads(experiment.workloads)]
+    baseline = experiment.baseline.label
+    leading = [c for c in comparisons if c.leading and c.scenario in names and c.baseline == baseline]
+    undecided = tuple(dict.fromkeys(c.scenario for c in leading if c.verdict == "inconclusive"))
+    ended: Literal["plan", "time", "decided", "time limit"] | None = None
+    if state is not None and state.state == "finished":
+        ended = "plan" if experiment.minutes is None else "time"
+        if experiment.until_decided:
+            ended = "time limit" if undecided else "decided"
+    pairs: dict[str, int] = {}
+    for c in leading:
+        pairs[c.scenario] = min(c.pairs, pairs.get(c.scenario, c.pairs))
+    return Stopping(
+        rule="until decided" if experiment.until_decided else "planned" if experiment.minutes is None else "by time",
+        ended_by=ended,
+        time_limit_minutes=experiment.time_limit_minutes,
+        restarts=experiment.restarts,
+        pairs=pairs,
+        undecided=undecided,
+        sentence=_stopping_sentence(experiment, ended, pairs, undecided),
+        coverage=_coverage(experiment, ended, leading) if pairs else "",
+    )
+
+
+def _stopping_sentence(
+    experiment: Experiment, ended: str | None, pairs: dict[str, int], undecided: Sequence[str]
+) -> str:
+    if not pairs:
+        return "No round of blocks was planned."
+    fewest, most = min(pairs.values()), max(pairs.values())
+    count = counted(fewest, "round") if fewest == most else f"{fewest} to {most} rounds"
+    if ended == "decided":
+        return f"Stopped when every workload was decided, after {count} of each."
+    if ended == "time limit":
+        limit = number(experiment.time_limit_minutes or 0.0)
+        names = ", ".join(undecided)
+        return f"Stopped by the time limit of {limit} minutes of load, after {count} of each; inconclusive: {names}."
+    if ended is None:
+        return f"Ended early, after {count} of each workload."
+    starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
+    cold = sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
+    apart = f", {cold} of cold starts" if cold and cold != fewest else ""
+    if ended == "time":
+        return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each workload{starts}{apart}."
+    return f"As planned: {count} of each workload{starts}{apart}."
+
+
+def _coverage(experiment: Experiment, ended: str | None, leading: Sequence[Comparison]) -> str:
+    # A run that ended early may not have come to its second start.
+    restarted = experiment.restarts > 1 if ended is not None else any(c.restarts > 1 for c in leading)
+    text = "The intervals include what a restart changes." if restarted else ONE_START
+    if experiment.until_decided:
+        text = f"The intervals allow for being computed after every round. {text}"
+    correlation = max((c.correlation for c in leading), default=0.0)
+    if correlation < WORTH_SAYING:
+        return text
+    return f"{text} They are wide enough for a correlation of successive rounds of up to {correlation:.1f}."

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from loadgen.comparison.comparisons import compare_all
-from loadgen.comparison.pairs import latencies_of
-from loadgen.comparison.summaries import summarise_blocks
+from loadgen.metrics.comparisons import compare_all, latencies_of
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.storage.stored_run import StoredBlock

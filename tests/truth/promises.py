@@ -13,20 +13,29 @@ from itertools import pairwise
 import numpy as np
 from scipy import special
 
-from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, judge, shared_correlation
-from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
-from loadgen.comparison.ranking import rank
+from loadgen.metrics.claims import rank
+from loadgen.metrics.comparisons import (
+    LEADING_SHARE,
+    Pair,
+    PairedMetric,
+    compare_all,
+    estimate_pairs,
+    judge,
+    shared_correlation,
+)
+from loadgen.metrics.registry import THROUGHPUT
 from loadgen.probes.load.measure import NEEDY
 from loadgen.records.run import Pairing
-from loadgen.stats.anytime import estimate_anytime, log_bayes_factors
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
     RatioEstimate,
     adjust_holm,
     critical_t,
+    estimate_anytime,
     estimate_ratio,
     estimate_restarts,
     lag_one,
+    log_bayes_factors,
     plausible_correlation,
 )
 from loadgen.stats.tails import Round, estimate_tail_ratio

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from loadgen.comparison.comparisons import Comparison, compare_all
-from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import ScheduledBlock
+from loadgen.metrics.comparisons import Comparison, compare_all
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.probes.load import measure
 from loadgen.records.run import Experiment, Workload
 from tests.truth.simulated_runs import block, experiment, latencies, names_a_winner

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from loadgen.comparison.comparisons import Comparison, compare_all
-from loadgen.comparison.pairs import Latencies
-from loadgen.comparison.summaries import BlockSummary, LatencySummary
+from loadgen.metrics.comparisons import Comparison, Latencies, compare_all
+from loadgen.metrics.summaries import BlockSummary, LatencySummary
 from loadgen.records.run import ArmRequest, Experiment, Workload
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]

@@ -22,11 +22,11 @@ from loadgen.bench.progress import Progress
 from loadgen.client.endpoint import EndpointError
 from loadgen.client.inputs import InputError
 from loadgen.client.requests import AddressError
-from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import has_load, interleave
 from loadgen.generator.process import GeneratorError
 from loadgen.launch.interface import DeploymentError
 from loadgen.launch.process import ProcessError
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.causes.plan import (
     changed_settings,
     fit_into,

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from loadgen.client.requests import Address
-from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_workloads
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.probes.causes.analyse import Pairs, difference, mean_pairs
 from loadgen.probes.causes.records import Ablation, CauseName, Untested, Variant
 from loadgen.records.payloads import BACKEND_ENDINGS

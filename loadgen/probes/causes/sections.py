@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join, verdict_words
-from loadgen.comparison.comparisons import winner_of
-from loadgen.comparison.stages import STAGES, TITLES, LatencyBreakdown
+from loadgen.metrics.breakdown import STAGES, TITLES, LatencyBreakdown
+from loadgen.metrics.claims import verdict_words
+from loadgen.metrics.comparisons import winner_of
 from loadgen.probes.causes.analyse import Cause, CausesFound, WorkloadCauses, percent
-from loadgen.quantities import number, signed_ms
+from loadgen.quantities import join, number, signed_ms
 from loadgen.records.run import Pairing, shown
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 from loadgen.verdict.verdict import ScenarioVerdict
 
 FOLDED = "folded"

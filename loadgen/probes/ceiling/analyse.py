@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.summaries import WorkloadSummary
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.probes.ceiling.plan import DIFFERENT_LENGTHS, merges
 from loadgen.probes.ceiling.records import EngineDocument
 from loadgen.quantities import number, share

@@ -7,7 +7,7 @@ from loadgen.probes.ceiling.analyse import CeilingsFound
 from loadgen.quantities import number, share
 from loadgen.records.run import shown
 from loadgen.report.charts import rate_unit
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 CAPTION = (
     "Each engine was measured alone when the servers were stopped, copies included, by `abserve engine`. Batch: the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.facts import Facts
 from loadgen.probes.cold_start.records import ColdStart, ContainerColdStart
 from loadgen.records.run import Found
 

@@ -8,7 +8,7 @@ from loadgen.probes.cold_start.analyse import ColdStartsFound
 from loadgen.probes.cold_start.records import ContainerColdStart
 from loadgen.quantities import number
 from loadgen.records.run import shown
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 PHASES = (
     ("live_ns", "process start to live", 0.45),

@@ -30,9 +30,9 @@ from loadgen.client.inputs import InputError, SampleInputs
 from loadgen.client.requests import Address
 from loadgen.client.transports import Target, prepare
 from loadgen.client.variation import DIGITS, find_variation
-from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import has_load
 from loadgen.machine.environment import utc_now
+from loadgen.metrics.facts import Facts
 from loadgen.probes.fairness.records import ArmConditions, CacheProbe, Conditions, GpuCondition
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import mapping, whole

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.facts import Facts
 from loadgen.probes.gpu_proof.decision import decide, judge_placement
 from loadgen.probes.gpu_proof.readings import DeviceReadings, EdgeLine, Ns, Readings, Values, read_readings
 from loadgen.probes.gpu_proof.records import (

@@ -11,7 +11,7 @@ from loadgen.probes.gpu_proof.analyse import GpuFound
 from loadgen.probes.gpu_proof.records import EvidenceRecord, Finding
 from loadgen.quantities import number, share
 from loadgen.records.run import item_of, shown
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 ALL_SCENARIOS = "all scenarios"
 STYLES: dict[Finding, doc.Style] = {

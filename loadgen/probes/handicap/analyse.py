@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import side_by_side
-from loadgen.comparison.summaries import BlockSummary, summarise_blocks
+from loadgen.metrics.comparisons import side_by_side
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.probes.handicap.records import BESIDE, HandicapProbes, Probe
 from loadgen.records.run import Found, Label, Record
 from loadgen.stats.ratios import critical_t

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from loadgen.comparison.claims import place
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.summaries import WorkloadSummary
+from loadgen.metrics.claims import place
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.quantities import number
 from loadgen.records.run import Found, Label, Record, Workload
 

@@ -16,11 +16,10 @@ import math
 from time import monotonic
 
 from loadgen.bench.bench import Bench
-from loadgen.comparison.claims import claim
-from loadgen.comparison.comparisons import compare_all
-from loadgen.comparison.pairs import PooledLatencies
-from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_workloads, schedule
+from loadgen.metrics.claims import claim
+from loadgen.metrics.comparisons import PooledLatencies, compare_all
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.quantities import counted
 from loadgen.records.run import Workload
 from loadgen.storage.stored_run import StoredBlock

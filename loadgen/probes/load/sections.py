@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join
-from loadgen.comparison.comparisons import Comparison, advantage
-from loadgen.comparison.summaries import WorkloadSummary
+from loadgen.metrics.comparisons import Comparison, advantage
+from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.probes.load.analyse import LoadFound
-from loadgen.quantities import items, measured, number, share
+from loadgen.quantities import items, join, measured, number, share
 from loadgen.records.run import Pairing, Workload, item_of, shown
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 MAX_SIZES = 6
 BLOCK_FIELDS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from loadgen.comparison.facts import Facts
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.metrics.facts import Facts
 from loadgen.probes.rate_search.records import RampFound, RampRung, RateFound, RatesFound, Trial
 from loadgen.probes.rate_search.search import RateSearch, is_saturated, knee
 from loadgen.records.run import Workload

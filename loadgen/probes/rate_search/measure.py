@@ -16,19 +16,18 @@ import msgspec
 
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, closed_loop, common_fields
-from loadgen.comparison.loops import measured_answers, throughput_per_s
 from loadgen.experiment.arrivals import arrival_count, schedule_seed
 from loadgen.experiment.schedule import ScheduledBlock, search_schedule
 from loadgen.generator.messages import Open, Outcome
 from loadgen.machine.environment import utc_now
+from loadgen.metrics.registry import measured_answers, throughput_per_s
 from loadgen.probes.rate_search.analyse import rung_of, search_from
 from loadgen.probes.rate_search.records import RampRung, Trial
 from loadgen.probes.rate_search.search import next_concurrency
 from loadgen.quantities import number
 from loadgen.records.run import Experiment, Label, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
-from loadgen.stats.early_stopping import late_allowed
-from loadgen.stats.percentiles import percentile
+from loadgen.stats.percentiles import late_allowed, percentile
 
 WARM_UP_USERS = 16
 _PILOT_SECONDS = 0.5

@@ -55,7 +55,7 @@ class Trial(Record, frozen=True, kw_only=True):
     late: int | None = None
     """Answers later than the bound, failed requests, and requests that could not be sent in time."""
     late_allowed: int | None = None
-    """With more late requests the trial ends at once; see `loadgen.stats.early_stopping`."""
+    """With more late requests the trial ends at once; see `loadgen.stats.percentiles`."""
     held: bool | None = None
     note: str | None = None
     """Any other reason why it was cut short."""

@@ -7,7 +7,7 @@ import loadgen.report.document as doc
 from loadgen.probes.rate_search.records import RampFound, RampRung, RateFound, RatesFound
 from loadgen.quantities import measured, number
 from loadgen.records.run import Pairing, shown
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
 RATE_CAPTION = (

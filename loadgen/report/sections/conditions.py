@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join
-from loadgen.quantities import share
+from loadgen.quantities import join, share
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
 from loadgen.report.charts import several
 from loadgen.report.machine import environment_rows
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 
 def arms(result: Result) -> doc.Section | None:

@@ -3,6 +3,8 @@
 Settings are read from Triton's model configuration as JSON, which the native server returns in the same shape. What a
 server does not report is unknown. Sources: Triton's model configuration reference and the source of its onnxruntime and
 tensorrt backends.
+
+Checks that no arm is slow because of its own configuration.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from loadgen.comparison.claims import do_not, join
-from loadgen.comparison.facts import Facts
 from loadgen.experiment.padding import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
+from loadgen.metrics.facts import RUN, Facts, workload_scope
+from loadgen.probes.handicap.analyse import LARGEST_HIDDEN, HandicapsFound, LoadHandicap
+from loadgen.probes.handicap.records import ArmTuning, HandicapProbes
+from loadgen.quantities import do_not, join, ratio, ratio_interval
 from loadgen.records.model_config import (
     POLICY_EFFECT,
     accelerators,
@@ -33,7 +37,7 @@ from loadgen.records.model_config import (
 )
 from loadgen.records.payloads import BACKEND_ENDINGS, base_name, served_as, without_backend
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload, asked_for, setting_key, shown
-from loadgen.verdict.checks.registry import Find, Outcome, Severity, check, fairness, per_arm
+from loadgen.verdict.checks.registry import Find, Judgement, Severity, check, fairness, per_arm
 
 NATIVE = "abserve-native"
 _MOST_NUMBER = 1e12
@@ -42,10 +46,10 @@ DEFAULT_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 batching."""
 _MOST_SIZES = 4096
 """The most batch sizes for which any server captures a graph each."""
-UNREPORTED = Outcome(None, "does not report its configuration")
+UNREPORTED = Judgement(None, "does not report its configuration")
 
 
-def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
+def _compare(facts: Facts, key: str, noun: str) -> list[Judgement]:
     """Compare every arm with the baseline, or with the first arm that reports the setting.
 
     One outcome for unrequested differences, one for accepted ones, one for arms that do not report the setting; a
@@ -55,7 +59,7 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
     experiment, arms = facts.run.experiment, {arm.label: arm for arm in facts.run.arms}
     have = {label: _reported(arms.get(label), key) for label in experiment.labels}
     if key == "threads" and all(str(_reported(arms.get(label), "device") or "").startswith("cuda") for label in have):
-        return [Outcome(True, "every arm runs on a GPU: no threads to compare")]
+        return [Judgement(True, "every arm runs on a GPU: no threads to compare")]
     known = {
         label: _model_name(str(value), arms[label], experiment) if key == "model" else str(value)
         for label, value in have.items()
@@ -73,10 +77,10 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
         apart = [label for label in reasons if reasons[label] == reason]
         text = ", ".join(f"{shown(label)} {known[label]}" for label in (first, *apart))
         detail = f"the arms differ in {noun} ({text}), {reason or 'which was not requested'}"
-        outcomes.append(Outcome(False, detail, text, severity="warns" if reason else None))
+        outcomes.append(Judgement(False, detail, text, severity="warns" if reason else None))
     if silent := [shown(label) for label in have if label not in known]:
-        outcomes.append(Outcome(None, f"{do_not(silent, 'report')} it"))
-    return outcomes or [Outcome(True, known[first], known[first])]
+        outcomes.append(Judgement(None, f"{do_not(silent, 'report')} it"))
+    return outcomes or [Judgement(True, known[first], known[first])]
 
 
 def _reason_to_accept(experiment: Experiment, baseline: ArmRequest, arm: ArmRequest, key: str) -> str:
@@ -132,13 +136,13 @@ def _equal(wanted: str, have: object) -> bool:
         return wanted.strip().lower() == str(have).strip().lower()
 
 
-def per_model(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
+def per_model(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
     """Declare a check that judges each model that executes an arm's requests: for an ensemble the worst of them, by
     name if there are several."""
 
     @per_arm
     @wraps(judge)
-    def find(arm: ArmRecord, facts: Facts) -> Outcome:
+    def find(arm: ArmRecord, facts: Facts) -> Judgement:
         models = executed_models(arm)
         outcomes = [(model, judge(model, facts)) for model in models]
         worst = min((outcome.ok for _, outcome in outcomes), key=(False, None, True).index)
@@ -158,7 +162,7 @@ def _step_name(model: ArmRecord) -> str:
 def _declare_same(name: str, setting: str, title: str, severity: Severity) -> None:
     """Declare the check that every arm has the same value of a setting."""
 
-    def find(facts: Facts) -> list[Outcome]:
+    def find(facts: Facts) -> list[Judgement]:
         return _compare(facts, setting, title.removeprefix("same "))
 
     find.__name__ = name
@@ -188,7 +192,7 @@ for _one in _SAME:
     unknown="warns",
     threshold="equal",
 )
-def same_pad_to(facts: Facts) -> list[Outcome]:
+def same_pad_to(facts: Facts) -> list[Judgement]:
     """Skipped where no arm has a padded axis."""
     known = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
     return _compare(facts, "pad_to", "padding of batches") if known else []
@@ -200,14 +204,14 @@ def same_pad_to(facts: Facts) -> list[Outcome]:
     "Let the arms that can pad do so by an option of their own, or leave the arm that cannot out.",
     caveat=("failed",),
 )
-def padding_held_back(facts: Facts) -> Iterator[Outcome]:
+def padding_held_back(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no load merges requests of different lengths, and where no arm could pad more than it does."""
     environment, experiment = facts.run.environment, facts.run.experiment
     merging = [workload for workload in experiment.workloads if workload.concurrency > 1]
     if environment is None or not any(map(environment.is_mixed, merging)) or not held_back(experiment):
         return
     longest = environment.inputs.get("length_max")
-    yield Outcome(False, padding_in_words(experiment, longest if isinstance(longest, int) else 0))
+    yield Judgement(False, padding_in_words(experiment, longest if isinstance(longest, int) else 0))
 
 
 @fairness(
@@ -217,7 +221,7 @@ def padding_held_back(facts: Facts) -> Iterator[Outcome]:
     "per request as well.",
     threshold="equal",
 )
-def same_spinning(facts: Facts) -> list[Outcome]:
+def same_spinning(facts: Facts) -> list[Judgement]:
     """Threads that spin while they wait for work answer sooner on idle cores, and take time from everything else on
     busy ones. Skipped where no arm reports it, as on a GPU."""
     known = any(arm.in_effect.get("spinning") is not None for arm in facts.run.arms)
@@ -229,7 +233,7 @@ def same_spinning(facts: Facts) -> list[Outcome]:
     "informs",
     "Compare each in a separate run, on a server with its model only, if memory or cold starts matter.",
 )
-def shared_server(facts: Facts) -> Iterator[Outcome]:
+def shared_server(facts: Facts) -> Iterator[Judgement]:
     """Skipped where every arm has its own server."""
     for url in dict.fromkeys(arm.url for arm in facts.run.arms):
         sharing = [shown(arm.label) for arm in facts.run.arms if arm.url == url]
@@ -238,24 +242,24 @@ def shared_server(facts: Facts) -> Iterator[Outcome]:
                 f"{join(sharing)} are on one server, so they share its process, its memory and its cold start; while "
                 "one gets requests the others stay loaded"
             )
-            yield Outcome(False, detail, ", ".join(sharing))
+            yield Judgement(False, detail, ", ".join(sharing))
 
 
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")
 @per_arm
-def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
+def settings_in_effect(arm: ArmRecord, _: Facts) -> Judgement:
     asked = [(name, wanted) for name, wanted in arm.settings.items() if wanted != "auto"]
     found = [(name, wanted, arm.in_effect.get(setting_key(name))) for name, wanted in asked]
     known = [(name, wanted, have) for name, wanted, have in found if have is not None]
     if asked and not known:
-        return Outcome(None, "does not report its settings")
+        return Judgement(None, "does not report its settings")
     overridden = [f"{name} {have} instead of {wanted}" for name, wanted, have in known if not _equal(wanted, have)]
     detail = f"has the requested {', '.join(name for name, _, _ in known)}"
     if overridden:
         detail = f"runs with {', '.join(overridden)}"
     elif not known:
         detail = "has no requested settings"
-    return Outcome(not overridden, detail, len(overridden))
+    return Judgement(not overridden, detail, len(overridden))
 
 
 @fairness(
@@ -264,13 +268,13 @@ def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
     "Ask for smaller batches, or raise the arm's --max-batch-size.",
 )
 @per_arm
-def batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
+def batch_limit(arm: ArmRecord, facts: Facts) -> Judgement:
     limit = whole(arm.in_effect.get("max_batch_size"))
     asked = max((workload.batch_size for workload in _workloads(facts)), default=1)
     if limit is None:
-        return Outcome(None, "does not report its maximum batch size", asked)
+        return Judgement(None, "does not report its maximum batch size", asked)
     detail = f"accepts batches up to {limit}; the largest requested batch is {asked}"
-    return Outcome(asked <= max(limit, 1), detail, asked, limit)
+    return Judgement(asked <= max(limit, 1), detail, asked, limit)
 
 
 @fairness(
@@ -280,7 +284,7 @@ def batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
     threshold=0,
 )
 @per_arm
-def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
+def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
     delay, limit = _number(arm.in_effect.get("max_queue_delay_us")), whole(arm.in_effect.get("max_batch_size"))
     serial = [
         workload.name
@@ -290,16 +294,16 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
         and not (limit is not None and workload.batch_size >= limit)
     ]
     if delay is None and arm.in_effect.get("dynamic_batching") is not False:
-        return Outcome(None, "does not report its queue delay")
+        return Judgement(None, "does not report its queue delay")
     if delay is None:
-        return Outcome(True, "has no dynamic batcher")
+        return Judgement(True, "has no dynamic batcher")
     detail = f"has a queue delay of {delay:,.0f} µs"
     waits = delay > 0 and bool(serial) and arm.in_effect.get("lone_requests_wait") != "false"
     if delay > 0 and serial and not waits:
         detail += ", which a request that comes alone does not wait"
     if waits:
         detail += f", and in {_some(serial)} no other request can join a batch"
-    return Outcome(not waits, detail, delay)
+    return Judgement(not waits, detail, delay)
 
 
 @fairness(
@@ -309,13 +313,13 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
     threshold="none",
 )
 @per_arm
-def queue_policy(arm: ArmRecord, _: Facts) -> Outcome:
+def queue_policy(arm: ArmRecord, _: Facts) -> Judgement:
     if policy := queue_policy_of(arm):
         remedy = f"Remove {policy} from dynamic_batching in the config.pbtxt of {shown(arm.label)}."
-        return Outcome(False, f"has {policy}, which {POLICY_EFFECT}", policy, remedy=remedy)
+        return Judgement(False, f"has {policy}, which {POLICY_EFFECT}", policy, remedy=remedy)
     if arm.model_config is None or any(step.config is None for step in arm.steps):
         return UNREPORTED
-    return Outcome(True, "has none" if arm.server_name == "triton" else "has another batcher than Triton's", "none")
+    return Judgement(True, "has none" if arm.server_name == "triton" else "has another batcher than Triton's", "none")
 
 
 @fairness(
@@ -325,20 +329,20 @@ def queue_policy(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="off under FP32",
 )
 @per_model
-def tf32(arm: ArmRecord, _: Facts) -> Outcome:
+def tf32(arm: ArmRecord, _: Facts) -> Judgement:
     precision = arm.in_effect.get("precision")
     device = str(arm.in_effect.get("device") or "")
     if device.startswith("cpu") or (not device and kind_of(arm) == "KIND_CPU"):
-        return Outcome(True, "runs on a CPU, which has no TF32")
+        return Judgement(True, "runs on a CPU, which has no TF32")
     if precision not in (None, "fp32"):
-        return Outcome(True, f"runs {precision}", str(precision))
+        return Judgement(True, f"runs {precision}", str(precision))
     if backend_of(arm) == "onnxruntime":
         use = next((p.get("use_tf32") for name, p in accelerators(arm) if name == "cuda" and "use_tf32" in p), None)
         how = f"use_tf32 = {use}" if use is not None else "use_tf32 unset, and ONNX Runtime turns TF32 on by default"
-        return Outcome(use == "0", f"has {how}", how)
+        return Judgement(use == "0", f"has {how}", how)
     if precision is not None:
-        return Outcome(True, "runs FP32 and would report TF32 as tf32", "off")
-    return Outcome(None, "does not report its precision")
+        return Judgement(True, "runs FP32 and would report TF32 as tf32", "off")
+    return Judgement(None, "does not report its precision")
 
 
 @fairness(
@@ -348,17 +352,17 @@ def tf32(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="every model warms up",
 )
 @per_model
-def model_warm_up(arm: ArmRecord, _: Facts) -> Outcome:
+def model_warm_up(arm: ArmRecord, _: Facts) -> Judgement:
     if arm.model_config is None:
         return UNREPORTED
     if arm.server_name == NATIVE or (arm.in_effect.get("engine") and backend_of(arm) == "python"):
-        return Outcome(True, "warms up its engine before it is ready")
+        return Judgement(True, "warms up its engine before it is ready")
     steps = listed(arm.model_config.get("model_warmup"))
     sizes = sorted({whole(step.get("batch_size")) or 0 for step in steps if isinstance(step, Mapping)})
     detail = "has no model_warmup, so its first request of each batch size may be slow"
     if sizes:
         detail = f"has model_warmup for batch sizes {_some([str(size) for size in sizes])}"
-    return Outcome(bool(sizes), detail, len(sizes))
+    return Judgement(bool(sizes), detail, len(sizes))
 
 
 @fairness(
@@ -368,11 +372,11 @@ def model_warm_up(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="none",
 )
 @per_arm
-def metrics(arm: ArmRecord, _: Facts) -> Outcome:
+def metrics(arm: ArmRecord, _: Facts) -> Judgement:
     if arm.server_name == NATIVE and arm.model_config is not None:
-        return Outcome(True, "keeps counters only")
+        return Judgement(True, "keeps counters only")
     if arm.argv is None:
-        return Outcome(None, "has unknown flags, because abserve did not start it")
+        return Judgement(None, "has unknown flags, because abserve did not start it")
     flags = " ".join(arm.argv).replace("=", " ")
     signs = {
         "summary_latencies": "summary_latencies true",
@@ -381,7 +385,7 @@ def metrics(arm: ArmRecord, _: Facts) -> Outcome:
     }
     found = [flag for flag, sign in signs.items() if re.search(sign, flags)]
     detail = f"was started with {_some(found)}" if found else "has none of them"
-    return Outcome(not found, detail, len(found))
+    return Judgement(not found, detail, len(found))
 
 
 @fairness(
@@ -391,16 +395,16 @@ def metrics(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="off",
 )
 @per_arm
-def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
+def response_cache(arm: ArmRecord, _: Facts) -> Judgement:
     configs = [arm.model_config, *(step.config for step in arm.steps)]
     on = any(mapping((config or {}).get("response_cache")).get("enable") is True for config in configs)
     if not on and None in configs:
         return UNREPORTED
     cache = (arm.model_config or {}).get("response_cache")
     if cache is None and arm.server_name not in (NATIVE, "triton"):  # both leave out disabled options
-        return Outcome(None, "does not report whether it has a response cache")
+        return Judgement(None, "does not report whether it has a response cache")
     state = "on, so responses may come without an inference" if on else "off"
-    return Outcome(not on, f"has its response cache {state}", "on" if on else "off")
+    return Judgement(not on, f"has its response cache {state}", "on" if on else "off")
 
 
 @fairness(
@@ -410,20 +414,20 @@ def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="requested only where they take effect",
 )
 @per_model
-def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
+def cuda_graphs(arm: ArmRecord, _: Facts) -> Judgement:
     """Fails if the setting is ignored, or if graphs replay stale inputs."""
     if arm.model_config is None:
         return UNREPORTED
     asked, backend = _graphs_asked(arm), backend_of(arm)
     if asked and backend != "tensorrt":
-        return Outcome(
+        return Judgement(
             False, f"has a backend ({backend or 'unknown'}) that ignores optimization.cuda.graphs", "ignored"
         )
     if backend == "onnxruntime" and any(p.get("enable_cuda_graph") in ("1", "true") for _, p in accelerators(arm)):
         detail = "has enable_cuda_graph, which replays stale inputs, because Triton binds new buffers"
-        return Outcome(False, detail, "stale")
+        return Judgement(False, detail, "stale")
     state = "requested and in effect" if asked else "not requested"
-    return Outcome(True, f"has CUDA graphs {state}", "on" if asked else "off")
+    return Judgement(True, f"has CUDA graphs {state}", "on" if asked else "off")
 
 
 @fairness(
@@ -432,12 +436,12 @@ def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
     "Add a graph_spec for each batch size, or a graph_lower_bound that covers it.",
 )
 @per_model
-def graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
+def graph_sizes(arm: ArmRecord, facts: Facts) -> Judgement:
     """Requested batch sizes, and with concurrency any size that merging can give."""
     if arm.model_config is None:
         return UNREPORTED
     if not _graphs_asked(arm) or backend_of(arm) != "tensorrt":
-        return Outcome(True, "requests no CUDA graphs by batch size")
+        return Judgement(True, "requests no CUDA graphs by batch size")
     workloads, largest = _workloads(facts), _largest(arm.model_config)
     wanted = {workload.batch_size for workload in workloads if workload.batch_size <= largest}
     if any(workload.concurrency > 1 for workload in workloads):
@@ -446,7 +450,7 @@ def graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
     detail = f"has a graph for all {len(wanted)} possible batch sizes"
     if missing:
         detail = f"runs batch sizes {_some([str(size) for size in missing])} without a CUDA graph"
-    return Outcome(not missing, detail, len(missing))
+    return Judgement(not missing, detail, len(missing))
 
 
 def captured_sizes(config: Mapping[str, Any]) -> set[int]:
@@ -484,13 +488,13 @@ def _largest(config: Mapping[str, Any]) -> int:
     "Remove preferred_batch_size, as Triton advises, unless each size has its own TensorRT profile.",
 )
 @per_model
-def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
+def preferred_sizes(arm: ArmRecord, _: Facts) -> Judgement:
     if arm.model_config is None:
         return UNREPORTED
     sizes = listed(mapping(arm.model_config.get("dynamic_batching")).get("preferred_batch_size"))
     limit = arm.in_effect.get("max_batch_size")
     if not sizes or sizes == [limit]:  # Triton itself writes the largest batch into a configuration that has none
-        return Outcome(True, "has no preferred batch sizes")
+        return Judgement(True, "has no preferred batch sizes")
     profiles = max((len(listed(group.get("profile"))) for group in groups(arm.model_config)), default=0)
     beyond = [size for size in sizes if isinstance(limit, int) and (whole(size) or 0) > limit]
     text = _some([str(size) for size in sizes])
@@ -500,24 +504,24 @@ def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
         detail = f"prefers batches of {text}, which never form, because its maximum is {limit}"
     elif not ok:
         detail = f"prefers batches of {text}, so smaller ones wait for the whole queue delay"
-    return Outcome(ok, detail, text)
+    return Judgement(ok, detail, text)
 
 
 @fairness(
     "threads fit the CPU cores", "warns", "Use fewer --threads or instances: threads that share a core slow each other."
 )
 @per_arm
-def cores(arm: ArmRecord, facts: Facts) -> Outcome:
+def cores(arm: ArmRecord, facts: Facts) -> Judgement:
     """Compare threads times instances with the cores, on the CPU."""
     if str(arm.in_effect.get("device") or "").startswith("cuda") or kind_of(arm) == "KIND_GPU":
-        return Outcome(True, "runs on a GPU", None, facts.cores)
+        return Judgement(True, "runs on a GPU", None, facts.cores)
     threads, instances = _number(arm.in_effect.get("threads")), _number(arm.in_effect.get("instances")) or 1
     if threads is None or facts.cores is None or not arm.launched:
         detail = "has an unknown number of threads or CPU cores"
-        return Outcome(None, detail, None, facts.cores)
+        return Judgement(None, detail, None, facts.cores)
     asked = int(threads * instances)
     detail = f"uses {asked} threads ({threads:g} × {instances:g} instances) on {facts.cores} cores"
-    return Outcome(asked <= facts.cores, detail, asked, facts.cores)
+    return Judgement(asked <= facts.cores, detail, asked, facts.cores)
 
 
 def _workloads(facts: Facts) -> Sequence[Workload]:
@@ -536,3 +540,66 @@ def _number(value: object) -> float | None:
     except ValueError:
         return None
     return found if abs(found) < _MOST_NUMBER else None
+
+
+@check(
+    "no arm is slower than the same server with its own defaults",
+    "invalidates",
+    "Remove these settings from the arm, or give --no-handicap-check to compare the arms as they are configured.",
+    threshold="within the margin",
+)
+def handicap(facts: Facts) -> Iterator[Judgement]:
+    """One outcome per workload in which an arm is slow, and one for each arm that is not slow or was not compared."""
+    stored = facts.run.one(HandicapProbes)
+    if stored is None:
+        return
+    slow = [one for one in facts.of(HandicapsFound).loads if one.slower]
+    for workload in load_workloads(facts.run.experiment.workloads):
+        own = [one for one in slow if _stands_for(one, workload)]
+        if own:
+            detail = "; ".join(f"{shown(one.label)} {slow_words(one)}" for one in own)
+            worst = max(one.ratio.ratio for one in own)
+            yield Judgement(False, detail, round(worst, 4), scope=workload_scope(workload.name))
+    for arm in stored.arms:
+        if arm.label not in {one.label for one in slow}:
+            yield _not_slow(arm, [one for one in facts.of(HandicapsFound).loads if one.label == arm.label])
+
+
+def _stands_for(load: LoadHandicap, workload: Workload) -> bool:
+    """Whether a load of the probe is like this workload: one user, or several."""
+    return (load.users == 1) == (workload.concurrency == 1 and not workload.is_open)
+
+
+def slow_words(load: LoadHandicap) -> str:
+    """The end of a sentence about a slow arm: "is slowed by its own settings: …"."""
+    at = "for one user" if load.users == 1 else f"for {load.users} users"
+    plain = (
+        f"the same server without them has {ratio(load.ratio.ratio, _bounds(load))} its throughput {at} "
+        f"({ratio_interval(_bounds(load))})"
+    )
+    causes = ", ".join(
+        f"{name} {ratio(part.ratio, (part.low, part.high))}" if len(load.explained_by) > 1 else name
+        for name, part in load.explained_by
+    )
+    return f"is slowed by its own settings{f' ({causes})' if causes else ''}: {plain}"
+
+
+def _bounds(load: LoadHandicap) -> tuple[float, float]:
+    return load.ratio.low, load.ratio.high
+
+
+def _not_slow(arm: ArmTuning, found: list[LoadHandicap]) -> Judgement:
+    label = shown(arm.label)
+    if arm.reason is not None:
+        return Judgement(None, f"{label} {arm.reason}", scope=RUN, severity="informs")
+    if not arm.settings:
+        return Judgement(True, f"{label} has its server's own defaults", 1.0)
+    if not found:
+        return Judgement(None, f"{label} was not compared with its plain server")
+    worst = max(found, key=lambda one: one.ratio.ratio)
+    detail = (
+        f"without {join(list(arm.settings))} {label} has {ratio(worst.ratio.ratio, _bounds(worst))} its throughput "
+        f"({ratio_interval(_bounds(worst))})"
+    )
+    hidden = max(one.ratio.high for one in found)
+    return Judgement(True if hidden <= LARGEST_HIDDEN else None, detail, round(worst.ratio.ratio, 4))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Literal
 
-from loadgen.comparison.comparisons import Comparison, leading_comparisons
-from loadgen.comparison.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.comparisons import Comparison, leading_comparisons
+from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import counted, sentence
 from loadgen.records.run import ArmRecord, Record, shown
 
@@ -47,7 +47,7 @@ class Check(Record, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Judgement:
     """The outcome of a check in one scope."""
 
     ok: bool | None
@@ -62,7 +62,7 @@ class Outcome:
     """If it differs from the declared one."""
 
 
-Find = Callable[[Facts], Iterable[Outcome]]
+Find = Callable[[Facts], Iterable[Judgement]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,33 +127,33 @@ def check(
 fairness = partial(check, before_load=True)
 
 
-def per_arm(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
+def per_arm(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
     """Declare a check that judges each arm by itself, with details that continue "A …"."""
 
     @wraps(judge)
-    def find(facts: Facts) -> list[Outcome]:
+    def find(facts: Facts) -> list[Judgement]:
         found = ((shown(arm.label), judge(arm, facts)) for arm in facts.run.arms)
         return [replace(outcome, detail=f"{label} {outcome.detail}") for label, outcome in found]
 
     return find
 
 
-def per_load(judge: Callable[[WorkloadFacts, Facts], Outcome | None]) -> Find:
+def per_load(judge: Callable[[WorkloadFacts, Facts], Judgement | None]) -> Find:
     """Declare a check that judges each workload that has blocks; None if it does not apply."""
 
     @wraps(judge)
-    def find(facts: Facts) -> list[Outcome]:
+    def find(facts: Facts) -> list[Judgement]:
         found = ((load, judge(load, facts)) for load in facts.loads)
         return [replace(outcome, scope=load.scope) for load, outcome in found if outcome is not None]
 
     return find
 
 
-def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Outcome]) -> Find:
+def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Judgement]) -> Find:
     """Declare a check that judges each workload's leading comparisons: one with two arms, several with more."""
 
     @wraps(judge)
-    def find(facts: Facts) -> list[Outcome]:
+    def find(facts: Facts) -> list[Judgement]:
         leading: dict[str, list[Comparison]] = {}
         for one in leading_comparisons(facts.comparisons):
             leading.setdefault(one.scenario, []).append(one)

@@ -16,7 +16,7 @@ from loadgen.probes.causes.analyse import CausesFound
 from loadgen.probes.causes.records import Explanation
 from loadgen.records.run import ArmRequest, Workload
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -19,7 +19,7 @@ from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Wor
 from loadgen.report import write_reports
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

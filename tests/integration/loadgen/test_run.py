@@ -18,7 +18,7 @@ from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, RunState, Workload
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore, StorageError
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

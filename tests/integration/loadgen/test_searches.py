@@ -11,8 +11,7 @@ from loadgen.probes.rate_search.records import RatesFound
 from loadgen.records.run import ArmRequest, Workload
 from loadgen.report import write_reports
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_process_left")]

@@ -20,7 +20,7 @@ from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -54,7 +54,7 @@ def of_probes(*modules: str) -> tuple[str, ...]:
 LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "stats", "client", "launch",
     "experiment", "generator", "locustfile", "probes.registry", *of_probes("records"), "probes.gpu_proof.readings",
-    "engine_matrix.records", "storage", "comparison", "probes", "verdict", "engine_matrix", "ranking.records",
+    "engine_matrix.records", "storage", "metrics", "probes", "verdict", "engine_matrix", "ranking.records",
     "ranking.prices", "ranking.candidates", "ranking.analyse", "machine", "bench", *of_probes(*MEASURING),
     "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts", "report.machine",
     "report.renderers", *of_probes("sections"), "engine_matrix.charts", "engine_matrix.tables",
@@ -64,7 +64,7 @@ LOADGEN = (
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals",
+    "stats", "records.run", "metrics", "verdict", "experiment.schedule", "experiment.arrivals",
     *(f"probes.{probe}.analyse" for probe in PROBES if probe not in ("fairness", "answers")),
     "ranking.analyse", "probes.gpu_proof.decision", "probes.gpu_proof.signals", "probes.rate_search.search",
     "engine_matrix.analyse", "engine_matrix.cells", "engine_matrix.break_even", "engine_matrix.questions",
@@ -280,14 +280,14 @@ def test_no_analysis_imports_a_measurement() -> None:
     users = {
         (name, target)
         for name in MODULES
-        if name.startswith(("loadgen.verdict", "loadgen.comparison")) or name.endswith((".analyse", ".sections"))
+        if name.startswith(("loadgen.verdict", "loadgen.metrics")) or name.endswith((".analyse", ".sections"))
         for target in reachable(name) & measuring
     }
     assert users == set()
 
 
 def test_the_run_needs_little_of_the_analysis() -> None:
-    """What both need is in `comparison`: the run asks the analysis for the checks before the load alone."""
+    """What both need is in `metrics`: the run asks the analysis for the checks before the load alone."""
     measuring = ("loadgen.run.", "loadgen.bench.", *(f"loadgen.{name}" for name in of_probes(*MEASURING)))
     users = {
         (name, target)

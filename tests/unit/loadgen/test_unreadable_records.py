@@ -17,7 +17,7 @@ from loadgen.probes.gpu_proof.readings import ReadingsError, read_readings
 from loadgen.records.samples import load_samples
 from loadgen.storage.store import RunStore, StorageError
 from loadgen.storage.stored_run import StoredRunError, read_run
-from loadgen.verdict.result_file import ResultError, read_result
+from loadgen.verdict.result import ResultError, read_result
 
 
 @pytest.mark.parametrize(

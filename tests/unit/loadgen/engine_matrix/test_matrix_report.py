@@ -29,7 +29,7 @@ from loadgen.report.console import PlainConsole
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.verdict.result_file import ResultError
+from loadgen.verdict.result import ResultError
 from tests.unit.loadgen.engine_matrix.simulated_matrix import (
     BERT,
     DISTILBERT,

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from loadgen.bench.live_ratios import LiveRatio, LiveRatios
-from loadgen.comparison.summaries import BlockSummary, summarise_blocks
+from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.probes.cold_start.records import ColdStart
 from loadgen.quantities import number
 from loadgen.report.progress import FIXED, RichProgress, ratio_line, ratio_table, track_of
 from loadgen.storage.stored_run import StoredRun, read_run
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 

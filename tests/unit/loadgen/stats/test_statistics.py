@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from loadgen.stats.anytime import estimate_anytime
 from loadgen.stats.ratios import (
     MOST_CORRELATION,
     RatioEstimate,
     adjust_holm,
     detectable_effect,
     error_of_mean,
+    estimate_anytime,
     estimate_ratio,
     geometric_mean,
     interval_of_mean,

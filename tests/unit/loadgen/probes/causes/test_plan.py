@@ -8,10 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.comparison.pool import Pool
-from loadgen.comparison.summaries import BlockSummary, summarise_latency
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.metrics.summaries import BlockSummary, summarise_latency
 from loadgen.probes.causes.measure import varied_experiment, varied_request
 from loadgen.probes.causes.plan import (
     changed_settings,
@@ -22,6 +21,7 @@ from loadgen.probes.causes.plan import (
 )
 from loadgen.probes.causes.records import Ablation, Untested, Variant
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
+from loadgen.stats.percentiles import Pool
 
 WORKLOADS = make_workloads(
     ExperimentSettings.model_validate({"scenarios": "single,batched,concurrent", "batch_sizes": "4,32"})

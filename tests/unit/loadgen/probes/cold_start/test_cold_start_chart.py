@@ -11,8 +11,7 @@ from loadgen.probes.cold_start.analyse import ColdStartsFound
 from loadgen.probes.cold_start.records import ColdStart
 from loadgen.probes.cold_start.sections import cold_starts
 from loadgen.report.document import Chart
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 

@@ -17,7 +17,7 @@ from loadgen.probes.gpu_proof.analyse import assess
 from loadgen.probes.gpu_proof.readings import read_readings
 from loadgen.probes.gpu_proof.records import EvidenceRecord, Window
 from loadgen.records.run import BlockRecord
-from loadgen.verdict.checks.gpu import may_rank
+from loadgen.verdict.checks.run import may_rank
 
 ROOT = Path(__file__).resolve().parents[5]
 CAPTURES = sorted((ROOT / "tests/captures").glob("*.json"))

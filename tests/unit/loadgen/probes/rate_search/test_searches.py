@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadgen.comparison.pairs import SATURATION, SLO_RATE, PairedMetric, pair_metrics
+from loadgen.metrics.comparisons import PairedMetric, pair_metrics
+from loadgen.metrics.registry import SATURATION, SLO_RATE
 from loadgen.probes.rate_search.analyse import find_ramps, find_rates
 from loadgen.probes.rate_search.records import RampFound, RateFound, Trial
 from loadgen.probes.rate_search.search import RateSearch

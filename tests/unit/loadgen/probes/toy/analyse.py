@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.facts import Facts
 from tests.unit.loadgen.probes.toy.records import Temperature, TemperatureFound
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 from tests.unit.loadgen.probes.toy.records import TemperatureFound
 
 

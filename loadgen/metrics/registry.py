@@ -26,21 +26,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapreplace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.quantities import number
-from loadgen.records.run import Record
+from loadgen.experiment.arrivals import arrival_count
+from loadgen.quantities import number, per_second
+from loadgen.records.run import Record, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
-from loadgen.stats.percentiles import percentile
+from loadgen.stats.percentiles import percentile, samples_needed
 
 FIRST_SHARE = 0.2
 """Share of a block's counted requests that are its first ones, which are compared with the rest."""
 FIRST_LEAST = 5
 
 
-def counted(samples: Samples) -> Samples:
+def at_full_load(samples: Samples) -> Samples:
     """The samples at full load: begun after every user had its first response. All, if that leaves nothing."""
     if len(samples) == 0:
         return samples
@@ -53,13 +55,13 @@ def counted(samples: Samples) -> Samples:
 
 def measured_answers(samples: Samples, *, is_open: bool) -> Samples:
     """The good responses whose latencies count: in a closed loop those at full load."""
-    return good(samples if is_open else counted(samples))
+    return good(samples if is_open else at_full_load(samples))
 
 
 def throughput_per_s(samples: Samples) -> float | None:
     """Items per second at full load, from a whole block; None without a good response. A failed request takes time and
     has no items."""
-    steady = counted(samples)
+    steady = at_full_load(samples)
     if len(steady) == 0:
         return None
     _, places = np.unique(steady["user"], return_inverse=True)
@@ -74,7 +76,7 @@ def throughput_per_s(samples: Samples) -> float | None:
 
 def full_load_share(samples: Samples) -> float | None:
     """Share of the users' time, from the block's start to its last counted response, that the figures come from."""
-    steady = counted(samples)
+    steady = at_full_load(samples)
     if len(steady) == 0:
         return None
     whole = int(samples["end_ns"].max()) - int(samples["intended_ns"].min())
@@ -86,7 +88,7 @@ def slow_start(samples: Samples) -> float | None:
     """Share of a block's counted time that slow first requests cost: (mean latency of the first fifth − mean of the
     rest) · the fifth, over the whole. It is the error of the throughput without warm-up. None with fewer than 20 good
     responses."""
-    answered = np.sort(good(counted(samples)), order="intended_ns")
+    answered = np.sort(good(at_full_load(samples)), order="intended_ns")
     first = max(int(FIRST_SHARE * len(answered)), FIRST_LEAST)
     if len(answered) < 4 * FIRST_LEAST:
         return None
@@ -102,7 +104,7 @@ _LEAST_GROWTH = 1.5
 """Least growth of the backlog from the middle of the schedule to its end: 2 if the rate is too high, 1 if it is not."""
 
 
-class OpenLoop(Record, frozen=True, kw_only=True):
+class OpenLoopSummary(Record, frozen=True, kw_only=True):
     """One block, or all complete blocks of an arm in a workload; then lags are those of the worst block."""
 
     offered: int
@@ -130,7 +132,7 @@ class OpenLoop(Record, frozen=True, kw_only=True):
     medians of all blocks."""
 
 
-def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoop:
+def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoopSummary:
     """Summarise one block from its samples (at least one), its schedule and its number of connections."""
     start_ns = int(samples["intended_ns"].min())
     answered = good(samples)
@@ -144,7 +146,7 @@ def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connec
     unsent = max(offered - len(samples), 0)
     backlogs = count_backlogs(samples, offered, due_span_ns)
     offered_per_s = (offered - 1) * NS_PER_S / max(due_span_ns, 1)
-    return OpenLoop(
+    return OpenLoopSummary(
         offered=offered,
         offered_per_s=offered_per_s,
         unsent=unsent,
@@ -207,7 +209,7 @@ def has_grown(backlogs: Sequence[float], offered: float) -> bool:
     return all(before >= least * last for before, least in zip(backlogs, _LEAST_BEFORE, strict=False))
 
 
-def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
+def pool_open_loops(parts: Sequence[OpenLoopSummary]) -> OpenLoopSummary | None:
     """Combine all blocks of an arm; None without a block.
 
     The arm was saturated if the median block was. A queue near capacity, or a stall of the machine, looks like
@@ -222,7 +224,7 @@ def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
     achieved = float(np.mean(rates)) if rates else None
     unsent = float(np.median([part.unsent for part in parts]))
     backlogs = tuple(map(float, np.median([part.backlogs for part in parts], axis=0)))
-    return OpenLoop(
+    return OpenLoopSummary(
         offered=offered,
         offered_per_s=offered_per_s,
         unsent=sum(part.unsent for part in parts),
@@ -247,3 +249,68 @@ def _saturation(answered: int, offered: int, achieved_per_s: float | None, offer
 
 def _worst(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
+
+
+class Metric(NamedTuple):
+    """One measured quantity, and which direction is better."""
+
+    name: str
+    title: str
+    unit: str
+    higher_is_better: bool
+    quantile: float | None = None
+    """Quantile of the latency, if the metric is a latency."""
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it is a percentile that needs the samples of all blocks together."""
+        return self.quantile is not None and self.quantile > 0.5
+
+
+PER_SECOND = per_second("item")
+THROUGHPUT = Metric("throughput", "throughput", PER_SECOND, higher_is_better=True)
+ACHIEVED_RATE = Metric("achieved_rate", "achieved rate", PER_SECOND, higher_is_better=True)
+"""The achieved rate of an open loop: below the requested rate if an arm cannot sustain it."""
+LATENCIES = tuple(
+    Metric(f"latency_p{percent}", f"p{percent} latency", "ms", higher_is_better=False, quantile=percent / 100)
+    for percent in (50, 90, 99)
+)
+TIME_TO_READY = Metric("time_to_ready", "time to ready", "s", higher_is_better=False)
+TIME_TO_FIRST_ANSWER = Metric("time_to_first_answer", "time to first answer", "s", higher_is_better=False)
+SLO_RATE = Metric("slo_rate", "rate within the bound", "requests/s", higher_is_better=True)
+"""The highest Poisson rate whose p99 holds the bound of the workload."""
+SATURATION = Metric("saturation", "throughput at saturation", PER_SECOND, higher_is_better=True)
+"""The highest throughput of a ramp."""
+METRICS = {
+    m.name: m
+    for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER, SLO_RATE, SATURATION)
+}
+
+
+def unit_of(metric: Metric, item: str) -> str:
+    """The unit of a metric for inputs that are called `item`."""
+    return per_second(item) if metric.unit == PER_SECOND else metric.unit
+
+
+def metrics_of(workload: Workload) -> tuple[Metric, ...]:
+    """The metrics that a workload compares, in the order of the report. An open loop requests the same throughput from
+    every arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
+    if workload.scenario == "cold-start":
+        return (TIME_TO_READY, TIME_TO_FIRST_ANSWER)
+    if workload.scenario in ("slo", "ramp"):
+        return (SLO_RATE if workload.scenario == "slo" else SATURATION,)
+    return (ACHIEVED_RATE, *LATENCIES) if workload.is_open else (THROUGHPUT, *LATENCIES)
+
+
+def leading_metric(workload: Workload) -> Metric:
+    """The metric that gives a workload's verdict and decides when to stop. In an open loop it is the highest percentile
+    that the planned pairs have enough requests for."""
+    if workload.scenario == "cold-start":
+        return TIME_TO_FIRST_ANSWER
+    if not workload.is_open or workload.rate_per_s is None:
+        return metrics_of(workload)[0]
+    requests = workload.rounds * arrival_count(
+        workload.rate_per_s, workload.requests, workload.seconds, workload.max_seconds
+    )
+    supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
+    return supported[-1] if supported else LATENCIES[0]

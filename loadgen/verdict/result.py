@@ -1,4 +1,10 @@
-"""From a run's stored records to its result: reads, summarises, compares, checks and concludes; writes nothing."""
+"""`result.json`, schema abserve.result/2: everything measured and concluded; see docs/result-format.md.
+
+Reports are rendered from this alone. Fields are only ever added, each with a default, so that a later version reads an
+older file; any other change raises the schema's number.
+
+From a run's stored records to its result: reads, summarises, compares, checks and concludes; writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +12,85 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from loadgen.comparison.comparisons import compare_all, invalidate, leading_comparisons
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import latencies_of
-from loadgen.comparison.stages import break_down
-from loadgen.comparison.summaries import summarise_blocks, summarise_workload
-from loadgen.documents import one_line, stored_path
+from loadgen.documents import DocumentError, one_line, read_record, read_stored, stored_path
+from loadgen.metrics.breakdown import LatencyBreakdown, break_down
+from loadgen.metrics.comparisons import Comparison, compare_all, invalidate, latencies_of, leading_comparisons
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, summarise_blocks, summarise_workload
 from loadgen.probes.causes.analyse import CausesFound, with_verdicts
 from loadgen.probes.rate_search.records import RampFound, RateFound, RatesFound
 from loadgen.probes.registry import parts
-from loadgen.records.run import Found
+from loadgen.records.machine import NoiseFloor
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Record, RunState
 from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
-from loadgen.verdict.checks.registry import make_checks, reason_against
+from loadgen.verdict.checks.registry import Check, make_checks, reason_against
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
-from loadgen.verdict.result_file import FILE_NAME, Result, read_result
-from loadgen.verdict.stopping import describe_stopping
-from loadgen.verdict.thresholds import judge_thresholds
-from loadgen.verdict.verdict import reach_verdict
+from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
+from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, reach_verdict
+
+FILE_NAME = "result.json"
+F = TypeVar("F", bound=Found)
+
+
+class Result(Record, frozen=True, kw_only=True):
+    """The whole result. None or empty: the run did not get that far."""
+
+    schema: Literal["abserve.result/2"] = "abserve.result/2"
+    valid: bool
+    """Whether the verdict stands: no check that can remove it failed, and none that must be known is unknown."""
+    state: RunState | None
+    verdict: Verdict
+    environment: Environment | None
+    experiment: Experiment
+    arms: tuple[ArmRecord, ...]
+    parity: ParityRecord | None
+    checks: tuple[Check, ...]
+    comparisons: tuple[Comparison, ...]
+    summaries: tuple[WorkloadSummary, ...]
+    stages: tuple[LatencyBreakdown, ...]
+    blocks: tuple[BlockSummary, ...]
+    studies: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Each study's findings by its name; a study that found nothing is left out."""
+    stopping: Stopping | None = None
+    """None in results from before there were several stopping rules."""
+    noise_floors: tuple[NoiseFloor, ...] = ()
+    """The machine's noise floors, as known when the run began."""
+    noise_floor_sentence: str = ""
+    thresholds: tuple[ThresholdOutcome, ...] = ()
+
+    def of(self, kind: type[F]) -> F:
+        return kind.among(self.studies)
+
+
+class ResultError(Exception):
+    """A result file cannot be read; the message names it."""
+
+
+def encode_result(result: Result) -> bytes:
+    """Indented JSON, the same bytes for the same result."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+
+
+def read_result(path: Path) -> Result:
+    """Read a `result.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
+    field."""
+    from loadgen.probes.registry import finding_types
+
+    try:
+        result = cast("Result", read_record(read_stored(path), Result))
+        kinds = finding_types()
+        found = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
+        return msgspec.structs.replace(result, studies=found)
+    except KeyError as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
+    except (OSError, DocumentError, msgspec.ValidationError) as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: {exc}") from exc
+
 
 CONTRADICTIONS = (
     ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, StopIteration,

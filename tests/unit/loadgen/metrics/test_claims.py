@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.comparison.claims import ORDER, claim, decided_besides, groups, verdict_words
-from loadgen.comparison.comparisons import Outcome, advantage
+from loadgen.metrics.claims import ORDER, claim, decided_besides, groups, verdict_words
+from loadgen.metrics.comparisons import Outcome, advantage
 from loadgen.records.run import Pairing
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
-from tests.unit.loadgen.comparison.test_several_arms import WORKLOADS, compared
+from tests.unit.loadgen.metrics.test_several_arms import WORKLOADS, compared
 
 
 @pytest.mark.parametrize(

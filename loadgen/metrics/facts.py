@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.stages import ArmStages, LatencyBreakdown
-from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
+from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown
+from loadgen.metrics.comparisons import Comparison
+from loadgen.metrics.summaries import BlockSummary, WorkloadSummary
 from loadgen.records.run import Found, Workload, item_of
 from loadgen.storage.stored_run import StoredBlock, StoredRun
 

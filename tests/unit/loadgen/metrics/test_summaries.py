@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.comparison.loops import counted, full_load_share, slow_start, throughput_per_s
-from loadgen.comparison.summaries import summarise_blocks
+from loadgen.metrics.registry import counted, full_load_share, slow_start, throughput_per_s
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import BlockRecord, WorkerRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, good, latencies_ms
 from loadgen.storage.stored_run import StoredBlock

@@ -1,7 +1,7 @@
 """What each block, and each arm in each workload, measured, from raw samples; nothing here compares arms.
 
 In a closed loop throughput and latency are those at full load; in an open loop every request counts, and throughput is
-the rate of the responses (see `loadgen.comparison.loops`). Latency counts from the intended start to the last byte of
+the rate of the responses (see `loadgen.metrics.registry`). Latency counts from the intended start to the last byte of
 good responses; failed requests are counted separately and invalidate.
 """
 
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadgen.comparison.loops import (
-    OpenLoop,
+from loadgen.metrics.breakdown import contradictions_in
+from loadgen.metrics.registry import (
+    OpenLoopSummary,
     full_load_share,
     measured_answers,
     pool_open_loops,
@@ -22,11 +23,9 @@ from loadgen.comparison.loops import (
     summarise_open_loop,
     throughput_per_s,
 )
-from loadgen.comparison.pool import Pool
-from loadgen.comparison.stages import contradictions_in
 from loadgen.records.run import BlockRecord, Label, Record
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
-from loadgen.stats.percentiles import distribution, percentile
+from loadgen.stats.percentiles import Pool, distribution, percentile
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
 from loadgen.storage.stored_run import StoredBlock
 
@@ -80,7 +79,7 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     restart: int = 0
     """Index of the server start in which the block ran, from 0."""
     send_lag_p50_ms: float | None = None
-    open_loop: OpenLoop | None = None
+    open_loop: OpenLoopSummary | None = None
     """Figures of an open loop, whose `throughput_per_s` is the rate of the responses."""
     generator_processes: int = 1
     first_answer_ms: float | None = None
@@ -114,7 +113,7 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     payload_bytes: float | None = None
     """Bytes of tensors in a request: the mean over the prepared bodies. Part of `request_bytes`, unless they go through
     shared memory."""
-    open_loop: OpenLoop | None = None
+    open_loop: OpenLoopSummary | None = None
     first_answer_ms: float | None = None
     """Time from the start of a connection to its first response, before a block: the median over the blocks. Other
     figures do not include it."""

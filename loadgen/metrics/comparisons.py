@@ -9,41 +9,258 @@ Each arm is compared with the baseline and, for the ranking, the others with eac
 - inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.verdict.noise_floor`).
 
 The interval is Student's t over the pairs, or over the restarts if there are several; with `--until decided` one that
-stays valid after every pair (`loadgen.stats.anytime`). High percentiles come from the samples of all pairs
+stays valid after every pair (`loadgen.stats.ratios`). High percentiles come from the samples of all pairs
 together (`loadgen.stats.tails`). All of them allow for successive pairs that resemble each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
-from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics, unit_of
-from loadgen.comparison.summaries import BlockSummary
+from loadgen.metrics.registry import (
+    ACHIEVED_RATE,
+    TIME_TO_READY,
+    Metric,
+    leading_metric,
+    metrics_of,
+    pool_open_loops,
+    unit_of,
+)
+from loadgen.metrics.summaries import BlockSummary, measured_latencies_ms
 from loadgen.probes.cold_start.records import ColdStart
 from loadgen.probes.rate_search.records import RampFound, RateFound
 from loadgen.quantities import Interval, inverse
 from loadgen.quantities import ratio as factor_words
-from loadgen.records.run import Experiment, Label, Pairing, Record, shown
-from loadgen.stats.anytime import estimate_anytime
+from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
+from loadgen.records.samples import NS_PER_S
+from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
     Correlation,
     RatioEstimate,
+    Values,
     adjust_holm,
     between_restarts,
     detectable_effect,
     error_of_mean,
+    estimate_anytime,
     estimate_ratio,
     estimate_restarts,
     geometric_mean,
+    lag_one,
     plausible_correlation,
     unbiased,
 )
-from loadgen.stats.tails import Tail, estimate_tail_ratio
+from loadgen.stats.tails import Round, Tail, estimate_tail_ratio
+from loadgen.storage.stored_run import StoredBlock
+
+T = TypeVar("T")
+Latencies = Mapping[int, Values]
+"""Latencies of each block's measured good responses, in ms, by the block's index."""
+
+
+class PooledLatencies:
+    """The latencies for high percentiles: a pool per arm and workload, to which blocks are added as they are stored."""
+
+    def __init__(self, blocks: Sequence[StoredBlock] = ()) -> None:
+        self._pools: dict[tuple[str, Label], Pool] = {}
+        self.add(blocks)
+
+    def add(self, blocks: Sequence[StoredBlock]) -> None:
+        """Read the samples of further blocks."""
+        for block in blocks:
+            pool = self._pools.setdefault((block.record.workload, block.record.label), Pool())
+            pool.add(block.record.index, measured_latencies_ms(block))
+
+    @property
+    def by_block(self) -> Latencies:
+        return {index: values for pool in self._pools.values() for index, values in pool.blocks.items()}
+
+
+def latencies_of(blocks: Sequence[StoredBlock]) -> Latencies:
+    """Read the samples for high percentiles."""
+    return PooledLatencies(blocks).by_block
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The values of two arms in one round, and during which start of the servers."""
+
+    baseline: float
+    arm: float
+    restart: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """The arm's value over the baseline's."""
+        return self.arm / self.baseline
+
+
+@dataclass(frozen=True)
+class PairedMetric:
+    """One comparison's data; without pairs `reason` may say why."""
+
+    workload: Workload
+    metric: Metric
+    pairing: Pairing
+    pairs: tuple[Pair, ...]
+    reason: str | None = None
+    rounds: tuple[Round, ...] = ()
+    """The samples for a high percentile; `pairs` are then for display only."""
+    saturated: bool = False
+    """Whether an arm could not sustain the rate of an open loop, so that the achieved rate leads."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this metric leads its workload."""
+        return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.workload))
+
+    @cached_property
+    def is_one_series(self) -> bool:
+        """Whether successive rounds may resemble each other: not those of cold starts and searches, nor restarts, each
+        of which begins anew."""
+        restarted = len({one.unit for one in self.rounds}) < len(self.rounds)
+        return self.workload.has_blocks and len(self.by_restart()) < 2 and not restarted
+
+    @cached_property
+    def correlation(self) -> float | None:
+        """`lag_one` of the pairs, if they are one series."""
+        return lag_one([pair.ratio for pair in self.pairs]) if self.is_one_series else None
+
+    def by_restart(self) -> list[list[float]]:
+        """Ratios, one list per start of the servers."""
+        groups: dict[int, list[float]] = {}
+        for pair in self.pairs:
+            groups.setdefault(pair.restart, []).append(pair.ratio)
+        return list(groups.values())
+
+
+def side_by_side(values: Mapping[tuple[int, Label], T], pairing: Pairing) -> list[tuple[int, T, T]]:
+    """(number, baseline's value, arm's value) of every number that both arms have, in order."""
+    base, arm = pairing
+    numbers = sorted({number for number, _ in values})
+    return [(n, values[n, base], values[n, arm]) for n in numbers if {(n, base), (n, arm)} <= values.keys()]
+
+
+def pair_metrics(
+    experiment: Experiment,
+    blocks: Sequence[BlockSummary],
+    cold_starts: Sequence[ColdStart],
+    found: Sequence[RateFound | RampFound] = (),
+    latencies: Latencies | None = None,
+) -> list[PairedMetric]:
+    """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
+    the leading one of the other arms among themselves. Without `latencies` high percentiles have no data."""
+
+    def pairs(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
+        if workload.scenario == "cold-start":
+            return _start_pairs(workload, metric, pairing, cold_starts)
+        if workload.has_blocks:
+            return _block_pairs(workload, metric, pairing, blocks, latencies or {})
+        return _search_pairs(workload, metric, pairing, found)
+
+    paired = []
+    for workload in experiment.workloads:
+        paired += [pairs(workload, metric, two) for metric in metrics_of(workload) for two in experiment.pairings]
+        others = (
+            pairs(workload, metric, two) for metric in metrics_of(workload) for two in experiment.pairings_of_others
+        )
+        paired += [one for one in others if one.leads]
+    return paired
+
+
+def _search_pairs(
+    workload: Workload, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]
+) -> PairedMetric:
+    """A pair per round in which both searches or ramps found a value."""
+    values = {
+        (one.round, one.label): (value, one.restart)
+        for one in found
+        if one.workload == workload.name
+        and (value := one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s)
+    }
+    both = side_by_side(values, pairing)
+    return PairedMetric(
+        workload, metric, pairing, tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in both)
+    )
+
+
+def _block_pairs(
+    workload: Workload, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], latencies: Latencies
+) -> PairedMetric:
+    usable = {
+        (block.round, block.label): block for block in blocks if block.workload == workload.name and block.complete
+    }
+    couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
+    arms = zip(pairing, zip(*couples, strict=True), strict=True) if couples else ()
+    loops = ((label, pool_open_loops([b.open_loop for b in own if b.open_loop is not None])) for label, own in arms)
+    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
+    if metric.quantile is not None and saturated:
+        # The latency of a growing backlog depends on the length of the block.
+        return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
+    if metric.quantile is not None:
+        needed = samples_needed(metric.quantile)
+        if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
+            return _tail(workload, metric, pairing, metric.quantile, couples, latencies)
+    pairs = _pairs(couples, metric)
+    if len(pairs) < len(couples):
+        return PairedMetric(workload, metric, pairing, (), "a block has no good response")
+    return PairedMetric(workload, metric, pairing, pairs, saturated=bool(saturated))
+
+
+def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:
+    values = [(_value(base, metric), _value(arm, metric), base.restart) for base, arm in couples]
+    return tuple(Pair(base, arm, restart) for base, arm, restart in values if base is not None and arm is not None)
+
+
+def _tail(
+    workload: Workload,
+    metric: Metric,
+    pairing: Pairing,
+    quantile: float,
+    couples: Sequence[tuple[BlockSummary, BlockSummary]],
+    latencies: Latencies,
+) -> PairedMetric:
+    """Pool the rounds. The independent unit is the start of the servers if there are several, else the round."""
+    several = len({a.restart for a, _ in couples}) > 1
+    none = np.empty(0)
+    rounds = tuple(
+        Round(latencies.get(a.index, none), latencies.get(b.index, none), a.restart if several else a.round)
+        for a, b in couples
+    )
+    needed = samples_needed(quantile)
+    fewest = min(sum(len(one.a) for one in rounds), sum(len(one.b) for one in rounds))
+    if rounds and fewest < needed:
+        reason = f"{metric.title} needs {needed} samples per arm; one arm has {fewest}"
+        return PairedMetric(workload, metric, pairing, (), reason)
+    pairs = _pairs(couples, metric)
+    return PairedMetric(workload, metric, pairing, pairs if len(pairs) == len(couples) else (), rounds=rounds)
+
+
+def _value(block: BlockSummary, metric: Metric) -> float | None:
+    if metric.quantile is None:
+        return block.throughput_per_s
+    value: float | None = getattr(block.latency, f"{metric.name.removeprefix('latency_')}_ms")
+    return value
+
+
+def _start_pairs(workload: Workload, metric: Metric, pairing: Pairing, starts: Sequence[ColdStart]) -> PairedMetric:
+    """Seconds from process start in each repetition in which both arms succeeded."""
+    reached: dict[tuple[int, Label], float] = {}
+    for start in starts:
+        elapsed_ns = start.ready_ns if metric == TIME_TO_READY else start.first_answer_ns
+        if start.error is None and elapsed_ns:
+            reached[start.repetition, start.label] = elapsed_ns / NS_PER_S
+    pairs = tuple(Pair(base, arm, repetition) for repetition, base, arm in side_by_side(reached, pairing))
+    return PairedMetric(workload, metric, pairing, pairs)
+
 
 Outcome = Literal["arm_better", "baseline_better", "no_difference", "inconclusive", "invalid"]
 Method = Literal[
