@@ -68,7 +68,7 @@ class LiveRatios:
         own = msgspec.structs.replace(self._experiment, workloads=(workload,))
         found = [
             self._estimate(paired)
-            for paired in pair_metrics(own, blocks, ())
+            for paired in pair_metrics(own, blocks)
             if paired.metric == metric and paired.pairing in completed
         ]
         self._latest |= {(one.workload, one.arm): one for one in found}

@@ -62,7 +62,7 @@ def make_floor(result: Result) -> NoiseFloor:
         raise NoiseFloorError("the run compares different arms; measure a noise floor with the same arm twice")
     if not result.valid or result.environment is None:
         raise NoiseFloorError(f"the run is not valid ({result.verdict.sentence}); fix that and run: {COMMAND}")
-    entries = floor_entries(pair_metrics(experiment, result.blocks, result.of(ColdStartsFound).starts))
+    entries = floor_entries(pair_metrics(experiment, result.blocks, result.of(ColdStartsFound).figures()))
     entries += tail_floors(result.comparisons)
     if not entries:
         raise NoiseFloorError(f"the run measured no pairs of blocks; raise --rounds and run: {COMMAND}")

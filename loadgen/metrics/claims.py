@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
-from loadgen.metrics.summaries import WorkloadSummary
+from loadgen.metrics.summaries import WorkloadSummary, interval_of
 from loadgen.quantities import is_determined, join, measured, ratio, ratio_interval, shown_ratio
 from loadgen.records.run import Label, Pairing, Record, Workload, shown
 
@@ -167,10 +167,8 @@ def figure(comparison: Comparison, workloads: Sequence[WorkloadSummary], label: 
     value = comparison.arm_value if label == comparison.arm else comparison.baseline_value
     interval = None
     for summary in workloads:
-        if summary.workload == comparison.scenario and summary.label == label:
-            interval = {"throughput": summary.throughput_ci95, "latency_p50": summary.p50_ci95_ms}.get(
-                comparison.metric
-            )
+        if (summary.workload, summary.label) == (comparison.scenario, label):
+            interval = interval_of(summary, METRICS[comparison.metric])
     return measured(value, interval)
 
 

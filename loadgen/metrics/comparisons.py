@@ -26,20 +26,18 @@ import numpy as np
 
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
-    TIME_TO_READY,
     Metric,
+    PerRequest,
     leading_metric,
+    measured_answers,
     metrics_of,
     pool_open_loops,
-    unit_of,
 )
-from loadgen.metrics.summaries import BlockSummary, measured_latencies_ms
-from loadgen.probes.cold_start.records import ColdStart
-from loadgen.probes.rate_search.records import RampFound, RateFound
+from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.quantities import Interval, inverse
 from loadgen.quantities import ratio as factor_words
-from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
-from loadgen.records.samples import NS_PER_S
+from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
+from loadgen.records.samples import SAMPLE_DTYPE
 from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
@@ -62,31 +60,38 @@ from loadgen.stats.tails import Round, Tail, estimate_tail_ratio
 from loadgen.storage.stored_run import StoredBlock
 
 T = TypeVar("T")
-Latencies = Mapping[int, Values]
-"""Latencies of each block's measured good responses, in ms, by the block's index."""
+RequestValues = Mapping[tuple[PerRequest, int], Values]
+"""The values of each block's good responses that count, by the function and the block's index."""
 
 
-class PooledLatencies:
-    """The latencies for high percentiles: a pool per arm and workload, to which blocks are added as they are stored."""
+class PooledRequests:
+    """The samples for percentiles of all blocks: a pool per function, arm and workload, to which blocks are added as
+    they are stored."""
 
     def __init__(self, blocks: Sequence[StoredBlock] = ()) -> None:
-        self._pools: dict[tuple[str, Label], Pool] = {}
+        self._pools: dict[tuple[PerRequest, str, Label], Pool] = {}
         self.add(blocks)
 
     def add(self, blocks: Sequence[StoredBlock]) -> None:
         """Read the samples of further blocks."""
         for block in blocks:
-            pool = self._pools.setdefault((block.record.workload, block.record.label), Pool())
-            pool.add(block.record.index, measured_latencies_ms(block))
+            record, samples = block.record, block.samples
+            answers = np.empty(0, SAMPLE_DTYPE)
+            if samples is not None:
+                answers = measured_answers(samples, is_open=block.workload.is_open)
+            functions = (metric.of_requests for metric in metrics_of(block.workload) if metric.quantile is not None)
+            for function in dict.fromkeys(functions):
+                if function is not None:
+                    pool = self._pools.setdefault((function, record.workload, record.label), Pool())
+                    pool.add(record.index, function(answers))
 
     @property
-    def by_block(self) -> Latencies:
-        return {index: values for pool in self._pools.values() for index, values in pool.blocks.items()}
-
-
-def latencies_of(blocks: Sequence[StoredBlock]) -> Latencies:
-    """Read the samples for high percentiles."""
-    return PooledLatencies(blocks).by_block
+    def by_block(self) -> RequestValues:
+        return {
+            (function, index): values
+            for (function, _, _), pool in self._pools.items()
+            for index, values in pool.blocks.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,48 +157,41 @@ def side_by_side(values: Mapping[tuple[int, Label], T], pairing: Pairing) -> lis
 def pair_metrics(
     experiment: Experiment,
     blocks: Sequence[BlockSummary],
-    cold_starts: Sequence[ColdStart],
-    found: Sequence[RateFound | RampFound] = (),
-    latencies: Latencies | None = None,
+    figures: Sequence[Figure] = (),
+    requests: RequestValues | None = None,
 ) -> list[PairedMetric]:
     """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
-    the leading one of the other arms among themselves. Without `latencies` high percentiles have no data."""
+    the leading one of the other arms among themselves. `figures` are those that probes measured. Without `requests`
+    high percentiles have no data."""
 
-    def pairs(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
-        if workload.scenario == "cold-start":
-            return _start_pairs(workload, metric, pairing, cold_starts)
-        if workload.has_blocks:
-            return _block_pairs(workload, metric, pairing, blocks, latencies or {})
-        return _search_pairs(workload, metric, pairing, found)
+    def pair(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
+        if metric.has_function:
+            return _block_pairs(workload, metric, pairing, blocks, requests or {})
+        return _figure_pairs(workload, metric, pairing, figures)
 
     paired = []
     for workload in experiment.workloads:
-        paired += [pairs(workload, metric, two) for metric in metrics_of(workload) for two in experiment.pairings]
-        others = (
-            pairs(workload, metric, two) for metric in metrics_of(workload) for two in experiment.pairings_of_others
-        )
-        paired += [one for one in others if one.leads]
+        metrics = metrics_of(workload)
+        paired += [pair(workload, metric, pairing) for metric in metrics for pairing in experiment.pairings]
+        others = (pair(workload, metric, pairing) for metric in metrics for pairing in experiment.pairings_of_others)
+        paired += [other for other in others if other.leads]
     return paired
 
 
-def _search_pairs(
-    workload: Workload, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]
-) -> PairedMetric:
-    """A pair per round in which both searches or ramps found a value."""
+def _figure_pairs(workload: Workload, metric: Metric, pairing: Pairing, figures: Sequence[Figure]) -> PairedMetric:
+    """A pair per round in which a probe measured both arms."""
     values = {
-        (one.round, one.label): (value, one.restart)
-        for one in found
-        if one.workload == workload.name
-        and (value := one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s)
+        (figure.round, figure.label): (figure.value, figure.restart)
+        for figure in figures
+        if figure.value and (figure.metric, figure.workload) == (metric.name, workload.name)
     }
-    both = side_by_side(values, pairing)
-    return PairedMetric(
-        workload, metric, pairing, tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in both)
-    )
+    rounds = side_by_side(values, pairing)
+    pairs = tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in rounds)
+    return PairedMetric(workload, metric, pairing, pairs)
 
 
 def _block_pairs(
-    workload: Workload, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], latencies: Latencies
+    workload: Workload, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], requests: RequestValues
 ) -> PairedMetric:
     usable = {
         (block.round, block.label): block for block in blocks if block.workload == workload.name and block.complete
@@ -202,13 +200,13 @@ def _block_pairs(
     arms = zip(pairing, zip(*couples, strict=True), strict=True) if couples else ()
     loops = ((label, pool_open_loops([b.open_loop for b in own if b.open_loop is not None])) for label, own in arms)
     saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
-    if metric.quantile is not None and saturated:
-        # The latency of a growing backlog depends on the length of the block.
+    if metric.of_requests is not None and saturated:
+        # What a request takes behind a growing backlog depends on the length of the block.
         return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
         if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
-            return _tail(workload, metric, pairing, metric.quantile, couples, latencies)
+            return _tail(workload, metric, pairing, couples, requests)
     pairs = _pairs(couples, metric)
     if len(pairs) < len(couples):
         return PairedMetric(workload, metric, pairing, (), "a block has no good response")
@@ -216,7 +214,7 @@ def _block_pairs(
 
 
 def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:
-    values = [(_value(base, metric), _value(arm, metric), base.restart) for base, arm in couples]
+    values = [(figure_of(base, metric), figure_of(arm, metric), base.restart) for base, arm in couples]
     return tuple(Pair(base, arm, restart) for base, arm, restart in values if base is not None and arm is not None)
 
 
@@ -224,42 +222,24 @@ def _tail(
     workload: Workload,
     metric: Metric,
     pairing: Pairing,
-    quantile: float,
     couples: Sequence[tuple[BlockSummary, BlockSummary]],
-    latencies: Latencies,
+    requests: RequestValues,
 ) -> PairedMetric:
     """Pool the rounds. The independent unit is the start of the servers if there are several, else the round."""
     several = len({a.restart for a, _ in couples}) > 1
     none = np.empty(0)
-    rounds = tuple(
-        Round(latencies.get(a.index, none), latencies.get(b.index, none), a.restart if several else a.round)
-        for a, b in couples
-    )
-    needed = samples_needed(quantile)
+
+    def values(block: BlockSummary) -> Values:
+        return none if metric.of_requests is None else requests.get((metric.of_requests, block.index), none)
+
+    rounds = tuple(Round(values(a), values(b), a.restart if several else a.round) for a, b in couples)
+    needed = samples_needed(metric.quantile or 0.5)
     fewest = min(sum(len(one.a) for one in rounds), sum(len(one.b) for one in rounds))
     if rounds and fewest < needed:
         reason = f"{metric.title} needs {needed} samples per arm; one arm has {fewest}"
         return PairedMetric(workload, metric, pairing, (), reason)
     pairs = _pairs(couples, metric)
     return PairedMetric(workload, metric, pairing, pairs if len(pairs) == len(couples) else (), rounds=rounds)
-
-
-def _value(block: BlockSummary, metric: Metric) -> float | None:
-    if metric.quantile is None:
-        return block.throughput_per_s
-    value: float | None = getattr(block.latency, f"{metric.name.removeprefix('latency_')}_ms")
-    return value
-
-
-def _start_pairs(workload: Workload, metric: Metric, pairing: Pairing, starts: Sequence[ColdStart]) -> PairedMetric:
-    """Seconds from process start in each repetition in which both arms succeeded."""
-    reached: dict[tuple[int, Label], float] = {}
-    for start in starts:
-        elapsed_ns = start.ready_ns if metric == TIME_TO_READY else start.first_answer_ns
-        if start.error is None and elapsed_ns:
-            reached[start.repetition, start.label] = elapsed_ns / NS_PER_S
-    pairs = tuple(Pair(base, arm, repetition) for repetition, base, arm in side_by_side(reached, pairing))
-    return PairedMetric(workload, metric, pairing, pairs)
 
 
 Outcome = Literal["arm_better", "baseline_better", "no_difference", "inconclusive", "invalid"]
@@ -378,14 +358,13 @@ def better_arm(
 def compare_all(
     experiment: Experiment,
     blocks: Sequence[BlockSummary],
-    cold_starts: Sequence[ColdStart],
-    found: Sequence[RateFound | RampFound] = (),
-    latencies: Latencies | None = None,
+    figures: Sequence[Figure] = (),
+    requests: RequestValues | None = None,
     item: str = "item",
 ) -> tuple[Comparison, ...]:
-    """Every comparison of the experiment, before `invalidate`. `found` holds the values of searches and ramps,
-    `latencies` the samples for high percentiles; `item` is what an input is called."""
-    paired = pair_metrics(experiment, blocks, cold_starts, found, latencies)
+    """Every comparison of the experiment, before `invalidate`. `figures` are those that probes measured,
+    `requests` the samples for high percentiles; `item` is what an input is called."""
+    paired = pair_metrics(experiment, blocks, figures, requests)
     shared = shared_correlation(paired)
     estimates = [estimate_pairs(one, experiment, shared.plausible) for one in paired]
     adjusted = _adjust(paired, [estimate for _, estimate, _ in estimates], experiment)
@@ -401,7 +380,7 @@ def compare_all(
             Comparison(
                 scenario=one.workload.name,
                 metric=metric.name,
-                unit=unit_of(metric, item),
+                unit=metric.unit_for(item),
                 higher_is_better=metric.higher_is_better,
                 baseline=one.pairing.baseline,
                 arm=one.pairing.arm,

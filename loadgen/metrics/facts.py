@@ -10,7 +10,7 @@ from typing import TypeVar
 from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown
 from loadgen.metrics.comparisons import Comparison
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary
-from loadgen.records.run import Found, Workload, item_of
+from loadgen.records.run import Figure, Found, Workload, item_of
 from loadgen.storage.stored_run import StoredBlock, StoredRun
 
 F = TypeVar("F", bound=Found)
@@ -63,6 +63,11 @@ class Facts:
 
     def of(self, kind: type[F]) -> F:
         return kind.among(self.findings)
+
+    @cached_property
+    def figures(self) -> list[Figure]:
+        """The figures of metrics that probes measured without blocks."""
+        return [figure for finding in self.findings.values() for figure in finding.figures()]
 
     @cached_property
     def planned(self) -> list[WorkloadFacts]:

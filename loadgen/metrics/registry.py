@@ -24,18 +24,18 @@ generator's, and a run with much of it is client-limited. `split_lag_ms` separat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heapreplace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from loadgen.experiment.arrivals import arrival_count
 from loadgen.quantities import number, per_second
-from loadgen.records.run import Record, Workload
+from loadgen.records.run import Record, Scenario, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
-from loadgen.stats.percentiles import percentile, samples_needed
+from loadgen.stats.percentiles import Values, percentile, samples_needed
 
 FIRST_SHARE = 0.2
 """Share of a block's counted requests that are its first ones, which are compared with the rest."""
@@ -96,6 +96,20 @@ def slow_start(samples: Samples) -> float | None:
     return float(first * (np.mean(latency[:first]) - np.mean(latency[first:])) / np.sum(latency))
 
 
+def _answers_per_s(answered: Samples) -> float | None:
+    """Rate of the good responses of an open loop; None with fewer than two."""
+    ends_ns = answered["end_ns"]
+    if len(ends_ns) < 2 or int(ends_ns.max()) == int(ends_ns.min()):
+        return None
+    return (len(ends_ns) - 1) * NS_PER_S / (int(ends_ns.max()) - int(ends_ns.min()))
+
+
+def achieved_items_per_s(samples: Samples, workload: Workload) -> float | None:
+    """Items per second in an open loop, from a whole block; None with fewer than two good responses."""
+    rate = _answers_per_s(good(samples))
+    return None if rate is None else rate * workload.batch_size
+
+
 LEAST_BACKLOG_SHARE = 0.05
 """Share of the offered requests: a smaller backlog at the end is a queue, not a rate that is too high."""
 _LEAST_BEFORE = (0.25, 0.5)
@@ -138,9 +152,7 @@ def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connec
     answered = good(samples)
     ends_ns = answered["end_ns"]
     last_due_ns = start_ns + due_span_ns
-    achieved = None
-    if len(answered) > 1 and int(ends_ns.max()) > int(ends_ns.min()):
-        achieved = (len(answered) - 1) * NS_PER_S / (int(ends_ns.max()) - int(ends_ns.min()))
+    achieved = _answers_per_s(answered)
     own_ms, waits_ms = split_lag_ms(samples, connections)
     in_window = int((ends_ns <= last_due_ns).sum())
     unsent = max(offered - len(samples), 0)
@@ -251,60 +263,175 @@ def _worst(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-class Metric(NamedTuple):
-    """One measured quantity, and which direction is better."""
+PER_SECOND = per_second("item")
+PerRequest = Callable[[Samples], Values]
+"""From the good responses that count to a value of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One measured quantity. A registered one is compared, bounded by thresholds, reported and exported.
+
+    Its figure comes from a function of a block's samples: `of_block`, or with a value per request `of_requests`, whose
+    quantile or mean it then is. Without either a probe hands the figures in (`loadgen.records.run.Figure`).
+    """
 
     name: str
+    """Its key in result.json."""
     title: str
     unit: str
+    """`PER_SECOND` stands for the name of the inputs: images/s."""
     higher_is_better: bool
+    measured_in: Callable[[Workload], bool]
+    """Whether a workload measures it."""
+    compared_in: Callable[[Workload], bool] | None = None
+    """Whether a workload compares the arms by it; None if none does."""
+    of_block: Callable[[Samples, Workload], float | None] | None = None
+    of_requests: PerRequest | None = None
     quantile: float | None = None
-    """Quantile of the latency, if the metric is a latency."""
+    """Quantile of the values of the requests; None: their mean."""
+    field: str = ""
+    """The field of block and workload summaries that holds the figure; empty: it is in their `figures`."""
+    interval_field: str = ""
+    """The field of a workload's summary that holds the interval of the figure."""
+    is_count: bool = False
+    """Whether it is a sum, which has no interval."""
+
+    @property
+    def short_name(self) -> str:
+        """Its name in a threshold: p99 for latency_p99."""
+        return self.name.removeprefix("latency_")
 
     @property
     def is_tail(self) -> bool:
         """Whether it is a percentile that needs the samples of all blocks together."""
         return self.quantile is not None and self.quantile > 0.5
 
+    @property
+    def has_function(self) -> bool:
+        """Whether its figure is computed from samples."""
+        return self.of_block is not None or self.of_requests is not None
 
-PER_SECOND = per_second("item")
-THROUGHPUT = Metric("throughput", "throughput", PER_SECOND, higher_is_better=True)
-ACHIEVED_RATE = Metric("achieved_rate", "achieved rate", PER_SECOND, higher_is_better=True)
-"""The achieved rate of an open loop: below the requested rate if an arm cannot sustain it."""
-LATENCIES = tuple(
-    Metric(f"latency_p{percent}", f"p{percent} latency", "ms", higher_is_better=False, quantile=percent / 100)
-    for percent in (50, 90, 99)
+    def unit_for(self, item: str) -> str:
+        """The unit for inputs that are called `item`."""
+        return per_second(item) if self.unit == PER_SECOND else self.unit
+
+    def statistic(self, values: Values) -> float | None:
+        """The quantile or the mean of the values of requests; None with too few."""
+        if self.quantile is not None:
+            return percentile(values, self.quantile)
+        return float(np.mean(values)) if len(values) else None
+
+    def measure(self, samples: Samples, workload: Workload) -> float | None:
+        """The figure of a block from its samples."""
+        if self.of_requests is not None:
+            return self.statistic(self.of_requests(measured_answers(samples, is_open=workload.is_open)))
+        return None if self.of_block is None else self.of_block(samples, workload)
+
+
+METRICS: dict[str, Metric] = {}
+"""Every metric by its name, in the order in which they are shown."""
+
+
+def register(metric: Metric) -> Metric:
+    """Add a metric to those of every run."""
+    if metric.name in METRICS:
+        raise ValueError(f"there are two metrics {metric.name}")
+    METRICS[metric.name] = metric
+    return metric
+
+
+def has_blocks(workload: Workload) -> bool:
+    return workload.has_blocks
+
+
+def is_closed_loop(workload: Workload) -> bool:
+    return workload.has_blocks and not workload.is_open
+
+
+def is_open_loop(workload: Workload) -> bool:
+    return workload.has_blocks and workload.is_open
+
+
+def _in_scenario(name: Scenario) -> Callable[[Workload], bool]:
+    return lambda workload: workload.scenario == name
+
+
+def _latency(name: str, quantile: float | None, *, compared: bool) -> Metric:
+    return register(
+        Metric(
+            f"latency_{name}",
+            f"{name.replace('_', '.')} latency",
+            "ms",
+            higher_is_better=False,
+            measured_in=has_blocks,
+            compared_in=has_blocks if compared else None,
+            of_requests=latencies_ms,
+            quantile=quantile,
+            field=f"latency.{name}_ms",
+            interval_field="p50_ci95_ms" if name == "p50" else "",
+        )
+    )
+
+
+def _of_probe(name: str, title: str, unit: str, scenario: Scenario, *, higher_is_better: bool) -> Metric:
+    """A metric whose figures a probe measures without blocks."""
+    measured_in = _in_scenario(scenario)
+    return register(Metric(name, title, unit, higher_is_better, measured_in, measured_in))
+
+
+THROUGHPUT = register(
+    Metric(
+        "throughput",
+        "throughput",
+        PER_SECOND,
+        higher_is_better=True,
+        measured_in=has_blocks,
+        compared_in=is_closed_loop,
+        of_block=lambda samples, _: throughput_per_s(samples),
+        field="throughput_per_s",
+        interval_field="throughput_ci95",
+    )
 )
-TIME_TO_READY = Metric("time_to_ready", "time to ready", "s", higher_is_better=False)
-TIME_TO_FIRST_ANSWER = Metric("time_to_first_answer", "time to first answer", "s", higher_is_better=False)
-SLO_RATE = Metric("slo_rate", "rate within the bound", "requests/s", higher_is_better=True)
+ACHIEVED_RATE = register(
+    Metric(
+        "achieved_rate",
+        "achieved rate",
+        PER_SECOND,
+        higher_is_better=True,
+        measured_in=is_open_loop,
+        compared_in=is_open_loop,
+        of_block=achieved_items_per_s,
+        field="throughput_per_s",
+    )
+)
+"""The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
+LATENCIES = tuple(_latency(f"p{percent}", percent / 100, compared=True) for percent in (50, 90, 99))
+TIME_TO_READY = _of_probe("time_to_ready", "time to ready", "s", "cold-start", higher_is_better=False)
+TIME_TO_FIRST_ANSWER = _of_probe(
+    "time_to_first_answer", "time to first answer", "s", "cold-start", higher_is_better=False
+)
+SLO_RATE = _of_probe("slo_rate", "rate within the bound", "requests/s", "slo", higher_is_better=True)
 """The highest Poisson rate whose p99 holds the bound of the workload."""
-SATURATION = Metric("saturation", "throughput at saturation", PER_SECOND, higher_is_better=True)
+SATURATION = _of_probe("saturation", "throughput at saturation", PER_SECOND, "ramp", higher_is_better=True)
 """The highest throughput of a ramp."""
-METRICS = {
-    m.name: m
-    for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER, SLO_RATE, SATURATION)
-}
-
-
-def unit_of(metric: Metric, item: str) -> str:
-    """The unit of a metric for inputs that are called `item`."""
-    return per_second(item) if metric.unit == PER_SECOND else metric.unit
+_latency("mean", None, compared=False)
+_latency("p95", 0.95, compared=False)
+_latency("p99_9", 0.999, compared=False)
+register(Metric("errors", "failed requests", "", False, has_blocks, field="errors", is_count=True))
 
 
 def metrics_of(workload: Workload) -> tuple[Metric, ...]:
-    """The metrics that a workload compares, in the order of the report. An open loop requests the same throughput from
-    every arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
-    if workload.scenario == "cold-start":
-        return (TIME_TO_READY, TIME_TO_FIRST_ANSWER)
-    if workload.scenario in ("slo", "ramp"):
-        return (SLO_RATE if workload.scenario == "slo" else SATURATION,)
-    return (ACHIEVED_RATE, *LATENCIES) if workload.is_open else (THROUGHPUT, *LATENCIES)
+    """The metrics by which a workload compares the arms, in the order of the report. An open loop requests the same
+    throughput from every arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
+    return tuple(
+        metric for metric in METRICS.values() if metric.compared_in is not None and metric.compared_in(workload)
+    )
 
 
 def leading_metric(workload: Workload) -> Metric:
     """The metric that gives a workload's verdict and decides when to stop. In an open loop it is the highest percentile
-    that the planned pairs have enough requests for."""
+    of the latency that the planned pairs have enough requests for."""
     if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
     if not workload.is_open or workload.rate_per_s is None:

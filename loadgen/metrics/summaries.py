@@ -8,22 +8,29 @@ good responses; failed requests are counted separately and invalidate.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.registry import (
+    ACHIEVED_RATE,
+    METRICS,
+    THROUGHPUT,
+    Metric,
     OpenLoopSummary,
+    PerRequest,
     full_load_share,
     measured_answers,
     pool_open_loops,
     slow_start,
     summarise_open_loop,
-    throughput_per_s,
 )
-from loadgen.records.run import BlockRecord, Label, Record
+from loadgen.quantities import Interval
+from loadgen.records.run import BlockRecord, Label, Record, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
 from loadgen.stats.percentiles import Pool, distribution, percentile
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
@@ -86,6 +93,8 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     """Time from the start of a connection to its first response, before the block; the median over the users."""
     reconnects: int | None = None
     """Requests that had to reconnect because the server had closed the connection; latency includes this."""
+    figures: dict[str, float | None] | UnsetType = UNSET
+    """Figures of metrics that have no field here."""
 
 
 class WorkloadSummary(Record, frozen=True, kw_only=True):
@@ -121,6 +130,9 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     """Share of the requests that had to reconnect because the server had closed the connection."""
     server_cpu_ms: float | None = None
     """CPU time of the server per request, in ms: over all blocks whose CPU time is known."""
+    figures: dict[str, float | None] | UnsetType = UNSET
+    """Figures of metrics that have no field here: of the requests of all blocks, or the geometric mean of the
+    blocks."""
 
 
 def summarise_latency(pool: Pool) -> LatencySummary:
@@ -149,6 +161,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
     window_ns = end_ns - begin_ns
     lags_ms, answered = np.empty(0), np.empty(0, dtype=SAMPLE_DTYPE)
     latency = Pool()
+    more: dict[str, float | None] = {}
     share = warm = throughput = open_loop = None
     if samples is not None and len(samples):
         begin_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
@@ -157,11 +170,11 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         if record.offered is not None and record.due_span_ns is not None:
             # Requests of an open loop queue behind each other: a busy start does not mean that warm-up is missing.
             open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.workload.concurrency)
-            throughput = (
-                None if open_loop.achieved_per_s is None else open_loop.achieved_per_s * block.workload.batch_size
-            )
+            throughput = ACHIEVED_RATE.measure(samples, block.workload)
         else:
-            share, throughput, warm = full_load_share(samples), throughput_per_s(samples), slow_start(samples)
+            share, warm = full_load_share(samples), slow_start(samples)
+            throughput = THROUGHPUT.measure(samples, block.workload)
+        more = {metric.name: metric.measure(samples, block.workload) for metric in _without_field(block.workload)}
     return BlockSummary(
         index=record.index,
         workload=record.workload,
@@ -191,19 +204,41 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         first_answer_ms=None if record.first_answer_ns is None else record.first_answer_ns / NS_PER_MS,
         generator_processes=max(len(record.workers), 1),
         reconnects=record.reconnects,
+        figures=more or UNSET,
     )
+
+
+def _without_field(workload: Workload) -> list[Metric]:
+    """The metrics from samples that have no field in the summaries."""
+    return [
+        metric
+        for metric in METRICS.values()
+        if metric.has_function and not metric.field and metric.measured_in(workload)
+    ]
+
+
+def figure_of(summary: BlockSummary | WorkloadSummary, metric: Metric) -> float | None:
+    """A metric's figure of a block, or of an arm in a workload."""
+    if metric.field:
+        value: float | None = attrgetter(metric.field)(summary)
+        return value
+    return None if summary.figures is UNSET else summary.figures.get(metric.name)
+
+
+def without_field_in(summaries: Sequence[BlockSummary | WorkloadSummary]) -> list[Metric]:
+    """The metrics that only the `figures` of these summaries hold."""
+    names = {name for summary in summaries if summary.figures is not UNSET for name in summary.figures}
+    return [metric for metric in METRICS.values() if metric.name in names]
+
+
+def interval_of(summary: WorkloadSummary, metric: Metric) -> Interval | None:
+    """The 95 % interval of that figure, if the summary holds one."""
+    interval: Interval | None = getattr(summary, metric.interval_field) if metric.interval_field else None
+    return interval
 
 
 def _median(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.generic]]) -> float | None:
     return float(np.median(np.asarray(values, dtype=np.float64))) if len(values) else None
-
-
-def measured_latencies_ms(block: StoredBlock) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Latencies of the good responses of a block that count; empty if its samples are missing."""
-    samples = block.samples
-    if samples is None:
-        return np.empty(0)
-    return latencies_ms(measured_answers(samples, is_open=block.workload.is_open))
 
 
 def _generator_cpu_share(record: BlockRecord) -> float | None:
@@ -227,7 +262,9 @@ def summarise_workload(
     pairs = zip(blocks, summaries, strict=True)
     chosen = [(b, s) for b, s in pairs if s.workload == workload and s.label == label and s.complete]
     stored, own = [block for block, _ in chosen], [summary for _, summary in chosen]
-    pools = _pool(stored)
+    metrics = _without_field(stored[0].workload) if stored else []
+    pools = _pool(stored, (metric.of_requests for metric in metrics if metric.of_requests is not None))
+    figures = {metric.name: _figure_of_all(metric, pools, own) for metric in metrics}
     speeds = [summary.throughput_per_s for summary in own if summary.throughput_per_s]
     medians = [summary.latency.p50_ms for summary in own if summary.latency.p50_ms]
     reported = [block.record.stages for block in stored if block.record.stages and not contradictions_in(block)]
@@ -269,7 +306,16 @@ def summarise_workload(
         open_loop=pool_open_loops([summary.open_loop for summary in own if summary.open_loop is not None]),
         server_cpu_ms=sum(ns for ns, _ in cpu_ns) / sum(sent for _, sent in cpu_ns) / NS_PER_MS if cpu_ns else None,
         reconnect_share=sum(times for times, _ in kept) / max(sum(sent for _, sent in kept), 1) if kept else None,
+        figures=figures or UNSET,
     )
+
+
+def _figure_of_all(metric: Metric, pools: _Pools, blocks: Sequence[BlockSummary]) -> float | None:
+    """A figure of all blocks of an arm and workload."""
+    if metric.of_requests is not None:
+        return metric.statistic(pools.more[metric.of_requests].values)
+    values = [value for block in blocks if (value := figure_of(block, metric))]
+    return geometric_mean(values) if values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,14 +324,17 @@ class _Pools:
 
     latencies_ms: Pool
     response_bytes: Pool
+    more: dict[PerRequest, Pool]
+    """Values of metrics that have no field in the summaries."""
     request_bytes: float | None
     """Median over all requests. If bodies differ in size (JPEG files) it would depend on how often each was sent, so
     then it is the median without the payload plus the mean payload."""
 
 
-def _pool(blocks: Sequence[StoredBlock]) -> _Pools:
+def _pool(blocks: Sequence[StoredBlock], functions: Iterable[PerRequest]) -> _Pools:
     """Read each block once."""
     latency, responses, requests, varies = Pool(), Pool(), Pool(), False
+    more = {function: Pool() for function in functions}
     payloads = [size for block in blocks for size in block.record.body_payload_bytes]
     for block in blocks:
         samples, record = block.samples, block.record
@@ -299,5 +348,8 @@ def _pool(blocks: Sequence[StoredBlock]) -> _Pools:
         measured = measured_answers(samples, is_open=block.workload.is_open)
         latency.add(record.index, latencies_ms(measured))
         responses.add(record.index, measured["response_bytes"])
+        for function, pool in more.items():
+            pool.add(record.index, function(measured))
     middle = _median(requests.values)
-    return _Pools(latency, responses, middle + float(np.mean(payloads)) if middle is not None and varies else middle)
+    request_bytes = middle + float(np.mean(payloads)) if middle is not None and varies else middle
+    return _Pools(latency, responses, more, request_bytes)

@@ -18,7 +18,7 @@ Times in ns are of the generator's monotonic clock, so only differences mean any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -62,6 +62,18 @@ class Pairing(NamedTuple):
     arm: Label
 
 
+class Figure(NamedTuple):
+    """A metric's value of one arm in one round that a probe measured without blocks."""
+
+    metric: str
+    workload: str
+    label: Label
+    round: int
+    restart: int
+    value: float | None
+    """In the metric's unit; None where the measurement failed."""
+
+
 class Found(Record, frozen=True, kw_only=True):
     """A study's findings. Every field has a default: nothing was requested or found."""
 
@@ -73,6 +85,10 @@ class Found(Record, frozen=True, kw_only=True):
         """The findings of this kind, or empty ones."""
         found = findings.get(cls.STUDY)
         return found if isinstance(found, cls) else cls()
+
+    def figures(self) -> Sequence[Figure]:
+        """The figures of metrics that it measured itself, to be compared like those of blocks."""
+        return ()
 
 
 def setting_key(option: str) -> str:

@@ -18,11 +18,10 @@ import msgspec
 
 from loadgen.documents import DocumentError, one_line, read_record, read_stored, stored_path
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
-from loadgen.metrics.comparisons import Comparison, compare_all, invalidate, latencies_of, leading_comparisons
+from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate, leading_comparisons
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, summarise_blocks, summarise_workload
 from loadgen.probes.causes.analyse import CausesFound, with_verdicts
-from loadgen.probes.rate_search.records import RampFound, RateFound, RatesFound
 from loadgen.probes.registry import parts
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.parity import ParityRecord
@@ -127,9 +126,8 @@ def analyse_run(run: StoredRun) -> Result:
     every: list[Found] = [find(facts) for find in parts("analyse", "analyse")]
     findings = {found.STUDY: found for found in every}
     facts = replace(facts, findings=findings)
-    searches = facts.of(RatesFound)
-    values: list[RateFound | RampFound] = [*searches.rates, *searches.ramps]
-    drafts = compare_all(run.experiment, blocks, run.cold_starts, values, latencies_of(run.blocks), facts.item)
+    requests = PooledRequests(run.blocks).by_block
+    drafts = compare_all(run.experiment, blocks, facts.figures, requests, facts.item)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         floors = floors_by_arm(run.experiment, run.arms, run.noise_floors)

@@ -33,7 +33,7 @@ from loadgen.metrics.claims import (
 )
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons
 from loadgen.metrics.facts import Facts, WorkloadFacts
-from loadgen.metrics.registry import METRICS
+from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.probes.causes.analyse import CauseEffect, CausesFound
 from loadgen.probes.load.analyse import FORMED_FACTOR
@@ -152,7 +152,7 @@ def _two_arms(
     explain: Explain,
 ) -> str:
     """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
-    loads = [c for c in usable if c.metric == "throughput"] or usable
+    loads = [c for c in usable if c.metric == THROUGHPUT.name] or usable
     decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
     besides = decided_besides(comparisons, workloads)
     if not decided:
@@ -179,7 +179,7 @@ def _many_arms(
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
-    loads = [one for one in rankings if one.metric == "throughput"] or rankings
+    loads = [one for one in rankings if one.metric == THROUGHPUT.name] or rankings
     main = max(loads, key=lambda one: weight(workloads[one.scenario]))
     apart = [claim(one) + explain(one) for one in neighbours(comparisons, main) if one.winner]
     first = f"by {METRICS[main.metric].title} {place(workloads[main.scenario])}: {main.words(names)}."
@@ -307,7 +307,7 @@ def beside(facts: Facts, comparison: Comparison) -> str:
     parts: list[LeadFactor] = []
     differences = _settings(facts, comparison)
     load = next((one for one in facts.planned if one.workload.name == comparison.scenario), None)
-    if comparison.metric == "throughput" and load is not None and not load.workload.is_open:
+    if comparison.metric == THROUGHPUT.name and load is not None and not load.workload.is_open:
         delay, stalls = _queue_delay(facts, load, winner, loser), _stalls(load, winner, loser)
         parts = [part for part in (delay, stalls) if part is not None and _explains(part.factor, found.factor)]
         differences += [] if delay else _delays(facts, load, winner, loser, found.factor)

@@ -219,7 +219,7 @@ def coverage_when_stopped(trials: int, effect: float, noise: Noise, pairs: int) 
     plan, rng, covered = experiment(1, pairs, 0.05, until_decided=True), np.random.default_rng(10), 0
     for _ in range(trials):
         blocks = simulate_blocks(plan, rng, noise, effect)
-        logs = [math.log(ratio) for ratio in compare_all(plan, blocks, [])[0].ratios]
+        logs = [math.log(ratio) for ratio in compare_all(plan, blocks)[0].ratios]
         stop = _stop([logs])
         low, high = (stop[1].ci95 if stop else None) or (0.0, math.inf)
         covered += low <= effect <= high

@@ -169,10 +169,10 @@ def play(ending: Ending, machine: Machine, rng: np.random.Generator, *, tails: b
     load = Load(plan, machine, rng, limit_s=float(ending.rounds * ending.arms * ending.workloads))
     unread = SimpleNamespace(add=lambda _: None, by_block=None)
     with patch.multiple(
-        measure, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledLatencies=lambda _: unread
+        measure, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledRequests=lambda _: unread
     ):
         measure.measure(load)  # type: ignore[arg-type]
-    return compare_all(plan, load.blocks, [], latencies=latencies(load.blocks, rng) if tails else None)
+    return compare_all(plan, load.blocks, requests=latencies(load.blocks, rng) if tails else None)
 
 
 def winners(ending: Ending, machine: Machine, trials: int, *, tails: bool = False) -> int:

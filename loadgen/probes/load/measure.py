@@ -18,7 +18,8 @@ from time import monotonic
 from loadgen.bench.bench import Bench
 from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_workloads, schedule
 from loadgen.metrics.claims import claim
-from loadgen.metrics.comparisons import PooledLatencies, compare_all
+from loadgen.metrics.comparisons import PooledRequests, compare_all
+from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.quantities import counted
 from loadgen.records.run import Workload
@@ -63,7 +64,7 @@ class Rounds:
         self._workloads = {workload.name: workload for workload in load_workloads(bench.experiment.workloads)}
         self._blocks = blocks
         self._summaries = list(summarise_blocks(blocks))
-        self._latencies = PooledLatencies(blocks if bench.experiment.until_decided else ())
+        self._requests = PooledRequests(blocks if bench.experiment.until_decided else ())
         self._open = dict(self._workloads)
         self._beside = 0.0
         """Seconds of a round outside its blocks, mostly idle gaps."""
@@ -107,7 +108,7 @@ class Rounds:
             self._summaries += summarise_blocks(done)
             self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.workload) for one in own))
             if experiment.until_decided:
-                self._latencies.add(done)
+                self._requests.add(done)
                 self._close_decided()
                 continue
             used = (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
@@ -131,14 +132,14 @@ class Rounds:
     def _neediest(self) -> dict[str, Workload]:
         """The scenarios with the largest relative standard error of throughput and median."""
         errors: dict[str, float] = {}
-        for one in compare_all(self._bench.experiment, self._summaries, ()):
-            if one.metric in ("throughput", "achieved_rate", "latency_p50") and one.error_log is not None:
+        for one in compare_all(self._bench.experiment, self._summaries):
+            if not METRICS[one.metric].is_tail and one.error_log is not None:
                 errors[one.scenario] = max(errors.get(one.scenario, 0.0), one.error_log)
         most = max(errors.values(), default=0.0)
         return {name: workload for name, workload in self._workloads.items() if errors.get(name, most) >= NEEDY * most}
 
     def _close_decided(self) -> None:
-        every = compare_all(self._bench.experiment, self._summaries, (), latencies=self._latencies.by_block)
+        every = compare_all(self._bench.experiment, self._summaries, requests=self._requests.by_block)
         leading = [c for c in every if c.leading and c.baseline == self._bench.experiment.baseline.label]
         for name, workload in list(self._open.items()):
             own = [c for c in leading if c.scenario == name]

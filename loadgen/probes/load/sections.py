@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.metrics.comparisons import Comparison, advantage
-from loadgen.metrics.summaries import WorkloadSummary
+from loadgen.metrics.registry import THROUGHPUT
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, without_field_in
 from loadgen.probes.load.analyse import LoadFound
 from loadgen.quantities import items, join, measured, number, share
 from loadgen.records.run import Pairing, Workload, item_of, shown
@@ -160,7 +161,7 @@ def _places(workloads: Sequence[Workload]) -> tuple[list[int], list[int]]:
 
 def _ratios(result: Result, pairing: Pairing, workloads: Sequence[Workload]) -> list[list[Comparison | None]]:
     """The comparisons of the throughputs that have a ratio, a row per size and a column per length."""
-    own = [one for one in result.comparisons if one.pairing == pairing and one.metric == "throughput"]
+    own = [one for one in result.comparisons if one.pairing == pairing and one.metric == THROUGHPUT.name]
     found = {one.scenario: one for one in own if one.ratio is not None}
     by_place = {(_size(one), _length(one)): found.get(one.name) for one in workloads}
     sizes, lengths = _places(workloads)
@@ -258,6 +259,7 @@ def _ratio_map(result: Result, scenario: str, what: str, workloads: Sequence[Wor
 
 def measurements(result: Result) -> doc.Section | None:
     """The figures of each arm and scenario."""
+    more = without_field_in(result.summaries)
     rows = [
         (
             s.workload,
@@ -272,6 +274,7 @@ def measurements(result: Result) -> doc.Section | None:
             measured(s.server_cpu_cores, None),
             measured(s.server_cpu_ms, None),
             share(s.generator_cpu_share_max),
+            *(measured(figure_of(s, metric), None) for metric in more),
         )
         for s in result.summaries
         if s.requests
@@ -290,6 +293,7 @@ def measurements(result: Result) -> doc.Section | None:
             "executed batch",
         ),
         *doc.numbers("bytes sent", "bytes back", "server cores", "server CPU ms", "generator CPU"),
+        *doc.numbers(*(f"{metric.title}, {metric.unit_for(item_of(result.environment))}" for metric in more)),
     )
     caption = "Complete blocks of each arm, pooled. A percentile needs enough samples: p50 11, p90 64, p99 662."
     return doc.section("Measurements", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
@@ -369,13 +373,16 @@ def _of_ensembles(result: Result) -> str:
 
 def blocks(result: Result) -> doc.Section | None:
     """Speed of every block over the run, relative to its arm's mean or as a throughput; CSV gets all of its figures."""
-    fields = [
-        [getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS]
+    more = without_field_in(result.blocks)
+    rows = [
+        [
+            *(getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS),
+            *(figure_of(block, metric) for metric in more),
+        ]
         for block in result.blocks
     ]
-    return doc.section(
-        "Block by block", _block_chart(result), doc.Table(doc.names(*BLOCK_FIELDS), fields, name="blocks", on=doc.CSV)
-    )
+    columns = doc.names(*BLOCK_FIELDS, *(metric.name for metric in more))
+    return doc.section("Block by block", _block_chart(result), doc.Table(columns, rows, name="blocks", on=doc.CSV))
 
 
 def _block_chart(result: Result) -> doc.Chart | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from loadgen.records.run import Found, Label, Record
+from loadgen.records.run import Figure, Found, Label, Record
 
 Ended = Literal["found", "highest", "none"]
 
@@ -126,3 +126,12 @@ class RatesFound(Found, frozen=True, kw_only=True):
     """A result per search for the highest rate within a latency bound."""
     ramps: tuple[RampFound, ...] = ()
     """A result per ramp to saturation."""
+
+    def figures(self) -> list[Figure]:
+        """The rates and the saturations that were found."""
+        rates = [("slo_rate", rate, rate.rate_per_s) for rate in self.rates]
+        ramps = [("saturation", ramp, ramp.saturation_per_s) for ramp in self.ramps]
+        return [
+            Figure(metric, search.workload, search.label, search.round, search.restart, value)
+            for metric, search, value in (*rates, *ramps)
+        ]

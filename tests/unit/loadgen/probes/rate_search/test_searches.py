@@ -9,7 +9,7 @@ import msgspec
 from loadgen.metrics.comparisons import PairedMetric, pair_metrics
 from loadgen.metrics.registry import SATURATION, SLO_RATE
 from loadgen.probes.rate_search.analyse import find_ramps, find_rates
-from loadgen.probes.rate_search.records import RampFound, RateFound, Trial
+from loadgen.probes.rate_search.records import RampFound, RateFound, RatesFound, Trial
 from loadgen.probes.rate_search.search import RateSearch
 from loadgen.records.run import Label, Workload
 from tests.unit.loadgen.verdict.test_fairness import EXPERIMENT
@@ -56,7 +56,10 @@ def climb(label: Label, capacity: float, users: int, cpu: float = 0.5) -> list[T
 
 
 def paired_in(workload: Workload, found: Sequence[RateFound | RampFound]) -> list[PairedMetric]:
-    return pair_metrics(msgspec.structs.replace(EXPERIMENT, workloads=(workload,)), (), (), found)
+    rates = tuple(rate for rate in found if isinstance(rate, RateFound))
+    ramps = tuple(ramp for ramp in found if isinstance(ramp, RampFound))
+    figures = RatesFound(rates=rates, ramps=ramps).figures()
+    return pair_metrics(msgspec.structs.replace(EXPERIMENT, workloads=(workload,)), (), figures)
 
 
 def test_rates_and_their_pairs() -> None:
