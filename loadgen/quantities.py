@@ -54,8 +54,8 @@ def measured(value: float | None, interval: Interval | None) -> str:
     if value:
         leading = -math.floor(math.log10(abs(value)))
         decimals = min(max(decimals, leading), leading + 3)
-    kept, places = round(value, decimals), min(max(decimals, 0), MAX_DECIMALS)
-    return f"{kept:,.{places}f}" if round(kept, places) or not value else number(value, 1)
+    rounded, places = round(value, decimals), min(max(decimals, 0), MAX_DECIMALS)
+    return f"{rounded:,.{places}f}" if round(rounded, places) or not value else number(value, 1)
 
 
 def measured_interval(interval: Interval) -> str:

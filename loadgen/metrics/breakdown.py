@@ -121,8 +121,10 @@ class LatencyBreakdown(Record, frozen=True, kw_only=True):
 def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     """The breakdown over blocks of one arm and workload; None if no block has both good responses and request
     counts."""
-    known = [block for block in blocks if block.record.stages is not None and block.record.stages.requests is not None]
-    reported = [(block.record, times) for block in known if (times := _client_times(block)) is not None]
+    counted_blocks = [
+        block for block in blocks if block.record.stages is not None and block.record.stages.requests is not None
+    ]
+    reported = [(block.record, times) for block in counted_blocks if (times := _client_times(block)) is not None]
     if not reported:
         return None
     answers = sum(times.answers for _, times in reported)
@@ -155,13 +157,13 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
 
 def _contradictions(blocks: Sequence[StoredBlock]) -> list[str]:
     """The contradictions of all blocks: each kind once, with its first block and the number of the others."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    by_kind: dict[str, list[tuple[int, str]]] = {}
     for block in blocks:
         for kind, text in contradictions_in(block).items():
-            found.setdefault(kind, []).append((block.record.index, text))
+            by_kind.setdefault(kind, []).append((block.record.index, text))
     return [
         f"{seen[0][1]} in block {seen[0][0]}" + (f" and {len(seen) - 1} more" if len(seen) > 1 else "")
-        for seen in found.values()
+        for seen in by_kind.values()
     ]
 
 
@@ -177,21 +179,21 @@ def contradictions_in(block: StoredBlock) -> dict[str, str]:
         return {"steps": f"the configuration or the statistics of its step {unread.model} cannot be read"}
     answers = good(samples)
     sent_items, good_items, size = int(samples["batch"].sum()), int(answers["batch"].sum()), block.workload.batch_size
-    found, cooled = {}, block.record.cool_down
+    texts, cooled = {}, block.record.cool_down
     for name, counted, seen, sent, single in (
         ("requests", stages.requests, len(answers), len(samples), 1),
         ("items", stages.items, good_items, sent_items, size),
     ):
         if not _plausible(counted, seen + cooled * single, sent + cooled * single, single):
-            found[name] = f"it counted {counted:,} {name} where {seen + cooled * single:,} were answered"
+            texts[name] = f"it counted {counted:,} {name} where {seen + cooled * single:,} were answered"
     for step in stages.steps:
         calls, counted = step.calls, None if step.totals is None else step.totals.requests
         seen, sent = calls * (len(answers) + cooled), calls * (len(samples) + cooled)
         if not _plausible(counted, seen, sent, calls):
             more = ", so others send it requests" if (counted or 0) > sent else ""
             name = f"step {step.model}"
-            found[name] = f"its {name} counted {counted:,} requests where {seen:,} were expected{more}"
-    return found
+            texts[name] = f"its {name} counted {counted:,} requests where {seen:,} were expected{more}"
+    return texts
 
 
 def _plausible(counted: int | None, answered: int, sent: int, single: int) -> bool:
@@ -262,7 +264,7 @@ def _breakdown(workload: str, pairing: Pairing, baseline: ArmStages | None, arm:
         difference_ms=total,
         differences=tuple(
             StageDifference(stage=stage, difference_ms=ms, share=ms / total if total else None)
-            for stage, ms in sorted(apart.items(), key=lambda one: -abs(one[1]))
+            for stage, ms in sorted(apart.items(), key=lambda item: -abs(item[1]))
         ),
     )
 
@@ -326,8 +328,8 @@ def find_stalls(blocks: Sequence[StoredBlock]) -> Stalls | None:
     for block in stored:
         requests = _read(block)
         slow, stalls = _slow(requests, prompt_ms, fastest)
-        count, own = count + len(slow), _cases(requests, slow)
-        cases, stalled_cases = cases + len(own), stalled_cases + int(stalls[own].sum())
+        count, rows = count + len(slow), _cases(requests, slow)
+        cases, stalled_cases = cases + len(rows), stalled_cases + int(stalls[rows].sum())
         stalled, refused = stalled + int(stalls.sum()), refused + int((stalls & requests.refused).sum())
         others.add(block.record.index, requests.latency[requests.answered & ~stalls])
     chance = special.bdtrc(stalled_cases - 1, cases, 1.0 / 3.0) if cases else 1.0
@@ -383,8 +385,8 @@ def _sizes(block: StoredBlock, samples: Samples) -> _Values:
     """Bytes of each request's tensors; 0 where they are not recorded."""
     sizes = np.array(block.record.body_payload_bytes or (0,), dtype=np.float64)
     bodies = samples["body"]
-    known = (bodies >= 0) & (bodies < len(sizes))
-    return np.where(known, sizes[np.where(known, bodies, 0)], 0.0)
+    recorded = (bodies >= 0) & (bodies < len(sizes))
+    return np.where(recorded, sizes[np.where(recorded, bodies, 0)], 0.0)
 
 
 def _least(requests: _Requests) -> tuple[list[float], list[float]]:

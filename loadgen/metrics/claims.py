@@ -83,44 +83,48 @@ def claim(
     """Which arm is better, by how much, with the interval. `names` replaces labels; `where` follows the claim."""
     title = METRICS[comparison.metric].title
     base, arm = ((names or {}).get(label, shown(label)) for label in comparison.pairing)
-    found = advantage(comparison)
+    lead = advantage(comparison)
     if comparison.verdict == "invalid":
         return f"no verdict on {title}{where}: {comparison.reason}"
-    if comparison.winner is None or found is None:
+    if comparison.winner is None or lead is None:
         words = verdict_words(comparison.verdict, comparison.pairing, margin)
         return f"{words} in {title}{where} ({_as_measured(comparison)})"
     better, other = (arm, base) if comparison.winner == comparison.arm else (base, arm)
-    factor, interval = ratio(found.factor, found.ci95), f"(95 % interval {ratio_interval(found.ci95)})"
+    factor, interval = ratio(lead.factor, lead.ci95), f"(95 % interval {ratio_interval(lead.ci95)})"
     if comparison.higher_is_better:
         return f"{better} serves {factor} the {comparison.unit} of {other}{where} {interval}"
     return f"the {title} of {better} is {factor} lower than that of {other}{where} {interval}"
 
 
 def _as_measured(comparison: Comparison) -> str:
-    found = advantage(comparison)
-    if found is None:
+    lead = advantage(comparison)
+    if lead is None:
         return comparison.reason or "not measured"
-    factor = ratio(found.factor, found.ci95)
-    if found.better is not None and shown_ratio(found.factor, found.ci95) > 1.0:
-        factor += f" in favour of {shown(found.better)}"
-    if found.ci95 is None:
+    factor = ratio(lead.factor, lead.ci95)
+    if lead.better is not None and shown_ratio(lead.factor, lead.ci95) > 1.0:
+        factor += f" in favour of {shown(lead.better)}"
+    if lead.ci95 is None:
         return f"{factor}, no interval: {comparison.reason}"
-    interval = ratio_interval(found.ci95, comparison.pairs)
-    return f"{factor}, 95 % interval {interval}" if is_determined(found.ci95) else f"{factor}, {interval}"
+    interval = ratio_interval(lead.ci95, comparison.pairs)
+    return f"{factor}, 95 % interval {interval}" if is_determined(lead.ci95) else f"{factor}, {interval}"
 
 
 def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], margin: float) -> list[str]:
     """Two arms' workloads by outcome: "B is faster one request at a time and at batch 1, 4 (1.12–1.38×)"."""
     outcomes: dict[tuple[str, bool], list[Comparison]] = {}
-    for one in sorted(
-        comparisons, key=lambda one: (ORDER.index(one.verdict), workloads[one.scenario].scenario == "cold-start")
+    for comparison in sorted(
+        comparisons,
+        key=lambda comparison: (
+            ORDER.index(comparison.verdict),
+            workloads[comparison.scenario].scenario == "cold-start",
+        ),
     ):
-        words = verdict_words(one.verdict, one.pairing, margin)
-        text = f"{shown(one.winner)} is faster" if one.winner else words
-        if one.verdict != "invalid":
-            outcomes.setdefault((text, workloads[one.scenario].scenario == "cold-start"), []).append(one)
+        words = verdict_words(comparison.verdict, comparison.pairing, margin)
+        text = f"{shown(comparison.winner)} is faster" if comparison.winner else words
+        if comparison.verdict != "invalid":
+            outcomes.setdefault((text, workloads[comparison.scenario].scenario == "cold-start"), []).append(comparison)
     return [
-        f"{text} {places([workloads[one.scenario] for one in chosen])}{_leads(chosen)}"
+        f"{text} {places([workloads[comparison.scenario] for comparison in chosen])}{_leads(chosen)}"
         for (text, _), chosen in outcomes.items()
     ]
 
@@ -132,13 +136,13 @@ def decided_besides(comparisons: Sequence[Comparison], workloads: dict[str, Work
     several = len({c.pairing for c in comparisons}) > 1
     agreeing: dict[str, None] = {}
     against: dict[tuple[Label, Label, str], list[Comparison]] = {}
-    for one in comparisons:
-        if one.leading or one.winner is None or one.loser is None:
+    for comparison in comparisons:
+        if comparison.leading or comparison.winner is None or comparison.loser is None:
             continue
-        if leading.get((one.scenario, one.pairing)) == one.winner:
-            agreeing[METRICS[one.metric].title] = None
+        if leading.get((comparison.scenario, comparison.pairing)) == comparison.winner:
+            agreeing[METRICS[comparison.metric].title] = None
         else:
-            against.setdefault((one.winner, one.loser, one.metric), []).append(one)
+            against.setdefault((comparison.winner, comparison.loser, comparison.metric), []).append(comparison)
     parts = []
     if agreeing:
         verb = "favours" if len(agreeing) == 1 else "favour"
@@ -154,8 +158,8 @@ def decided_besides(comparisons: Sequence[Comparison], workloads: dict[str, Work
 
 def _leads(comparisons: Sequence[Comparison]) -> str:
     """The least and the largest factor of the winner: " (1.12–1.38×)"; empty without a winner."""
-    found = [(advantage(comparison), comparison.winner) for comparison in comparisons]
-    factors = sorted((one.factor, one.ci95) for one, winner in found if one is not None and winner is not None)
+    advantages = [(advantage(comparison), comparison.winner) for comparison in comparisons]
+    factors = sorted((lead.factor, lead.ci95) for lead, winner in advantages if lead is not None and winner is not None)
     if not factors:
         return ""
     least, largest = ratio(*factors[0]), ratio(*factors[-1])
@@ -192,34 +196,40 @@ class WorkloadRanking(Record, frozen=True, kw_only=True):
             else:
                 places.append([label])
         parts = []
-        for before, own in zip([[], *places], places, strict=False):
-            alike = [called[other] for other in before if any((other, one) in self.not_separated for one in own)]
-            note = f" (not separated from {join(alike)})" if alike else " (not separated)" if len(own) > 1 else ""
-            parts.append(join(sorted(called[one] for one in own)) + note)
+        for before, place in zip([[], *places], places, strict=False):
+            alike = [called[other] for other in before if any((other, label) in self.not_separated for label in place)]
+            note = f" (not separated from {join(alike)})" if alike else " (not separated)" if len(place) > 1 else ""
+            parts.append(join(sorted(called[label] for label in place)) + note)
         return ", then ".join(parts)
 
 
 def rank(comparisons: Sequence[Comparison], baseline: Label) -> tuple[WorkloadRanking, ...]:
     """The ranking of each workload that has a valid comparison with the baseline, in their order."""
     by_scenario: dict[str, list[Comparison]] = {}
-    for one in comparisons:
-        if one.verdict != "invalid" and one.ratio is not None:
-            by_scenario.setdefault(one.scenario, []).append(one)
-    rankings = (_rank(scenario, found, baseline) for scenario, found in by_scenario.items())
+    for comparison in comparisons:
+        if comparison.verdict != "invalid" and comparison.ratio is not None:
+            by_scenario.setdefault(comparison.scenario, []).append(comparison)
+    rankings = (_rank(scenario, compared, baseline) for scenario, compared in by_scenario.items())
     return tuple(ranking for ranking in rankings if ranking is not None)
 
 
 def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> WorkloadRanking | None:
     """Rank one workload. If an arm cannot sustain an open loop, by the achieved rate, which all arms have."""
-    leading = {one.metric for one in leading_comparisons(comparisons)}
+    leading = {comparison.metric for comparison in leading_comparisons(comparisons)}
     metric = ACHIEVED_RATE.name if ACHIEVED_RATE.name in leading else min(leading, default=None)
-    own = [one for one in comparisons if one.metric == metric]
-    ratios = {one.arm: one.ratio for one in own if one.baseline == baseline and one.ratio is not None}
+    by_metric = [comparison for comparison in comparisons if comparison.metric == metric]
+    ratios = {
+        comparison.arm: comparison.ratio
+        for comparison in by_metric
+        if comparison.baseline == baseline and comparison.ratio is not None
+    }
     if metric is None or not ratios:
         return None
-    order = sorted({baseline: 1.0, **ratios}.items(), key=lambda one: one[1], reverse=own[0].higher_is_better)
+    order = sorted(
+        {baseline: 1.0, **ratios}.items(), key=lambda comparison: comparison[1], reverse=by_metric[0].higher_is_better
+    )
     labels = tuple(label for label, _ in order)
-    won = {(one.winner, one.loser) for one in own}
+    won = {(comparison.winner, comparison.loser) for comparison in by_metric}
     apart = tuple(two for two in combinations(labels, 2) if two not in won)
     return WorkloadRanking(scenario=scenario, metric=metric, order=labels, not_separated=apart)
 
@@ -227,5 +237,9 @@ def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> 
 def neighbours(comparisons: Sequence[Comparison], ranking: WorkloadRanking) -> list[Comparison]:
     """The comparison of each arm with the next one, in the order of the ranking."""
     place = (ranking.scenario, ranking.metric)
-    found = {frozenset(one.pairing): one for one in comparisons if (one.scenario, one.metric) == place}
-    return [found[two] for two in map(frozenset, pairwise(ranking.order)) if two in found]
+    by_arms = {
+        frozenset(comparison.pairing): comparison
+        for comparison in comparisons
+        if (comparison.scenario, comparison.metric) == place
+    }
+    return [by_arms[two] for two in map(frozenset, pairwise(ranking.order)) if two in by_arms]

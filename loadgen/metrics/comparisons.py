@@ -131,7 +131,7 @@ class PairedMetric:
     def is_one_series(self) -> bool:
         """Whether successive rounds may resemble each other: not those of cold starts and searches, nor restarts, each
         of which begins anew."""
-        restarted = len({one.unit for one in self.rounds}) < len(self.rounds)
+        restarted = len({pair.unit for pair in self.rounds}) < len(self.rounds)
         return self.workload.has_blocks and len(self.by_restart()) < 2 and not restarted
 
     @cached_property
@@ -198,7 +198,9 @@ def _block_pairs(
     }
     couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
     arms = zip(pairing, zip(*couples, strict=True), strict=True) if couples else ()
-    loops = ((label, pool_open_loops([b.open_loop for b in own if b.open_loop is not None])) for label, own in arms)
+    loops = (
+        (label, pool_open_loops([b.open_loop for b in of_arm if b.open_loop is not None])) for label, of_arm in arms
+    )
     saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
     if metric.of_requests is not None and saturated:
         # What a request takes behind a growing backlog depends on the length of the block.
@@ -234,7 +236,7 @@ def _tail(
 
     rounds = tuple(Round(values(a), values(b), a.restart if several else a.round) for a, b in couples)
     needed = samples_needed(metric.quantile or 0.5)
-    fewest = min(sum(len(one.a) for one in rounds), sum(len(one.b) for one in rounds))
+    fewest = min(sum(len(pair.a) for pair in rounds), sum(len(pair.b) for pair in rounds))
     if rounds and fewest < needed:
         reason = f"{metric.title} needs {needed} samples per arm; one arm has {fewest}"
         return PairedMetric(workload, metric, pairing, (), reason)
@@ -364,26 +366,26 @@ def compare_all(
 ) -> tuple[Comparison, ...]:
     """Every comparison of the experiment, before `invalidate`. `figures` are those that probes measured,
     `requests` the samples for high percentiles; `item` is what an input is called."""
-    paired = pair_metrics(experiment, blocks, figures, requests)
-    shared = shared_correlation(paired)
-    estimates = [estimate_pairs(one, experiment, shared.plausible) for one in paired]
-    adjusted = _adjust(paired, [estimate for _, estimate, _ in estimates], experiment)
+    paired_metrics = pair_metrics(experiment, blocks, figures, requests)
+    shared = shared_correlation(paired_metrics)
+    estimates = [estimate_pairs(paired, experiment, shared.plausible) for paired in paired_metrics]
+    adjusted = _adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
     family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
     comparisons = []
-    for one, (method, estimate, values), p_adjusted in zip(paired, estimates, adjusted, strict=True):
-        metric, restarts = one.metric, one.by_restart()
+    for paired, (method, estimate, values), p_adjusted in zip(paired_metrics, estimates, adjusted, strict=True):
+        metric, restarts = paired.metric, paired.by_restart()
         verdict = judge(estimate.ci95, p_adjusted, experiment.equivalence_margin, metric.higher_is_better)
         added = between_restarts(restarts) if method == "t over restarts" else None
-        scatter = shared.scatter if one.is_one_series else 0.0
+        scatter = shared.scatter if paired.is_one_series else 0.0
         baseline, arm = values or (None, None)
         comparisons.append(
             Comparison(
-                scenario=one.workload.name,
+                scenario=paired.workload.name,
                 metric=metric.name,
                 unit=metric.unit_for(item),
                 higher_is_better=metric.higher_is_better,
-                baseline=one.pairing.baseline,
-                arm=one.pairing.arm,
+                baseline=paired.pairing.baseline,
+                arm=paired.pairing.arm,
                 baseline_value=None if baseline is None else baseline.value,
                 arm_value=None if arm is None else arm.value,
                 baseline_ci95=None if baseline is None else baseline.ci95,
@@ -394,15 +396,15 @@ def compare_all(
                 pairs=estimate.pairs,
                 minimal_detectable_effect=None
                 if method.startswith("anytime")
-                else _sensitivity(one, method, estimate, family, scatter),
+                else _sensitivity(paired, method, estimate, family, scatter),
                 p_value=estimate.p_value,
                 p_adjusted=p_adjusted,
                 p_equivalence=estimate.p_equivalence,
-                ratios=tuple(pair.ratio for pair in one.pairs),
-                reason=one.reason
+                ratios=tuple(pair.ratio for pair in paired.pairs),
+                reason=paired.reason
                 or estimate.reason
                 or (_why_inconclusive(estimate.ci95) if verdict == "inconclusive" else None),
-                leading=one.leads,
+                leading=paired.leads,
                 method=method,
                 restarts=len(restarts) or 1,
                 error_log=estimate.error_log,
@@ -414,16 +416,19 @@ def compare_all(
     return tuple(comparisons)
 
 
-def shared_correlation(paired: Sequence[PairedMetric]) -> Correlation:
+def shared_correlation(paired_metrics: Sequence[PairedMetric]) -> Correlation:
     """The correlation of successive pairs that all workloads share, since what makes an arm drift affects every
     workload; a single series of ten pairs is too short. Comparisons of one workload have rounds in common, so their
     mean counts as one series."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for one in paired:
-        if one.leads and one.correlation is not None:
-            series.setdefault(one.workload.name, []).append((len(one.pairs), one.correlation))
+    for paired in paired_metrics:
+        if paired.leads and paired.correlation is not None:
+            series.setdefault(paired.workload.name, []).append((len(paired.pairs), paired.correlation))
     return plausible_correlation(
-        [(min(n for n, _ in own), math.fsum(r for _, r in own) / len(own)) for own in series.values()]
+        [
+            (min(n for n, _ in of_workload), math.fsum(r for _, r in of_workload) / len(of_workload))
+            for of_workload in series.values()
+        ]
     )
 
 
@@ -439,9 +444,9 @@ def estimate_pairs(
     margin, groups = experiment.equivalence_margin, paired.by_restart()
     ratios = [pair.ratio for pair in paired.pairs]
     open_ended = experiment.until_decided and paired.workload.has_blocks
-    correlation, own = shared if paired.is_one_series else 0.0, paired.correlation
-    if own is not None and len(ratios) >= LEAST_ALONE:
-        correlation = max(correlation, unbiased(len(ratios), own))
+    correlation, seen = shared if paired.is_one_series else 0.0, paired.correlation
+    if seen is not None and len(ratios) >= LEAST_ALONE:
+        correlation = max(correlation, unbiased(len(ratios), seen))
     if paired.rounds and paired.metric.quantile is not None:
         tail, tails = estimate_tail_ratio(paired.rounds, paired.metric.quantile, margin, correlation, looks=open_ended)
         return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, tails
@@ -468,14 +473,14 @@ def _values(paired: PairedMetric) -> tuple[Tail, Tail] | None:
 
 
 def _adjust(
-    paired: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
+    paired_metrics: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
 ) -> list[float | None]:
     """Adjust p by Holm over the run. With a decision after every pair, the family is all that was planned, not all that
     has an interval so far, or the thresholds of an early decision would be too easy."""
     p_values = [estimate.p_value for estimate in estimates]
     if not experiment.until_decided:
         return adjust_holm(p_values)
-    leading = [one.metric == leading_metric(one.workload) for one in paired]
+    leading = [paired.metric == leading_metric(paired.workload) for paired in paired_metrics]
     others = len(leading) - sum(leading)
     weights = [LEADING_SHARE / sum(leading) if leads else (1.0 - LEADING_SHARE) / others for leads in leading]
     adjusted = adjust_holm([1.0 if p is None else p for p in p_values], weights)

@@ -80,8 +80,8 @@ def full_load_share(samples: Samples) -> float | None:
     if len(steady) == 0:
         return None
     whole = int(samples["end_ns"].max()) - int(samples["intended_ns"].min())
-    own = float(np.sum(steady["end_ns"] - steady["intended_ns"])) / len(np.unique(samples["user"]))
-    return min(1.0, own / whole) if whole > 0 else None
+    counted = float(np.sum(steady["end_ns"] - steady["intended_ns"])) / len(np.unique(samples["user"]))
+    return min(1.0, counted / whole) if whole > 0 else None
 
 
 def slow_start(samples: Samples) -> float | None:

@@ -261,24 +261,24 @@ def summarise_workload(
     """Pool the complete blocks of one arm in one workload; `blocks` and `summaries` are in the same order."""
     pairs = zip(blocks, summaries, strict=True)
     chosen = [(b, s) for b, s in pairs if s.workload == workload and s.label == label and s.complete]
-    stored, own = [block for block, _ in chosen], [summary for _, summary in chosen]
+    stored, complete = [block for block, _ in chosen], [summary for _, summary in chosen]
     metrics = _without_field(stored[0].workload) if stored else []
     pools = _pool(stored, (metric.of_requests for metric in metrics if metric.of_requests is not None))
-    figures = {metric.name: _figure_of_all(metric, pools, own) for metric in metrics}
-    speeds = [summary.throughput_per_s for summary in own if summary.throughput_per_s]
-    medians = [summary.latency.p50_ms for summary in own if summary.latency.p50_ms]
+    figures = {metric.name: _figure_of_all(metric, pools, complete) for metric in metrics}
+    speeds = [summary.throughput_per_s for summary in complete if summary.throughput_per_s]
+    medians = [summary.latency.p50_ms for summary in complete if summary.latency.p50_ms]
     reported = [block.record.stages for block in stored if block.record.stages and not contradictions_in(block)]
     batches: Counter[int] = Counter()
     for stages in reported:
         batches.update(stages.batches)
     counted = [
-        (one.executed_items, one.executions)
-        for one in reported
-        if one.executed_items is not None and one.executions is not None
+        (stages.executed_items, stages.executions)
+        for stages in reported
+        if stages.executed_items is not None and stages.executions is not None
     ]
     executed, executions = sum(items for items, _ in counted), sum(times for _, times in counted)
-    kept = [(summary.reconnects, summary.requests) for summary in own if summary.reconnects is not None]
-    cores = [summary.server_cpu_cores for summary in own if summary.server_cpu_cores is not None]
+    reconnects = [(summary.reconnects, summary.requests) for summary in complete if summary.reconnects is not None]
+    cores = [summary.server_cpu_cores for summary in complete if summary.server_cpu_cores is not None]
     payloads = [size for block in stored for size in block.record.body_payload_bytes]
     worked = [(b.record.server_cpu_ns, b.record.requests + b.record.cool_down) for b in stored]
     cpu_ns = [(ns, sent) for ns, sent in worked if ns is not None and sent]
@@ -286,14 +286,14 @@ def summarise_workload(
         workload=workload,
         label=label,
         blocks=len(chosen),
-        requests=sum(summary.requests for summary in own),
-        errors=sum(summary.errors for summary in own),
+        requests=sum(summary.requests for summary in complete),
+        errors=sum(summary.errors for summary in complete),
         throughput_per_s=geometric_mean(speeds) if speeds else None,
         throughput_ci95=interval_of_mean(speeds),
         latency=summarise_latency(pools.latencies_ms),
         p50_ci95_ms=interval_of_mean(medians),
         generator_cpu_share_max=max(
-            (s.generator_cpu_share for s in own if s.generator_cpu_share is not None), default=None
+            (s.generator_cpu_share for s in complete if s.generator_cpu_share is not None), default=None
         ),
         server_cpu_cores=float(np.mean(cores)) if cores else None,
         request_bytes=pools.request_bytes,
@@ -302,10 +302,12 @@ def summarise_workload(
         executed_batch_mean=executed / executions if executions else None,
         distribution_ms=distribution(pools.latencies_ms.values),
         payload_bytes=float(np.mean(payloads)) if payloads else None,
-        first_answer_ms=_median([s.first_answer_ms for s in own if s.first_answer_ms is not None]),
-        open_loop=pool_open_loops([summary.open_loop for summary in own if summary.open_loop is not None]),
+        first_answer_ms=_median([s.first_answer_ms for s in complete if s.first_answer_ms is not None]),
+        open_loop=pool_open_loops([summary.open_loop for summary in complete if summary.open_loop is not None]),
         server_cpu_ms=sum(ns for ns, _ in cpu_ns) / sum(sent for _, sent in cpu_ns) / NS_PER_MS if cpu_ns else None,
-        reconnect_share=sum(times for times, _ in kept) / max(sum(sent for _, sent in kept), 1) if kept else None,
+        reconnect_share=sum(times for times, _ in reconnects) / max(sum(sent for _, sent in reconnects), 1)
+        if reconnects
+        else None,
         figures=figures or UNSET,
     )
 
@@ -340,11 +342,11 @@ def _pool(blocks: Sequence[StoredBlock], functions: Iterable[PerRequest]) -> _Po
         samples, record = block.samples, block.record
         if samples is None:
             continue
-        answered, own = good(samples), np.array(record.body_payload_bytes, dtype=np.float64)
+        answered, body_bytes = good(samples), np.array(record.body_payload_bytes, dtype=np.float64)
         on_wire = record.transport != "shm" and len(set(record.body_payload_bytes)) > 1
         varies |= on_wire
         wire = answered["request_bytes"].astype(np.float64)
-        requests.add(record.index, wire - own[answered["body"]] if on_wire else wire)
+        requests.add(record.index, wire - body_bytes[answered["body"]] if on_wire else wire)
         measured = measured_answers(samples, is_open=block.workload.is_open)
         latency.add(record.index, latencies_ms(measured))
         responses.add(record.index, measured["response_bytes"])

@@ -121,14 +121,14 @@ class Pool:
 
     def add(self, index: int, values: npt.ArrayLike) -> None:
         """Add the values of one block."""
-        own = np.sort(np.asarray(values, dtype=np.float64))
-        self.count += len(own)
-        self.total += float(own.sum())
-        self._keep(index, own, self._step)
-        while self._kept > self._most and any(len(kept) > 1 for kept in self.blocks.values()):
+        ordered = np.sort(np.asarray(values, dtype=np.float64))
+        self.count += len(ordered)
+        self.total += float(ordered.sum())
+        self._keep(index, ordered, self._step)
+        while self._kept > self._most and any(len(sample) > 1 for sample in self.blocks.values()):
             self._step *= 2
-            for place, kept in self.blocks.items():
-                self._keep(place, kept, 2)
+            for place, sample in self.blocks.items():
+                self._keep(place, sample, 2)
 
     def _keep(self, index: int, ordered: Values, step: int) -> None:
         """Keep every `step`-th value of a block; at least one, so that no block is missing."""

@@ -110,9 +110,9 @@ def plausible_correlation(seen: Sequence[tuple[int, float]]) -> Correlation:
     certainty = weighted = 0.0
     for count, correlation in seen:
         slope = max(1.0 - 4.0 / count, 0.0)
-        own = slope**2 * count**2 * (count - 1) / (count - 2) ** 2
-        certainty += own
-        weighted += own * unbiased(count, correlation)
+        information = slope**2 * count**2 * (count - 1) / (count - 2) ** 2
+        certainty += information
+        weighted += information * unbiased(count, correlation)
     precision = CORRELATION_SPREAD**-2 + certainty
     plausible = weighted / precision + 1.0 / math.sqrt(precision)
     return Correlation(allowed_correlation(plausible), math.sqrt(certainty) / precision)
@@ -308,10 +308,10 @@ def log_bayes_factors(logs: Sequence[float], mean: float, correlation: float = 0
     """log BF(`mean`) after each of the log ratios."""
     values, weights = whiten(np.asarray(logs, dtype=np.float64) - mean, allowed_correlation(correlation))
     counts = np.arange(1, len(values) + 1, dtype=np.float64)
-    known, sums, squares = np.cumsum(weights**2), np.cumsum(weights * values), np.cumsum(values**2)
-    share = np.divide(sums**2, (known + MIXTURE) * squares, out=np.zeros_like(sums), where=squares > 0.0)
-    share[:1] = known[:1] / (known[:1] + MIXTURE)  # one observation shows nothing, even if it is the mean itself
-    return np.asarray(0.5 * np.log(MIXTURE / (known + MIXTURE)) - counts / 2.0 * np.log1p(-share))
+    weight, sums, squares = np.cumsum(weights**2), np.cumsum(weights * values), np.cumsum(values**2)
+    share = np.divide(sums**2, (weight + MIXTURE) * squares, out=np.zeros_like(sums), where=squares > 0.0)
+    share[:1] = weight[:1] / (weight[:1] + MIXTURE)  # one observation shows nothing, even if it is the mean itself
+    return np.asarray(0.5 * np.log(MIXTURE / (weight + MIXTURE)) - counts / 2.0 * np.log1p(-share))
 
 
 def interval_of_logs(logs: Sequence[float], correlation: float = 0.0) -> tuple[float, float]:
@@ -321,14 +321,14 @@ def interval_of_logs(logs: Sequence[float], correlation: float = 0.0) -> tuple[f
     K = (√((w+c²)/c²)/α)^(2/n) and Q the sum of squares about m.
     """
     values, weights = whiten(np.asarray(logs, dtype=np.float64), allowed_correlation(correlation))
-    count, known = len(values), float(weights @ weights)
-    bound = (math.sqrt((known + MIXTURE) / MIXTURE) / SIGNIFICANCE) ** (2.0 / count)
-    room = known + MIXTURE - bound * MIXTURE
+    count, weight = len(values), float(weights @ weights)
+    bound = (math.sqrt((weight + MIXTURE) / MIXTURE) / SIGNIFICANCE) ** (2.0 / count)
+    room = weight + MIXTURE - bound * MIXTURE
     if count < 2 or room <= 0.0:
         return -math.inf, math.inf
-    mean = float(weights @ values) / known
+    mean = float(weights @ values) / weight
     about_mean = float(np.sum((values - weights * mean) ** 2))
-    half = math.sqrt(about_mean * (bound - 1.0) * (known + MIXTURE) / (known * room))
+    half = math.sqrt(about_mean * (bound - 1.0) * (weight + MIXTURE) / (weight * room))
     return mean - half, mean + half
 
 

@@ -79,8 +79,10 @@ class _ArmPool:
     def tail(self, speed: float, *, exact: bool) -> Tail:
         """The percentile at a log speed; with an interval only if the speed adds nothing to it (`exact`)."""
         low, high = self.interval(SIGNIFICANCE) if self.degrees > 0.0 and exact else (-math.inf, math.inf)
-        known = _known((low, high))
-        return Tail(math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if known else None)
+        is_finite = _known((low, high))
+        return Tail(
+            math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if is_finite else None
+        )
 
     def interval(self, significance: float) -> tuple[float, float]:
         """Logs of the order statistics around the percentile; infinite beyond the pool."""
@@ -122,10 +124,10 @@ def estimate_tail_ratio(
     (union bound). `ratio` is None without samples; without an interval there is a `reason`.
     """
     spent = 1.0 / (len(rounds) * (len(rounds) + 1.0)) if looks and rounds else 1.0
-    units = len({one.unit for one in rounds})
-    if not rounds or any(len(one.a) == 0 or len(one.b) == 0 for one in rounds):
+    units = len({pair.unit for pair in rounds})
+    if not rounds or any(len(pair.a) == 0 or len(pair.b) == 0 for pair in rounds):
         return RatioEstimate(len(rounds), reason="there is no complete pair of blocks"), None
-    middles = np.log([(float(np.median(one.a)), float(np.median(one.b))) for one in rounds])
+    middles = np.log([(float(np.median(pair.a)), float(np.median(pair.b))) for pair in rounds])
     speeds = middles.mean(axis=1)
     a, b = _pools(rounds, speeds, speeds, quantile, correlation)
     a_speed = b_speed = float(speeds.mean())
@@ -133,7 +135,7 @@ def estimate_tail_ratio(
     if units > 1 and min(a.worth, b.worth) < samples_needed(quantile):
         shapes = _pools(rounds, middles[:, 0], middles[:, 1], quantile, correlation)
         apart = _between(rounds, middles[:, 1] - middles[:, 0], correlation)
-        if apart is not None and min(one.worth for one in shapes) > min(a.worth, b.worth):
+        if apart is not None and min(shape.worth for shape in shapes) > min(a.worth, b.worth):
             (a, b), between = shapes, apart
             a_speed, b_speed = (float(speed) for speed in middles.mean(axis=0))
     values = a.tail(a_speed, exact=between is _NOTHING), b.tail(b_speed, exact=between is _NOTHING)
@@ -166,14 +168,14 @@ def _pools(
     rounds: Sequence[Round], a_speeds: Values, b_speeds: Values, quantile: float, correlation: float
 ) -> tuple[_ArmPool, _ArmPool]:
     """Divide each arm's samples by the speeds of its rounds, which are logs."""
-    a = [np.log(one.a) - speed for one, speed in zip(rounds, a_speeds, strict=True)]
-    b = [np.log(one.b) - speed for one, speed in zip(rounds, b_speeds, strict=True)]
+    a = [np.log(pair.a) - speed for pair, speed in zip(rounds, a_speeds, strict=True)]
+    b = [np.log(pair.b) - speed for pair, speed in zip(rounds, b_speeds, strict=True)]
     return _pool(a, rounds, quantile, correlation), _pool(b, rounds, quantile, correlation)
 
 
 def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, correlation: float) -> _ArmPool:
     logs = np.concatenate(parts).round(_DIGITS)
-    units = np.concatenate([np.full(len(part), one.unit) for part, one in zip(parts, rounds, strict=True)])
+    units = np.concatenate([np.full(len(part), pair.unit) for part, pair in zip(parts, rounds, strict=True)])
     order = np.argsort(logs, kind="stable")
     logs, units = logs[order], np.unique(units[order], return_inverse=True)[1]
     count, kinds = len(logs), int(units.max()) + 1
@@ -201,7 +203,7 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
 
 def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _RoundMedians | None:
     """Summarise the log ratios of the rounds' medians; None without a spread."""
-    units = np.unique([one.unit for one in rounds], return_inverse=True)[1]
+    units = np.unique([pair.unit for pair in rounds], return_inverse=True)[1]
     means = np.bincount(units, weights=logs) / np.bincount(units)
     apart = means - means.mean()
     spread = float(np.std(means, ddof=1))

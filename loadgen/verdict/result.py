@@ -83,8 +83,8 @@ def read_result(path: Path) -> Result:
     try:
         result = cast("Result", read_record(read_stored(path), Result))
         kinds = finding_types()
-        found = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
-        return msgspec.structs.replace(result, studies=found)
+        findings = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
+        return msgspec.structs.replace(result, studies=findings)
     except KeyError as exc:
         raise ResultError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
     except (OSError, DocumentError, msgspec.ValidationError) as exc:
@@ -119,12 +119,12 @@ def analyse_run(run: StoredRun) -> Result:
         breakdown
         for workload in loads
         for breakdown in break_down(
-            workload.name, [one for one in complete if one.record.workload == workload.name], pairings
+            workload.name, [block for block in complete if block.record.workload == workload.name], pairings
         )
     )
     facts = Facts(run, blocks, summaries, breakdowns)
     every: list[Found] = [find(facts) for find in parts("analyse", "analyse")]
-    findings = {found.STUDY: found for found in every}
+    findings = {finding.STUDY: finding for finding in every}
     facts = replace(facts, findings=findings)
     requests = PooledRequests(run.blocks).by_block
     drafts = compare_all(run.experiment, blocks, facts.figures, requests, facts.item)
@@ -155,7 +155,7 @@ def analyse_run(run: StoredRun) -> Result:
         summaries=summaries,
         stages=breakdowns,
         blocks=blocks,
-        studies={name: found for name, found in facts.findings.items() if found != type(found)()},
+        studies={name: finding for name, finding in facts.findings.items() if finding != type(finding)()},
         stopping=stopping,
         noise_floors=run.noise_floors,
         noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment, run.arms),

@@ -153,15 +153,15 @@ def compare_runs(
     old: Result, new: Result, *, names: tuple[str, str] = ("old", "new"), allow_different: bool = False
 ) -> RunDifference:
     """Compare two runs. `allow_different` compares all that both have, even if their environments differ."""
-    found = differences(old, new)
-    binding = [one for one in found if one.kind in BINDING]
-    refused = () if allow_different else tuple(one.name for one in binding)
+    differing = differences(old, new)
+    binding = [difference for difference in differing if difference.kind in BINDING]
+    refused = () if allow_different else tuple(difference.name for difference in binding)
     changes = () if refused else _changes(old, new)
     return RunDifference(
         old=names[0],
         new=names[1],
-        comparable=not refused and any(one.outcome != "not comparable" for one in changes),
-        differences=found,
+        comparable=not refused and any(difference.outcome != "not comparable" for difference in changes),
+        differences=differing,
         refused=refused,
         comparisons=changes,
         caveats=() if refused else _caveats(old, new, binding),
@@ -183,7 +183,8 @@ class _Test(NamedTuple):
 
 def _changes(old: Result, new: Result) -> tuple[ComparisonChange, ...]:
     before, after = (
-        {_Key(one.scenario, one.metric, one.pairing): one for one in run.comparisons} for run in (old, new)
+        {_Key(comparison.scenario, comparison.metric, comparison.pairing): comparison for comparison in run.comparisons}
+        for run in (old, new)
     )
     tests = {}
     for key in dict.fromkeys((*before, *after)):
@@ -212,13 +213,13 @@ def _why_missing(key: _Key, name: str, old: Result, new: Result) -> str:
 
 
 def _test(old: Comparison, new: Comparison) -> _Test:
-    for name, one in (("old", old), ("new", new)):
-        if one.verdict == "invalid":
-            return _Test(reason=f"invalid in the {name} run: {one.reason}")
-        if one.ratio is None:
-            return _Test(reason=f"not measured in the {name} run: {one.reason}")
+    for name, comparison in (("old", old), ("new", new)):
+        if comparison.verdict == "invalid":
+            return _Test(reason=f"invalid in the {name} run: {comparison.reason}")
+        if comparison.ratio is None:
+            return _Test(reason=f"not measured in the {name} run: {comparison.reason}")
     centre = math.log(new.ratio or 1.0) - math.log(old.ratio or 1.0)
-    if any("order statistics" in one.method for one in (old, new)) and old.ci95 and new.ci95:
+    if any("order statistics" in comparison.method for comparison in (old, new)) and old.ci95 and new.ci95:
         return _test_tails(centre, _Sides.of(old), _Sides.of(new))
     first, second = _spread(old), _spread(new)
     if first is None or second is None:
@@ -318,7 +319,7 @@ def _change(
 def _caveats(old: Result, new: Result, binding: Sequence[PropertyDifference]) -> tuple[str, ...]:
     caveats = []
     if binding:
-        names = ", ".join(one.name for one in binding)
+        names = ", ".join(difference.name for difference in binding)
         caveats.append(f"The runs differ in more than the arms ({names}), so a change may have another cause.")
     for name, run in (("old", old), ("new", new)):
         if not run.valid:

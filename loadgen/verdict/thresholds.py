@@ -118,17 +118,17 @@ def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
     negated = isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not)
     if not isinstance(tree, ast.Compare | ast.BoolOp) and not negated:
         raise ThresholdError(f"this compares nothing; {example}")
-    found: dict[Quantity, None] = {}
+    quantities: dict[Quantity, None] = {}
 
     def take(node: ast.expr) -> Quantity:
         quantity = _quantity(_written(node), labels)
-        found[quantity] = None
+        quantities[quantity] = None
         return quantity
 
     holds = _truth(tree, take)
-    if not found:
+    if not quantities:
         raise ThresholdError(f"this names nothing that is measured; {_sides(labels)} with {', '.join(_metrics())}")
-    return Condition(" ".join(text.split()), scenario, tuple(found), holds)
+    return Condition(" ".join(text.split()), scenario, tuple(quantities), holds)
 
 
 def _metrics(*, compared: bool = False) -> dict[str, Metric]:
@@ -271,14 +271,14 @@ def _workloads_of(condition: Condition, workloads: Sequence[Workload]) -> tuple[
     lacking = {
         workload: [str(q) for q in condition.quantities if not q.metric.measured_in(workload)] for workload in workloads
     }
-    wanted = (condition.scenario or "").replace(" ", "")
-    if wanted in ("", ALL):
+    selected = (condition.scenario or "").replace(" ", "")
+    if selected in ("", ALL):
         able = [workload for workload in workloads if not lacking[workload]]
         if not able:
             names = "; ".join(f"{workload.name} has {', '.join(measured_in(workload))}" for workload in workloads)
             raise ThresholdError(f"no workload of the experiment measures all its quantities: {names}")
-        return tuple(able) if wanted == ALL else (max(able, key=weight),)
-    chosen = [workload for workload in workloads if wanted in (workload.name.replace(" ", ""), workload.scenario)]
+        return tuple(able) if selected == ALL else (max(able, key=weight),)
+    chosen = [workload for workload in workloads if selected in (workload.name.replace(" ", ""), workload.scenario)]
     if not chosen:
         names = ", ".join(workload.name for workload in workloads)
         raise ThresholdError(f"the experiment has no workload {condition.scenario}; use one of {names}, or all")

@@ -82,7 +82,7 @@ class Verdict(Record, frozen=True, kw_only=True):
 def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check]) -> Verdict:
     """`titles` names the arms for people, by label; the comparisons are those after the checks."""
     experiment, failed = facts.run.experiment, complaints(checks)
-    against = [one for one in facts.comparisons if one.baseline == experiment.baseline.label]
+    against = [comparison for comparison in facts.comparisons if comparison.baseline == experiment.baseline.label]
     scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
     rankings = rank(facts.comparisons, experiment.baseline.label)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
@@ -99,14 +99,16 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
         failed=failed,
         caveats=tuple(
             sentence(check.detail)
-            for check in (*(one for one in checks if one.state in CHECKS[one.name].caveat), *_tolerated(checks))
+            for check in (*(check for check in checks if check.state in CHECKS[check.name].caveat), *_tolerated(checks))
         ),
     )
 
 
 def _tolerated(checks: Sequence[Check]) -> list[Check]:
     """Differences between the arms' settings that leave the verdict standing, most of them requested."""
-    return [one for one in checks if one.ok is False and one.name.startswith("same_") and one.severity == "warns"]
+    return [
+        check for check in checks if check.ok is False and check.name.startswith("same_") and check.severity == "warns"
+    ]
 
 
 def _sentence(
@@ -136,11 +138,11 @@ def _sentence(
         before = "The run is not valid (see the failed checks); the workloads that are complete show: "
     names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
     if len(experiment.arms) == 2:
-        found = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin, explain)
+        text = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin, explain)
     else:
-        found = _many_arms(comparisons, usable, rankings, workloads, names, explain)
-    begins_with_name = found.startswith(tuple(names.values()))
-    return before + found if before or begins_with_name else sentence(found)
+        text = _many_arms(comparisons, usable, rankings, workloads, names, explain)
+    begins_with_name = text.startswith(tuple(names.values()))
+    return before + text if before or begins_with_name else sentence(text)
 
 
 def _two_arms(
@@ -179,27 +181,31 @@ def _many_arms(
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
-    loads = [one for one in rankings if one.metric == THROUGHPUT.name] or rankings
-    main = max(loads, key=lambda one: weight(workloads[one.scenario]))
-    apart = [claim(one) + explain(one) for one in neighbours(comparisons, main) if one.winner]
+    loads = [ranking for ranking in rankings if ranking.metric == THROUGHPUT.name] or rankings
+    main = max(loads, key=lambda ranking: weight(workloads[ranking.scenario]))
+    apart = [
+        claim(comparison) + explain(comparison) for comparison in neighbours(comparisons, main) if comparison.winner
+    ]
     first = f"by {METRICS[main.metric].title} {place(workloads[main.scenario])}: {main.words(names)}."
     same: dict[str, list[Workload]] = {}
-    for one in rankings:
-        if one is not main:
-            same.setdefault(one.words(), []).append(workloads[one.scenario])
+    for ranking in rankings:
+        if ranking is not main:
+            same.setdefault(ranking.words(), []).append(workloads[ranking.scenario])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
 
 
 def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     margin, key = facts.run.experiment.equivalence_margin, (leading.scenario, leading.pairing)
-    own = [c for c in facts.comparisons if (c.scenario, c.pairing) == key]
-    decided = [c for c in own if c is not leading and c.verdict in ("arm_better", "baseline_better", "no_difference")]
+    compared = [c for c in facts.comparisons if (c.scenario, c.pairing) == key]
+    decided = [
+        c for c in compared if c is not leading and c.verdict in ("arm_better", "baseline_better", "no_difference")
+    ]
     reasons = [
         text
-        for found in facts.of(CausesFound).workloads
-        if (found.workload, found.pairing) == key
-        for text in (found.sentence, *found.notes)
+        for causes in facts.of(CausesFound).workloads
+        if (causes.workload, causes.pairing) == key
+        for text in (causes.sentence, *causes.notes)
     ]  # also without a verdict, since an ablation shows a cause by itself
     if leading.verdict != "invalid" or reasons:
         for breakdown in facts.breakdowns:
@@ -252,15 +258,15 @@ def _percent(value: float) -> str:
 
 def _explain_arm(summary: WorkloadSummary) -> list[str]:
     """Explain an arm: an open loop's rate that it did not sustain, and connections that it closed."""
-    found = []
+    reasons = []
     if summary.open_loop is not None and summary.open_loop.saturation:
-        found.append(f"{shown(summary.label)} was {summary.open_loop.saturation}.")
+        reasons.append(f"{shown(summary.label)} was {summary.open_loop.saturation}.")
     if summary.reconnect_share is not None and summary.reconnect_share > RECONNECT_LIMIT:
-        found.append(
+        reasons.append(
             f"{shown(summary.label)} closed its connection before {share(summary.reconnect_share)} of the requests; "
             "reconnecting is part of its latency."
         )
-    return found
+    return reasons
 
 
 def _explain_batching(workload: Workload, summaries: Sequence[WorkloadSummary]) -> list[str]:
@@ -301,18 +307,18 @@ class LeadFactor(NamedTuple):
 
 def beside(facts: Facts, comparison: Comparison) -> str:
     """A clause that follows the claim of a decided comparison, with its comma; empty if nothing is to be named."""
-    found, winner, loser = advantage(comparison), comparison.winner, comparison.loser
-    if found is None or winner is None or loser is None:
+    lead, winner, loser = advantage(comparison), comparison.winner, comparison.loser
+    if lead is None or winner is None or loser is None:
         return ""
     parts: list[LeadFactor] = []
     differences = _settings(facts, comparison)
-    load = next((one for one in facts.planned if one.workload.name == comparison.scenario), None)
+    load = next((planned for planned in facts.planned if planned.workload.name == comparison.scenario), None)
     if comparison.metric == THROUGHPUT.name and load is not None and not load.workload.is_open:
         delay, stalls = _queue_delay(facts, load, winner, loser), _stalls(load, winner, loser)
-        parts = [part for part in (delay, stalls) if part is not None and _explains(part.factor, found.factor)]
-        differences += [] if delay else _delays(facts, load, winner, loser, found.factor)
+        parts = [part for part in (delay, stalls) if part is not None and _explains(part.factor, lead.factor)]
+        differences += [] if delay else _delays(facts, load, winner, loser, lead.factor)
         differences += [] if stalls else _policies(facts, winner, loser)
-    clauses = [max(parts).words(found.factor)] if parts else []
+    clauses = [max(parts).words(lead.factor)] if parts else []
     clauses += [f"with {join(differences)}"] if differences else []
     return "".join(f", {clause}" for clause in clauses)
 
@@ -325,10 +331,12 @@ def _queue_delay(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label)
     """The factor of the slower arm's queue delay over the faster one's; None if it was not measured."""
     effects = _ablations(facts, load.workload.name)
     cause = f"{shown(loser)}'s queue delay"
-    if (own := effects.get(loser)) is not None and own.ratio is not None:
-        seen = own.ci95_ms is not None and own.ci95_ms[0] > 0.0
+    if (slower := effects.get(loser)) is not None and slower.ratio is not None:
+        seen = slower.ci95_ms is not None and slower.ci95_ms[0] > 0.0
         other = effects[winner].ratio if winner in effects else None
-        return LeadFactor(own.ratio / (other or 1.0) if seen else 1.0, cause, own.ratio_ci95 if other is None else None)
+        return LeadFactor(
+            slower.ratio / (other or 1.0) if seen else 1.0, cause, slower.ratio_ci95 if other is None else None
+        )
     if load.workload.concurrency > 1:
         return None
     own_factor, other_factor = (_serial_factor(facts, load, label) for label in (loser, winner))
@@ -350,9 +358,9 @@ def _ablations(facts: Facts, workload: str) -> dict[Label, CauseEffect]:
     """The ablation of each arm's queue delay in a workload."""
     return {
         effect.label: effect
-        for found in facts.of(CausesFound).workloads
-        if found.workload == workload
-        for cause in found.causes
+        for causes in facts.of(CausesFound).workloads
+        if causes.workload == workload
+        for cause in causes.causes
         if cause.name == "queue_delay"
         for effect in cause.effects
     }
@@ -360,15 +368,17 @@ def _ablations(facts: Facts, workload: str) -> dict[Label, CauseEffect]:
 
 def _stalls(load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | None:
     """The factor of the slower arm's stalls over the faster one's; None if a stall could not be told apart."""
-    own, other = (find_stalls([block for block in load.stored if block.record.label == one]) for one in (loser, winner))
-    if own is None:
+    slower, other = (
+        find_stalls([block for block in load.stored if block.record.label == label]) for label in (loser, winner)
+    )
+    if slower is None:
         return None
-    return LeadFactor(own.factor / (1.0 if other is None else other.factor), f"stalls of 0.5 s on {shown(loser)}")
+    return LeadFactor(slower.factor / (1.0 if other is None else other.factor), f"stalls of 0.5 s on {shown(loser)}")
 
 
 def _policies(facts: Facts, winner: Label, loser: Label) -> list[str]:
-    own, other = (arm is not None and queue_policy_of(arm) for arm in (_arm(facts, loser), _arm(facts, winner)))
-    return [f"a queue policy on {shown(loser)}"] if own and not other else []
+    slower, other = (arm is not None and queue_policy_of(arm) for arm in (_arm(facts, loser), _arm(facts, winner)))
+    return [f"a queue policy on {shown(loser)}"] if slower and not other else []
 
 
 def _delays(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label, lead: float) -> list[str]:
@@ -376,7 +386,7 @@ def _delays(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label, lead
     request may wait for its own batch and for the one before it."""
     pair = {label: _arm(facts, label) for label in sorted((winner, loser))}
     held_us = {label: _held_us(arm) for label, arm in pair.items()}
-    mean_ms = next((one.latency.mean_ms for one in load.summaries if one.label == loser), None)
+    mean_ms = next((summary.latency.mean_ms for summary in load.summaries if summary.label == loser), None)
     if held_us[loser] <= held_us[winner] or mean_ms is None:
         return []
     stages, most_ms = _stages(load, loser), 2.0 * held_us[loser] / 1000.0
@@ -408,14 +418,14 @@ def _settings(facts: Facts, comparison: Comparison) -> list[str]:
     """The settings of COSTLY that both arms report with other values, the baseline's first."""
     arms = [arm for label in comparison.pairing if (arm := _arm(facts, label)) is not None]
     on_gpu = all(str(arm.in_effect.get("device")).startswith("cuda") for arm in arms)
-    found = []
+    differences = []
     for name, title in COSTLY:
         values = [str(arm.in_effect[name]) for arm in arms if arm.in_effect.get(name) is not None]
         if len(values) == 2 and values[0].lower() != values[1].lower() and not (on_gpu and name == "threads"):
             texts = [value.upper() if name == "precision" else value for value in values]
             named = ", ".join(f"{shown(arm.label)} {text}" for arm, text in zip(arms, texts, strict=True))
-            found.append(f"different {title} ({named})")
-    return found
+            differences.append(f"different {title} ({named})")
+    return differences
 
 
 def _arm(facts: Facts, label: Label) -> ArmRecord | None:

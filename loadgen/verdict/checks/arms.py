@@ -60,27 +60,27 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Judgement]:
     have = {label: _reported(arms.get(label), key) for label in experiment.labels}
     if key == "threads" and all(str(_reported(arms.get(label), "device") or "").startswith("cuda") for label in have):
         return [Judgement(True, "every arm runs on a GPU: no threads to compare")]
-    known = {
+    reported = {
         label: _model_name(str(value), arms[label], experiment) if key == "model" else str(value)
         for label, value in have.items()
         if value is not None
     }
     outcomes = []
-    first, *rest = known or [experiment.baseline.label]
+    first, *rest = reported or [experiment.baseline.label]
     reasons = {
         label: _reason_to_accept(experiment, experiment.arm(first), experiment.arm(label), key)
         for label in rest
-        if not _equal(known[first], known[label])
-        and not (key == "model" and served_as(known[first]) == served_as(known[label]))
+        if not _equal(reported[first], reported[label])
+        and not (key == "model" and served_as(reported[first]) == served_as(reported[label]))
     }
     for reason in sorted(set(reasons.values())):
         apart = [label for label in reasons if reasons[label] == reason]
-        text = ", ".join(f"{shown(label)} {known[label]}" for label in (first, *apart))
+        text = ", ".join(f"{shown(label)} {reported[label]}" for label in (first, *apart))
         detail = f"the arms differ in {noun} ({text}), {reason or 'which was not requested'}"
         outcomes.append(Judgement(False, detail, text, severity="warns" if reason else None))
-    if silent := [shown(label) for label in have if label not in known]:
+    if silent := [shown(label) for label in have if label not in reported]:
         outcomes.append(Judgement(None, f"{do_not(silent, 'report')} it"))
-    return outcomes or [Judgement(True, known[first], known[first])]
+    return outcomes or [Judgement(True, reported[first], reported[first])]
 
 
 def _reason_to_accept(experiment: Experiment, baseline: ArmRequest, arm: ArmRequest, key: str) -> str:
@@ -89,7 +89,7 @@ def _reason_to_accept(experiment: Experiment, baseline: ArmRequest, arm: ArmRequ
         if key in ("model", "weights"):
             return "as requested: only the parity check shows whether they compute the same"
         return "as requested: this compares settings, not only servers"
-    if key == "pad_to" and not all(_is_configured(experiment, one) for one in (baseline, arm)):
+    if key == "pad_to" and not all(_is_configured(experiment, request) for request in (baseline, arm)):
         return "as the servers that abserve does not configure are set: this compares settings, not only servers"
     return ""
 
@@ -126,14 +126,14 @@ def _reported(arm: ArmRecord | None, key: str) -> object:
     return padding_in_effect(arm) if key == "pad_to" else arm.in_effect.get(key)
 
 
-def _equal(wanted: str, have: object) -> bool:
+def _equal(requested: str, have: object) -> bool:
     """Compare as numbers if both are, as text otherwise. "cuda" is a GPU without its number: it equals any."""
-    if wanted == "cuda" or have == "cuda":
-        return wanted.startswith("cuda") and str(have).startswith("cuda")
+    if requested == "cuda" or have == "cuda":
+        return requested.startswith("cuda") and str(have).startswith("cuda")
     try:
-        return float(wanted) == float(str(have))
+        return float(requested) == float(str(have))
     except ValueError:
-        return wanted.strip().lower() == str(have).strip().lower()
+        return requested.strip().lower() == str(have).strip().lower()
 
 
 def per_model(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
@@ -194,8 +194,8 @@ for _one in _SAME:
 )
 def same_pad_to(facts: Facts) -> list[Judgement]:
     """Skipped where no arm has a padded axis."""
-    known = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
-    return _compare(facts, "pad_to", "padding of batches") if known else []
+    reported = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
+    return _compare(facts, "pad_to", "padding of batches") if reported else []
 
 
 @check(
@@ -224,8 +224,8 @@ def padding_held_back(facts: Facts) -> Iterator[Judgement]:
 def same_spinning(facts: Facts) -> list[Judgement]:
     """Threads that spin while they wait for work answer sooner on idle cores, and take time from everything else on
     busy ones. Skipped where no arm reports it, as on a GPU."""
-    known = any(arm.in_effect.get("spinning") is not None for arm in facts.run.arms)
-    return _compare(facts, "spinning", "thread spinning") if known else []
+    reported = any(arm.in_effect.get("spinning") is not None for arm in facts.run.arms)
+    return _compare(facts, "spinning", "thread spinning") if reported else []
 
 
 @fairness(
@@ -248,16 +248,18 @@ def shared_server(facts: Facts) -> Iterator[Judgement]:
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")
 @per_arm
 def settings_in_effect(arm: ArmRecord, _: Facts) -> Judgement:
-    asked = [(name, wanted) for name, wanted in arm.settings.items() if wanted != "auto"]
-    found = [(name, wanted, arm.in_effect.get(setting_key(name))) for name, wanted in asked]
-    known = [(name, wanted, have) for name, wanted, have in found if have is not None]
-    if asked and not known:
+    asked = [(name, requested) for name, requested in arm.settings.items() if requested != "auto"]
+    in_effect = [(name, requested, arm.in_effect.get(setting_key(name))) for name, requested in asked]
+    reported = [(name, requested, have) for name, requested, have in in_effect if have is not None]
+    if asked and not reported:
         return Judgement(None, "does not report its settings")
-    overridden = [f"{name} {have} instead of {wanted}" for name, wanted, have in known if not _equal(wanted, have)]
-    detail = f"has the requested {', '.join(name for name, _, _ in known)}"
+    overridden = [
+        f"{name} {have} instead of {requested}" for name, requested, have in reported if not _equal(requested, have)
+    ]
+    detail = f"has the requested {', '.join(name for name, _, _ in reported)}"
     if overridden:
         detail = f"runs with {', '.join(overridden)}"
-    elif not known:
+    elif not reported:
         detail = "has no requested settings"
     return Judgement(not overridden, detail, len(overridden))
 
@@ -383,9 +385,9 @@ def metrics(arm: ArmRecord, _: Facts) -> Judgement:
         "log-verbose": "--log-verbose [1-9]",
         "tracing": "--trace-config",
     }
-    found = [flag for flag, sign in signs.items() if re.search(sign, flags)]
-    detail = f"was started with {_some(found)}" if found else "has none of them"
-    return Judgement(not found, detail, len(found))
+    flags_found = [flag for flag, sign in signs.items() if re.search(sign, flags)]
+    detail = f"was started with {_some(flags_found)}" if flags_found else "has none of them"
+    return Judgement(not flags_found, detail, len(flags_found))
 
 
 @fairness(
@@ -443,11 +445,11 @@ def graph_sizes(arm: ArmRecord, facts: Facts) -> Judgement:
     if not _graphs_asked(arm) or backend_of(arm) != "tensorrt":
         return Judgement(True, "requests no CUDA graphs by batch size")
     workloads, largest = _workloads(facts), _largest(arm.model_config)
-    wanted = {workload.batch_size for workload in workloads if workload.batch_size <= largest}
+    possible = {workload.batch_size for workload in workloads if workload.batch_size <= largest}
     if any(workload.concurrency > 1 for workload in workloads):
-        wanted |= set(range(1, largest + 1))
-    missing = sorted(wanted - captured_sizes(arm.model_config))
-    detail = f"has a graph for all {len(wanted)} possible batch sizes"
+        possible |= set(range(1, largest + 1))
+    missing = sorted(possible - captured_sizes(arm.model_config))
+    detail = f"has a graph for all {len(possible)} possible batch sizes"
     if missing:
         detail = f"runs batch sizes {_some([str(size) for size in missing])} without a CUDA graph"
     return Judgement(not missing, detail, len(missing))
@@ -536,10 +538,10 @@ def _some(names: Sequence[str]) -> str:
 def _number(value: object) -> float | None:
     """Read a number, also from text, as in a configuration's parameters; None if it is not a number, or too large."""
     try:
-        found = float(str(value))
+        number = float(str(value))
     except ValueError:
         return None
-    return found if abs(found) < _MOST_NUMBER else None
+    return number if abs(number) < _MOST_NUMBER else None
 
 
 @check(
@@ -553,16 +555,16 @@ def handicap(facts: Facts) -> Iterator[Judgement]:
     stored = facts.run.one(HandicapProbes)
     if stored is None:
         return
-    slow = [one for one in facts.of(HandicapsFound).loads if one.slower]
+    slow = [load for load in facts.of(HandicapsFound).loads if load.slower]
     for workload in load_workloads(facts.run.experiment.workloads):
-        own = [one for one in slow if _stands_for(one, workload)]
-        if own:
-            detail = "; ".join(f"{shown(one.label)} {slow_words(one)}" for one in own)
-            worst = max(one.ratio.ratio for one in own)
+        like_it = [load for load in slow if _stands_for(load, workload)]
+        if like_it:
+            detail = "; ".join(f"{shown(load.label)} {slow_words(load)}" for load in like_it)
+            worst = max(load.ratio.ratio for load in like_it)
             yield Judgement(False, detail, round(worst, 4), scope=workload_scope(workload.name))
     for arm in stored.arms:
-        if arm.label not in {one.label for one in slow}:
-            yield _not_slow(arm, [one for one in facts.of(HandicapsFound).loads if one.label == arm.label])
+        if arm.label not in {load.label for load in slow}:
+            yield _not_slow(arm, [load for load in facts.of(HandicapsFound).loads if load.label == arm.label])
 
 
 def _stands_for(load: LoadHandicap, workload: Workload) -> bool:
@@ -588,18 +590,18 @@ def _bounds(load: LoadHandicap) -> tuple[float, float]:
     return load.ratio.low, load.ratio.high
 
 
-def _not_slow(arm: ArmTuning, found: list[LoadHandicap]) -> Judgement:
+def _not_slow(arm: ArmTuning, loads: list[LoadHandicap]) -> Judgement:
     label = shown(arm.label)
     if arm.reason is not None:
         return Judgement(None, f"{label} {arm.reason}", scope=RUN, severity="informs")
     if not arm.settings:
         return Judgement(True, f"{label} has its server's own defaults", 1.0)
-    if not found:
+    if not loads:
         return Judgement(None, f"{label} was not compared with its plain server")
-    worst = max(found, key=lambda one: one.ratio.ratio)
+    worst = max(loads, key=lambda load: load.ratio.ratio)
     detail = (
         f"without {join(list(arm.settings))} {label} has {ratio(worst.ratio.ratio, _bounds(worst))} its throughput "
         f"({ratio_interval(_bounds(worst))})"
     )
-    hidden = max(one.ratio.high for one in found)
+    hidden = max(load.ratio.high for load in loads)
     return Judgement(True if hidden <= LARGEST_HIDDEN else None, detail, round(worst.ratio.ratio, 4))

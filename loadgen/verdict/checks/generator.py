@@ -54,7 +54,9 @@ def _busy_in_search(facts: Facts, workload: Workload) -> Judgement:
     """Judge the lowest rate that failed, which the server might have held, or the best step of a ramp."""
     rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload.name]
     ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.workload == workload.name]
-    deciding: dict[tuple[int, Label], float | None] = {(one.round, one.label): one.failed_rate_per_s for one in rates}
+    deciding: dict[tuple[int, Label], float | None] = {
+        (rate.round, rate.label): rate.failed_rate_per_s for rate in rates
+    }
     for ramp in ramps:
         if ramp.rungs:
             best = max(ramp.rungs, key=lambda rung: rung.throughput_per_s)
@@ -91,13 +93,13 @@ def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str
 )
 def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
     """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies."""
-    found = facts.of(RatesFound)
+    searches = facts.of(RatesFound)
     for load in facts.loads:
-        yield _ceiling(facts, load.workload, [(one.label, one.throughput_per_s) for one in load.summaries])
+        yield _ceiling(facts, load.workload, [(summary.label, summary.throughput_per_s) for summary in load.summaries])
     for workload in facts.run.experiment.workloads:
         if workload.scenario in ("slo", "ramp"):
-            rates = [(one.label, one.rate_per_s) for one in found.rates if one.workload == workload.name]
-            best = [(one.label, one.saturation_per_s) for one in found.ramps if one.workload == workload.name]
+            rates = [(rate.label, rate.rate_per_s) for rate in searches.rates if rate.workload == workload.name]
+            best = [(ramp.label, ramp.saturation_per_s) for ramp in searches.ramps if ramp.workload == workload.name]
             yield _ceiling(facts, workload, rates + best)
 
 
@@ -195,7 +197,7 @@ def _waits_in_load(load: WorkloadFacts) -> Judgement:
 
 def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
     """Judge the wait at the rates found; the latency includes it in any case."""
-    scope, found = (
+    scope, rates = (
         workload_scope(workload.name),
         {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.workload == workload.name},
     )
@@ -203,7 +205,7 @@ def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
         trial.send_lag_p99_ms
         for trial in facts.run.trials
         if trial.workload == workload.name
-        and (trial.round, trial.label, trial.rate_per_s) in found
+        and (trial.round, trial.label, trial.rate_per_s) in rates
         and trial.held
         and trial.send_lag_p99_ms is not None
     ]

@@ -30,12 +30,12 @@ COVERING_RESTARTS = 5
 def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     if load.workload.concurrency <= 1:
         return None
-    known = {shown(s.label): s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
-    least, limit = min(known.values(), default=None), FORMED_FACTOR * load.workload.batch_size
-    if silent := [label for label in map(shown, facts.run.experiment.labels) if label not in known]:
+    means = {shown(s.label): s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
+    least, limit = min(means.values(), default=None), FORMED_FACTOR * load.workload.batch_size
+    if silent := [label for label in map(shown, facts.run.experiment.labels) if label not in means]:
         return Judgement(None, f"{do_not(silent, 'report')} executed batches", least, limit)
-    idle = [label for label, mean in known.items() if mean < limit]
-    detail = "mean executed batch: " + ", ".join(f"{label} {number(mean)}" for label, mean in known.items())
+    idle = [label for label, mean in means.items() if mean < limit]
+    detail = "mean executed batch: " + ", ".join(f"{label} {number(mean)}" for label, mean in means.items())
     if idle:
         detail += f", so {join(idle)} did not merge requests"
     return Judgement(not idle, detail, least, limit)
@@ -50,7 +50,7 @@ def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
 def engine_ceiling(facts: Facts) -> Iterator[Judgement]:
     if not facts.of(CeilingsFound).shares:
         return
-    highest = max(facts.of(CeilingsFound).shares, key=lambda one: one.share)
+    highest = max(facts.of(CeilingsFound).shares, key=lambda ceiling: ceiling.share)
     ok = highest.share <= LARGEST_SHARE
     detail = (
         f"the served throughput of {shown(highest.label)} in {highest.workload} is {share(highest.share)} of the "
@@ -87,30 +87,32 @@ def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Skipped in an open loop, whose latencies include the wait for a connection."""
     if load.workload.is_open:
         return None
-    own = {arm.label: [block for block in load.stored if block.record.label == arm.label] for arm in facts.run.arms}
-    if any(not any(block.has_samples for block in blocks) for blocks in own.values()):
+    blocks_of = {
+        arm.label: [block for block in load.stored if block.record.label == arm.label] for arm in facts.run.arms
+    }
+    if any(not any(block.has_samples for block in blocks) for blocks in blocks_of.values()):
         return Judgement(None, "no samples")
-    judged = [(arm, found) for arm in facts.run.arms if (found := find_stalls(own[arm.label])) is not None]
+    judged = [(arm, stalls) for arm in facts.run.arms if (stalls := find_stalls(blocks_of[arm.label])) is not None]
     if not judged:
         return None
-    if stalled := [(arm, found) for arm, found in judged if found.stalled]:
+    if stalled := [(arm, stalls) for arm, stalls in judged if stalls.stalled]:
         return Judgement(
             False,
-            "; ".join(_stall_words(arm, found) for arm, found in stalled),
-            max(found.stalled for _, found in stalled),
+            "; ".join(_stall_words(arm, stalls) for arm, stalls in stalled),
+            max(stalls.stalled for _, stalls in stalled),
             remedy=" ".join(dict.fromkeys(_stall_remedy(arm) for arm, _ in stalled)),
         )
     return Judgement(True, f"no cluster of requests to {join([shown(arm.label) for arm, _ in judged])} waited 0.5 s", 0)
 
 
-def _stall_words(arm: ArmRecord, found: Stalls) -> str:
+def _stall_words(arm: ArmRecord, stalls: Stalls) -> str:
     detail = (
-        f"{found.stalled:,} of {found.requests:,} requests to {shown(arm.label)} "
-        f"({share(found.stalled / found.requests)}) waited about 0.5 s, where the median of the others is "
-        f"{number(found.median_ms)} ms; they make its mean latency {number(found.factor)} times as long"
+        f"{stalls.stalled:,} of {stalls.requests:,} requests to {shown(arm.label)} "
+        f"({share(stalls.stalled / stalls.requests)}) waited about 0.5 s, where the median of the others is "
+        f"{number(stalls.median_ms)} ms; they make its mean latency {number(stalls.factor)} times as long"
     )
-    if found.refused:
-        detail += f", and {found.refused:,} of them were refused as unavailable (503)"
+    if stalls.refused:
+        detail += f", and {stalls.refused:,} of them were refused as unavailable (503)"
     if policy := queue_policy_of(arm):
         return f"{detail}: {policy} {POLICY_EFFECT}"
     if arm.server_name == "triton" and arm.model_config is not None:
@@ -157,11 +159,14 @@ def latency_breakdown(load: WorkloadFacts, _: Facts) -> Judgement:
 )
 @per_comparison
 def sensitivity(leading: Sequence[Comparison], facts: Facts) -> Judgement:
-    margin, effects = facts.run.experiment.equivalence_margin, [one.minimal_detectable_effect for one in leading]
-    known = [effect for effect in effects if effect is not None]
-    if len(known) < len(effects):
+    margin, effects = (
+        facts.run.experiment.equivalence_margin,
+        [comparison.minimal_detectable_effect for comparison in leading],
+    )
+    measured = [effect for effect in effects if effect is not None]
+    if len(measured) < len(effects):
         return Judgement(None, "the smallest difference that the run can detect is unknown", None, margin)
-    effect = max(known)
+    effect = max(measured)
     detail = (
         f"80 % of such runs detect a difference of {detectable(effect)} or more (the margin is ±{100.0 * margin:g} %)"
     )

@@ -78,19 +78,19 @@ from_gpu_readings = partial(from_readings, of_gpu=True)
 )
 @from_readings
 def client_distance(conditions: Conditions) -> Judgement:
-    found = {distance_of(arm) for arm in conditions.arms}
-    if not found or None in found:
+    distances = {distance_of(arm) for arm in conditions.arms}
+    if not distances or None in distances:
         return Judgement(None, "not every arm accepted a connection to time")
     detail = ", ".join(
         f"{shown(arm.label)} {distance_of(arm)}" + ("" if arm.connect_ms is None else f" ({number(arm.connect_ms)} ms)")
         for arm in conditions.arms
     )
-    if "WAN" in found:
+    if "WAN" in distances:
         detail += ": the network is part of the comparison"
-    elif len(found) > 1:
+    elif len(distances) > 1:
         detail += ": the arms are not equally far away"
     longest = max((arm.connect_ms for arm in conditions.arms if arm.connect_ms is not None), default=None)
-    return Judgement(len(found) == 1 and "WAN" not in found, detail, longest)
+    return Judgement(len(distances) == 1 and "WAN" not in distances, detail, longest)
 
 
 def distance_of(arm: ArmConditions) -> str | None:
@@ -129,14 +129,14 @@ def cpu_governor(conditions: Conditions) -> Judgement:
 @from_gpu_readings
 def gpu_exclusive(conditions: Conditions) -> Judgement:
     listed = [gpu.pids for gpu in conditions.gpus if gpu.pids is not None]
-    pids = {pid for found in listed for pid in found}
+    pids = {pid for of_gpu in listed for pid in of_gpu}
     if not listed:
         return Judgement(None, "the driver does not report the GPU's processes")
     if not pids:
         return Judgement(None, "the driver lists no process on the GPU, not even the arms' servers")
-    own = {pid for arm in conditions.arms for pid in arm.pids}
-    foreign = sorted(pids - own)
-    if foreign and not pids & own:
+    of_arms = {pid for arm in conditions.arms for pid in arm.pids}
+    foreign = sorted(pids - of_arms)
+    if foreign and not pids & of_arms:
         detail = f"the GPU's processes ({len(foreign)}) have PIDs of another host, so their owners are unknown"
         return Judgement(None, detail, len(foreign))
     if foreign and (unseen := [shown(arm.label) for arm in conditions.arms if not arm.pids]):
@@ -175,12 +175,12 @@ def gpu_idle(conditions: Conditions) -> Judgement:
 )
 @from_gpu_readings
 def gpu_clocks(conditions: Conditions) -> Judgement:
-    known = [gpu for gpu in conditions.gpus if gpu.clock_event_reasons is not None]
-    if not known:
+    reporting = [gpu for gpu in conditions.gpus if gpu.clock_event_reasons is not None]
+    if not reporting:
         return Judgement(None, "the driver does not report the GPU's clocks")
-    slowed = ", ".join(sorted({r for gpu in known for r in gpu.clock_event_reasons or () if r in SLOWING}))
+    slowed = ", ".join(sorted({r for gpu in reporting for r in gpu.clock_event_reasons or () if r in SLOWING}))
     readings = []
-    for gpu in known:
+    for gpu in reporting:
         clock = [] if gpu.sm_clock_hertz is None else [f"{gpu.sm_clock_hertz / 1e6:,.0f} MHz"]
         heat = [] if gpu.temperature_celsius is None else [f"{gpu.temperature_celsius:g} °C"]
         readings.append(f"{gpu.name or 'GPU'}: {', '.join(clock + heat)}")
@@ -230,13 +230,16 @@ def machine_steady(facts: Facts) -> Iterator[Judgement]:
         return
     by_group = (groups[:, None] == np.unique(groups)).astype(float)
     by_stretch = (np.arange(count)[:, None] * stretches // count == np.arange(1, stretches)).astype(float)
-    own, later = (
+    residuals, later = (
         values - by_group @ np.linalg.lstsq(by_group, values, rcond=None)[0] for values in (speeds, by_stretch)
     )
-    effects = np.linalg.lstsq(later, own, rcond=None)[0]
-    rest, whole = float(np.sum((own - later @ effects) ** 2)), float(np.sum(own**2))
+    effects = np.linalg.lstsq(later, residuals, rcond=None)[0]
+    rest, whole = float(np.sum((residuals - later @ effects) ** 2)), float(np.sum(residuals**2))
     f_value = (whole - rest) / (stretches - 1) / max(rest / degrees, 1e-18)
-    change, spread = float(np.expm1(np.ptp([0.0, *effects]))), float(np.expm1(np.ptp(np.quantile(own, (0.1, 0.9)))))
+    change, spread = (
+        float(np.expm1(np.ptp([0.0, *effects]))),
+        float(np.expm1(np.ptp(np.quantile(residuals, (0.1, 0.9))))),
+    )
     drifted = change > margin and float(stats.f.sf(f_value, stretches - 1, degrees)) < DRIFT_SIGNIFICANCE
     detail = f"the speed moved by {share(change)} between the fastest and the slowest {STRETCHES[stretches]} of the run"
     if not drifted and spread > SPREAD_LIMIT:
@@ -268,13 +271,13 @@ def cpu_steal(load: WorkloadFacts, facts: Facts) -> Judgement | None:
 )
 @per_load
 def other_processes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    found = _judge_taken(load, facts, "other processes", _others_ns)
-    if found is None or found.ok is not False:
-        return found
-    worst = max(_machines(load), key=lambda one: _others_ns(one[1]) or 0)[1]
+    judgement = _judge_taken(load, facts, "other processes", _others_ns)
+    if judgement is None or judgement.ok is not False:
+        return judgement
+    worst = max(_machines(load), key=lambda of_block: _others_ns(of_block[1]) or 0)[1]
     if not worst.others:
-        return found
-    return replace(found, detail=f"{found.detail}; the busiest in the worst block: {', '.join(worst.others)}")
+        return judgement
+    return replace(judgement, detail=f"{judgement.detail}; the busiest in the worst block: {', '.join(worst.others)}")
 
 
 def _others_ns(machine: MachineLoad) -> int | None:
@@ -285,7 +288,11 @@ def _others_ns(machine: MachineLoad) -> int | None:
 def _machines(load: WorkloadFacts) -> list[tuple[Label, MachineLoad]]:
     """The arm and the use of the cores of each complete block that recorded it."""
     records = [block.record for block in load.stored if block.record.complete]
-    return [(one.label, one.machine) for one in records if one.machine is not None and one.machine.total_ns > 0]
+    return [
+        (record.label, record.machine)
+        for record in records
+        if record.machine is not None and record.machine.total_ns > 0
+    ]
 
 
 def _judge_taken(
@@ -303,9 +310,11 @@ def _judge_taken(
             taken[label].append((ns, machine.total_ns))
     if not all(taken.values()):
         return Judgement(None, "CPU time was not recorded")
-    blocks = {label: np.array([ns / of_ns for ns, of_ns in own]) for label, own in taken.items()}
+    blocks = {label: np.array([ns / of_ns for ns, of_ns in of_arm]) for label, of_arm in taken.items()}
     # Values within the kernel's step of 10 ms may come out below 0.
-    pooled = {label: max(sum(o for o, _ in own) / sum(of for _, of in own), 0.0) for label, own in taken.items()}
+    pooled = {
+        label: max(sum(o for o, _ in of_arm) / sum(of for _, of in of_arm), 0.0) for label, of_arm in taken.items()
+    }
     most, shares = max(pooled.values()), np.concatenate(list(blocks.values()))
     detail = f"CPU time taken by {who}: {join([f'{share(s)} from {shown(label)}' for label, s in pooled.items()])}"
     if most <= TAKEN_LIMIT:
@@ -313,7 +322,8 @@ def _judge_taken(
     detail += f" ({sum(shares > TAKEN_LIMIT)} of {len(shares)} blocks above {share(TAKEN_LIMIT)})"
     much = min(float(np.median(shares)), most) > MOST_TAKEN
     errors = {
-        k: float(np.std(own, ddof=1)) / len(own) ** 0.5 if len(own) > 1 else math.inf for k, own in blocks.items()
+        k: float(np.std(of_arm, ddof=1)) / len(of_arm) ** 0.5 if len(of_arm) > 1 else math.inf
+        for k, of_arm in blocks.items()
     }
     apart = any(
         abs(pooled[a] - pooled[b]) > max(experiment.equivalence_margin, APART_ERRORS * math.hypot(errors[a], errors[b]))
@@ -337,7 +347,7 @@ def wall_clock(facts: Facts) -> Iterator[Judgement]:
     if len(blocks) < 2:
         return
     try:
-        moments = [(one.index, datetime.fromisoformat(one.started_at), one.window_start_ns) for one in blocks]
+        moments = [(block.index, datetime.fromisoformat(block.started_at), block.window_start_ns) for block in blocks]
         steps = [
             ((after - before).total_seconds() - (after_ns - before_ns) / NS_PER_S, index)
             for (_, before, before_ns), (index, after, after_ns) in pairwise(moments)
@@ -345,7 +355,7 @@ def wall_clock(facts: Facts) -> Iterator[Judgement]:
     except (ValueError, TypeError):
         yield Judgement(None, "a block has no start time")
         return
-    step, index = max(steps, key=lambda one: abs(one[0]))
+    step, index = max(steps, key=lambda step: abs(step[0]))
     detail = "the wall clock and the monotonic clock agree"
     if abs(step) > STEP_LIMIT_S:
         detail = f"the wall clock moved by {step:+,.0f} s before block {index}: it was set, or the machine slept"
@@ -363,9 +373,9 @@ def server_cpu(facts: Facts) -> Iterator[Judgement]:
     if not records:
         return
     used = [
-        (one.server_cpu_ns + one.generator_cpu_ns) / (one.window_end_ns - one.window_start_ns)
-        for one in records
-        if one.server_cpu_ns is not None and one.window_end_ns > one.window_start_ns
+        (record.server_cpu_ns + record.generator_cpu_ns) / (record.window_end_ns - record.window_start_ns)
+        for record in records
+        if record.server_cpu_ns is not None and record.window_end_ns > record.window_start_ns
     ]
     if not used or not facts.cores or facts.cores < 0:
         yield Judgement(None, "the servers' CPU time is unknown")

@@ -132,8 +132,8 @@ def per_arm(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
 
     @wraps(judge)
     def find(facts: Facts) -> list[Judgement]:
-        found = ((shown(arm.label), judge(arm, facts)) for arm in facts.run.arms)
-        return [replace(outcome, detail=f"{label} {outcome.detail}") for label, outcome in found]
+        judged = ((shown(arm.label), judge(arm, facts)) for arm in facts.run.arms)
+        return [replace(outcome, detail=f"{label} {outcome.detail}") for label, outcome in judged]
 
     return find
 
@@ -143,8 +143,8 @@ def per_load(judge: Callable[[WorkloadFacts, Facts], Judgement | None]) -> Find:
 
     @wraps(judge)
     def find(facts: Facts) -> list[Judgement]:
-        found = ((load, judge(load, facts)) for load in facts.loads)
-        return [replace(outcome, scope=load.scope) for load, outcome in found if outcome is not None]
+        judged = ((load, judge(load, facts)) for load in facts.loads)
+        return [replace(outcome, scope=load.scope) for load, outcome in judged if outcome is not None]
 
     return find
 
@@ -155,20 +155,20 @@ def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Judgement]) ->
     @wraps(judge)
     def find(facts: Facts) -> list[Judgement]:
         leading: dict[str, list[Comparison]] = {}
-        for one in leading_comparisons(facts.comparisons):
-            leading.setdefault(one.scenario, []).append(one)
-        return [replace(judge(found, facts), scope=workload_scope(name)) for name, found in leading.items()]
+        for comparison in leading_comparisons(facts.comparisons):
+            leading.setdefault(comparison.scenario, []).append(comparison)
+        return [replace(judge(comparisons, facts), scope=workload_scope(name)) for name, comparisons in leading.items()]
 
     return find
 
 
 def make_checks(facts: Facts) -> tuple[Check, ...]:
-    return tuple(one for definition in CHECKS.values() for one in definition.checks(facts))
+    return tuple(outcome for definition in CHECKS.values() for outcome in definition.checks(facts))
 
 
 def check_before_load(facts: Facts) -> list[Check]:
     """The checks to show before the load begins; `make_checks` repeats them."""
-    return [one for definition in CHECKS.values() if definition.before_load for one in definition.checks(facts)]
+    return [outcome for definition in CHECKS.values() if definition.before_load for outcome in definition.checks(facts)]
 
 
 def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
@@ -187,12 +187,12 @@ def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
     groups: dict[tuple[str, bool | None], list[Check]] = {}
     for check in invalidating(checks):
         groups.setdefault((check.name, check.ok), []).append(check)
-    found = []
+    messages = []
     for first, *more in groups.values():
         others = f" and {counted(len(more), 'more workload')}" if more else ""
         covers = "" if first.scope in (RUN, PLAN) else f"In {first.scope.removeprefix('workload ')}{others}, "
-        found.append(sentence(covers + _said(first)))
-    return tuple(found)
+        messages.append(sentence(covers + _said(first)))
+    return tuple(messages)
 
 
 def _said(check: Check) -> str:

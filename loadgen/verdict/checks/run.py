@@ -75,9 +75,9 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(None, "nothing was recorded, and a server's own report does not verify anything")
     else:
         for workload in run.experiment.workloads:
-            found = _evidence(run, workload.name if workload.has_blocks else None)
-            ok, sentence = may_rank(found)
-            value = join([record.finding.value if record is not None else "nothing" for record in found.values()])
+            evidence = _evidence(run, workload.name if workload.has_blocks else None)
+            ok, sentence = may_rank(evidence)
+            value = join([record.finding.value if record is not None else "nothing" for record in evidence.values()])
             yield Judgement(ok, sentence.rstrip("."), value, scope=workload_scope(workload.name))
 
 
@@ -103,10 +103,10 @@ def negative_control(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(ok, detail, record.finding.value)
 
 
-def may_rank(found: Evidence) -> tuple[bool, str]:
+def may_rank(evidence: Evidence) -> tuple[bool, str]:
     """Whether the arms may be compared as GPU arms, and why (not), in one sentence."""
     uuids = {}
-    for label, record in found.items():
+    for label, record in evidence.items():
         if record is None:
             return False, f"Nothing shows where arm {shown(label)} ran."
         if record.finding is not Finding.GPU_VERIFIED:
@@ -117,14 +117,14 @@ def may_rank(found: Evidence) -> tuple[bool, str]:
     if len(used) > 1 or None in used:
         places = ", ".join(f"{shown(label)} on {uuid}" for label, uuid in uuids.items())
         return False, f"The arms ran on different GPUs: {places}."
-    return True, f"{_all(found).capitalize()} arms are GPU_VERIFIED on {used.pop()}."
+    return True, f"{_all(evidence).capitalize()} arms are GPU_VERIFIED on {used.pop()}."
 
 
 def _evidence(run: StoredRun, workload: str | None) -> Evidence:
     """The findings for one workload, or for the whole run."""
     records = () if run.evidence is None else run.evidence.records
-    found = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
-    return {label: found.get(label) for label in run.experiment.labels}
+    by_label = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
+    return {label: by_label.get(label) for label in run.experiment.labels}
 
 
 def _all(arms: Sized) -> str:
@@ -202,14 +202,14 @@ def parity(facts: Facts) -> Iterator[Judgement]:
 def parity_figures(record: ParityRecord) -> str:
     """The figures of the worst case, as text, by the kinds of the outputs."""
     relative, kinds = record.largest_relative_error, set(record.kinds.values())
-    found = [] if kinds and "embedding" not in kinds else [f"lowest cosine {record.lowest_cosine or 0.0:.6f}"]
+    figures = [] if kinds and "embedding" not in kinds else [f"lowest cosine {record.lowest_cosine or 0.0:.6f}"]
     if relative is not None and record.tolerance_relative is not None and kinds != {"labels"}:
-        found.insert(0, f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e})")
-    found.append(order_words(record.lowest_share("top1"), record.lowest_share("top5")))
+        figures.insert(0, f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e})")
+    figures.append(order_words(record.lowest_share("top1"), record.lowest_share("top5")))
     if "labels" in kinds:
         equal = all(case.ok or record.kinds.get(str(case.output)) != "labels" for case in record.cases)
-        found.append("labels are equal" if equal else "labels differ")
-    return ", ".join(filter(None, found))
+        figures.append("labels are equal" if equal else "labels differ")
+    return ", ".join(filter(None, figures))
 
 
 def order_words(top1: float | None, top5: float | None) -> str:
@@ -305,11 +305,11 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
         }
         errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
         messages = (message for block in load.stored for message in block.record.error_messages)
-        found = _errors(load.workload, sum(sent.values()), errors, messages)
+        judgement = _errors(load.workload, sum(sent.values()), errors, messages)
         if silent:
-            detail = f"no request was sent to {join(silent)}" + (f"; {found.detail}" if errors else "")
-            found = Judgement(False if errors else None, detail, found.value, scope=load.scope)
-        yield found
+            detail = f"no request was sent to {join(silent)}" + (f"; {judgement.detail}" if errors else "")
+            judgement = Judgement(False if errors else None, detail, judgement.value, scope=load.scope)
+        yield judgement
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "ramp":
             trials = [trial for trial in facts.run.trials if trial.workload == workload.name]
@@ -348,39 +348,39 @@ def answers_under_load(facts: Facts) -> Iterator[Judgement]:
 
 
 def _answers(
-    workload: Workload, labels: Sequence[Label], found: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
+    workload: Workload, labels: Sequence[Label], compared: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
 ) -> Judgement:
-    wrong = [one for one in found if one.wrong]
-    errors = [one.error for one in found if one.error]
-    silent = {label for label, _ in loaded - {(one.label, one.restart) for one in found}}
+    wrong = [part for part in compared if part.wrong]
+    errors = [part.error for part in compared if part.error]
+    silent = {label for label, _ in loaded - {(part.label, part.restart) for part in compared}}
     missing = [shown(label) for label in labels if label in silent]
     if wrong:
         detail = "; ".join(
-            f"{sum(one.wrong for one in wrong if one.label == label):,} of "
-            f"{sum(one.answers for one in found if one.label == label):,} answers of {shown(label)} are wrong: "
-            + next(str(one.fault) for one in wrong if one.label == label)
-            for label in dict.fromkeys(one.label for one in wrong)
+            f"{sum(part.wrong for part in wrong if part.label == label):,} of "
+            f"{sum(part.answers for part in compared if part.label == label):,} answers of {shown(label)} are wrong: "
+            + next(str(part.fault) for part in wrong if part.label == label)
+            for label in dict.fromkeys(part.label for part in wrong)
         )
     elif errors:
         detail = errors[0]
     elif missing:
         detail = f"no answers of {join(missing)} were compared"
     else:
-        worst = max((one.relative_max or 0.0 for one in found), default=0.0)
+        answers, items = sum(part.answers for part in compared), sum(part.items for part in compared)
+        worst = max((part.relative_max or 0.0 for part in compared), default=0.0)
         detail = (
-            f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by "
-            f"at most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
+            f"{answers:,} answers ({items:,} items) differ by at most {worst:.1e} "
+            f"(tolerance {compared[0].tolerance_relative:.1e})"
         )
         first, fifth = (
-            min((value for one in found if (value := getattr(one, name)) is not None), default=None)
+            min((value for part in compared if (value := getattr(part, name)) is not None), default=None)
             for name in ("top1", "top5")
         )
         detail = ", ".join(filter(None, (detail, order_words(first, fifth))))
-    compared = not errors and not missing
-    ok = False if wrong else True if compared else None
-    return Judgement(
-        ok, detail, sum(one.wrong for one in found) if compared else None, scope=workload_scope(workload.name)
-    )
+    is_complete = not errors and not missing
+    ok = False if wrong else True if is_complete else None
+    value = sum(part.wrong for part in compared) if is_complete else None
+    return Judgement(ok, detail, value, scope=workload_scope(workload.name))
 
 
 @check(
@@ -393,11 +393,11 @@ def repeated_requests(facts: Facts) -> Iterator[Judgement]:
     probes = facts.run.cache_probes
     if not probes:
         return
-    shares = {probe.label: found for probe in probes if (found := shortened_to(probe)) is not None}
+    shares = {probe.label: part for probe in probes if (part := shortened_to(probe)) is not None}
     cached = [shown(probe.label) for probe in probes if answers_from_memory(probe)]
     parts = []
     if shares:
-        times = join([f"{share(found)} on {shown(label)}" for label, found in shares.items()])
+        times = join([f"{share(part)} on {shown(label)}" for label, part in shares.items()])
         parts.append(f"time of a repeated request, as a share of a new one's: {times}")
         if cached:
             parts[0] += f", so {join(cached)} answers from a cache"
@@ -413,8 +413,8 @@ def shortened_to(probe: CacheProbe) -> float | None:
 
 def answers_from_memory(probe: CacheProbe) -> bool:
     """Whether repeated requests are faster by a relevant amount and by more than chance."""
-    found = shortened_to(probe)
-    return found is not None and found < LEAST_SHARE and chance(probe) < SIGNIFICANCE
+    part = shortened_to(probe)
+    return part is not None and part < LEAST_SHARE and chance(probe) < SIGNIFICANCE
 
 
 def chance(probe: CacheProbe) -> float:
@@ -466,20 +466,21 @@ def blocks_complete(facts: Facts) -> Iterator[Judgement]:
 )
 def searches_ended(facts: Facts) -> Iterator[Judgement]:
     """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
-    found = facts.of(RatesFound)
+    searches = facts.of(RatesFound)
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "slo":
-            rates = [rate for rate in found.rates if rate.workload == workload.name]
+            rates = [rate for rate in searches.rates if rate.workload == workload.name]
             done, what = sum(rate.ended == "found" for rate in rates), "searches found a rate"
             notes = [
-                f"{shown(one.label)} misses the bound even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate"
-                if one.ended == "none"
-                else f"{shown(one.label)} holds the bound even at {number(one.rate_per_s or 0.0)}/s, the highest rate"
-                for one in rates
-                if one.ended in ("none", "highest")
+                f"{shown(rate.label)} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest "
+                "rate"
+                if rate.ended == "none"
+                else f"{shown(rate.label)} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
+                for rate in rates
+                if rate.ended in ("none", "highest")
             ]
         elif workload.scenario == "ramp":
-            ramps = [ramp for ramp in found.ramps if ramp.workload == workload.name]
+            ramps = [ramp for ramp in searches.ramps if ramp.workload == workload.name]
             done, what = sum(ramp.saturated for ramp in ramps), "ramps reached saturation"
             notes = [
                 f"{shown(ramp.label)} was still gaining with {workload.concurrency} users"
@@ -530,5 +531,5 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
 )
 @per_comparison
 def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Judgement:
-    fewest = min(one.pairs for one in leading)
+    fewest = min(comparison.pairs for comparison in leading)
     return Judgement(fewest >= MIN_PAIRS, counted(fewest, "complete round"), fewest)
