@@ -1,4 +1,6 @@
-"""The latency breakdown of each arm: where a request's time went, in the same stages for every server.
+"""Where the time of requests went: the latency breakdown by stages, and requests that stalled for 0.5 s.
+
+**Stages.** They are the same for every server:
 
     client total = send_delay + receive + decode + queue + compute_input + compute_infer + compute_output + encode
                  + read_answer + unattributed
@@ -10,12 +12,11 @@ All are means per request, because means add up and medians do not. The names ar
 into the stage that contains it on the other. In a dynamic batch every request is charged the whole execution that it
 waited for: the breakdown is of waiting time, not of work.
 
-Finds stalls of 0.5 s in a closed loop: requests that met a timer, apart from a latency that is simply broad.
-
-A request stalled if it took 0.45 to 0.6 s more than a prompt one: the fastest tenth of the requests, or the fastest
-request of its size if that took longer, so that a long text is not a stall. The tail of a broad latency falls, so at
-most a third of the requests that took 0.15 to 0.6 s more are stalls; an arm has stalls if it has more of them than
-chance explains (one-sided binomial test, p ≤ 5 %), which takes three at least.
+**Stalls.** In a closed loop they show requests that met a timer, apart from a latency that is simply broad. A request
+stalled if it took 0.45 to 0.6 s more than a prompt one: the fastest tenth of the requests, or
+the fastest request of its size if that took longer, so that a long text is not a stall. The tail of a broad latency
+falls, so at most a third of the requests that took 0.15 to 0.6 s more are stalls; an arm has stalls if it has more of
+them than chance explains (one-sided binomial test, p ≤ 5 %), which takes three at least.
 
 The test needs independent cases, and one sleep of a server delays all of its users at once. So of the slow requests
 that overlap only the first to begin is a case: its length does not depend on which request was chosen.

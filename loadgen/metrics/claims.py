@@ -1,15 +1,15 @@
-"""Sentences about comparisons: which arm is better, by how much, with which interval, and in which workloads.
+"""Comparisons in words: which arm is better, by how much, in which workloads; and the ranking of several arms.
 
-The arms of a workload from the best to the worst, and which of them cannot be told apart.
-
-The order is that of the measured ratios to the baseline. Two arms are separated if their own comparison names a winner.
-All pairs of arms share Holm's correction, so it does not matter that the order comes from the same data.
+The ranking orders the arms of a workload from the best to the worst. The order is that of the measured ratios to the
+baseline. Two arms are separated if their own comparison names a winner. All pairs of arms share Holm's correction, so
+it does not matter that the order comes from the same data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
+from operator import itemgetter
 
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
@@ -113,11 +113,7 @@ def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], ma
     """Two arms' workloads by outcome: "B is faster one request at a time and at batch 1, 4 (1.12–1.38×)"."""
     outcomes: dict[tuple[str, bool], list[Comparison]] = {}
     for comparison in sorted(
-        comparisons,
-        key=lambda comparison: (
-            ORDER.index(comparison.verdict),
-            workloads[comparison.scenario].scenario == "cold-start",
-        ),
+        comparisons, key=lambda c: (ORDER.index(c.verdict), workloads[c.scenario].scenario == "cold-start")
     ):
         words = verdict_words(comparison.verdict, comparison.pairing, margin)
         text = f"{shown(comparison.winner)} is faster" if comparison.winner else words
@@ -225,9 +221,7 @@ def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> 
     }
     if metric is None or not ratios:
         return None
-    order = sorted(
-        {baseline: 1.0, **ratios}.items(), key=lambda comparison: comparison[1], reverse=by_metric[0].higher_is_better
-    )
+    order = sorted({baseline: 1.0, **ratios}.items(), key=itemgetter(1), reverse=by_metric[0].higher_is_better)
     labels = tuple(label for label, _ in order)
     won = {(comparison.winner, comparison.loser) for comparison in by_metric}
     apart = tuple(two for two in combinations(labels, 2) if two not in won)

@@ -1,4 +1,4 @@
-"""The records of a run and everything computed from them: the input of studies, checks, verdict and thresholds."""
+"""`Facts`: the records of a run and what is computed from them, which probes, checks, verdict and thresholds read."""
 
 from __future__ import annotations
 

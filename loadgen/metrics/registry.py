@@ -1,8 +1,10 @@
-"""What one block measured: a closed loop at full load, an open loop at the requested rate.
+"""The metrics: what each is called, and the function that computes it from the samples of a block.
 
-Closed loop: a block stores the requests that its users began before the block had enough (`loadgen.generator.window`);
-the load stays full until all of them are answered. Only requests count that began after every user had its first
-response: the first ones meet an empty queue and a new connection.
+A new metric is one call of `register`: comparisons, thresholds, result, reports and exports follow from the registry.
+
+**Closed loop.** A block stores the requests that its users began before the block had enough
+(`loadgen.generator.window`); the load stays full until all of them are answered. Only requests count that began after
+every user had its first response: the first ones meet an empty queue and a new connection.
 
 With N users that always wait for a response, throughput is N over the mean time from one request to the next (Little's
 law; Denning and Buzen, Computing Surveys 10, 1978, "response time law" with no think time):
@@ -14,8 +16,8 @@ time of the counted requests is their expected number times the mean (Wald's equ
 bias is about CV²/requests; that of a window that ends with the first user to retire is CV²/2 · users/requests.
 `tests/truth` shows both.
 
-Open loop: the rate of the responses is (responses − 1) / (last − first response). At a rate that the arm sustains it is
-the arrival rate, beyond it the arm's capacity; neither depends on how long a single request takes.
+**Open loop.** The rate of the responses is (responses − 1) / (last − first response). At a rate that the arm sustains
+it is the arrival rate, beyond it the arm's capacity; neither depends on how long a single request takes.
 
 A request is sent late for one of two reasons. If all connections were busy, it waited for the server, and its latency,
 which counts from when it was due, includes that. If the generator itself was late, the latency is partly the

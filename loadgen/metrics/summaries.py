@@ -1,4 +1,4 @@
-"""What each block, and each arm in each workload, measured, from raw samples; nothing here compares arms.
+"""Summaries of each block, and of each arm in each workload, from raw samples; nothing here compares arms.
 
 In a closed loop throughput and latency are those at full load; in an open loop every request counts, and throughput is
 the rate of the responses (see `loadgen.metrics.registry`). Latency counts from the intended start to the last byte of

@@ -1,9 +1,8 @@
-"""`result.json`, schema abserve.result/2: everything measured and concluded; see docs/result-format.md.
+"""From a run's stored records to its result, and `result.json` (schema abserve.result/2; see docs/result-format.md).
 
-Reports are rendered from this alone. Fields are only ever added, each with a default, so that a later version reads an
-older file; any other change raises the schema's number.
-
-From a run's stored records to its result: reads, summarises, compares, checks and concludes; writes nothing.
+`analyse` reads, summarises, compares, checks and concludes; it writes nothing. Reports are rendered from the result
+alone. Fields are only ever added, each with a default, so that a later version reads an older file; any other change
+raises the schema's number.
 """
 
 from __future__ import annotations

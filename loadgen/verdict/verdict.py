@@ -1,14 +1,12 @@
 """The verdict in words: valid or not, which arm is better by how much in each workload, why, and the caveats.
 
 Outcomes come from `comparisons` and validity from `checks`; no arm is called faster if its comparison is inconclusive.
+`Stopping` says when and why the load ended, and what the intervals include.
 
-What stands beside a lead in the headline: the part of it with a known cause, and settings that differ.
-
-A part is a factor of the lead that was measured: by the ablation of the queue delay; without one, under serial load, by
+**Beside the lead** the headline names the part of it with a known cause, and settings that differ. The part is a factor
+of the lead that was measured: by the ablation of the queue delay; without one, under serial load, by
 the time that requests waited in the queue, up to the queue delay; or by the requests that stalled for 0.5 s. It is
 named if it is more than half of the lead, in logarithms: 1.6× of 2.4× is 54 %.
-
-When and why the load of a run ended, and what its intervals include, in sentences for every report.
 """
 
 from __future__ import annotations

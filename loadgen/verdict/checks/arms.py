@@ -1,10 +1,8 @@
-"""Checks that the arms differ only in what is compared, and that no setting of an arm misleads.
+"""Checks that the arms differ only in what is compared, and that no setting makes an arm slow or misleads.
 
 Settings are read from Triton's model configuration as JSON, which the native server returns in the same shape. What a
 server does not report is unknown. Sources: Triton's model configuration reference and the source of its onnxruntime and
 tensorrt backends.
-
-Checks that no arm is slow because of its own configuration.
 """
 
 from __future__ import annotations

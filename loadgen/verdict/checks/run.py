@@ -1,8 +1,7 @@
-"""Checks of the GPU verification: arms are ranked as GPU servers only if each is verified on the same GPU.
+"""Checks of the run as a whole: where it ran, that it finished, that answers are right and that nothing is missing.
 
-If every arm reports that it runs on the CPU, nothing has to be verified: the verdict calls it a CPU comparison.
-
-Checks of the run as a whole: it finished, the outputs are right, and nothing that is compared is missing.
+Arms are ranked as GPU servers only if each is verified on the same GPU. If every arm reports that it runs on the CPU,
+nothing has to be verified: the verdict calls it a CPU comparison.
 """
 
 from __future__ import annotations
