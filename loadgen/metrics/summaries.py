@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -263,7 +262,8 @@ def summarise_workload(
     chosen = [(b, s) for b, s in pairs if s.workload == workload and s.label == label and s.complete]
     stored, complete = [block for block, _ in chosen], [summary for _, summary in chosen]
     metrics = _without_field(stored[0].workload) if stored else []
-    pools = _pool(stored, (metric.of_requests for metric in metrics if metric.of_requests is not None))
+    functions = (metric.of_requests for metric in metrics if metric.of_requests is not None)
+    pools, responses, request_bytes = _pool(stored, (latencies_ms, *functions))
     figures = {metric.name: _figure_of_all(metric, pools, complete) for metric in metrics}
     speeds = [summary.throughput_per_s for summary in complete if summary.throughput_per_s]
     medians = [summary.latency.p50_ms for summary in complete if summary.latency.p50_ms]
@@ -290,17 +290,17 @@ def summarise_workload(
         errors=sum(summary.errors for summary in complete),
         throughput_per_s=geometric_mean(speeds) if speeds else None,
         throughput_ci95=interval_of_mean(speeds),
-        latency=summarise_latency(pools.latencies_ms),
+        latency=summarise_latency(pools[latencies_ms]),
         p50_ci95_ms=interval_of_mean(medians),
         generator_cpu_share_max=max(
             (s.generator_cpu_share for s in complete if s.generator_cpu_share is not None), default=None
         ),
         server_cpu_cores=float(np.mean(cores)) if cores else None,
-        request_bytes=pools.request_bytes,
-        response_bytes=_median(pools.response_bytes.values),
+        request_bytes=request_bytes,
+        response_bytes=_median(responses.values),
         executed_batches=dict(sorted(batches.items())),
         executed_batch_mean=executed / executions if executions else None,
-        distribution_ms=distribution(pools.latencies_ms.values),
+        distribution_ms=distribution(pools[latencies_ms].values),
         payload_bytes=float(np.mean(payloads)) if payloads else None,
         first_answer_ms=_median([s.first_answer_ms for s in complete if s.first_answer_ms is not None]),
         open_loop=pool_open_loops([summary.open_loop for summary in complete if summary.open_loop is not None]),
@@ -312,31 +312,24 @@ def summarise_workload(
     )
 
 
-def _figure_of_all(metric: Metric, pools: _Pools, blocks: Sequence[BlockSummary]) -> float | None:
+def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequence[BlockSummary]) -> float | None:
     """A figure of all blocks of an arm and workload."""
     if metric.of_requests is not None:
-        return metric.statistic(pools.more[metric.of_requests].values)
+        return metric.statistic(pools[metric.of_requests].values)
     values = [value for block in blocks if (value := figure_of(block, metric))]
     return geometric_mean(values) if values else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Pools:
-    """What the blocks of an arm and workload measured per request."""
+def _pool(
+    blocks: Sequence[StoredBlock], functions: Iterable[PerRequest]
+) -> tuple[dict[PerRequest, Pool], Pool, float | None]:
+    """The values of each function, the bytes of the responses, and the median bytes of a request.
 
-    latencies_ms: Pool
-    response_bytes: Pool
-    more: dict[PerRequest, Pool]
-    """Values of metrics that have no field in the summaries."""
-    request_bytes: float | None
-    """Median over all requests. If bodies differ in size (JPEG files) it would depend on how often each was sent, so
-    then it is the median without the payload plus the mean payload."""
-
-
-def _pool(blocks: Sequence[StoredBlock], functions: Iterable[PerRequest]) -> _Pools:
-    """Read each block once."""
-    latency, responses, requests, varies = Pool(), Pool(), Pool(), False
-    more = {function: Pool() for function in functions}
+    If bodies differ in size (JPEG files), the median over all requests would depend on how often each was sent, so then
+    it is the median without the payload plus the mean payload. Each block is read once.
+    """
+    pools = {function: Pool() for function in functions}
+    responses, requests, varies = Pool(), Pool(), False
     payloads = [size for block in blocks for size in block.record.body_payload_bytes]
     for block in blocks:
         samples, record = block.samples, block.record
@@ -348,10 +341,8 @@ def _pool(blocks: Sequence[StoredBlock], functions: Iterable[PerRequest]) -> _Po
         wire = answered["request_bytes"].astype(np.float64)
         requests.add(record.index, wire - body_bytes[answered["body"]] if on_wire else wire)
         measured = measured_answers(samples, is_open=block.workload.is_open)
-        latency.add(record.index, latencies_ms(measured))
         responses.add(record.index, measured["response_bytes"])
-        for function, pool in more.items():
+        for function, pool in pools.items():
             pool.add(record.index, function(measured))
     middle = _median(requests.values)
-    request_bytes = middle + float(np.mean(payloads)) if middle is not None and varies else middle
-    return _Pools(latency, responses, more, request_bytes)
+    return pools, responses, middle + float(np.mean(payloads)) if middle is not None and varies else middle

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from loadgen.experiment.padding import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
@@ -157,43 +157,43 @@ def _step_name(model: ArmRecord) -> str:
     return str((model.model_config or {}).get("name") or "of unknown name")
 
 
-def _declare_same(name: str, setting: str, title: str, severity: Severity) -> None:
-    """Declare the check that every arm has the same value of a setting."""
+def _declare_same(
+    name: str, setting: str, noun: str, severity: Severity, remedy: str = "", *, where_reported: bool = False
+) -> None:
+    """Declare the check that every arm has the same value of a setting; with `where_reported` only of a setting that at
+    least one arm reports."""
 
     def find(facts: Facts) -> list[Judgement]:
-        return _compare(facts, setting, title.removeprefix("same "))
+        if where_reported and all(arm.in_effect.get(setting) is None for arm in facts.run.arms):
+            return []
+        return _compare(facts, setting, noun)
 
     find.__name__ = name
     unknown: Severity = "warns" if severity == "invalidates" else "informs"
-    fairness(title, severity, f"Give every arm the {title}.", unknown=unknown, threshold="equal")(find)
+    remedy = remedy or f"Give every arm the same {noun}."
+    fairness(f"same {noun}", severity, remedy, unknown=unknown, threshold="equal")(find)
 
 
-_SAME: tuple[tuple[str, str, str, Severity], ...] = (
-    ("same_model", "model", "same model", "invalidates"),
-    ("same_weights", "weights", "same weights", "invalidates"),
-    ("same_precision", "precision", "same precision", "invalidates"),
-    ("same_device", "device", "same device", "invalidates"),
-    ("same_threads", "threads", "same number of threads", "invalidates"),
-    ("same_max_batch_size", "max_batch_size", "same maximum batch size", "invalidates"),
-    ("same_queue_delay", "max_queue_delay_us", "same queue delay", "warns"),
-    ("same_instances", "instances", "same number of instances", "warns"),
-)
-for _one in _SAME:
-    _declare_same(*_one)
-
-
-@fairness(
-    "same padding of batches",
+for _name, _setting, _noun, _severity in (
+    ("same_model", "model", "model", "invalidates"),
+    ("same_weights", "weights", "weights", "invalidates"),
+    ("same_precision", "precision", "precision", "invalidates"),
+    ("same_device", "device", "device", "invalidates"),
+    ("same_threads", "threads", "number of threads", "invalidates"),
+    ("same_max_batch_size", "max_batch_size", "maximum batch size", "invalidates"),
+    ("same_queue_delay", "max_queue_delay_us", "queue delay", "warns"),
+    ("same_instances", "instances", "number of instances", "warns"),
+):
+    _declare_same(_name, _setting, _noun, cast("Severity", _severity))
+_declare_same(
+    "same_pad_to",
+    "pad_to",
+    "padding of batches",
     "invalidates",
     "Give every arm the same pad-to, and none where one of them cannot pad: padding decides which requests share a "
     "batch, and how much each computes.",
-    unknown="warns",
-    threshold="equal",
+    where_reported=True,
 )
-def same_pad_to(facts: Facts) -> list[Judgement]:
-    """Skipped where no arm has a padded axis."""
-    reported = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
-    return _compare(facts, "pad_to", "padding of batches") if reported else []
 
 
 @check(
@@ -212,18 +212,17 @@ def padding_held_back(facts: Facts) -> Iterator[Judgement]:
     yield Judgement(False, padding_in_words(experiment, longest if isinstance(longest, int) else 0))
 
 
-@fairness(
-    "same thread spinning",
+# Threads that spin while they wait for work answer sooner on idle cores, and take time from everything else on busy
+# ones. On a GPU no arm reports it.
+_declare_same(
+    "same_spinning",
+    "spinning",
+    "thread spinning",
     "warns",
     "Give every arm the same spinning, on or off (Triton's onnxruntime backend always spins), and compare the CPU time "
     "per request as well.",
-    threshold="equal",
+    where_reported=True,
 )
-def same_spinning(facts: Facts) -> list[Judgement]:
-    """Threads that spin while they wait for work answer sooner on idle cores, and take time from everything else on
-    busy ones. Skipped where no arm reports it, as on a GPU."""
-    reported = any(arm.in_effect.get("spinning") is not None for arm in facts.run.arms)
-    return _compare(facts, "spinning", "thread spinning") if reported else []
 
 
 @fairness(
