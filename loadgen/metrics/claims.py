@@ -125,7 +125,7 @@ def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], ma
     ]
 
 
-def decided_besides(comparisons: Sequence[Comparison], workloads: dict[str, Workload]) -> list[str]:
+def other_decided_metrics(comparisons: Sequence[Comparison], workloads: dict[str, Workload]) -> list[str]:
     """List every decided metric that does not lead its workload. Metrics that favour the same arm as the leading one
     share a clause; each of the others gets a clause: "but A has the lower p99 latency at batch 4 (1.90×)"."""
     leading = {(c.scenario, c.pairing): c.winner for c in comparisons if c.leading}

@@ -403,7 +403,7 @@ def compare_all(
                 ratios=tuple(pair.ratio for pair in paired.pairs),
                 reason=paired.reason
                 or estimate.reason
-                or (_why_inconclusive(estimate.ci95) if verdict == "inconclusive" else None),
+                or (_why_inconclusive(estimate.ci95, family) if verdict == "inconclusive" else None),
                 leading=paired.leads,
                 method=method,
                 restarts=len(restarts) or 1,
@@ -501,9 +501,9 @@ def _sensitivity(
     return detectable_effect(error, estimate.degrees, family)
 
 
-def _why_inconclusive(ci95: tuple[float, float] | None) -> str:
+def _why_inconclusive(ci95: Interval | None, family: int) -> str:
     if ci95 is not None and not ci95[0] <= 1.0 <= ci95[1]:
-        return "the interval excludes 1, but not clearly enough for so many comparisons"
+        return f"the interval excludes 1, but not after Holm's adjustment for {family} comparisons"
     return "the interval is too wide to name a winner or to exclude a difference"
 
 

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Found)
 RUN = "run"
 """Scope of a check that covers every comparison."""
 PLAN = "plan"
-"""Scope of a check of the planned run: it removes the run's verdict, not that of complete workloads."""
+"""Scope of a check that fails the run as planned; complete workloads keep their verdict."""
 
 
 def workload_scope(workload: str) -> str:

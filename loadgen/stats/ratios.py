@@ -143,10 +143,10 @@ def error_of_mean(values: Sequence[float] | Values, correlation: float) -> tuple
     whitened, weights = whiten(np.asarray(values, dtype=np.float64), phi)
     apart = whitened - weights * float(weights @ whitened) / float(weights @ weights)
     variance = float(apart @ apart) / (count - 1) / (1.0 - phi**2)
-    return math.sqrt(variance * grown(count, phi) / count), count - 1.0
+    return math.sqrt(variance * variance_inflation(count, phi) / count), count - 1.0
 
 
-def grown(count: int, phi: float) -> float:
+def variance_inflation(count: int, phi: float) -> float:
     """k = (1+φ)/(1−φ) − 2φ(1−φⁿ)/(n(1−φ)²), by which the variance of the mean of a first-order autoregression exceeds
     σ²/n (Anderson, The Statistical Analysis of Time Series, 1971, section 8.3)."""
     return (1.0 + phi) / (1.0 - phi) - 2.0 * phi * (1.0 - phi**count) / (count * (1.0 - phi) ** 2)
@@ -155,9 +155,10 @@ def grown(count: int, phi: float) -> float:
 def widening(count: int, correlation: float) -> float:
     """Factor between the squared standard error of the mean by the plain spread of `count` values and the true one.
 
-    The variance of the mean is k·σ²/n with k of `grown`, and the sample variance is too low by (1 − k/n)·n/(n−1).
+    The variance of the mean is k·σ²/n with k of `variance_inflation`, and the sample variance is too low by
+    (1 − k/n)·n/(n−1).
     """
-    k = grown(count, allowed_correlation(correlation))
+    k = variance_inflation(count, allowed_correlation(correlation))
     return k / ((1.0 - k / count) * count / (count - 1.0))
 
 
@@ -171,7 +172,7 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
     """
     usable = [value for value in ratios if value > 0.0 and math.isfinite(value)]
     if len(usable) != len(ratios):
-        return RatioEstimate(len(ratios), reason="a block measured nothing to divide by")
+        return RatioEstimate(len(ratios), reason="a block measured no positive value")
     count = len(usable)
     if count == 0:
         return RatioEstimate(0, reason="there is no complete pair of blocks")

@@ -21,9 +21,9 @@ from loadgen.metrics.breakdown import TITLES, ArmStages, LatencyBreakdown, find_
 from loadgen.metrics.claims import (
     WorkloadRanking,
     claim,
-    decided_besides,
     groups,
     neighbours,
+    other_decided_metrics,
     place,
     places,
     rank,
@@ -44,7 +44,7 @@ from loadgen.verdict.checks.registry import CHECKS, Check, complaints, invalidat
 from loadgen.verdict.checks.run import same_payload
 
 Explain = Callable[[Comparison], str]
-"""What follows the claim of a comparison; see `beside`."""
+"""What follows the claim of a comparison; see `explain_lead`."""
 MIN_STAGE_SHARE = 0.05
 MAX_STAGES = 3
 
@@ -85,12 +85,12 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     rankings = rank(facts.comparisons, experiment.baseline.label)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
-    said = _sentence(experiment, titles, facts.comparisons, rankings, failed, slowed, partial(beside, facts))
+    text = _sentence(experiment, titles, facts.comparisons, rankings, failed, slowed, partial(explain_lead, facts))
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     return Verdict(
         valid=not failed,
-        sentence=said if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
+        sentence=text if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
         main_scenario=None if main is None else main.name,
         scenarios=scenarios,
         rankings=rankings,
@@ -154,7 +154,7 @@ def _two_arms(
     """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
     loads = [c for c in usable if c.metric == THROUGHPUT.name] or usable
     decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
-    besides = decided_besides(comparisons, workloads)
+    besides = other_decided_metrics(comparisons, workloads)
     if not decided:
         metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
         what = f" in {join(list(metrics))}" if metrics else ""
@@ -175,7 +175,7 @@ def _many_arms(
     explain: Explain,
 ) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
-    besides = decided_besides(comparisons, workloads)
+    besides = other_decided_metrics(comparisons, workloads)
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
@@ -303,7 +303,7 @@ class LeadFactor(NamedTuple):
         )
 
 
-def beside(facts: Facts, comparison: Comparison) -> str:
+def explain_lead(facts: Facts, comparison: Comparison) -> str:
     """A clause that follows the claim of a decided comparison, with its comma; empty if nothing is to be named."""
     lead, winner, loser = advantage(comparison), comparison.winner, comparison.loser
     if lead is None or winner is None or loser is None:
@@ -509,7 +509,7 @@ def _coverage(experiment: Experiment, ended: str | None, leading: Sequence[Compa
     restarted = experiment.restarts > 1 if ended is not None else any(c.restarts > 1 for c in leading)
     text = "The intervals include what a restart changes." if restarted else ONE_START
     if experiment.until_decided:
-        text = f"The intervals allow for being computed after every round. {text}"
+        text = f"The intervals stay valid although they are computed after every round. {text}"
     correlation = max((c.correlation for c in leading), default=0.0)
     if correlation < WORTH_SAYING:
         return text

@@ -299,7 +299,7 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
     detail = f"has a queue delay of {delay:,.0f} µs"
     waits = delay > 0 and bool(serial) and arm.in_effect.get("lone_requests_wait") != "false"
     if delay > 0 and serial and not waits:
-        detail += ", which a request that comes alone does not wait"
+        detail += ", which lone requests skip"
     if waits:
         detail += f", and in {_some(serial)} no other request can join a batch"
     return Judgement(not waits, detail, delay)

@@ -179,7 +179,7 @@ def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
 def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
     """Why the comparisons of a scenario are invalid; None if they are valid."""
     covering = [check for check in invalidating(checks) if check.scope in (RUN, workload_scope(scenario))]
-    return "; ".join(_said(check) for check in covering) or None
+    return "; ".join(_message(check) for check in covering) or None
 
 
 def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
@@ -191,9 +191,9 @@ def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
     for first, *more in groups.values():
         others = f" and {counted(len(more), 'more workload')}" if more else ""
         covers = "" if first.scope in (RUN, PLAN) else f"In {first.scope.removeprefix('workload ')}{others}, "
-        messages.append(sentence(covers + _said(first)))
+        messages.append(sentence(covers + _message(first)))
     return tuple(messages)
 
 
-def _said(check: Check) -> str:
+def _message(check: Check) -> str:
     return f"not available: “{check.title}” ({check.detail})" if check.ok is None else check.detail
