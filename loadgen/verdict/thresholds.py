@@ -363,18 +363,11 @@ def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
 
 def _singles(metric: Metric, label: Label, workload: str, facts: Facts) -> list[float]:
     """The metric in each block, start or search of an arm; empty if one of them lacks it."""
-    values = (
-        [
-            figure_of(block, metric)
-            for block in facts.blocks
-            if (block.workload, block.label) == (workload, label) and block.complete and not metric.is_count
-        ]
-        if metric.has_function
-        else [
-            figure.value
-            for figure in facts.figures
-            if (figure.metric, figure.workload, figure.label) == (metric.name, workload, label)
-        ]
-    )
+    if metric.has_function:
+        blocks = [b for b in facts.blocks if (b.workload, b.label) == (workload, label) and b.complete]
+        values = [figure_of(block, metric) for block in blocks]
+    else:
+        key = (metric.name, workload, label)
+        values = [figure.value for figure in facts.figures if (figure.metric, figure.workload, figure.label) == key]
     usable = [value for value in values if value]
     return usable if len(usable) == len(values) else []
