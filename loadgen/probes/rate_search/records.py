@@ -129,9 +129,7 @@ class RatesFound(Found, frozen=True, kw_only=True):
 
     def figures(self) -> list[Figure]:
         """The rates and the saturations that were found."""
-        rates = [("slo_rate", rate, rate.rate_per_s) for rate in self.rates]
-        ramps = [("saturation", ramp, ramp.saturation_per_s) for ramp in self.ramps]
         return [
-            Figure(metric, search.workload, search.label, search.round, search.restart, value)
-            for metric, search, value in (*rates, *ramps)
+            *(Figure("slo_rate", r.workload, r.label, r.round, r.restart, r.rate_per_s) for r in self.rates),
+            *(Figure("saturation", r.workload, r.label, r.round, r.restart, r.saturation_per_s) for r in self.ramps),
         ]

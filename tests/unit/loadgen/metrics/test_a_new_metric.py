@@ -61,7 +61,7 @@ def bytes_back() -> Iterator[Metric]:
 
 def analysed(directory: Path, *conditions: str) -> Result:
     """Blocks long enough for a p99.9 of all of them together."""
-    write_run(directory, Plan(pairs=4, workloads=workloads(4, 1800)[-1:]))
+    write_run(directory, Plan(pairs=8, workloads=workloads(8, 3000)[-1:]))
     path = directory / "experiment.json"
     document = msgspec.json.decode(path.read_bytes())
     path.write_bytes(msgspec.json.encode(document | {"settings": {"fail_if": list(conditions)}}))
@@ -95,7 +95,7 @@ def test_a_registered_metric_is_in_comparisons_thresholds_report_and_csv(first_b
 def test_a_figure_of_whole_blocks_is_paired_by_round(bytes_back: Metric, tmp_path: Path) -> None:
     result = analysed(tmp_path / "run", "b.bytes_back.low > 1")
     (comparison,) = [c for c in result.comparisons if c.metric == bytes_back.name]
-    assert comparison.pairs == 4
+    assert comparison.pairs == 8
     assert comparison.baseline_value
     assert comparison.arm_value
     blocks = [figure_of(block, bytes_back) for block in result.blocks]
