@@ -61,7 +61,7 @@ def bytes_back() -> Iterator[Metric]:
 
 def analysed(directory: Path, *conditions: str) -> Result:
     """Blocks long enough for a p99.9 of all of them together."""
-    write_run(directory, Plan(pairs=8, workloads=workloads(8, 3000)[-1:]))
+    write_run(directory, Plan(pairs=4, workloads=workloads(4, 1800)[-1:]))
     path = directory / "experiment.json"
     document = msgspec.json.decode(path.read_bytes())
     path.write_bytes(msgspec.json.encode(document | {"settings": {"fail_if": list(conditions)}}))
@@ -69,14 +69,12 @@ def analysed(directory: Path, *conditions: str) -> Result:
 
 
 def test_a_registered_metric_is_in_comparisons_thresholds_report_and_csv(first_byte: Metric, tmp_path: Path) -> None:
-    result = analysed(tmp_path / "run", "b.first_byte_p99_9 > 0.001", "ratio.first_byte_p99_9.high > 1000")
+    result = analysed(tmp_path / "run", "b.first_byte_p99_9 > 0.001", "ratio.first_byte_p99_9 > 1000")
     (comparison,) = [c for c in result.comparisons if c.metric == first_byte.name]
-    assert comparison.ci95 is not None
     assert comparison.unit == "ms"
     assert comparison.method == "order statistics"
-    latency = next(c for c in result.comparisons if c.metric == "latency_p99")
     assert comparison.baseline_value is not None
-    assert comparison.baseline_value < 2.0 * (latency.baseline_value or 0.0)
+    assert comparison.ratio == pytest.approx(0.68, abs=0.03), "B is as much faster as in its latencies"
     assert [outcome.state for outcome in result.thresholds] == ["broken", "kept"]
     (of_a,) = [summary for summary in result.summaries if summary.label == "a"]
     assert figure_of(of_a, first_byte) == pytest.approx(comparison.baseline_value, rel=0.1)
@@ -95,7 +93,7 @@ def test_a_registered_metric_is_in_comparisons_thresholds_report_and_csv(first_b
 def test_a_figure_of_whole_blocks_is_paired_by_round(bytes_back: Metric, tmp_path: Path) -> None:
     result = analysed(tmp_path / "run", "b.bytes_back.low > 1")
     (comparison,) = [c for c in result.comparisons if c.metric == bytes_back.name]
-    assert comparison.pairs == 8
+    assert comparison.pairs == 4
     assert comparison.baseline_value
     assert comparison.arm_value
     blocks = [figure_of(block, bytes_back) for block in result.blocks]
