@@ -38,6 +38,7 @@ from loadgen.quantities import Interval, inverse
 from loadgen.quantities import ratio as factor_words
 from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
 from loadgen.records.samples import SAMPLE_DTYPE
+from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
@@ -57,7 +58,6 @@ from loadgen.stats.ratios import (
     unbiased,
 )
 from loadgen.stats.tails import Round, Tail, estimate_tail_ratio
-from loadgen.storage.stored_run import StoredBlock
 
 T = TypeVar("T")
 RequestValues = Mapping[tuple[PerRequest, int], Values]

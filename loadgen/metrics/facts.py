@@ -11,7 +11,7 @@ from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown
 from loadgen.metrics.comparisons import Comparison
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary
 from loadgen.records.run import Figure, Found, Workload, item_of
-from loadgen.storage.stored_run import StoredBlock, StoredRun
+from loadgen.run.storage import StoredBlock, StoredRun
 
 F = TypeVar("F", bound=Found)
 
@@ -57,7 +57,7 @@ class Facts:
     summaries: Sequence[WorkloadSummary] = ()
     breakdowns: Sequence[LatencyBreakdown] = ()
     findings: Mapping[str, Found] = field(default_factory=dict)
-    """The studies' findings by study name."""
+    """The probes' findings by their names."""
     comparisons: Sequence[Comparison] = ()
     """The comparisons; checks get them before any check has invalidated one."""
 

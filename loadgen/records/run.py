@@ -10,8 +10,8 @@
     DIR/noise_floors.json  list[NoiseFloor]  of this machine, as far as they were measured
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
-Studies store more, see `loadgen.probes.*.records`. `abserve report DIR` makes `result.json`, `report.html` and
-`summary.md` from these records alone, at any time.
+Probes store more, see `loadgen.records.probes` and `loadgen.probes`. `abserve report DIR` makes `result.json`,
+`report.html` and `summary.md` from these records alone, at any time.
 Times in ns are of the generator's monotonic clock, so only differences mean anything; `*_at` are labels in UTC, ISO
 8601. A missing reading is None, never 0. Every file is written under a temporary name and renamed.
 """
@@ -75,7 +75,7 @@ class Figure(NamedTuple):
 
 
 class Found(Record, frozen=True, kw_only=True):
-    """A study's findings. Every field has a default: nothing was requested or found."""
+    """What a probe found. Every field has a default: nothing was requested or found."""
 
     STUDY: ClassVar[str]
     """Its name below `studies` in result.json."""

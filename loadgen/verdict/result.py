@@ -17,15 +17,14 @@ import msgspec
 
 from loadgen.documents import DocumentError, one_line, read_record, read_stored, stored_path
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
-from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate, leading_comparisons
+from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, summarise_blocks, summarise_workload
-from loadgen.probes.causes.analyse import CausesFound, with_verdicts
-from loadgen.probes.registry import parts
+from loadgen.probes.registry import finding_types, probes
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Record, RunState
-from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
+from loadgen.run.storage import StoredRun, StoredRunError, read_run
 from loadgen.verdict.checks.registry import Check, make_checks, reason_against
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
 from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
@@ -53,7 +52,7 @@ class Result(Record, frozen=True, kw_only=True):
     stages: tuple[LatencyBreakdown, ...]
     blocks: tuple[BlockSummary, ...]
     studies: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Each study's findings by its name; a study that found nothing is left out."""
+    """Each probe's finding by its name; a probe that found nothing is left out."""
     stopping: Stopping | None = None
     """None in results from before there were several stopping rules."""
     noise_floors: tuple[NoiseFloor, ...] = ()
@@ -77,8 +76,6 @@ def encode_result(result: Result) -> bytes:
 def read_result(path: Path) -> Result:
     """Read a `result.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
     field."""
-    from loadgen.probes.registry import finding_types
-
     try:
         result = cast("Result", read_record(read_stored(path), Result))
         kinds = finding_types()
@@ -122,8 +119,8 @@ def analyse_run(run: StoredRun) -> Result:
         )
     )
     facts = Facts(run, blocks, summaries, breakdowns)
-    every: list[Found] = [find(facts) for find in parts("analyse", "analyse")]
-    findings = {finding.STUDY: finding for finding in every}
+    analyses = {probe.finding.STUDY: probe for probe in probes() if probe.finding is not None}
+    findings = {name: probe.analyse(facts) for name, probe in analyses.items()}
     facts = replace(facts, findings=findings)
     requests = PooledRequests(run.blocks).by_block
     drafts = compare_all(run.experiment, blocks, facts.figures, requests, facts.item)
@@ -134,8 +131,9 @@ def analyse_run(run: StoredRun) -> Result:
     facts = replace(facts, comparisons=drafts)
     checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
-    causes = with_verdicts(facts.of(CausesFound), run.experiment, leading_comparisons(comparisons))
-    facts = replace(facts, comparisons=comparisons, findings={**findings, CausesFound.STUDY: causes})
+    facts = replace(facts, comparisons=comparisons)
+    findings = {name: probe.conclude(findings[name], facts) for name, probe in analyses.items()}
+    facts = replace(facts, findings=findings)
     titles = {request.label: request.target for request in run.experiment.arms}
     titles |= {arm.label: arm.title for arm in run.arms}
     verdict = reach_verdict(facts, titles, checks)

@@ -32,9 +32,8 @@ from loadgen.metrics.claims import (
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons
 from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import METRICS, THROUGHPUT
-from loadgen.metrics.summaries import WorkloadSummary
-from loadgen.probes.causes.analyse import CauseEffect, CausesFound
-from loadgen.probes.load.analyse import FORMED_FACTOR
+from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
+from loadgen.probes.causes_analysis import CauseEffect, CausesFound
 from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms
 from loadgen.records.model_config import queue_policy_of, whole
 from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown

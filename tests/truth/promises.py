@@ -24,7 +24,7 @@ from loadgen.metrics.comparisons import (
     shared_correlation,
 )
 from loadgen.metrics.registry import THROUGHPUT
-from loadgen.probes.load.measure import NEEDY
+from loadgen.probes.load import NEEDY
 from loadgen.records.run import Pairing
 from loadgen.stats.ratios import (
     SIGNIFICANCE,

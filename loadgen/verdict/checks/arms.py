@@ -16,8 +16,7 @@ from typing import Any, cast
 from loadgen.experiment.padding import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.facts import RUN, Facts, workload_scope
-from loadgen.probes.handicap.analyse import LARGEST_HIDDEN, HandicapsFound, LoadHandicap
-from loadgen.probes.handicap.records import ArmTuning, HandicapProbes
+from loadgen.probes.handicap_analysis import LARGEST_HIDDEN, ArmTuning, HandicapRecord, HandicapsFound, LoadHandicap
 from loadgen.quantities import do_not, join, ratio, ratio_interval
 from loadgen.records.model_config import (
     POLICY_EFFECT,
@@ -549,7 +548,7 @@ def _number(value: object) -> float | None:
 )
 def handicap(facts: Facts) -> Iterator[Judgement]:
     """One outcome per workload in which an arm is slow, and one for each arm that is not slow or was not compared."""
-    stored = facts.run.one(HandicapProbes)
+    stored = facts.run.record_of(HandicapRecord)
     if stored is None:
         return
     slow = [load for load in facts.of(HandicapsFound).loads if load.slower]

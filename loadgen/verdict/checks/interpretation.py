@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from loadgen.metrics.breakdown import OVERLAP_LIMIT, Stalls, find_stalls
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.facts import Facts, WorkloadFacts
-from loadgen.probes.ceiling.analyse import CeilingsFound
-from loadgen.probes.load.analyse import FORMED_FACTOR
+from loadgen.metrics.summaries import FORMED_FACTOR
+from loadgen.probes.ceiling_analysis import CeilingsFound
 from loadgen.quantities import detectable, do_not, join, number, share
 from loadgen.records.model_config import POLICY_EFFECT, executed_models, queue_policy_of
 from loadgen.records.payloads import BACKEND_ENDINGS

@@ -13,14 +13,13 @@ import numpy as np
 
 from loadgen.metrics.comparisons import MIN_PAIRS, Comparison
 from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts, workload_scope
-from loadgen.probes.answers.records import AnswersCompared
-from loadgen.probes.fairness.records import CacheProbe
-from loadgen.probes.gpu_proof.records import EvidenceRecord, Finding
-from loadgen.probes.rate_search.records import RatesFound
+from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
+from loadgen.probes.rate_search_analysis import RatesFound, Trial
 from loadgen.quantities import counted, join, number, share
 from loadgen.records.parity import ParityRecord
+from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart
 from loadgen.records.run import Label, Workload, shown
-from loadgen.storage.stored_run import StoredRun
+from loadgen.run.storage import StoredRun
 from loadgen.verdict.checks.registry import Judgement, check, per_comparison, per_load
 
 Evidence = Mapping[Label, EvidenceRecord | None]
@@ -43,7 +42,7 @@ def gpu_present(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(False, f"{where}: this is a CPU comparison", "cpu")
     elif True in sides and False in sides:
         yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm")
-    elif run.evidence is not None:
+    elif run.record_of(EvidenceFile) is not None:
         ok, reason = may_rank(_evidence(run, None))
         detail = reason.rstrip(".") if ok else f"GPU use is not verified: {reason.rstrip('.')}"
         yield Judgement(ok, detail, "verified" if ok else "unproven")
@@ -66,11 +65,12 @@ def gpu_present(facts: Facts) -> Iterator[Judgement]:
 def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
     """Cold starts, searches and ramps have no blocks to watch: they use the findings of the whole run."""
     run, sides = facts.run, _sides(facts.run)
-    if (sides and all(side is False for side in sides)) or (run.evidence is None and True not in sides):
+    stored = run.record_of(EvidenceFile)
+    if (sides and all(side is False for side in sides)) or (stored is None and True not in sides):
         return
     if True in sides and False in sides:
         yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm")
-    elif run.evidence is None:
+    elif stored is None:
         yield Judgement(None, "nothing was recorded, and a server's own report does not verify anything")
     else:
         for workload in run.experiment.workloads:
@@ -84,16 +84,17 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
     "GPU verification recognises a deliberate CPU run",
     "warns",
     "Let nothing else use the GPU: other work on it blurs every finding.",
-    threshold=Finding.CPU_FALLBACK.value,
+    threshold=GpuFinding.CPU_FALLBACK.value,
 )
 def negative_control(facts: Facts) -> Iterator[Judgement]:
-    if facts.run.evidence is None:
+    stored = facts.run.record_of(EvidenceFile)
+    if stored is None:
         return
-    controls = [record for record in facts.run.evidence.records if record.control]
+    controls = [record for record in stored.records if record.control]
     if not controls:
         yield Judgement(None, "no arm was run on the CPU as a control")
     for record in controls:
-        recognised = record.finding is Finding.CPU_FALLBACK
+        recognised = record.finding is GpuFinding.CPU_FALLBACK
         activity = f"the GPU was {record.activity}" if record.activity else "the GPU's activity is unknown"
         ok = recognised and record.activity == "idle" if record.activity is not None or not recognised else None
         if recognised and record.inputs.attribution.foreign:
@@ -108,7 +109,7 @@ def may_rank(evidence: Evidence) -> tuple[bool, str]:
     for label, record in evidence.items():
         if record is None:
             return False, f"Nothing shows where arm {shown(label)} ran."
-        if record.finding is not Finding.GPU_VERIFIED:
+        if record.finding is not GpuFinding.GPU_VERIFIED:
             code = f" ({record.code})" if record.code is not None else ""
             return False, f"Arm {shown(label)} is {record.finding}{code}: {record.sentence}"
         uuids[label] = record.uuid
@@ -121,7 +122,8 @@ def may_rank(evidence: Evidence) -> tuple[bool, str]:
 
 def _evidence(run: StoredRun, workload: str | None) -> Evidence:
     """The findings for one workload, or for the whole run."""
-    records = () if run.evidence is None else run.evidence.records
+    stored = run.record_of(EvidenceFile)
+    records = () if stored is None else stored.records
     by_label = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
     return {label: by_label.get(label) for label in run.experiment.labels}
 
@@ -247,7 +249,7 @@ def same_payload(facts: Facts) -> Iterator[Judgement]:
         sent = {shown(arm.label): experiment.payload_of(arm) for arm in experiment.arms}
         apart = join([f"{arm} {payload}" for arm, payload in sent.items()])
         yield Judgement(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
-    elif facts.run.blocks or facts.run.cold_starts:
+    elif facts.run.blocks or facts.run.records_of(ServerStart):
         yield Judgement(True, f"{first} over {experiment.transport}", first)
     else:
         yield Judgement(None, "nothing was sent", first)
@@ -311,7 +313,7 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
         yield judgement
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "ramp":
-            trials = [trial for trial in facts.run.trials if trial.workload == workload.name]
+            trials = [trial for trial in facts.run.records_of(Trial) if trial.workload == workload.name]
             messages = (message for trial in trials for message in trial.error_messages)
             yield _errors(workload, sum(t.requests for t in trials), sum(t.errors for t in trials), messages)
 
@@ -335,15 +337,14 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
 def answers_under_load(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
     run = facts.run
-    for workload in run.experiment.workloads if run.answers is not None else ():
+    for workload in run.experiment.workloads if run.has_records_of(AnswersCompared) else ():
         loaded = {
             (block.record.label, block.record.restart) for block in run.blocks if block.record.workload == workload.name
         }
-        loaded |= {(trial.label, trial.restart) for trial in run.trials if trial.workload == workload.name}
+        loaded |= {(trial.label, trial.restart) for trial in run.records_of(Trial) if trial.workload == workload.name}
         if loaded:
-            yield _answers(
-                workload, run.experiment.labels, [a for a in run.answers or () if a.workload == workload.name], loaded
-            )
+            compared = [record for record in run.records_of(AnswersCompared) if record.workload == workload.name]
+            yield _answers(workload, run.experiment.labels, compared, loaded)
 
 
 def _answers(
@@ -389,7 +390,7 @@ def _answers(
     threshold=LEAST_SHARE,
 )
 def repeated_requests(facts: Facts) -> Iterator[Judgement]:
-    probes = facts.run.cache_probes
+    probes = facts.run.records_of(CacheProbe)
     if not probes:
         return
     shares = {probe.label: part for probe in probes if (part := shortened_to(probe)) is not None}
@@ -511,7 +512,7 @@ def samples_complete(load: WorkloadFacts, _: Facts) -> Judgement:
     "every cold start succeeded", "invalidates", "Read the log of the server that did not start.", unknown="invalidates"
 )
 def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
-    starts = facts.run.cold_starts
+    starts = facts.run.records_of(ServerStart)
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "cold-start":
             planned = len(facts.run.experiment.arms) * workload.rounds

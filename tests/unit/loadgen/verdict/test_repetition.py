@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.machine.noise_floor import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
 from loadgen.metrics.comparisons import Comparison
 from loadgen.metrics.facts import Facts
-from loadgen.probes.fairness.records import CacheProbe
 from loadgen.records.machine import FloorEntry, NoiseFloor
+from loadgen.records.probes import CacheProbe
 from loadgen.records.run import Label
+from loadgen.run.noise_floor import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
+from loadgen.run.storage import StoredRun, read_run
 from loadgen.stats.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
-from loadgen.storage.stored_run import StoredRun, read_run
 from loadgen.verdict.checks.registry import Judgement
 from loadgen.verdict.checks.run import answers_from_memory, repeated_requests
 from loadgen.verdict.noise_floor import apply_floor, find_floor, floor_of, floor_of_arm
@@ -262,7 +262,7 @@ def test_a_later_floor_keeps_what_the_earlier_has_of_other_workloads(
 
 
 def repeated(*probes: CacheProbe) -> list[Judgement]:
-    return list(repeated_requests.find(Facts(StoredRun(Path(), EXPERIMENT, cache_probes=probes))))
+    return list(repeated_requests.find(Facts(StoredRun(Path(), EXPERIMENT, records={CacheProbe: probes}))))
 
 
 def probe(

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.rate_search.records import Trial
+from loadgen.probes.rate_search_analysis import Trial
 from loadgen.records.run import Workload
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_calibration, write_run
