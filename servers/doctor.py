@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from servers.engines.environment import environment_of
+from servers.engines.factory import environment_of
 from servers.engines.settings import KINDS, EngineError, engine_kind, engine_names
 from servers.finding import Finding, finding
 from servers.listener import ListenerError, check_free

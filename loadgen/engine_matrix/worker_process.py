@@ -1,4 +1,4 @@
-"""The processes of `servers.engines.worker` as the matrix drives them: every wait is bounded, every answer checked."""
+"""The processes of `servers.measuring.worker` that the matrix drives: every wait is bounded, every answer checked."""
 
 from __future__ import annotations
 

@@ -56,15 +56,15 @@ class DeviceMemory:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class HostMemory:
-    """A tensor in memory of the host, which its giver keeps: made in a fraction of an array's time.
+    """A tensor in the host memory of a caller, given by addresses, because a NumPy array takes longer to make.
 
-    It lies in pieces of equal numbers of rows, one at each address, and each C-contiguous.
+    It lies in C-contiguous pieces of equal numbers of rows, one at each address.
     """
 
     addresses: Sequence[int]
@@ -77,7 +77,7 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the tensor in bytes."""
         return self.piece_bytes * len(self.addresses)
 
 
@@ -184,13 +184,15 @@ class Engine(ABC):
         `ValueError` is for a batch that the engine cannot take. This implementation executes before it returns.
         """
         assert not outputs  # see device_index
-        arrays = [{name: value for name, value in one.items() if isinstance(value, np.ndarray)} for one in requests]
+        arrays = [
+            {name: value for name, value in request.items() if isinstance(value, np.ndarray)} for request in requests
+        ]
         if self._staging is None:
             self._staging = Staging()
-        answer = self.infer(self._staging.gather(arrays, padding))
-        rows = [len(next(iter(one.values()))) for one in arrays]
-        sizes = [] if padding is None else [padding.axis.size_of(one) for one in arrays]
-        answers = divide(answer, rows, sizes, padding)
+        outputs_of_batch = self.infer(self._staging.gather(arrays, padding))
+        rows = [len(next(iter(inputs.values()))) for inputs in arrays]
+        sizes = [] if padding is None else [padding.axis.size_of(inputs) for inputs in arrays]
+        answers = divide(outputs_of_batch, rows, sizes, padding)
         return lambda: answers
 
     def ready(self) -> bool:
@@ -205,7 +207,7 @@ class Engine(ABC):
     def row_bytes(self) -> int:
         """The bytes of one row's inputs, at the axes' default sizes; a dimension of no axis counts as 1."""
         shape_of = self._specification.item_shape
-        return sum(abs(prod(shape_of(one))) * one.dtype.itemsize for one in self._specification.inputs)
+        return sum(abs(prod(shape_of(tensor))) * tensor.dtype.itemsize for tensor in self._specification.inputs)
 
     def pin(self, address: int, byte_size: int) -> bool:  # noqa: ARG002
         """Page-lock the caller's host memory, whole pages, so that `start` copies from it without waiting; any thread.
@@ -232,17 +234,6 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027  an engine without resources has nothing to free
         """Free device memory and threads. Idempotent."""
-
-    def execution_ns(self, rows: int, repeats: int) -> list[int] | None:  # noqa: ARG002
-        """Times of `repeats` executions without copies to or from the host; None if not possible.
-
-        The batch has the shapes of the last one of `rows` rows that `infer` executed.
-        """
-        return None
-
-    def run_only(self, rows: int) -> bool:  # noqa: ARG002
-        """Execute a batch as in `execution_ns` once, and wait; False if the engine cannot."""
-        return False
 
     def probe_kernels(self) -> bool:
         """Profile one inference and keep its CUDA kernels in `kernel_probe`; False where no GPU executes."""

@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from servers.engines.agreement import Disagreement, disagreement
+from servers.engines.agreement import Disagreement, disagreement, proof_batch
 from servers.engines.batches import check_sizes
 from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.processors import thread_count
-from servers.engines.proof import proof_batch
 from servers.engines.settings import EngineKind
 from servers.protocol.tensors import Array
 
@@ -34,7 +33,7 @@ KIND = EngineKind(
     install="pip install 'abserve[openvino]'",
 )
 HINTS = {"fp32": "f32", "bf16": "bf16", "int8": "f32"}
-"""The precision of what is not quantised."""
+"""OpenVINO's hint by precision; in INT8 it is that of the layers that are not quantised."""
 KERNELS = {"fp32": ("f32",), "bf16": ("bf16",), "int8": ("u8", "i8")}
 """OpenVINO's names for the precision of a product's inputs."""
 PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected", "MatMul", "RNNSeq", "RNNCell"})
@@ -62,7 +61,7 @@ class OpenVINOEngine(Engine):
         assert path is not None  # see build_engine
         mode = settings.mode_on("cpu" if settings.device in ("auto", "cpu") else "cuda")
         assert mode == "latency"
-        if any(one.datatype == "BYTES" for one in (*specification.inputs, *specification.outputs)):
+        if any(tensor.datatype == "BYTES" for tensor in (*specification.inputs, *specification.outputs)):
             raise EngineError("the openvino engine takes no strings; use the engine onnxruntime")
         if not path.is_file():
             command = export_command(specification, settings.kind)
@@ -112,7 +111,7 @@ class OpenVINOEngine(Engine):
             answers = self._request.infer(dict(inputs), share_inputs=True, share_outputs=False)
         except FAILURES as exc:
             raise EngineError(f"OpenVINO failed to execute the batch: {_reason(exc)}") from exc
-        return {one.name: answers[self._ports[one.name]] for one in self._specification.outputs}
+        return {tensor.name: answers[self._ports[tensor.name]] for tensor in self._specification.outputs}
 
     def describe(self) -> EngineDescription:
         """Read back from the compiled model's properties and the precision of its kernels."""
@@ -150,8 +149,8 @@ class OpenVINOEngine(Engine):
         """ONNX Runtime's answers to the same file, which also checks its signature and precision."""
         settings = self._settings
         stored = "int8" if settings.precision == "int8" else "fp32"
-        own = replace(settings, kind="onnxruntime", precision=stored, mode="auto", device="cpu")
-        engine = OnnxRuntimeEngine(self._specification, own, self._weights, self._path)
+        settings = replace(settings, kind="onnxruntime", precision=stored, mode="auto", device="cpu")
+        engine = OnnxRuntimeEngine(self._specification, settings, self._weights, self._path)
         try:
             engine.load()
             answers: dict[str, Array] = proof.expected(engine.infer)
@@ -170,10 +169,10 @@ class OpenVINOEngine(Engine):
     def _check_precision(self) -> None:
         """Raise `EngineError` if the products are not executed as requested."""
         requested = self._settings.precision
-        found = self._precision_in_effect()
-        if found != requested:
+        in_effect = self._precision_in_effect()
+        if in_effect != requested:
             listed = ", ".join(f"{count} in {name}" for name, count in self._products.items()) or "none"
-            remedy = "use --precision fp32" if requested != "fp32" else f"use --precision {found}"
+            remedy = "use --precision fp32" if requested != "fp32" else f"use --precision {in_effect}"
             raise EngineError(
                 f"OpenVINO executes no product of {self._specification.name} in {requested} ({listed}); {remedy}"
             )
@@ -181,12 +180,12 @@ class OpenVINOEngine(Engine):
 
 def _products(compiled: Any) -> dict[str, int]:
     """How many convolutions and matrix products are executed in each precision."""
-    found: Counter[str] = Counter()
+    products: Counter[str] = Counter()
     for node in compiled.get_runtime_model().get_ops():
         information = node.get_rt_info()
         if information["layerType"].astype(str) in PRODUCTS:
-            found[information["runtimePrecision"].astype(str)] += 1
-    return dict(sorted(found.items()))
+            products[information["runtimePrecision"].astype(str)] += 1
+    return dict(sorted(products.items()))
 
 
 def _reason(exc: BaseException) -> str:

@@ -42,7 +42,7 @@ ENTRY_POINTS = "abserve.engines"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 KINDS: Mapping[str, EngineKind] = {
     "torch": EngineKind(
-        "servers.engines.torch:TorchEngine",
+        "servers.engines.torch.engine:TorchEngine",
         {"cpu": ("eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")},
         {"cpu": ("fp32",), "cuda": (*PRECISIONS, "fp8")},
         ("torch",),

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from servers import defaults
-from servers.engines.agreement import TOLERANCE
+from servers.engines.agreement import TOLERANCE, Answer
 from servers.engines.factory import build_engine, why_not_through_jax
 from servers.engines.interface import Engine
-from servers.engines.proof import Answer
 from servers.engines.settings import KINDS, EngineSettings, engine_kind
 from servers.export.errors import ExportError
 from servers.export.file_form import OPSETS, PACKAGE, PLAIN, PRECISIONS, FileForm, Operators, executed_form
@@ -364,7 +363,7 @@ def _original(
         with _loaded(specification, weights, file, PLAIN) as engine:
             yield _Original(user.bytes, convert, engine.infer)
         return
-    from servers.engines.torch_towers import expected_answers
+    from servers.engines.torch.towers import expected_answers
 
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)

@@ -12,7 +12,7 @@ from pydantic import Field
 from rich.console import Console
 
 from servers import defaults
-from servers.engines.environment import enter_environment_of
+from servers.engines.factory import enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError

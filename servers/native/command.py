@@ -13,8 +13,7 @@ import typer
 from pydantic import ValidationError
 
 from servers.defaults import ARTEFACTS
-from servers.engines.environment import enter_environment_of
-from servers.engines.factory import check_engine
+from servers.engines.factory import check_engine, enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.padding import padding_of
 from servers.engines.settings import engine_kind

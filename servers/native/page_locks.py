@@ -2,7 +2,7 @@
 
 A class of slots is locked when the first request of that size comes, in a thread: until that is done, and for slots
 that are not warm, copies only take longer. Models share the slots: what one engine has locked is locked for all engines
-of the process (see `servers.engines.device_copies.LockedPages`).
+of the process (see `servers.engines.torch.copies.LockedPages`).
 """
 
 from __future__ import annotations

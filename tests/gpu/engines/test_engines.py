@@ -12,11 +12,11 @@ import torch
 
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
-from servers.engines.measurement import matrix_tflops
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.file_form import executed_form
 from servers.export.parity import corpus_pixels
+from servers.measuring.measurement import RepeatingEngine, matrix_tflops
 from servers.models.preprocessing import normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
@@ -132,6 +132,7 @@ def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification
 
 def test_the_engine_tells_how_long_it_executes(loaded: tuple[Engine, ModelSpecification, str]) -> None:
     engine, specification, precision = loaded
+    assert isinstance(engine, RepeatingEngine)
     times_ns = engine.execution_ns(8, 10)
     if times_ns is None:
         assert engine.describe().mode == "session"

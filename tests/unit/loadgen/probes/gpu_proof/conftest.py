@@ -17,7 +17,7 @@ from loadgen.probes.gpu_proof.readings import read_readings
 from loadgen.probes.gpu_proof.records import EvidenceRecord, Window
 from loadgen.records.run import BlockRecord
 from servers.gpu.readings import GpuReader
-from servers.gpu.recording import Intervals, Recording
+from servers.gpu.sampler import Intervals, Recording
 from tests.scripted_reader import Fault, Phase, ScriptedReader
 
 SECOND = 1_000_000_000

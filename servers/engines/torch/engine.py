@@ -14,32 +14,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from servers.engines.agreement import Disagreement, disagreement
+from servers.engines.agreement import Disagreement, Proof, disagreement, proof_batch
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
-from servers.engines.interface import EngineDescription, EngineError, first_line
+from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
-from servers.engines.proof import Proof, proof_batch
-from servers.engines.torch_device import (
+from servers.engines.torch.device import (
     RunnerEngine,
     device_details,
     fp32_products,
     resolve_device,
     set_fp32_products,
 )
-from servers.engines.torch_towers import (
+from servers.engines.torch.towers import (
     FAILURES,
     DeviceTower,
     as_specified,
     check_datatypes,
     expected_answers,
     fast_tower,
-    own_tower,
+    module_tower,
+    reason_of,
 )
+from servers.models.file_names import for_library
 from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
 from servers.protocol.tensors import Array
@@ -103,8 +106,8 @@ class TorchEngine(RunnerEngine):
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
         proof = proof_batch(specification, min(PROOF_ROWS, largest), 1, PROOF_SHARE)
         with self.checking():  # the module's outputs too, before it is converted
-            own = executed_module(specification, module)
-            expected = proof.expected(partial(expected_answers, specification, own))
+            reference = executed_module(specification, module)
+            expected = proof.expected(partial(expected_answers, specification, reference))
         if mode in GRAPH_MODES:
             fp8, compiled = self._settings.precision == "fp8", mode == "compile"
             tower = fast_tower(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
@@ -113,13 +116,13 @@ class TorchEngine(RunnerEngine):
             self._start(tower.build, rows, device, sizes=sizes, at_load=at_load)
         else:
             fp8 = self._settings.precision == "fp8"
-            tower = own_tower(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
+            tower = module_tower(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
             if device.type != "cpu":
                 self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=tower.call)
         self._tower = tower
         if device.type == "cpu":
             memory = (*tower.parameters, *module.buffers())
-            self._shared_memory = frozenset(one.untyped_storage().data_ptr() for one in memory)
+            self._shared_memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory)
         if mode != "eager" or device.type != "cpu" or proof.lengths:  # else it is the module that gave these answers
             with self.checking():
                 self._check(proof, expected)
@@ -164,18 +167,18 @@ class TorchEngine(RunnerEngine):
         if self._tower is None:
             raise self._not_loaded()
         check_sizes(self._specification, inputs)
-        given = [_as_tensor(inputs[tensor.name]) for tensor in self._specification.inputs]
-        shared = {one.untyped_storage().data_ptr() for one in given}
+        tensors = [_as_tensor(inputs[tensor.name]) for tensor in self._specification.inputs]
+        shared = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         answers: dict[str, Array] = {}
         try:
             with torch.inference_mode():
-                outputs = as_specified(self._specification, self._tower.call(given))
+                outputs = as_specified(self._specification, self._tower.call(tensors))
                 for tensor, output in zip(self._specification.outputs, outputs, strict=True):
-                    own = output.contiguous()
-                    if (address := own.untyped_storage().data_ptr()) in shared or address in self._shared_memory:
-                        own = own.clone()  # the module returned an input, a constant, or one tensor twice
+                    answer = output.contiguous()
+                    if (address := answer.untyped_storage().data_ptr()) in shared or address in self._shared_memory:
+                        answer = answer.clone()  # the module returned an input, a constant, or one tensor twice
                     shared.add(address)
-                    answers[tensor.name] = own.numpy()
+                    answers[tensor.name] = answer.numpy()
         except (RuntimeError, IndexError) as exc:
             raise EngineError(f"torch failed to execute the batch: {first_line(exc)}") from exc
         return answers
@@ -247,3 +250,39 @@ def _precision_in_effect(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float32:
         return "tf32" if device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+
+
+class AOTInductorEngine(TorchEngine):
+    """Executes the package at `path`. The number of CPU threads applies to torch in the whole process."""
+
+    def load(self) -> None:
+        """Load the package."""
+        path = self._path
+        check_datatypes(self._specification)
+        self._enter_device("cpu")
+        assert path is not None  # see build_engine
+        if not path.is_file():
+            command = export_command(self._specification, self._settings.kind)
+            raise EngineError(f"no package for {self._specification.name} at {path.name}; run: {command}")
+        self._tower = _package_tower(path)
+
+    def describe(self) -> EngineDescription:
+        """As in the torch engine; the parameters are in the package, and its metadata is shown instead."""
+        description = super().describe()
+        assert self._tower is not None  # see TorchEngine.describe
+        details = {name: value for name, value in description.details.items() if not name.startswith("parameters")}
+        return replace(description, details={**details, "package": dict(self._tower.plans())})
+
+
+def _package_tower(path: Path) -> DeviceTower:
+    from torch._inductor import aoti_load_package, config
+
+    try:
+        # The check of instructions compiles a file per set of them, and serves a warning only.
+        with config.patch({"cpp.vec_isa_ok": True}):
+            package = aoti_load_package(for_library(path))
+        metadata = package.get_metadata()
+    except FAILURES as exc:
+        raise EngineError(f"torch cannot load {path.name}: {reason_of(exc)}; delete it and export it again") from exc
+    kernels = "AOTInductor package of the model's own module"
+    return DeviceTower(package, (), torch.float32, kernels, plans=lambda: {**metadata})

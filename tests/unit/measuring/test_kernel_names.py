@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from servers.engines.profiling.names import OWN_KERNELS, kernel_category, kernel_label, operator_category
+from servers.measuring.profile import OWN_KERNELS, kernel_category, kernel_label, operator_category
 
 ROOT = Path(__file__).resolve().parents[4]
 VIT = ROOT / "servers" / "engines" / "vit"

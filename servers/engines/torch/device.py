@@ -11,11 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from servers.engines.batches import valid_inputs
-from servers.engines.flight import event_pair
-from servers.engines.graph_runner import FLIGHTS, Build, Call, GraphRunner
 from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, Request, first_line
 from servers.engines.padding import Padding
 from servers.engines.processors import cuda_index
+from servers.engines.torch.copies import CudaCopies
+from servers.engines.torch.runner import FLIGHTS, Build, Call, GraphRunner, event_pair
 from servers.gpu.cuda_library import CudaError, device_uuid
 from servers.protocol.tensors import Array
 
@@ -89,18 +89,18 @@ class RunnerEngine(Engine):
         call: Call | None = None,
         sizes: Sequence[int] = (),
         at_load: Sequence[int] | None = None,
-    ) -> GraphRunner:
+        copies: CudaCopies | None = None,
+    ) -> None:
         self._device = device
         try:
             self._runner = GraphRunner(
-                self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load
+                self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load, copies=copies
             )
         except CudaError as exc:
             raise EngineError(f"{device} cannot be used: {exc}") from exc
         self.flights = FLIGHTS
         self.device_index = device.index if device.type == "cuda" else None
         self.takes_addresses = self._runner.takes_addresses
-        return self._runner
 
     def start(
         self,
