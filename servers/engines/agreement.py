@@ -42,6 +42,9 @@ SWAPPED = 0.5
 MIN_SWAPPED_ERROR = 1e-4
 """Below this relative error, rows that should be equal may look swapped by rounding."""
 
+PROOF_ROWS, PROOF_SHARE = 3, 0.76
+"""A batch and a share of the axes' default sizes that are padded, so that the padding is checked too."""
+
 CACHED_VALUES = 2**17
 """Values of a few rows that are compared at a time: 1 MiB in FP64, which stays in a processor's cache."""
 
@@ -79,6 +82,14 @@ class Disagreement:
         """The largest relative error of all outputs; None without one."""
         errors = [output.relative_error for output in self.outputs.values() if output.relative_error is not None]
         return max(errors, default=None)
+
+    def details(self, reference: str) -> dict[str, object]:
+        """The two figures as the description of an engine shows them; `reference` names the expected answers."""
+        cosine, error = self.cosine_min, self.relative_error
+        return {
+            f"cosine_to_{reference}": None if cosine is None else round(cosine, 7),
+            f"relative_error_to_{reference}": None if error is None else float(f"{error:.3g}"),
+        }
 
     @property
     def top1(self) -> float | None:
@@ -261,3 +272,8 @@ def proof_batch(specification: ModelSpecification, rows: int, seed: int, share: 
         return Proof(specification, random_inputs(specification, rows, seed, sizes))
     lengths = tuple(max(1, sizes[axis.name] * (rows - row) // rows) for row in range(rows))
     return Proof(specification, valid_items(specification, seed, lengths), lengths)
+
+
+def proof_at_load(specification: ModelSpecification, max_batch_size: int) -> Proof:
+    """The batch with which an engine proves at load that it computes the model."""
+    return proof_batch(specification, min(PROOF_ROWS, max_batch_size), 1, PROOF_SHARE)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servers.engines.agreement import Disagreement, disagreement, proof_batch
+from servers.engines.agreement import Disagreement, disagreement, proof_at_load
 from servers.engines.batches import (
     axis_buckets,
     bucket_of,
@@ -35,7 +35,7 @@ from servers.engines.batches import (
 from servers.engines.interface import Engine, EngineDescription, EngineError, first_line
 from servers.engines.padding import fill_rows
 from servers.engines.processors import cuda_index, thread_count
-from servers.engines.settings import KINDS, EngineKind
+from servers.engines.settings import KINDS, PARAMETER_TYPES, EngineKind
 from servers.gpu.cuda_library import device_uuid
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError
@@ -65,13 +65,10 @@ TENSORRT_KIND = _of_the_jax_file(KINDS["tensorrt"], f"{INSTALL} && .venv-engines
 
 MATRIX_PRECISIONS = {"fp32": "highest", "tf32": "tensorfloat32", "fp16": "highest", "bf16": "highest"}
 """By precision, JAX's for products of FP32 values; it does not change those of halves."""
-PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 PRECISIONS_OF_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 THREADS_VARIABLE = "PJRT_NPROC"
 """XLA reads the number of its CPU threads from it when JAX first uses the CPU, and never again."""
 THREAD_NAME = "tf_XLAEigen"
-PROOF_ROWS, PROOF_SHARE = 3, 0.76
-"""As for torch: a batch and a share of the axes' default sizes that are padded, so that padding is checked too."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of each input, in the order of the specification."""
@@ -122,7 +119,7 @@ class JaxEngine(Engine):
         except WeightsError as exc:
             raise EngineError(str(exc)) from exc
         executed = executed_module(specification, module)
-        proof = proof_batch(specification, min(PROOF_ROWS, settings.max_batch_size), 1, PROOF_SHARE)
+        proof = proof_at_load(specification, settings.max_batch_size)
         with self.checking():
             expected = proof.expected(partial(expected_answers, specification, executed))
         dtype = PARAMETER_TYPES[settings.precision]
@@ -247,9 +244,7 @@ class JaxEngine(Engine):
                 "device_uuid": device_uuid(self._device.local_hardware_id),
             }
         if self._checked is not None:
-            cosine, error = self._checked.cosine_min, self._checked.relative_error
-            details["cosine_to_fp32"] = None if cosine is None else round(cosine, 7)
-            details["relative_error_to_fp32"] = None if error is None else float(f"{error:.3g}")
+            details |= self._checked.details("fp32")
         return self._description(
             version=jax.__version__,
             precision=precision,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from servers.engines.agreement import Disagreement, disagreement, proof_batch
+from servers.engines.agreement import Disagreement, disagreement, proof_at_load
 from servers.engines.batches import check_sizes
 from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
 from servers.engines.onnxruntime import OnnxRuntimeEngine
@@ -37,8 +37,6 @@ HINTS = {"fp32": "f32", "bf16": "bf16", "int8": "f32"}
 KERNELS = {"fp32": ("f32",), "bf16": ("bf16",), "int8": ("u8", "i8")}
 """OpenVINO's names for the precision of a product's inputs."""
 PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected", "MatMul", "RNNSeq", "RNNCell"})
-PROOF_ROWS, PROOF_SHARE = 3, 0.76
-"""As in the torch engine: a batch and a share of the axes' default sizes that are padded."""
 FAILURES = (RuntimeError, ValueError, TypeError)
 """The exceptions of OpenVINO's bindings."""
 
@@ -86,7 +84,7 @@ class OpenVINOEngine(Engine):
         used = int(self._compiled.get_property("INFERENCE_NUM_THREADS"))
         if settings.threads and used != threads:
             raise EngineError(f"OpenVINO uses {used} threads here instead of {threads}; use --threads {used}")
-        proof = proof_batch(specification, min(PROOF_ROWS, settings.max_batch_size), 1, PROOF_SHARE)
+        proof = proof_at_load(specification, settings.max_batch_size)
         with self.checking():
             expected = self._expected(proof)
         self._ports = {name: port for port in self._compiled.outputs for name in port.get_names()}
@@ -119,8 +117,6 @@ class OpenVINOEngine(Engine):
 
         if (compiled := self._compiled) is None:
             raise EngineError("the openvino engine is not loaded")
-        checked = self._checked
-        cosine, error = (None, None) if checked is None else (checked.cosine_min, checked.relative_error)
         details: dict[str, object] = {
             "execution_devices": list(compiled.get_property("EXECUTION_DEVICES")),
             "processor": openvino.Core().get_property("CPU", "FULL_DEVICE_NAME"),
@@ -130,9 +126,9 @@ class OpenVINOEngine(Engine):
             "inference_precision": compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name(),
             "executed_products": dict(self._products),
             "compile_seconds": round(self._compile_seconds, 3),
-            "cosine_to_onnxruntime": None if cosine is None else round(cosine, 7),
-            "relative_error_to_onnxruntime": None if error is None else float(f"{error:.3g}"),
         }
+        if self._checked is not None:
+            details |= self._checked.details("onnxruntime")
         return self._description(
             version=openvino.__version__.partition("-")[0],
             precision=self._precision_in_effect(),

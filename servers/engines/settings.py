@@ -40,6 +40,8 @@ class EngineKind:
 ENTRY_POINTS = "abserve.engines"
 """Packages register an engine under this group: its name, and the place of its `EngineKind`."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+"""By precision, the type of the parameters of a module that torch or JAX executes."""
 KINDS: Mapping[str, EngineKind] = {
     "torch": EngineKind(
         "servers.engines.torch.engine:TorchEngine",

@@ -26,8 +26,10 @@ from servers.measuring.measurement import (
     loaded_engine,
     matrix_tflops,
     photographs,
+    quiet_profiler,
     references_of,
 )
+from servers.measuring.request import resolved_device
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
@@ -65,6 +67,7 @@ def engine(
     if json is not None and not json.absolute().parent.is_dir():
         fail(f"--json {json}: give the path of a file in a folder that exists", status=2)
     os.environ.update(wait_policy(parse_spinning(settings.spinning)))
+    on_cpu = resolved_device(settings.device) == "cpu"
     try:
         specification = get_variant(settings.model, settings.payload)
         weights = parse_weights(settings.weights, specification.default_weights)
@@ -73,14 +76,13 @@ def engine(
         requested = replace(requested, pad_to=tuple(sorted({length for along in lengths for length in along.values()})))
         check_engine(specification, requested)
         if settings.device != "auto" or not nvidia_device_present():
-            requested.mode_on("cuda" if _on_gpu(settings.device) else "cpu")
+            requested.mode_on("cpu" if on_cpu else "cuda")
         enter_environment_of(settings.engine)
         source = pin(weights, specification.find_pretrained)
     except (UnknownModelError, WeightsError, EngineError) as exc:
         fail(str(exc), exc, status=2)
-    if settings.profile and not _on_gpu(settings.device):
-        # torch reads it when it is imported; otherwise its profiler reports a missing GPU as an error.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    if settings.profile and on_cpu:
+        quiet_profiler()
     try:
         with console.status("loading and measuring"):
             description, matrix, load_seconds, results, profile = _measure(
@@ -142,7 +144,7 @@ def _measure(
 def _sizes(settings: MeasurementSettings) -> list[int]:
     text, largest = settings.batches, settings.max_batch_size
     if not text:
-        sizes = [1, 2, 4, 8, 16, 32, 64, 128] if _on_gpu(settings.device) else [1, 2, 4, 8]
+        sizes = [1, 2, 4, 8, 16, 32, 64, 128] if resolved_device(settings.device) != "cpu" else [1, 2, 4, 8]
         return [size for size in sizes if size <= largest] if largest else sizes
     sizes = _numbers("--batches", text, "1,8,32")
     if 0 < largest < max(sizes):
@@ -172,11 +174,6 @@ def _numbers(option: str, text: str, example: str) -> list[int]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise EngineError(f"{option} {text}: give whole numbers from 1 up, as in {example}")
     return [int(part) for part in parts]
-
-
-def _on_gpu(device: str) -> bool:
-    """Whether the engine will run on a GPU, known before any library is loaded."""
-    return device.startswith("cuda") or (device == "auto" and nvidia_device_present())
 
 
 def _show(

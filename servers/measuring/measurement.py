@@ -549,6 +549,11 @@ def _write(path: Path, about: Mapping[str, object], references: Sequence[Referen
         part.unlink(missing_ok=True)
 
 
+def quiet_profiler() -> None:
+    """Before torch is imported: its profiler would report a missing GPU as an error."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
 def photographs(specification: ModelSpecification) -> Mapping[str, Array] | None:
     """Photographs as the engine gets them; None for a model that takes no image."""
     if specification.image is None:

@@ -37,6 +37,7 @@ from servers.measuring.measurement import (
     Reference,
     artefact,
     loaded_engine,
+    quiet_profiler,
     stored_references,
 )
 from servers.measuring.request import MeasurementRequest, checked, offers
@@ -45,7 +46,6 @@ from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
-TOP_KERNELS = 10
 Shape = tuple[int, int | None]
 """A batch size and a length; the length is None for a model without an axis of variable size."""
 SendAnswer = Callable[[object], None]
@@ -139,8 +139,7 @@ def _request(arguments: Sequence[str]) -> MeasurementRequest | None:
         case _:
             return None
     if request.profile and request.on_cpu:
-        # torch reads it when it is imported; otherwise its profiler reports a missing GPU as an error.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        quiet_profiler()
     return request
 
 
@@ -296,7 +295,7 @@ def _profiled(
     engine: Engine, specification: ModelSpecification, times: Sequence[EngineTimes]
 ) -> list[list[dict[str, Any]]]:
     """The longest kernels of each cell; none where the engine cannot be profiled."""
-    from servers.measuring.profile import profile_engine
+    from servers.measuring.profile import TOP_KERNELS, profile_engine
 
     profile = profile_engine(engine, specification, times)
     if profile.missing is not None:

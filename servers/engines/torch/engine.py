@@ -21,10 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from servers.engines.agreement import Disagreement, Proof, disagreement, proof_batch
+from servers.engines.agreement import Disagreement, Proof, disagreement, proof_at_load
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
+from servers.engines.settings import PARAMETER_TYPES
 from servers.engines.torch.device import (
     RunnerEngine,
     device_details,
@@ -47,13 +48,8 @@ from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
 from servers.protocol.tensors import Array
 
-PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
-
 GRAPH_MODES = ("graph", "compile")
 """One CUDA graph per bucket; the other modes enqueue every batch anew, in its own shape."""
-
-PROOF_ROWS, PROOF_SHARE = 3, 0.76
-"""A batch and a share of the axes' default sizes that are padded, so that the padding is checked too."""
 
 
 class TorchEngine(RunnerEngine):
@@ -104,7 +100,7 @@ class TorchEngine(RunnerEngine):
     def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Build the form of this mode from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
-        proof = proof_batch(specification, min(PROOF_ROWS, largest), 1, PROOF_SHARE)
+        proof = proof_at_load(specification, largest)
         with self.checking():  # the module's outputs too, before it is converted
             reference = executed_module(specification, module)
             expected = proof.expected(partial(expected_answers, specification, reference))
@@ -203,9 +199,7 @@ class TorchEngine(RunnerEngine):
         if self._mode_reason is not None:
             details["mode_reason"] = self._mode_reason
         if self._checked is not None:
-            cosine, error = self._checked.cosine_min, self._checked.relative_error
-            details["cosine_to_fp32"] = None if cosine is None else round(cosine, 7)
-            details["relative_error_to_fp32"] = None if error is None else float(f"{error:.3g}")
+            details |= self._checked.details("fp32")
         if (runner := self._runner) is not None:
             graphs, axis = self._mode in GRAPH_MODES, self._specification.padded_axis
             details |= {
