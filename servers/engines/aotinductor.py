@@ -1,4 +1,4 @@
-"""AOTInductor, as the command line knows it without importing torch; `servers.engines.torch.engine` has the engine."""
+"""Registers the AOTInductor engine without importing torch; the engine is in `servers.engines.torch.engine`."""
 
 from __future__ import annotations
 

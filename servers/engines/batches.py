@@ -1,4 +1,4 @@
-"""Batches: the buckets of CUDA graphs, and random and empty inputs."""
+"""Buckets of batch sizes and shapes, and batches of random or zero inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Bucket(NamedTuple):
 
     rows: int
     size: int | None = None
-    """Along the model's padded axis; None for a model without one."""
+    """The size along the model's padded axis; None for a model without one."""
 
     def shape_of(self, specification: ModelSpecification, tensor: TensorSpec) -> tuple[int, ...]:
         """The shape of an input or output."""
@@ -102,7 +102,7 @@ def random_inputs(
 def zero_inputs(
     specification: ModelSpecification, rows: int, sizes: Mapping[str, int] | None = None
 ) -> dict[str, Array]:
-    """A batch of zeros, for BYTES of empty elements; axes without an entry in `sizes` have their default."""
+    """A batch of zeros (empty elements for BYTES); axes without an entry in `sizes` have their default."""
     return {
         tensor.name: np.full(
             (rows, *specification.item_shape(tensor, sizes)), b"" if tensor.dtype.hasobject else 0, tensor.dtype

@@ -1,4 +1,4 @@
-"""The interface of every engine."""
+"""The interface that every engine implements, and the memory in which its requests and outputs lie."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Engine(ABC):
     """
 
     check_seconds: float = 0.0
-    """The part of `load` that only compares answers, which a server without such a check would not take."""
+    """The part of `load` that only compares answers: a server without that check would start sooner by it."""
     flights: int = 1
     """How many started batches may be unfinished at once."""
 
@@ -107,7 +107,7 @@ class Engine(ABC):
     """Whether `start` takes `HostMemory`."""
 
     checks_values: bool = False
-    """Whether there are values that the engine cannot take; known after `load`."""
+    """Whether the engine refuses some values of its datatypes; known after `load`."""
 
     _staging: Staging | None = None
 
@@ -200,7 +200,7 @@ class Engine(ABC):
         return True
 
     def executed_rows(self, rows: int) -> int:
-        """The rows that are executed for a batch of `rows`: more, where the engine pads it."""
+        """The rows that are executed for a batch of `rows`: more than `rows` if the engine pads it."""
         return rows
 
     @property

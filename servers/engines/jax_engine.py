@@ -56,7 +56,7 @@ KIND = EngineKind(
 
 
 def _of_the_jax_file(kind: EngineKind, install: str) -> EngineKind:
-    """An engine that executes an ONNX file, executing the one that jax2onnx makes from the JAX function."""
+    """The kind of an ONNX engine, changed to execute the file that jax2onnx makes from the JAX function."""
     return replace(kind, libraries=(*kind.libraries, *LIBRARIES, "jax2onnx"), executes="jax", install=install)
 
 
@@ -64,7 +64,7 @@ ONNX_KIND = _of_the_jax_file(KINDS["onnxruntime"], INSTALL)
 TENSORRT_KIND = _of_the_jax_file(KINDS["tensorrt"], f"{INSTALL} && .venv-engines/bin/pip install 'abserve[tensorrt]'")
 
 MATRIX_PRECISIONS = {"fp32": "highest", "tf32": "tensorfloat32", "fp16": "highest", "bf16": "highest"}
-"""By precision, JAX's for products of FP32 values; it does not change those of halves."""
+"""By precision, JAX's name of it for products of FP32 values; products of 16-bit values do not depend on it."""
 PRECISIONS_OF_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 THREADS_VARIABLE = "PJRT_NPROC"
 """XLA reads the number of its CPU threads from it when JAX first uses the CPU, and never again."""
@@ -73,7 +73,7 @@ THREAD_NAME = "tf_XLAEigen"
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of each input, in the order of the specification."""
 Function = Callable[[Any, Sequence[Any]], tuple[Any, ...]]
-"""Weights and the inputs in order to the outputs in order; a JAX function."""
+"""A JAX function of the weights and the inputs, in order, that returns the outputs, in order."""
 
 
 class _Executable(NamedTuple):
@@ -82,7 +82,7 @@ class _Executable(NamedTuple):
     call: Callable[[Any, Sequence[Any]], Sequence[Any]]
     compile_seconds: float
     products: frozenset[str]
-    """The precisions of its products, as XLA was told."""
+    """The precisions of its products that XLA was asked for."""
 
 
 class JaxEngine(Engine):
@@ -259,7 +259,7 @@ class JaxEngine(Engine):
         self._executables, self._executed = {}, {}
 
     def _padded(self, tensor: TensorSpec, array: Array, rows: int, size: int) -> Array:
-        """The input with as many rows, each as long, as its executable takes; padding rows repeat the last one."""
+        """The input padded to the rows and the size of its executable; padding rows repeat the last one."""
         axis = self._specification.padded_axis
         place = None if axis is None else axis.places.get(tensor.name)
         shape = (rows, *array.shape[1:])
@@ -402,7 +402,7 @@ def _with_32_bits(name: str, array: Array) -> Array:
 
 
 def _beyond_32_bits(name: str, array: Array) -> str | None:
-    """Why an input's integers cannot be computed with; None if they can."""
+    """Why JAX cannot compute with an input's integers; None if it can."""
     narrow = {"i8": "i4", "u8": "u4"}.get(array.dtype.str[1:])
     if narrow is None or not array.size:
         return None

@@ -59,7 +59,7 @@ CUDA_PROVIDER = "CUDAExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 STORED_PRECISIONS = ("fp16", "int8")
-"""Precisions with files of their own; the others are how an FP32 file is executed."""
+"""Precisions that need their own file; the others are ways to execute an FP32 file."""
 INT8_PRODUCTS = frozenset(
     {
         *("QLinearConv", "QLinearMatMul", "QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat"),
@@ -80,7 +80,7 @@ ELEMENT_TYPES = {
 
 _ORT_CODE = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
 _ORT_PLACE = re.compile(r"/\S+\.\w+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)? ?")
-"""Such as /onnxruntime_src/…/model.cc:256 onnxruntime::Model::Model(onnx::ModelProto&&, …)."""
+"""For example /onnxruntime_src/…/model.cc:256 onnxruntime::Model::Model(onnx::ModelProto&&, …)."""
 
 
 class OnnxRuntimeEngine(Engine):
@@ -376,7 +376,7 @@ def beyond_runtime(path: Path, exc: Exception) -> str | None:
 
 
 def _spinning(options: Any) -> str:
-    """A single thread waits for no other."""
+    """Whether the session's threads spin, "on" or "off"; a single thread waits for no other."""
     spins = options.intra_op_num_threads != 1 and options.get_session_config_entry(SPINNING) == "1"
     return "on" if spins else "off"
 

@@ -155,7 +155,7 @@ class OpenVINOEngine(Engine):
             engine.close()
 
     def _precision_in_effect(self) -> str:
-        """By the products, else, where there are none, by the hint."""
+        """The precision of the products; that of the hint if the model has no products."""
         for precision in ("int8", "bf16", "fp32"):
             if any(name in self._products for name in KERNELS[precision]):
                 return precision

@@ -103,11 +103,11 @@ def precision_on(device: str, requested: str) -> str:
 
 
 SPINS = ("torch", "onnxruntime")
-"""Engines with threads of their own on the CPU that spin while they wait for each other, unless told not to."""
+"""Engines whose threads on the CPU spin while they wait for each other, unless the settings say otherwise."""
 
 
 def parse_spinning(text: str) -> bool | None:
-    """auto, on or off, as an option or a parameter has it."""
+    """The value of an option auto, on or off: None, True or False."""
     return {"on": True, "off": False}.get(text)
 
 

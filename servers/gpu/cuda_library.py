@@ -94,7 +94,7 @@ def device_uuid(ordinal: int) -> str | None:
 
 
 def _read(function: str, ordinal: int) -> UUID | None:
-    """None if the driver does not have the function or the device."""
+    """The UUID that the driver's function returns; None if the driver does not have the function or the device."""
     uuid = (c_ubyte * 16)()
     try:
         library = CudaLibrary({function: (POINTER(c_ubyte * 16), c_int)})

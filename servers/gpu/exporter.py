@@ -54,7 +54,7 @@ _PCIE_COUNTERS = frozenset({"pcie_transmit_bytes", "pcie_receive_bytes"})
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
-    """One family. `quantities` maps the labels after `uuid` to the value of a device that they show."""
+    """A family of metrics. `quantities` maps the labels after `uuid` to the value of a device that they show."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -146,7 +146,7 @@ class _DeviceValues:
         self.forget_readings()
 
     def forget_readings(self) -> None:
-        """After the library was opened again: a reloaded driver counts from 0, which is not a counter wrap."""
+        """Call it after the library was opened again: a reloaded driver counts from 0, which is not a counter wrap."""
         self._reading: dict[str, float] = {}
         self._edge: dict[str, float] = {}
         self._last_sample_ns: int | None = None
@@ -158,7 +158,7 @@ class _DeviceValues:
         return {**self._reading, **self._edge, **self.counters}
 
     def take(self, answer: Reading | SampleBatch | EdgeReading) -> None:
-        """Keep one answer of the reader."""
+        """Store an answer of the reader."""
         match answer:
             case Reading(values):
                 self._reading = dict(values)
@@ -188,7 +188,7 @@ class _DeviceValues:
 
 
 class GpuPolling(Collector):
-    """Call `poll` about once per second from one thread; `collect` works from any thread.
+    """Reads the GPUs for Prometheus: call `poll` about once per second from one thread; `collect` works from any.
 
     Keeps the counters that the driver does not: busy and observed seconds, PCIe bytes (the driver's wrap) and errors.
     """
@@ -208,7 +208,7 @@ class GpuPolling(Collector):
         self._polled_ns = clock_ns()
         self.status: Status = "error"
         self.points: Mapping[str, Mapping[Labels, float]] = {}
-        """By family and labels; replaced as a whole by each poll."""
+        """Values by family and labels; each poll replaces all of them."""
 
     def poll(self) -> None:
         """Read what is due and publish it. After the loss of a GPU, or an exception, try to open the library again."""

@@ -191,7 +191,8 @@ def _used_uuid(device: str, reported: object, machine: Mapping[str, Any]) -> str
 def triton_info(
     server: Mapping[str, Any], config: Mapping[str, Any], log: str | None, machine: Mapping[str, Any]
 ) -> Document:
-    """The document of a Triton: its answers to /v2 and /v2/models/M/config, its whole log, if known, and its machine.
+    """The document of a Triton, from its answers to /v2 and /v2/models/M/config, its whole log if there is one, and its
+    machine.
 
     `machine` is the /gpu-info document of the machine on which it runs.
     """

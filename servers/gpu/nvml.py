@@ -277,7 +277,7 @@ class NvmlReader:
         return Reading(values=values, failed=calls.failed, lost=calls.lost)
 
     def energy_joules(self, index: int) -> float | None:
-        """The energy so far alone, for callers whom a whole reading would hold up; None if it cannot be read."""
+        """The energy counter alone, which is faster than a whole reading; None if it cannot be read."""
         return (_Calls().run("energy", _READING_CALLS["energy"], self._handles[index]) or {}).get("energy_joules")
 
     def samples(self, index: int, since_ns: int) -> SampleBatch:

@@ -50,7 +50,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """Read once, when the library is opened. `failed` maps a field to the driver's error code."""
+    """A GPU, read once when the library is opened. `failed` maps a field to the driver's error code."""
 
     index: int
     uuid: str
@@ -82,7 +82,7 @@ class NvmlConnection:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One device now: values by quantity, error codes by call (see `servers.gpu.nvml`), `lost` if it fell off the bus.
+    """The state of one device: values by quantity, error codes by call (see `servers.gpu.nvml`), `lost` if it fell off the bus.
 
     `utilization_ratio` is the share of the driver's last interval (1/6 to 1 s) in which any kernel ran; power is from
     Ampere on the mean of the last second; the energy counter steps about every 100 ms.
@@ -108,7 +108,7 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class EdgeReading:
-    """Values that are too slow to read every second, or change too seldom. None if they cannot be read."""
+    """Values that take too long to read every second, or change too seldom; None if they cannot be read."""
 
     processes: tuple[GpuProcess, ...] | None = None
     ecc_errors: Mapping[str, int] | None = None

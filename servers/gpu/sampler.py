@@ -45,7 +45,7 @@ IDENTITY_FIELDS = ("uuid", "index", "name", "pci_bus_id", "mig_enabled", "suppor
 Line = dict[str, object]
 Clock = Callable[[], int]
 Observer = Callable[[DeviceIdentity, Reading | SampleBatch | EdgeReading], None]
-"""Gets every answer of the reader. Of samples only new ones, with their time in ns on the recording's clock."""
+"""Receives every answer of the reader; only new samples, with their time in ns on the recording's clock."""
 
 CLOCK_STEP_NS = 50_000_000
 """A larger change between wall clock and monotonic clock is a step; a slewing NTP daemon stays below it for hours."""
@@ -105,7 +105,7 @@ class Recording:
         }
 
     def header(self, pid: int) -> Line:
-        """The first line."""
+        """The first line of the file."""
         connection = self.connection
         return {
             "type": "header",
@@ -140,7 +140,7 @@ class Recording:
         return "gpu_lost" if self.connection.status == "ok" else self.connection.status
 
     def next_due_ns(self) -> int:
-        """When `tick` has something to do."""
+        """When the next reading is due."""
         return min(due for name, due in self._due_ns.items() if (name == "reconnect") == self._lost)
 
     def tick(self) -> list[Line]:
@@ -289,7 +289,7 @@ class Recording:
 
 
 def boot_id() -> str | None:
-    """Two monotonic times compare only within one boot."""
+    """The ID of this boot: monotonic times of different boots cannot be compared."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

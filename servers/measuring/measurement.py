@@ -76,12 +76,12 @@ class Reference:
 
     @property
     def rows(self) -> int:
-        """The number of its items."""
+        """The number of items."""
         return len(next(iter(self.inputs.values())))
 
 
 class FlightRate(NamedTuple):
-    """`start_ns` and `alone_ns` are the median times of `start` and until the answers, with one batch in flight."""
+    """The rate with all batches in flight; with one in flight, the median time of `start`, and until the answers."""
 
     start_ns: int
     alone_ns: int
@@ -124,9 +124,9 @@ class BatchMeasurement:
     """None where the floating-point operations are unknown."""
     share_of_matrix_product: float | None
     cosine_to_fp32: float | None
-    """The lowest of a row with the model's own answer in FP32; None without floating-point outputs or a module."""
+    """The lowest cosine of a row with the model's answer in FP32; None without floating-point outputs or a module."""
     relative_error_to_fp32: float | None = None
-    """The largest of a row."""
+    """The largest relative error of a row."""
     fault: str | None = None
     """Why the answers are not the model's; None if they are."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -134,11 +134,11 @@ class BatchMeasurement:
     tokens_per_second: float | None = None
     """Of sequences: items per second times their length."""
     start_ns: int | None = None
-    """Until `Engine.start` has returned, in which the host is busy; None as below."""
+    """Until `Engine.start` has returned, in which the host is busy; None for an engine with one batch in flight."""
     alone_ns: int | None = None
     """From the start of a batch in page-locked slots to its answers; None for an engine with one batch in flight."""
     flights_items_per_second: float | None = None
-    """With all flights of the engine in use, see `flight_rate`; None as above."""
+    """With all flights of the engine in use, see `flight_rate`; None for an engine with one batch in flight."""
 
 
 def batch_measurement(
@@ -291,8 +291,7 @@ def rotations(pool: Mapping[str, Array], batch: int) -> list[Mapping[str, Array]
 def call_times_ns(
     engine: Engine, inputs: Sequence[Mapping[str, Array]], seconds: float, least: int = MIN_REPEATS
 ) -> list[int]:
-    """Times of at least that many calls of `Engine.infer` on inputs that take turns, for that long; the engine is warm
-    for them."""
+    """Times of calls of `Engine.infer` on inputs that take turns: at least `least` calls, for that many seconds."""
     deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
     times: list[int] = []
     while len(times) < least or (len(times) < MAX_REPEATS and time.perf_counter_ns() < deadline_ns):
@@ -502,7 +501,7 @@ def stored_references(
 
 
 def _read(path: Path, about: Mapping[str, object]) -> list[Reference] | None:
-    """None for a file that is missing, unreadable or of something else."""
+    """The references in a file; None if it is missing, unreadable or another model's."""
     try:
         with np.load(path, allow_pickle=False) as content:
             stored = json.loads(str(content[_ABOUT]))
@@ -528,7 +527,7 @@ def _read(path: Path, about: Mapping[str, object]) -> list[Reference] | None:
 
 
 def _write(path: Path, about: Mapping[str, object], references: Sequence[Reference]) -> None:
-    """Write it whole or not at all; arrays of Python objects have no place in such a file, and are made again."""
+    """Write the file whole or not at all; arrays of Python objects are not stored, but made again."""
     arrays = {
         f"{number}/{which}/{name}": array
         for number, reference in enumerate(references)
@@ -550,7 +549,7 @@ def _write(path: Path, about: Mapping[str, object], references: Sequence[Referen
 
 
 def quiet_profiler() -> None:
-    """Before torch is imported: its profiler would report a missing GPU as an error."""
+    """Call it before torch is imported: its profiler would report a missing GPU as an error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 

@@ -1,4 +1,4 @@
-"""The profile of a loaded engine, batch by batch. It comes after every measurement, because CUPTI slows later launches.
+"""The profile of a loaded engine, batch by batch; taken after every measurement, because CUPTI slows later launches.
 
 On a GPU the engine executes without copies from and to the host where it can (`run_only`), else by `infer`; on a CPU
 by `infer`, ONNX Runtime in a second session with its profiler on.
@@ -166,7 +166,7 @@ IDLE_ON_DEVICE = "idle between kernels"
 IDLE_ON_HOST = "outside operators"
 EXECUTIONS_ON_DEVICE, EXECUTIONS_ON_HOST = 20, 5
 MARK = "spin_kernel"
-"""In the name of the kernel that `torch.cuda._sleep` launches."""
+"""Part of the name of the kernel that `torch.cuda._sleep` launches."""
 MARK_CYCLES = 2000
 LEADING_MARKS = 32
 """Marks before the first execution, for CUPTI to lose: one more with every earlier session of the process."""

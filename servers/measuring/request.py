@@ -25,8 +25,8 @@ GRAPHS = ("graph", "compile")
 
 
 class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine process. `lengths` are those of the model's axis; None is a model without one, and an empty list asks
-    for the model's default."""
+    """What one engine process is to measure. `lengths` are sizes along the model's axis: (None,) for a model without an
+    axis, empty for the model's default."""
 
     model: str
     engine: str
@@ -137,7 +137,7 @@ def checked(request: MeasurementRequest) -> RequestCheck:
 
 
 def _mode(specification: ModelSpecification, settings: EngineSettings) -> str:
-    """The mode in which the engine will execute, for a model without known shapes too."""
+    """The mode in which the engine will execute; graphs need a model whose shapes are known."""
     place = "cpu" if settings.device == "cpu" else "cuda"
     mode = settings.mode_on(place)
     if mode not in GRAPHS or has_buckets(specification):

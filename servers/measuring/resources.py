@@ -23,11 +23,11 @@ EDGE_SECONDS = 1.0
 """Longest wait for a step of the counter."""
 
 Read = Callable[[], float | None]
-"""Joules so far; None if they cannot be read."""
+"""Reads a counter of joules; None if it cannot be read."""
 
 
 class Energy(NamedTuple):
-    """The energy of a device for a number of runs; `seconds_per_run` counts only those between two readings."""
+    """The energy of a device for a number of runs; `seconds_per_run` is of runs without readings between them."""
 
     joules: float
     runs: int
@@ -56,7 +56,7 @@ class Resources:
         self._joules = self._gpu_joules if whole else lambda: None
 
     def begin(self) -> None:
-        """Forget the framework's peaks of earlier cells."""
+        """Reset the framework's peaks of memory, which are those of earlier cells."""
         if (cuda := self._torch_cuda()) is not None:
             cuda.reset_peak_memory_stats(self._cuda)
 
@@ -92,7 +92,7 @@ class Resources:
         return {process.pid: process.used_bytes for process in processes or ()}
 
     def _process_bytes(self) -> int | None:
-        """By this process' ID, or, in a container whose IDs differ, that of the one process that came after it."""
+        """The device memory of this process, by its ID; in a container, whose IDs differ, that of the only new process."""
         if self._gpu is None:
             return None
         processes = self._processes()

@@ -83,7 +83,7 @@ class _Copy2D(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: of the sources' order, two places, and flags, of which only the first counts here."""
+    """CUmemcpyAttributes: the order of source accesses, two places, and flags. Only the order matters here."""
 
     _fields_ = (("order", c_int), ("places", c_int * 4), ("flags", c_uint))
 
@@ -120,10 +120,10 @@ _BLOCKING: dict[str, tuple[Any, ...]] = {
 }
 
 MAX_REMEMBERED = 4096
-"""So many copies are remembered: a server's requests lie in the same slots again and again."""
+"""Capacity of the memory of page-locked copies: a server's requests lie in the same slots again and again."""
 
 _thread = threading.local()
-"""Its `context` is the one that `enter` has made current."""
+"""`_thread.context` is the context that `enter` has made current in a thread."""
 
 
 class LockedPages:
@@ -138,7 +138,7 @@ class LockedPages:
         self._users: dict[tuple[int, int], int] = {}  # by address and size
 
     def add(self, place: tuple[int, int], register: Callable[[int, int], bool]) -> bool:
-        """Another engine uses this memory; False if it cannot be locked."""
+        """Note that another engine uses this memory, and lock it for the first; False if it cannot be locked."""
         with self._lock:
             users = self._users.get(place, 0)
             if not users and not register(*place):
@@ -147,7 +147,7 @@ class LockedPages:
         return True
 
     def remove(self, place: tuple[int, int], unregister: Callable[[int], None]) -> None:
-        """An engine that `add` was called for has ended, or does not use it any more."""
+        """Note that an engine does not use the memory any more, and unlock it after the last."""
         with self._lock:
             self._users[place] -= 1
             if not self._users[place]:
@@ -311,7 +311,7 @@ class CudaCopies:
                 self._brief("cuEventDestroy_v2", self._events.pop())
 
     def _page_locked(self, copies: Iterable[tuple[int, int]]) -> bool:
-        """Whether every copy, from an address of so many bytes, is of page-locked memory; remembers those that are."""
+        """Whether every copy (address and bytes) is of page-locked memory; remembers those that are."""
         remembered = self._remembered
         missing = set(copies) - remembered
         if all(page_locked(self.pinned, source, size) for source, size in missing):

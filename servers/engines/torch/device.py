@@ -60,7 +60,7 @@ def fp32_products() -> dict[str, str]:
 
 
 def device_details(device: torch.device) -> dict[str, object]:
-    """The card as the description of an engine shows it."""
+    """The details of the card in the description of an engine."""
     details: dict[str, object] = {"cuda_build": torch.version.cuda, "cuda_available": torch.cuda.is_available()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -98,7 +98,7 @@ class TorchEngine(RunnerEngine):
         return "eager"
 
     def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Build the form of this mode from the FP32 module on the CPU, and compare it with that module."""
+        """Build what this mode executes from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
         proof = proof_at_load(specification, largest)
         with self.checking():  # the module's outputs too, before it is converted
@@ -154,7 +154,7 @@ class TorchEngine(RunnerEngine):
         )
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Execute one batch. On the CPU torch reads the caller's arrays and the answer is its own: no copies.
+        """Execute one batch. On the CPU there are no copies: torch reads the caller's arrays, and answers in its own.
 
         Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis.
         """
@@ -229,7 +229,7 @@ class TorchEngine(RunnerEngine):
 
 
 class _WritableView:
-    """Makes NumPy show a read-only buffer as writable: torch warns about the others, and a forward pass only reads."""
+    """Makes NumPy show a read-only buffer as writable: torch warns about others, and a forward pass only reads."""
 
     def __init__(self, array: Array) -> None:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}

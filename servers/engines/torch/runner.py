@@ -1,4 +1,4 @@
-"""Batches on a device over fixed memory: padded to a bucket and replayed from its CUDA graph, or in their own shape."""
+"""Executes batches on a device over fixed memory: by the CUDA graph of a bucket, or each in its own shape."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ class Memory:
         self.reserve((0,))
 
     def reserve(self, shape: Sequence[int]) -> None:
-        """Replace it by zeros for this shape."""
+        """Replace the memory by zeros for this shape."""
         dtype = TORCH_TYPES[self.tensor.datatype]
         self._size = prod(shape)
         self._elements = torch.zeros(self._size, dtype=dtype, device=self._device, pin_memory=self._pinned)
         self.address = self._elements.data_ptr()
 
     def holds(self, shape: Sequence[int]) -> bool:
-        """Whether it is large enough."""
+        """Whether the memory is large enough for this shape."""
         return prod(shape) <= self._size
 
     def view(self, shape: Sequence[int]) -> Tensor:
-        """Its start in this shape."""
+        """The start of the memory in this shape."""
         return self._elements[: prod(shape)].view(*shape)
 
 
 class Flight:
-    """Used by one batch from its start to its end."""
+    """The memory and events of one started batch."""
 
     def __init__(self, specification: ModelSpecification, device: torch.device, copies: CudaCopies) -> None:
         pinned, host = device.type == "cuda", torch.device("cpu")
@@ -130,7 +130,7 @@ class _Batch(NamedTuple):
     requests: Sequence[Request]
     rows: Sequence[int]
     sizes: Sequence[int]
-    """Each request's along the padded axis; empty without one."""
+    """The size of each request along the padded axis; empty for a model without one."""
     padding: Padding | None
     bucket: Bucket
     outputs: Sequence[Mapping[str, DeviceMemory]]
@@ -141,7 +141,7 @@ class _Batch(NamedTuple):
 
 
 class _CapturedGraph(NamedTuple):
-    """What executes one bucket."""
+    """The CUDA graph of one bucket."""
 
     replay: Callable[[], object]
     items: Sequence[tuple[int, ...]]
@@ -151,7 +151,7 @@ class _CapturedGraph(NamedTuple):
 
 
 class _Fetched(NamedTuple):
-    """An output in page-locked memory; `small` if the flight keeps that memory."""
+    """An output in page-locked memory; `small` if that memory belongs to the flight and must be copied from."""
 
     name: str
     array: Array
@@ -225,7 +225,7 @@ class GraphRunner:
 
     @property
     def takes_addresses(self) -> bool:
-        """See `Engine`: not where requests are merged on the host first."""
+        """See `Engine`: False if requests are merged on the host first."""
         return self._padding is None
 
     def prepare_no_more(self) -> None:
@@ -278,7 +278,7 @@ class GraphRunner:
         return partial(self._finish, flight, batch, shapes, fetched)
 
     def ready(self) -> bool:
-        """See `Engine.ready`; also when it has failed."""
+        """See `Engine.ready`; True also for a batch that has failed."""
         return not self._unfinished or self.copies.happened(self._unfinished[0].done)
 
     def executed_rows(self, rows: int) -> int:
@@ -321,7 +321,7 @@ class GraphRunner:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """torch enqueues in the stream `compute`."""
+        """A block in which torch enqueues in the stream `compute`."""
         if self._stream is None:
             with torch.no_grad():
                 yield
@@ -495,7 +495,7 @@ class GraphRunner:
     def _execute(
         self, flight: Flight, bucket: Bucket, shapes: Sequence[tuple[int, ...]], *, direct: bool
     ) -> Sequence[tuple[int, tuple[int, ...]]]:
-        """Enqueue the execution of what arrives; returns address and shape of each output."""
+        """Enqueue the execution of the batch whose inputs arrive; returns address and shape of each output."""
         copies = self.copies
         if not direct:
             copies.order(flight.arrived, copies.incoming, copies.compute)
@@ -521,7 +521,7 @@ class GraphRunner:
     def _copy_outputs(
         self, flight: Flight, outputs: Sequence[tuple[int, tuple[int, ...]]], batch: _Batch
     ) -> list[_Fetched]:
-        """Enqueue the copies of the outputs to where the requests want them, without padding."""
+        """Enqueue the copies of the outputs, without padding, to the host or to the requests' device memory."""
         copies, rows = self.copies, sum(batch.rows)
         fetched: list[_Fetched] = []
         large: list[tuple[int, int, int]] = []

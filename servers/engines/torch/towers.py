@@ -67,7 +67,7 @@ class DeviceTower:
     module: Callable[..., Any]
     parameters: Sequence[Tensor]
     dtype: torch.dtype
-    """Of the parameters; floating-point inputs are converted to it."""
+    """The type of the parameters, to which floating-point inputs are converted."""
     kernels: str
     gelu: str = "as in the model"
     enqueue: Callable[[int], Callable[[Tensor, Tensor], None]] | None = None
