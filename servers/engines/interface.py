@@ -217,7 +217,7 @@ class Engine(ABC):
         """
         return False
 
-    def unpin(self, address: int) -> None:  # noqa: B027  the opposite of nothing
+    def unpin(self, address: int) -> None:  # noqa: B027  most pin nothing
         """Undo `pin`, before the memory is freed, when no unfinished batch uses it; any thread."""
 
     @abstractmethod

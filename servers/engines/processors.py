@@ -14,10 +14,10 @@ def thread_count(requested: int) -> int:
 
 
 def wait_policy(spinning: bool | None) -> dict[str, str]:
-    """The environment variable that makes libgomp's threads, which torch uses, spin or sleep while they wait.
+    """The environment variable that lets libgomp's threads, which torch uses, spin or sleep in waits.
 
-    By default, and so for True and None, they spin for some milliseconds; for False they sleep. It is read when torch is
-    imported, so set it before.
+    By default, and so for True and None, they spin for some milliseconds; for False they sleep. Set it before torch is
+    imported.
     """
     return {"OMP_WAIT_POLICY": "PASSIVE"} if spinning is False else {}
 

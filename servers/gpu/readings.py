@@ -82,7 +82,9 @@ class NvmlConnection:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The state of one device: values by quantity, error codes by call (see `servers.gpu.nvml`), `lost` if it fell off the bus.
+    """The state of one device: values by quantity, and error codes by call (see `servers.gpu.nvml`).
+
+    `lost`: it fell off the bus.
 
     `utilization_ratio` is the share of the driver's last interval (1/6 to 1 s) in which any kernel ran; power is from
     Ampere on the mean of the last second; the energy counter steps about every 100 ms.

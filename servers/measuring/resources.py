@@ -92,7 +92,7 @@ class Resources:
         return {process.pid: process.used_bytes for process in processes or ()}
 
     def _process_bytes(self) -> int | None:
-        """The device memory of this process, by its ID; in a container, whose IDs differ, that of the only new process."""
+        """The device memory of this process, by its ID; in a container, where IDs differ, of the only new process."""
         if self._gpu is None:
             return None
         processes = self._processes()
