@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -110,9 +110,6 @@ class Engine(ABC):
     """Whether the engine refuses some values of its datatypes; known after `load`."""
 
     _staging: Staging | None = None
-
-    kernel_probe: Mapping[str, object] | None = None
-    """The result of `probe_kernels`: wall_seconds, cuda_event_seconds, kernel_count, top_kernels."""
 
     def __init__(
         self,
@@ -235,9 +232,9 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027  an engine without resources has nothing to free
         """Free device memory and threads. Idempotent."""
 
-    def probe_kernels(self) -> bool:
-        """Profile one inference and keep its CUDA kernels in `kernel_probe`; False where no GPU executes."""
-        return False
+    def probe_kernels(self) -> Mapping[str, object] | None:
+        """Profile one inference: wall_seconds, cuda_event_seconds, kernel_count, top_kernels; None without a GPU."""
+        return None
 
     def _description(
         self,
@@ -252,7 +249,6 @@ class Engine(ABC):
     ) -> EngineDescription:
         settings = self._settings
         label = "none" if self._weights is None else self._weights.label
-        probe = {} if self.kernel_probe is None else {"kernel_probe": self.kernel_probe}
         return EngineDescription(
             settings.kind,
             version,
@@ -262,7 +258,7 @@ class Engine(ABC):
             threads,
             settings.max_batch_size,
             label,
-            {**details, **probe},
+            details,
             spinning,
         )
 
@@ -276,7 +272,9 @@ def profiled(engine: Engine) -> EngineDescription | None:
     if os.environ.get(PROFILE_AT_START) == "0":
         return None
     try:
-        return engine.describe() if engine.probe_kernels() else None
+        probe = engine.probe_kernels()
+        description = engine.describe()
+        return None if probe is None else replace(description, details={**description.details, "kernel_probe": probe})
     except Exception:  # noqa: BLE001  a driver that refuses to profile must not stop a server from starting
         return None
 

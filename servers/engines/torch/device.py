@@ -164,12 +164,12 @@ class RunnerEngine(Engine):
             self.infer(valid_inputs(self._specification, rows))
         return self._runner
 
-    def probe_kernels(self) -> bool:
+    def probe_kernels(self) -> Mapping[str, object] | None:
         """Profile one inference of one row by torch's profiler, which lists every kernel of the process."""
-        if (runner := self._runner) is not None:
-            inputs = valid_inputs(self._specification, 1)
-            self.kernel_probe = probe_kernels(lambda: runner.infer(inputs), self._device)
-        return runner is not None
+        if (runner := self._runner) is None:
+            return None
+        inputs = valid_inputs(self._specification, 1)
+        return probe_kernels(lambda: runner.infer(inputs), self._device)
 
     def close(self) -> None:
         if self._runner is not None:

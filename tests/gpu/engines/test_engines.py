@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from servers.engines.factory import build_engine
-from servers.engines.interface import Engine, EngineError
+from servers.engines.interface import Engine, EngineError, profiled
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.file_form import executed_form
@@ -119,11 +119,11 @@ def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification
     if seen.kind == "torch":
         assert set(seen.details["parameters_by_device"]) == {"cuda:0"}  # type: ignore[call-overload]
         assert seen.details["cosine_to_fp32"] >= 0.9995  # type: ignore[operator]
-        assert engine.probe_kernels()
-        probe: Any = engine.kernel_probe
+        description = profiled(engine)
+        assert description is not None
+        probe: Any = description.details["kernel_probe"]
         assert probe["kernel_count"] >= 20
         assert probe["top_kernels"][0]["seconds"] > 0
-        assert engine.describe().details["kernel_probe"] == probe
     else:
         assert seen.details["nodes_by_provider"]["CUDAExecutionProvider"] > 0  # type: ignore[index]
         assert seen.details["cpu_non_shape_ops"] == []
