@@ -5,7 +5,7 @@
     ROOT/<model>/<weights>-int8/model_int8.onnx             INT8 weights and activations
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           UINT8 input; with FP16 weights model_uint8_fp16.onnx
     ROOT/<model>/<weights>-fused/model.onnx                 ONNX Runtime's own operators; other forms have -fused, too
-    ROOT/<model>/<weights>-package-<processor>/model.pt2    torch's package, see `servers.export.package`
+    ROOT/<model>/<weights>-package-<processor>/model.pt2    torch's package, see `servers.export.torch_export`
     ROOT/<model>/<weights>-jax/model.onnx                   from its JAX function; other forms have -jax, too
     ROOT/<model>-<hash of its path>/…                       a model from a file of the user
 
@@ -25,22 +25,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from servers import defaults
+from servers.cli import defaults
 from servers.engines.agreement import TOLERANCE
 from servers.engines.factory import build_engine, why_not_through_jax
 from servers.engines.interface import Engine
 from servers.engines.proof import Answer
 from servers.engines.settings import KINDS, EngineSettings, engine_kind
-from servers.export.errors import ExportError
-from servers.export.file_form import OPSETS, PACKAGE, PLAIN, PRECISIONS, FileForm, Operators, executed_form
-from servers.export.manifest import Manifest, package_versions, read_manifest
-from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
-from servers.export.package import target, write_package
+from servers.export.manifest import (
+    OPSETS,
+    PACKAGE,
+    PLAIN,
+    PRECISIONS,
+    ExportError,
+    FileForm,
+    Manifest,
+    Operators,
+    executed_form,
+    package_versions,
+    read_manifest,
+)
 from servers.export.parity import assert_parity, measure_parity
 from servers.export.quantisation import quantise
-from servers.export.tensorrt_plan import PlanRequest, ensure_plan, gpu_kind, profile_shapes
-from servers.export.tensorrt_tools import bindings_version
-from servers.models.atomic_folder import atomic_folder, exclusive, file_sha256, remove_abandoned
+from servers.export.tensorrt import PlanRequest, bindings_version, ensure_plan, gpu_kind, profile_shapes
+from servers.export.torch_export import (
+    UserFile,
+    convert_to_fp16,
+    package_target,
+    read_user_file,
+    write_onnx,
+    write_package,
+)
+from servers.models.files import atomic_folder, exclusive, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
 
@@ -191,7 +206,7 @@ def executed_file(
     plan_release = (release or bindings_version() or _imported_release()) if of_plans else ""
     form = executed_form(engine, precision)
     if form.operators == PACKAGE:
-        form = replace(form, target=target())
+        form = replace(form, target=package_target())
     artefact = ensure_artefact(specification, weights, root, form=form, progress=progress)
     if not plan_release:
         return ExecutedFile(artefact.path, artefact.manifest)

@@ -15,7 +15,7 @@ import numpy as np
 
 from servers.engines.interface import EngineError, first_line
 from servers.engines.jax_engine import as_jax, start_jax
-from servers.export.errors import ExportError
+from servers.export.manifest import ExportError
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import TensorSpec
 

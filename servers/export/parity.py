@@ -11,11 +11,9 @@ from servers.engines.agreement import disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine
 from servers.engines.proof import Answer, Proof
-from servers.export.errors import ParityError
-from servers.export.manifest import ParityMeasurement
-from servers.models.corpus import jpeg_paths
-from servers.models.items import valid_items
-from servers.models.preprocessing import UInt8Array, decode_jpeg, normalise, resize_and_crop
+from servers.export.manifest import ParityError, ParityMeasurement
+from servers.models.images import UInt8Array, decode_jpeg, normalise, resize_and_crop
+from servers.models.items import jpeg_paths, valid_items
 from servers.models.specification import Axis, ModelSpecification
 from servers.protocol.tensors import Array
 

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from servers.engines.onnxruntime import PRECISION_KEY, ort_reason
-from servers.export.errors import ExportError
+from servers.export.manifest import ExportError
 from servers.export.parity import BATCHES, corpus_pixels
-from servers.models.corpus import jpeg_paths
-from servers.models.items import valid_items
-from servers.models.preprocessing import normalise
+from servers.models.images import normalise
+from servers.models.items import jpeg_paths, valid_items
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servers.engines.vit.tower import BYTE_CENTRE, BYTE_SCALE, TowerShape, fold_bytes, read_shape
-from servers.export.file_form import OPSETS, Operators
+from servers.export.manifest import OPSETS, Operators
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from servers.cli.options import fail
 from servers.models.registry import (
     DEFAULT_MODEL,
     SOURCES,
@@ -18,7 +19,6 @@ from servers.models.registry import (
     payload_variants,
 )
 from servers.models.specification import ModelSpecification
-from servers.options import fail
 
 SCHEMA = "abserve.models/1"
 
@@ -36,7 +36,7 @@ def samples(
     images: Annotated[Path | None, typer.Option("--images", help="Folder of JPEG files to use.")] = None,
 ) -> None:
     """Write sample inputs and samples.json; does nothing when up to date."""
-    from servers.models.atomic_folder import FolderError
+    from servers.models.files import FolderError
     from servers.models.samples import SamplesError, write_samples
 
     try:
@@ -77,7 +77,7 @@ def models(
 
 
 def _described(specification: ModelSpecification) -> dict[str, Any]:
-    from servers.models.model_size import measure_size
+    from servers.models.modules import measure_size
     from servers.models.weights import WeightsError, parse_weights
 
     try:

@@ -25,12 +25,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
-from servers.models.corpus import credits_text, jpeg_paths
-from servers.models.items import item_bytes, valid_items
-from servers.models.preprocessing import ImageError, decode_jpeg, normalise, resize_and_crop
+from servers.models.files import FolderError, atomic_folder, file_sha256
+from servers.models.images import ImageError, decode_jpeg, normalise, resize_and_crop
+from servers.models.items import credits_text, item_bytes, jpeg_paths, text_lengths, valid_items
 from servers.models.registry import payload_variants
-from servers.models.sequence_lengths import text_lengths
 from servers.models.specification import Axis, ModelSpecification, Preprocessing
 from servers.protocol.tensors import Array
 

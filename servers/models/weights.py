@@ -17,8 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.file_names import for_library
-from servers.models.onnx_parts import onnx_parts, parts_sha256
+from servers.models.files import for_library, onnx_parts, parts_sha256
 
 if TYPE_CHECKING:
     import torch

@@ -9,14 +9,13 @@ from typing import Annotated
 
 import typer
 
+from servers.cli.defaults import TuningError
+from servers.cli.launch import LaunchPlan, ListenerError, bind, host_in_url
+from servers.cli.options import checked, fail, takes_settings, tuning_of, with_tuning
 from servers.engines.settings import EngineError, EngineSettings
-from servers.launch_plan import LaunchPlan, host_in_url
-from servers.listener import ListenerError, bind
 from servers.models.registry import UnknownModelError
 from servers.models.weights import WeightsError, parse_weights, pin
-from servers.options import checked, fail, takes_settings, tuning_of, with_tuning
 from servers.plain.settings import PlainSettings, to_argv
-from servers.tuning import TuningError
 
 PrintLaunch = Annotated[
     bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")

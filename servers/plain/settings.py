@@ -9,11 +9,11 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from servers import defaults
+from servers.cli import defaults
+from servers.cli.defaults import ALL
+from servers.cli.options import OptionTraits, Tuning, flag_of, settings_of
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
-from servers.options import Option, Tuning, flag_of, settings_of
-from servers.tuning import ALL
 
 
 class PlainSettings(BaseSettings):
@@ -37,7 +37,7 @@ class PlainSettings(BaseSettings):
         None, ge=1, le=4096, title="Batching", description="Largest batch; default: the model's."
     )
     tuning: Tuning = ALL
-    max_queue_delay_us: Annotated[int, Option(tunes=True)] = Field(
+    max_queue_delay_us: Annotated[int, OptionTraits(tunes=True)] = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         le=10_000_000,

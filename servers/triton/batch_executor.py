@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from servers.engines.interface import Engine
 from servers.engines.padding import BatchKey, batch_key, padding_of
-from servers.models.image_decoder import ImageDecoder
-from servers.models.preprocessing import ImageError
+from servers.models.images import ImageDecoder, ImageError
 from servers.models.specification import ModelSpecification
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.records import ModelSignature

@@ -14,14 +14,15 @@ from typing import Annotated, BinaryIO
 import typer
 from rich.console import Console
 
+from servers.cli.defaults import TuningError
+from servers.cli.launch import LaunchPlan
+from servers.cli.options import checked, fail, takes_settings
 from servers.engines.interface import EngineError
-from servers.export.errors import ExportError
-from servers.launch_plan import LaunchPlan
-from servers.models.atomic_folder import FolderError
+from servers.export.manifest import ExportError
+from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.weights import WeightsError, parse_weights, pin
-from servers.options import checked, fail, takes_settings
-from servers.triton.errors import TritonDiedError, TritonError, TritonOptionError
+from servers.triton.installation import TritonDiedError, TritonError, TritonOptionError
 from servers.triton.launch import (
     assert_python,
     assert_ready,
@@ -32,10 +33,9 @@ from servers.triton.launch import (
     prepare,
     prepare_repository,
 )
+from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
-from servers.triton.watch import TritonProcess
-from servers.tuning import TuningError
 
 READY_SECONDS = 330.0
 HEALTH_SECONDS = 0.5
@@ -80,7 +80,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.engines.padding import padding_of, parse_pad_to
     from servers.engines.settings import engine_kind, precision_on
     from servers.export.artefacts import ExecutedFile, current_plan, executed_file
-    from servers.export.tensorrt_tools import library_version
+    from servers.export.tensorrt import library_version
 
     installation = find_installation(settings, announce=console.print)
     if not is_loopback(settings.host) and installation.version == "2.51":

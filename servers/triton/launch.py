@@ -15,44 +15,45 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from servers.cli.defaults import ALL
+from servers.cli.launch import LaunchPlan, ListenerError, check_free, host_in_url, in_path
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
-from servers.export.triton_config import BatchingSettings
-from servers.launch_plan import LaunchPlan, host_in_url, in_path
-from servers.listener import ListenerError, check_free
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
-from servers.triton.errors import TritonOptionError
+from servers.triton.config import BatchingSettings
 from servers.triton.installation import (
     CODE,
     Installation,
+    TritonOptionError,
+    current_interpreter,
     find_folder,
+    libpython_remedy,
     missing_library,
     read_installation,
     takes_numpy_2,
 )
-from servers.triton.interpreter import current_interpreter, libpython_remedy
-from servers.triton.leftovers import (
+from servers.triton.process import (
+    CAUSES,
     assert_space,
     new_prefix,
     region_bytes,
     remove_abandoned_folders,
     remove_abandoned_regions,
 )
-from servers.triton.log import CAUSES
 from servers.triton.repository import (
     PlacedModel,
     Repository,
     Serving,
+    apply,
     assert_usable,
     lay_out,
     link_installation,
+    merge,
     plain_path,
 )
 from servers.triton.settings import TritonSettings
-from servers.triton.tuning import apply, merge
 from servers.triton.wheel import find_wheel
-from servers.tuning import ALL
 
 STUB_TIMEOUT_SECONDS = 300
 EXIT_TIMEOUT_SECONDS = 20

@@ -8,14 +8,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from servers import defaults
+from servers.cli import defaults
+from servers.cli.defaults import ALL
+from servers.cli.options import EngineOptions, PadTo, Tuning, settings_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineError, EngineSettings
-from servers.models.image_decoder import DecodingSettings
+from servers.models.images import DecodingSettings
 from servers.models.registry import get_variants
-from servers.options import EngineOptions, PadTo, Tuning, settings_of
-from servers.tuning import ALL
 
 DECODING = DecodingSettings()
 NATIVE_MODES = {"onnxruntime": "session", "tensorrt": "graph"}

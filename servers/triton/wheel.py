@@ -14,18 +14,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from servers.finding import Finding, finding
-from servers.models.atomic_folder import FolderError, atomic_folder, exclusive, remove_abandoned
-from servers.triton.errors import TritonUnavailableError
-from servers.triton.installation import BINARY, STUB, Installation, stub_python
-from servers.triton.interpreter import (
+from servers.cli.launch import MachineCheck, machine_check
+from servers.models.files import FolderError, atomic_folder, exclusive, remove_abandoned
+from servers.triton.installation import (
+    BINARY,
+    STUB,
+    Installation,
     Interpreter,
+    TritonUnavailableError,
     cache_folder,
     can_fetch,
     current_interpreter,
     find_libpython,
     libpython_remedy,
     provide_libpython,
+    stub_python,
 )
 
 WHEEL, VERSION, SERVER_VERSION = "nvidia-pytriton", "0.7.0", "2.51"
@@ -48,9 +51,9 @@ def find_wheel(
     May fetch the wheel and a missing libpython (see `provide_libpython`), each after a call of `announce`.
     """
     interpreter = interpreter or current_interpreter()
-    _assert(*_machine_findings(interpreter))
+    _assert(*_platform_checks(interpreter))
     site = _find_site(interpreter) or _fetch(interpreter, announce)
-    _assert(_stub_finding(site, interpreter))
+    _assert(_stub_check(site, interpreter))
     stub = _stub(site, interpreter)
     return Installation(
         origin=f"{WHEEL} {VERSION}",
@@ -63,7 +66,7 @@ def find_wheel(
     )
 
 
-def diagnose(interpreter: Interpreter | None = None) -> list[Finding]:
+def diagnose(interpreter: Interpreter | None = None) -> list[MachineCheck]:
     """Every condition of the embedded Triton, met or not, the most important first. Changes nothing."""
     interpreter = interpreter or current_interpreter()
     site = _find_site(interpreter)
@@ -72,31 +75,31 @@ def diagnose(interpreter: Interpreter | None = None) -> list[Finding]:
     else:
         detail = f"tritonserver {SERVER_VERSION} of {WHEEL} {VERSION}"
     remedy = f"{FETCH} (otherwise abserve serve triton fetches it into {_own_site(interpreter)})"
-    findings = [*_machine_findings(interpreter), finding("triton-wheel", site is not None, detail, remedy)]
+    findings = [*_platform_checks(interpreter), machine_check("triton-wheel", site is not None, detail, remedy)]
     if site is not None:
-        findings.append(_stub_finding(site, interpreter))
+        findings.append(_stub_check(site, interpreter))
     if site is None or _needs_libpython(_stub(site, interpreter), interpreter):
-        findings.append(_libpython_finding(interpreter))
+        findings.append(_libpython_check(interpreter))
     return findings
 
 
-def _assert(*findings: Finding) -> None:
+def _assert(*findings: MachineCheck) -> None:
     for one in findings:
         if not one.ok:
             raise TritonUnavailableError(f"the embedded Triton cannot run here: {one.detail}; {one.remedy}")
 
 
-def _machine_findings(interpreter: Interpreter) -> list[Finding]:
+def _platform_checks(interpreter: Interpreter) -> list[MachineCheck]:
     """What cannot be fetched."""
     glibc = interpreter.glibc
     return [
-        finding(
+        machine_check(
             "triton-architecture",
             interpreter.machine in MACHINES,
             f"the processor architecture is {interpreter.machine}",
             "compare against a Triton on another machine by its URL",
         ),
-        finding(
+        machine_check(
             "triton-glibc",
             glibc is not None and glibc >= MINIMUM_GLIBC,
             f"this system has {'glibc {}.{}'.format(*glibc) if glibc else 'another C library than glibc'}, "
@@ -106,20 +109,20 @@ def _machine_findings(interpreter: Interpreter) -> list[Finding]:
     ]
 
 
-def _stub_finding(site: Path, interpreter: Interpreter) -> Finding:
+def _stub_check(site: Path, interpreter: Interpreter) -> MachineCheck:
     has_stub = os.access(_stub(site, interpreter), os.X_OK)
     detail = f"the python backend {'supports' if has_stub else 'does not support'} Python {interpreter.minor}"
-    return finding("triton-stub", has_stub, detail, "use Python 3.11, 3.12 or 3.13")
+    return machine_check("triton-stub", has_stub, detail, "use Python 3.11, 3.12 or 3.13")
 
 
-def _libpython_finding(interpreter: Interpreter) -> Finding:
+def _libpython_check(interpreter: Interpreter) -> MachineCheck:
     found = find_libpython(interpreter)
     detail, remedy = f"shared libpython at {found}", ""
     if found is None:
         detail, remedy = f"{interpreter.libpython_name} is missing", libpython_remedy(interpreter)
         if can_fetch(interpreter):
             remedy += f" (otherwise abserve serve triton fetches it into {cache_folder(interpreter)})"
-    return finding("triton-libpython", found is not None, detail, remedy)
+    return machine_check("triton-libpython", found is not None, detail, remedy)
 
 
 def _find_site(interpreter: Interpreter) -> Path | None:

@@ -1,4 +1,4 @@
-"""A user's own module: FILE.py:FUNCTION, where the function returns a `UserModel` (see `servers.models.user_model`).
+"""A user's own module: FILE.py:FUNCTION, where the function returns a `UserModel` (see `servers.models.specification`).
 
 The file is executed once per process; the function is called for the description and again for each module that is
 loaded. By default the weights are those that the function sets, recorded as the file with its hash; --weights
@@ -20,18 +20,20 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from servers.models.atomic_folder import file_sha256
-from servers.models.checkpoints import load_strictly, option_of, read_state, ready
+from servers.models.files import file_sha256
 from servers.models.items import random_items, valid_items
+from servers.models.modules import load_strictly, option_of, read_state, ready
 from servers.models.specification import (
     Axis,
+    Input,
     ModelSpecification,
+    Output,
     OutputKind,
     UnknownModelError,
+    UserModel,
     choose_from,
     served_name,
 )
-from servers.models.user_model import Input, Output, UserModel
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, WeightsSource, seeded, verify
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.onnx_parts import onnx_parts, parts_sha256
+from servers.models.files import onnx_parts, parts_sha256
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, served_name
 from servers.models.weights import WeightsError, WeightsSource
 from servers.protocol.tensors import TensorSpec

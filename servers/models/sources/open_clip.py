@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.checkpoints import (
+from servers.models.modules import (
     downloaded,
     load_strictly,
     option_of,

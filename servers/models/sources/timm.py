@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.checkpoints import (
+from servers.models.modules import (
     fill_zero_weights,
     hub_file,
     load_strictly,

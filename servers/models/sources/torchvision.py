@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from servers.models.checkpoints import (
+from servers.models.modules import (
     downloaded,
     fill_zero_weights,
     load_strictly,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servers.models.atomic_folder import file_sha256
-from servers.models.checkpoints import (
+from servers.models.files import file_sha256
+from servers.models.modules import (
     fill_zero_weights,
     hub_file,
     option_of,

@@ -11,18 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from servers.export import tensorrt_plan, tensorrt_tools
-from servers.export.errors import ExportError
-from servers.export.tensorrt_plan import (
+from servers.export import tensorrt
+from servers.export.manifest import ExportError
+from servers.export.tensorrt import (
     TENSORRT_IMAGE,
     TENSORRT_RELEASE,
     PlanRequest,
+    bindings_version,
     container_command,
     ensure_plan,
     gpu_kind,
+    library_version,
     profile_shapes,
+    trtexec_version,
 )
-from servers.export.tensorrt_tools import bindings_version, library_version, trtexec_version
 from servers.gpu import nvml
 from servers.gpu.readings import Connection, DeviceIdentity
 from servers.gpu.selection import select_devices
@@ -135,7 +137,7 @@ def test_a_disk_that_is_full_is_told(
     def write(_request: PlanRequest, _plan: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tensorrt_plan, "_build_with_trtexec", write)
+    monkeypatch.setattr(tensorrt, "_build_with_trtexec", write)
     with pytest.raises(ExportError, match=r"cannot write .*\.plan: No space left on device"):
         build(wanted)
 
@@ -143,7 +145,7 @@ def test_a_disk_that_is_full_is_told(
 def test_trtexec_may_not_build_for_ever(
     trtexec: ScriptedTrtexec, wanted: PlanRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt_plan, "BUILD_SECONDS", 0.1)
+    monkeypatch.setattr(tensorrt, "BUILD_SECONDS", 0.1)
     trtexec.install("10.13.3", "exec sleep 60")
     with pytest.raises(ExportError, match="trtexec did not build"):
         build(wanted)
@@ -156,8 +158,8 @@ def test_the_python_package_is_preferred_if_it_has_the_version(
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Name: tensorrt_cu12\nVersion: 10.13.3.9\n")
     monkeypatch.syspath_prepend(information.parent)
-    monkeypatch.setattr(tensorrt_tools, "PACKAGES", ("tensorrt", "tensorrt-cu12"))
-    monkeypatch.setattr(tensorrt_plan, "_build_with_bindings", lambda _request, plan: plan.write_text("bindings"))
+    monkeypatch.setattr(tensorrt, "PACKAGES", ("tensorrt", "tensorrt-cu12"))
+    monkeypatch.setattr(tensorrt, "_build_with_bindings", lambda _request, plan: plan.write_text("bindings"))
     assert bindings_version() == "10.13.3"
     build(wanted)
     assert wanted.path.read_text() == "bindings"
@@ -182,7 +184,7 @@ def test_versions_are_those_of_the_program_and_of_the_library_that_the_loader_fi
     assert library_version() == "10.13.3"
     monkeypatch.setenv("LD_LIBRARY_PATH", "")
     assert library_version() == "10.9.0"
-    monkeypatch.setattr(tensorrt_tools, "LIBRARY_FOLDERS", (tmp_path / "lib",))
+    monkeypatch.setattr(tensorrt, "LIBRARY_FOLDERS", (tmp_path / "lib",))
     loader.write_text("#!/bin/sh\nexit 1\n")
     assert library_version() == "10.13.3"
 

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from servers.models.atomic_folder import atomic_folder, remove_abandoned
+from servers.models.files import atomic_folder, remove_abandoned
 
 WRITER = """
 import sys
 from pathlib import Path
-from servers.models.atomic_folder import atomic_folder
+from servers.models.files import atomic_folder
 with atomic_folder(Path(sys.argv[1])) as fresh:
     (fresh / "model.onnx").write_bytes(bytes(1000))
     print("written", flush=True)

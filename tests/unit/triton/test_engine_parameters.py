@@ -9,10 +9,10 @@ import pytest
 
 from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
-from servers.models.image_decoder import DecodingSettings
+from servers.models.images import DecodingSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.weights import CheckpointWeights, RandomWeights
-from servers.triton.engine_parameters import (
+from servers.triton.config import (
     contradictions,
     parameters_from_model,
     parameters_from_settings,

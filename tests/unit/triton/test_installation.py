@@ -10,9 +10,7 @@ import pytest
 
 from servers.triton import installation as module
 from servers.triton import launch
-from servers.triton.errors import TritonOptionError
-from servers.triton.installation import Installation, find_folder, read_installation
-from servers.triton.interpreter import Interpreter
+from servers.triton.installation import Installation, Interpreter, TritonOptionError, find_folder, read_installation
 from servers.triton.launch import choose_backend, prepare_repository
 from servers.triton.settings import TritonSettings
 

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from servers.triton.errors import TritonUnavailableError
-from servers.triton.interpreter import Interpreter, cache_folder, find_libpython, libpython_remedy, provide_libpython
+from servers.triton.installation import (
+    Interpreter,
+    TritonUnavailableError,
+    cache_folder,
+    find_libpython,
+    libpython_remedy,
+    provide_libpython,
+)
 
 NAME = "libpython3.99.so.1.0"
 UNPACK = f'mkdir -p "$3/usr/lib/x86_64-linux-gnu" && cp "$2" "$3/usr/lib/x86_64-linux-gnu/{NAME}"'

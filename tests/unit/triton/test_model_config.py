@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2 as pb
 
-from servers.export.triton_config import (
+from servers.models.registry import DEFAULT_MODEL, get_specification, get_variant, payload_variants
+from servers.models.specification import Axis, ModelSpecification
+from servers.protocol.tensors import TensorSpec
+from servers.triton.config import (
     BatchingSettings,
     onnxruntime_config,
     python_config,
@@ -20,9 +23,6 @@ from servers.export.triton_config import (
     tensorrt_config,
     write_model_repository,
 )
-from servers.models.registry import DEFAULT_MODEL, get_specification, get_variant, payload_variants
-from servers.models.specification import Axis, ModelSpecification
-from servers.protocol.tensors import TensorSpec
 
 CHECKED_IN = Path(__file__).resolve().parents[3] / "triton_model_repo"
 SPECIFICATION_LIST = list(payload_variants(get_specification(DEFAULT_MODEL)))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from servers.triton.errors import TritonOptionError
+from servers.triton.installation import TritonOptionError
 from servers.triton.launch import assert_free
 
 

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from servers.engines.settings import EngineSettings
-from servers.export.triton_config import BatchingSettings
-from servers.models.image_decoder import DecodingSettings
+from servers.models.images import DecodingSettings
 from servers.models.registry import get_specification, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.triton.engine_parameters import settings_from_parameters
-from servers.triton.errors import TritonOptionError
-from servers.triton.interpreter import Interpreter
+from servers.triton.config import BatchingSettings, settings_from_parameters
+from servers.triton.installation import Interpreter, TritonOptionError
 from servers.triton.repository import PlacedModel, Repository, Serving, lay_out
 from servers.triton.wheel import find_wheel
 from tests.unit.triton.test_model_config import parse

@@ -8,11 +8,11 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from servers.export.triton_config import BatchingSettings, onnxruntime_config, python_config, tensorrt_config
+from servers.cli.defaults import TuningError
 from servers.models.registry import get_specification
 from servers.models.sources.triton_repository import read_config
-from servers.triton.tuning import apply, merge, tuning_of
-from servers.tuning import TuningError
+from servers.triton.config import BatchingSettings, onnxruntime_config, python_config, tensorrt_config
+from servers.triton.repository import apply, merge, tuning_of
 
 SLOW = """
 backend: "onnxruntime" max_batch_size: 8

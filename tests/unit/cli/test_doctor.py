@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from servers import doctor
+from servers.cli import doctor
+from servers.cli.launch import MachineCheck
 from servers.engines.settings import KINDS, EngineError
-from servers.finding import Finding
 
 
 def test_json_lists_every_finding_with_a_remedy_where_it_fails() -> None:
@@ -124,11 +124,11 @@ def test_the_next_command_uses_docker_only_where_containers_get_the_gpu(
     toolkit: bool, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = {"status": "ok", "devices": [{"name": "H200"}]}
-    engine = Finding("container toolkit", toolkit, "", None if toolkit else "install it")
-    monkeypatch.setattr("servers.gpu.info.gpu_info", lambda _server: gpu)
-    monkeypatch.setattr("servers.container_findings.container_findings", lambda _gpu: [engine])
-    monkeypatch.setattr("servers.triton.installation.find_folder", lambda _requested: None)
-    last = doctor.findings()[-1]
+    engine = MachineCheck("container toolkit", toolkit, "", None if toolkit else "install it")
+    monkeypatch.setattr(doctor, "gpu_info", lambda _server: gpu)
+    monkeypatch.setattr(doctor, "docker_checks", lambda _gpu: [engine])
+    monkeypatch.setattr(doctor, "find_folder", lambda _requested: None)
+    last = doctor.machine_checks()[-1]
     assert last.name == "next"
     assert last.detail.startswith(command)
 

@@ -1,4 +1,6 @@
-"""A folder that appears whole or not at all: written beside its place under a temporary name, then renamed."""
+"""Files of models and artefacts: folders that appear whole or not at all, the parts of an ONNX model with their hash,
+and paths with letters beyond ASCII.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -103,3 +107,61 @@ def _wrapped(exc: OSError, final: Path) -> FolderError:
     if exc.errno in _FULL:
         return FolderError(f"no space left on the disk of {final.parent}: free some, or choose another folder")
     return FolderError(f"cannot write {final}: {os.strerror(exc.errno) if exc.errno else exc}")
+
+
+def onnx_parts(path: Path, model: Any = None) -> tuple[Path, ...]:
+    """The file itself and those with its external data, which may not exist. `model` is the file as it was loaded
+    without them. Raises what `onnx.load` raises."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False) if model is None else model
+    beside = {entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location"}
+    return (path, *(path.parent / name for name in sorted(beside)))
+
+
+def parts_sha256(parts: tuple[Path, ...]) -> str:
+    """The SHA-256 of the content of all files, one after the other. Raises `OSError`."""
+    states = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in map(Path.stat, parts))
+    return _sha256(parts, states)
+
+
+@lru_cache(16)
+def _sha256(parts: tuple[Path, ...], _states: tuple[tuple[int, int, int], ...]) -> str:
+    """Once per process and state of the files: they may have many gigabytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        with part.open("rb") as file:
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    """Every constant of a model: of its graph, of the graphs inside its nodes, and of its functions."""
+    graphs, nodes = [model.graph], [node for function in model.functions for node in function.node]
+    while graphs or nodes:
+        while graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes += graph.node
+        for attribute in nodes.pop().attribute if nodes else ():
+            yield from (attribute.t, *attribute.tensors)
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+            graphs += [*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs]
+
+
+def for_python(path: str) -> str:
+    """A path from a text, such as a JSON file, as this process's Python opens it.
+
+    Triton's python backend starts Python without a locale, whatever the environment says, so it takes ASCII for the
+    encoding of file names. There Python's own functions take a path whose other bytes are surrogate escapes.
+    """
+    return os.fsdecode(path.encode("utf-8", "surrogateescape"))
+
+
+def for_library(path: Path) -> str:
+    """A path as a library in C++ takes it: as text in UTF-8."""
+    return os.fsencode(path).decode("utf-8", "surrogateescape")

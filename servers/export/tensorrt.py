@@ -13,17 +13,77 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from servers.export.errors import ExportError
-from servers.export.tensorrt_tools import bindings_version, find_trtexec, trtexec_version
-from servers.models.atomic_folder import exclusive
+from servers.export.manifest import ExportError
+from servers.models.files import exclusive
 from servers.models.specification import ModelSpecification
+
+TRTEXEC_FOLDERS = ("/usr/src/tensorrt/bin", "/opt/tensorrt/bin")
+LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"))
+PACKAGES = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+
+
+def library_version() -> str | None:
+    """The TensorRT that Triton's backend loads, from the name of libnvinfer's file: "10.13.3"."""
+    for path in _libraries():
+        if found := re.search(r"\.so\.(\d+\.\d+\.\d+)", path.resolve().name):
+            return found[1]
+    return None
+
+
+def find_trtexec() -> str | None:
+    """The path of trtexec."""
+    return shutil.which("trtexec", path=os.pathsep.join([os.environ.get("PATH", ""), *TRTEXEC_FOLDERS]))
+
+
+def trtexec_version() -> str | None:
+    """The version in trtexec's banner, where v101303 is 10.13.3; None without trtexec."""
+    if (program := find_trtexec()) is None:
+        return None
+    found = re.search(r"\[TensorRT v(\d+)\]", _output([program, "--help"]))
+    return None if found is None else "{}.{}.{}".format(*_parts(int(found[1])))
+
+
+def bindings_version() -> str | None:
+    """The version of Python's package `tensorrt`, without the build number."""
+    for package in PACKAGES:
+        try:
+            return ".".join(version(package).split(".")[:3])
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _libraries() -> Iterator[Path]:
+    """Files of libnvinfer in the loader's order: LD_LIBRARY_PATH, its cache, the usual folders."""
+    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
+        yield from sorted(Path(folder).glob("libnvinfer.so.*"))
+    loader = shutil.which("ldconfig", path=os.pathsep.join([os.environ.get("PATH", ""), "/sbin", "/usr/sbin"]))
+    if loader is not None:
+        yield from map(Path, re.findall(r"libnvinfer\.so\.\S+ .*=> (\S+)", _output([loader, "-p"])))
+    for known in LIBRARY_FOLDERS:
+        yield from sorted(known.glob("libnvinfer.so.*"))
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+def _parts(number: int) -> tuple[int, int, int]:
+    return number // 10_000, number // 100 % 100, number % 100
+
 
 TENSORRT_IMAGE = (
     "nvcr.io/nvidia/tensorrt:26.08-py3@sha256:3b127f45630cd56bf43d2ef70d7f50a7ee37e42bda4ba11adaaa069af2098125"

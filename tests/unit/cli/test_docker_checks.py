@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from servers import container_findings as module
-from servers.container_findings import container_findings
-from servers.finding import Finding
+from servers.cli import doctor as module
+from servers.cli.doctor import docker_checks
+from servers.cli.launch import MachineCheck
 
 H200: Mapping[str, Any] = {"status": "ok", "devices": [{"name": "H200"}], "nvml": {"driver_version": "580.95.05"}}
 NO_GPU: Mapping[str, Any] = {"status": "no_library", "devices": []}
@@ -34,13 +34,13 @@ class Machine:
         return None if created is None else f"{created:%Y-%m-%dT%H:%M:%S}.123456789Z\n"
 
 
-def named(found: list[Finding]) -> dict[str, Finding]:
+def named(found: list[MachineCheck]) -> dict[str, MachineCheck]:
     assert all(finding.ok or finding.remedy for finding in found)
     return {finding.name: finding for finding in found}
 
 
 def test_a_good_gpu_box() -> None:
-    found = named(container_findings(H200, Machine(Runtimes={"runc": {}, "nvidia": {}})))
+    found = named(docker_checks(H200, Machine(Runtimes={"runc": {}, "nvidia": {}})))
     assert set(found) == {"driver", "docker", "docker compose", "container toolkit"}
     assert all(finding.ok for finding in found.values())
 
@@ -56,19 +56,19 @@ def test_a_good_gpu_box() -> None:
     ],
 )
 def test_what_is_missing_is_named(gpu: Mapping[str, Any], machine: Machine, name: str) -> None:
-    found = named(container_findings(gpu, machine))
+    found = named(docker_checks(gpu, machine))
     assert [finding.name for finding in found.values() if not finding.ok] == [name]
 
 
 def test_devices_by_cdi_are_as_good() -> None:
     machine = Machine(Runtimes={"runc": {}}, DiscoveredDevices=[{"Source": "cdi", "ID": "nvidia.com/gpu=0"}])
-    assert named(container_findings(H200, machine))["container toolkit"].ok
+    assert named(docker_checks(H200, machine))["container toolkit"].ok
 
 
 @pytest.mark.parametrize(("inside", "told"), [(False, "make compare"), (True, "this is a container")])
 def test_a_box_without_docker_lacks_nothing(inside: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("servers.container_findings.in_container", lambda: inside)
-    (finding,) = container_findings(NO_GPU, lambda _: None)
+    monkeypatch.setattr("servers.cli.doctor.in_container", lambda: inside)
+    (finding,) = docker_checks(NO_GPU, lambda _: None)
     assert finding.ok
     assert told in finding.detail
 
@@ -77,10 +77,10 @@ def test_images_older_than_the_code_or_than_a_season(monkeypatch: pytest.MonkeyP
     now = datetime.now(UTC)
     monkeypatch.setattr(module, "_newest_source", lambda: now - timedelta(days=200))
     ages = {module.IMAGES[0]: now - timedelta(days=100), module.IMAGES[1]: now - timedelta(days=300)}
-    found = named(container_findings(NO_GPU, Machine(images=ages)))
+    found = named(docker_checks(NO_GPU, Machine(images=ages)))
     assert "100 days" in found[module.IMAGES[0]].detail
     assert found[module.IMAGES[1]].remedy == "docker compose build"
-    fresh = named(container_findings(NO_GPU, Machine(images={module.IMAGES[0]: now})))
+    fresh = named(docker_checks(NO_GPU, Machine(images={module.IMAGES[0]: now})))
     assert fresh[module.IMAGES[0]].ok
     assert module.IMAGES[1] not in fresh
 
@@ -89,6 +89,6 @@ def test_images_older_than_the_code_or_than_a_season(monkeypatch: pytest.MonkeyP
 def test_an_image_is_compared_only_with_code_that_is_here(monkeypatch: pytest.MonkeyPatch, compared: bool) -> None:
     now = datetime.now(UTC)
     monkeypatch.setattr(module, "_newest_source", lambda: now - timedelta(days=9) if compared else None)
-    image = named(container_findings(NO_GPU, Machine(images={module.IMAGES[0]: now})))[module.IMAGES[0]]
+    image = named(docker_checks(NO_GPU, Machine(images={module.IMAGES[0]: now})))[module.IMAGES[0]]
     assert image.ok
     assert ("newer than the code" in image.detail) is compared

@@ -1,4 +1,4 @@
-"""`python -m servers.model_volume {gpu|cpu}`: fills the volume that the containers of docker-compose.yml share.
+"""`model_volume.py {gpu|cpu}`: fills the volume that the containers of docker-compose.yml share.
 
     ROOT/artefacts/                       exported files, as from `abserve export`
     ROOT/samples/                         sample inputs for the load generator
@@ -26,19 +26,18 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from servers.defaults import MAX_QUEUE_DELAY_US, PRECISION
+from servers.cli.defaults import MAX_QUEUE_DELAY_US, PRECISION
 from servers.engines.interface import EngineError
 from servers.engines.settings import precision_on
 from servers.export.artefacts import ensure_artefact
-from servers.export.errors import ExportError
-from servers.export.file_form import executed_form
-from servers.export.tensorrt_plan import profile_shapes
-from servers.export.triton_config import BatchingSettings, artefact_name, onnxruntime_config, tensorrt_config
-from servers.models.atomic_folder import FolderError, file_sha256
+from servers.export.manifest import ExportError, executed_form
+from servers.export.tensorrt import profile_shapes
+from servers.models.files import FolderError, file_sha256
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification
 from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.triton.config import BatchingSettings, artefact_name, onnxruntime_config, tensorrt_config
 
 Kind = Literal["gpu", "cpu"]
 BACKENDS = {"onnxruntime": "onnx", "tensorrt": "tensorrt"}
@@ -185,7 +184,7 @@ def link_whole(source: Path, target: Path) -> None:
 def main() -> int:
     """Exit status 1 with one sentence if the volume cannot be filled."""
     if sys.argv[1:] not in (["gpu"], ["cpu"]):
-        sys.stderr.write("usage: python -m servers.model_volume gpu|cpu\n")
+        sys.stderr.write("usage: model_volume.py gpu|cpu\n")
         return 2
     try:
         fill(Path(os.environ.get("ABSERVE_MODELS_ROOT", "/models")), sys.argv[1], os.environ)  # type: ignore[arg-type]  # checked above

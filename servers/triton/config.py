@@ -1,7 +1,8 @@
 """From a model specification to Triton's `config.pbtxt`: native ONNX Runtime and TensorRT backends, python backend.
 
 Templates and not protobuf make the text, so that each setting carries its reason; a test parses every generated file
-with Triton's own protobuf. Triton's dims leave the batch dimension out; a dimension of variable size is -1.
+with Triton's own protobuf. Triton's dims leave the batch dimension out; a dimension of variable size is -1. A launch
+writes model, engine and weights as parameters into the config, and the model of the python backend reads them.
 
 For JPEG on the native backends a python model decodes, and an ensemble connects it to the model that executes:
 
@@ -11,24 +12,32 @@ For JPEG on the native backends a python model decodes, and an ensemble connects
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from servers.defaults import MAX_QUEUE_DELAY_US
+import msgspec
+
+from servers.cli.defaults import MAX_QUEUE_DELAY_US
 from servers.engines.batches import axis_buckets, warm_up_sizes
+from servers.engines.interface import EngineDescription
+from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.processors import cuda_index
-from servers.models.preprocessing import MAX_PIXELS
+from servers.engines.settings import EngineSettings, parse_spinning
+from servers.models.images import MAX_PIXELS, DecodingSettings
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsSource
 from servers.protocol.tensors import TensorSpec
 
 HEADER = "# Generated from the model specification; do not edit. To generate it again: abserve triton-repo{}\n"
 
-MODEL_PY = """# servers.triton.preprocess_model decodes the images, so this package must be installed beside Triton.
-from servers.triton.preprocess_model import TritonPythonModel as TritonPythonModel
+MODEL_PY = """# abserve must be installed beside Triton, since the code is in servers.triton.python_backend.
+from servers.triton.python_backend import {0}
+
+TritonPythonModel = {0}
 """
 REFERENCE = "reference.txt"
 """Beside model.py: the path of a user's model."""
@@ -173,7 +182,7 @@ def preprocess_name(specification: ModelSpecification) -> str:
 def preprocess_files(specification: ModelSpecification) -> Mapping[str, str]:
     """The files of the decoding model's version folder. A user's model is found by its path, which no config shows."""
     private = {} if specification.reference == specification.label else {REFERENCE: specification.reference}
-    return {"model.py": MODEL_PY, **private}
+    return {"model.py": MODEL_PY.format("DecodingModel"), **private}
 
 
 def preprocess_config(
@@ -225,7 +234,7 @@ def python_config(
     *,
     ragged: bool = False,
 ) -> str:
-    """`<model>`: the python backend executing `servers.triton.python_model`.
+    """`<model>`: the python backend executing `servers.triton.python_backend`.
 
     `device` is cpu or cuda:N, already resolved. `parameters` are the engine's settings (engine, precision, weights …);
     the model refuses to load when its engine reports other ones, so they may be read as settings in effect.
@@ -346,3 +355,87 @@ def _graph_specs(specification: ModelSpecification, batches: tuple[int, ...], si
             bound = f" graph_lower_bound {{ batch_size: {smaller + 1} {inputs} }}" if smaller + 1 < rows else ""
             lines.append(f"    {{ batch_size: {rows} {inputs}{bound} }}")
     return ",\n".join(lines)
+
+
+VERIFIED = ("engine", "precision", "mode", "device", "weights", "threads", "spinning", "max_batch_size")
+"""The parameters that the model compares with the loaded engine; decoding cannot turn out otherwise."""
+_OPEN = (("mode", "auto"), ("spinning", None))
+
+
+class EngineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of engine.json: paths that the model needs and clients must not see."""
+
+    model: str
+    """The reference, which may be a path; the config's parameter `payload` names the variant."""
+    weights: str
+    """In the form of `--weights`; a checkpoint with its path."""
+    artefact: str | None
+    """Absolute path of the exported file."""
+
+
+def parameters_from_settings(
+    engine: EngineSettings, weights: WeightsSource, artefact: Path | None, artefact_sha256: str | None
+) -> dict[str, str]:
+    """The engine as the config shows it. Names without paths, since clients read the config and people publish it.
+
+    `engine` is resolved (see `servers.triton.settings.resolve_engine`).
+    """
+    parameters = {
+        "engine": engine.kind,
+        "precision": engine.precision,
+        "mode": engine.mode,
+        "device": engine.device,
+        "weights": "none" if engine.kind == "null" else weights.label,
+    }
+    if engine.device == "cpu":
+        parameters["threads"] = str(engine.threads)
+    if artefact is not None:
+        parameters["artefact"] = artefact.name
+    if artefact_sha256 is not None:
+        parameters["artefact_sha256"] = artefact_sha256
+    return parameters
+
+
+def parameters_from_model(
+    specification: ModelSpecification, pad_to: Sequence[int], decoding: DecodingSettings
+) -> dict[str, str]:
+    """The model with its payload, the sizes of a padded axis and, for JPEG, the decoding settings."""
+    parameters: dict[str, str] = {"model": specification.label, "payload": specification.payload}
+    if specification.padded_axis is not None:
+        parameters["pad_to"] = pad_to_text(pad_to)
+    if specification.payload == "jpeg":
+        parameters["decode_threads"] = str(decoding.thread_count)
+        parameters["max_image_pixels"] = str(decoding.max_pixels)
+    return parameters
+
+
+def decoding_from_parameters(parameters: Mapping[str, str]) -> DecodingSettings:
+    """The decoding settings of a JPEG model. Raises `KeyError` for a missing parameter."""
+    return DecodingSettings(int(parameters["decode_threads"]), int(parameters["max_image_pixels"]))
+
+
+def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int) -> EngineSettings:
+    """The engine of a config, where `max_batch_size` is a separate field. Raises `KeyError` for a missing parameter."""
+    return EngineSettings(
+        kind=parameters["engine"],
+        precision=parameters["precision"],
+        mode=parameters["mode"],
+        device=parameters["device"],
+        threads=int(parameters.get("threads", "0")),
+        max_batch_size=max_batch_size,
+        pad_to=parse_pad_to(parameters.get("pad_to", "")),
+        spinning=parse_spinning(parameters.get("spinning", "")),
+    )
+
+
+def contradictions(parameters: Mapping[str, str], max_batch_size: int, in_effect: EngineDescription) -> tuple[str, ...]:
+    """A phrase for each difference between config and engine; with mode "auto" the engine may choose, and spinning may
+    be left out."""
+    config = {**parameters, "max_batch_size": str(max_batch_size)}
+    differences = []
+    for name in VERIFIED:
+        found = getattr(in_effect, "kind" if name == "engine" else name)
+        found = None if found is None else str(found)
+        if found != config.get(name) and (name, config.get(name)) not in _OPEN:
+            differences.append(f"{name} is {found!r}, the config says {config.get(name)!r}")
+    return tuple(differences)

@@ -1,12 +1,15 @@
-"""torch → ONNX, one self-contained file whose batch and axes are free dimensions.
+"""Writes torch's modules as files whose batch and axes are free dimensions: ONNX, and packages of machine code.
 
-With standard operators it is torch's own export, converted for FP16; `servers.export.tower_graph` makes the graph of
-fused ones, `servers.export.jax_graph` that of the model's JAX function.
+ONNX with standard operators is torch's own export, converted for FP16; `servers.export.tower_graph` makes the graph of
+fused ones, `servers.export.jax_graph` that of the model's JAX function. A package comes from torch.export and
+AOTInductor; it runs only with the torch that made it, on a CPU with the instructions that it was compiled for
+(`package_target`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import re
@@ -21,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 from servers.engines.batches import random_inputs
 from servers.engines.interface import first_line
 from servers.engines.onnxruntime import PRECISION_KEY, stored_precision
-from servers.export.errors import ExportError
-from servers.export.file_form import OPSETS, FileForm, Operators
-from servers.models.onnx_parts import onnx_parts, parts_sha256
+from servers.export.manifest import OPSETS, ExportError, FileForm, Operators
+from servers.models.files import onnx_parts, parts_sha256
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -252,3 +254,54 @@ def quiet_exporter() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+CONFIGURATION = {"cpp.dynamic_threads": True}
+"""Else the number of threads at compilation would be a constant of the machine code."""
+
+
+def package_target() -> str:
+    """This kind of CPU, by its vector instructions."""
+    import torch
+
+    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}-{_instructions()}"
+
+
+def _instructions() -> str:
+    """A short hash of the processor's instruction sets: the compiler uses all of them (-march=native)."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(" ".join(sorted(flags.partition(":")[2].split())).encode()).hexdigest()[:8]
+
+
+def write_package(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> float:
+    """Compile `module`, FP32 on the CPU as from `specification.load_module`, and write it to `path`, a .pt2 file.
+
+    Returns the seconds taken. Raises `ExportError` where torch cannot export or compile it.
+    """
+    import torch
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    from servers.models.uint8_module import executed_module
+
+    started_ns = time.perf_counter_ns()
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as exc:
+        raise ExportError(
+            "AOTInductor needs a C++ compiler, and none was found; run: sudo apt-get install g++, or name one in CXX"
+        ) from exc
+    executed = executed_module(specification, module)
+    arrays = random_inputs(specification, EXAMPLE_BATCH, 0, example_sizes(specification))
+    given = tuple(torch.from_numpy(arrays[tensor.name]) for tensor in specification.inputs)
+    try:
+        with quiet_exporter(), torch.no_grad():
+            program = torch.export.export(executed, given, dynamic_shapes=(*dynamic_shapes(specification),))
+            aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(CONFIGURATION))
+    except Exception as exc:  # the model's own code runs here, and the compiler's errors share no base class
+        raise ExportError(
+            f"torch cannot compile {specification.name} to a package: {first_line(exc)}; use the engine torch"
+        ) from exc
+    return (time.perf_counter_ns() - started_ns) / 1e9

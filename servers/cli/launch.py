@@ -1,9 +1,16 @@
-"""A launch plan: data to start a server process. `abserve serve … --print-launch` prints it for any supervisor."""
+"""What it takes to start a server: its launch plan, a free port, and conditions of this machine with their remedies.
+
+`abserve serve … --print-launch` prints the plan for any supervisor. A port is bound or tried before anything slow
+happens, so that a port in use is reported at once.
+"""
 
 from __future__ import annotations
 
+import errno
 import re
+import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 from urllib.parse import quote
 
 import msgspec
@@ -55,3 +62,48 @@ def in_path(name: str) -> str:
 def host_in_url(host: str) -> str:
     """The host as it precedes a port, in a URL and for gRPC: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+class ListenerError(Exception):
+    """A server cannot listen on the address; the message says what to do."""
+
+
+def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
+    """A bound TCP socket that does not listen yet. Raises `ListenerError`, which names `option`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also a port in TIME_WAIT is free
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ListenerError(
+                f"port {port} on {host} is taken; stop what listens there or choose another with {option}"
+            ) from exc
+        raise ListenerError(f"cannot listen on {host} port {port}: {exc.strerror or exc}; check --host") from exc
+    return listener
+
+
+def check_free(host: str, port: int, option: str) -> None:
+    """Check a port that the server binds later; 0 means none. Raises `ListenerError`, which names `option`."""
+    if port:
+        bind(host, port, option).close()
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCheck:
+    """`detail` is the observation; `remedy` is the exact command or change that helps, None if all is well."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str | None = None
+
+
+def machine_check(name: str, ok: bool, detail: str, remedy: str) -> MachineCheck:
+    """A check with its remedy, which counts only if the condition is not met."""
+    return MachineCheck(name, ok, detail, None if ok else remedy)

@@ -12,11 +12,11 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from servers import defaults
+from servers.cli import defaults
+from servers.cli.defaults import ALL, keeps
 from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.settings import EngineSettings, parse_spinning
 from servers.models.registry import DEFAULT_MODEL
-from servers.tuning import ALL, keeps
 
 S = TypeVar("S", bound=BaseSettings)
 
@@ -41,7 +41,7 @@ Tuning = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class OptionTraits:
     """Annotates a field of a settings class that is not an ordinary option of the command."""
 
     offered: bool = True
@@ -163,8 +163,8 @@ def fail(message: str, cause: Exception | None = None, status: int = 1) -> NoRet
     raise typer.Exit(status) from cause
 
 
-def _option(field: FieldInfo) -> Option:
-    return next((item for item in field.metadata if isinstance(item, Option)), Option())
+def _option(field: FieldInfo) -> OptionTraits:
+    return next((item for item in field.metadata if isinstance(item, OptionTraits)), OptionTraits())
 
 
 def _parameter(name: str, field: FieldInfo, prefix: str) -> inspect.Parameter:
