@@ -43,6 +43,6 @@ def keeps(tuning: str, names: Iterable[str]) -> frozenset[str]:
         return have if tuning == ALL else frozenset()
     asked = frozenset(name.strip() for name in tuning.split(","))
     if unknown := asked - have:
-        known = f"set here: {', '.join(sorted(have))}" if have else "none is set here"
-        raise TuningError(f"--tuning {tuning}: {', '.join(sorted(unknown))} is not a setting in effect; {known}")
+        present = f"set here: {', '.join(sorted(have))}" if have else "none is set here"
+        raise TuningError(f"--tuning {tuning}: {', '.join(sorted(unknown))} is not a setting in effect; {present}")
     return asked

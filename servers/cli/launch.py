@@ -50,8 +50,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def cause_in(log: str, causes: Iterable[str]) -> str | None:
     """Why a server ended, by its log and the `causes` of its plan; None if the log does not say."""
-    found = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
-    return next((match["cause"].strip() for match in found if match), None)
+    matches = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
+    return next((match["cause"].strip() for match in matches if match), None)
 
 
 def in_path(name: str) -> str:

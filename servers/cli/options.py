@@ -104,12 +104,18 @@ def takes_settings(kind: type[BaseSettings]) -> Callable[[Callable[..., None]], 
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        named = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         prefix = kind.model_config.get("env_prefix", "")
-        made = [_parameter(name, field, prefix) for name, field in kind.model_fields.items() if _option(field).offered]
-        parameters = [*made, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own)]
+        options = [
+            _parameter(name, field, prefix) for name, field in kind.model_fields.items() if _option(field).offered
+        ]
+        parameters = [*options, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in named)]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate

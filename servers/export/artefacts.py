@@ -179,8 +179,8 @@ def ensure_artefact(
         remove_abandoned(folder)
         if not force:
             progress("checking the existing artefact")
-            if found := find_artefact(root, specification, weights, form):
-                return found
+            if artefact := find_artefact(root, specification, weights, form):
+                return artefact
             _refuse_another_file(folder, weights)
         plain = None if form.precision != "int8" else ensure_artefact(specification, weights, root, progress=progress)
         return _make(specification, weights, form, folder, progress, plain)

@@ -46,17 +46,17 @@ def measure_parity(
     for batch in parity_batches(specification):
         expected = batch.sent.without_padding(reference(batch.reference))
         answers = batch.sent.without_padding(engine.infer(batch.sent.inputs))
-        found = disagreement(specification, expected, answers, precision)
+        agreement = disagreement(specification, expected, answers, precision)
         measurements.append(
             ParityMeasurement(
                 batch=batch.rows,
                 sizes=dict(batch.sizes),
                 padded=bool(batch.sent.lengths),
-                cosine_min=found.cosine_min,
-                relative_error=found.relative_error,
-                max_abs=max((output.max_abs for output in found.outputs.values()), default=None),
-                top1=found.top1,
-                fault=found.fault,
+                cosine_min=agreement.cosine_min,
+                relative_error=agreement.relative_error,
+                max_abs=max((output.max_abs for output in agreement.outputs.values()), default=None),
+                top1=agreement.top1,
+                fault=agreement.fault,
             )
         )
     return tuple(measurements)

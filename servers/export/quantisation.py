@@ -75,10 +75,10 @@ def quantise(specification: ModelSpecification, source: Path, path: Path) -> tup
         raise ExportError(
             f"ONNX Runtime cannot quantise {specification.name}: {ort_reason(exc)}; use --precision fp32"
         ) from exc
-    made = onnx.load(path)
-    properties = {entry.key: entry.value for entry in made.metadata_props}
-    onnx.helper.set_model_props(made, {**properties, PRECISION_KEY: "int8"})
-    onnx.save(made, path)
+    quantised = onnx.load(path)
+    properties = {entry.key: entry.value for entry in quantised.metadata_props}
+    onnx.helper.set_model_props(quantised, {**properties, PRECISION_KEY: "int8"})
+    onnx.save(quantised, path)
     listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     how = f"static QDQ of {listed}: INT8 weights per channel, UINT8 activations, ranges (min-max) from {described}"
     return (time.perf_counter_ns() - started_ns) / 1e9, how

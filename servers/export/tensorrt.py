@@ -34,8 +34,8 @@ PACKAGES = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 def library_version() -> str | None:
     """The TensorRT that Triton's backend loads, from the name of libnvinfer's file: "10.13.3"."""
     for path in _libraries():
-        if found := re.search(r"\.so\.(\d+\.\d+\.\d+)", path.resolve().name):
-            return found[1]
+        if match := re.search(r"\.so\.(\d+\.\d+\.\d+)", path.resolve().name):
+            return match[1]
     return None
 
 
@@ -48,8 +48,8 @@ def trtexec_version() -> str | None:
     """The version in trtexec's banner, where v101303 is 10.13.3; None without trtexec."""
     if (program := find_trtexec()) is None:
         return None
-    found = re.search(r"\[TensorRT v(\d+)\]", _output([program, "--help"]))
-    return None if found is None else "{}.{}.{}".format(*_parts(int(found[1])))
+    match = re.search(r"\[TensorRT v(\d+)\]", _output([program, "--help"]))
+    return None if match is None else "{}.{}.{}".format(*_parts(int(match[1])))
 
 
 def bindings_version() -> str | None:
@@ -69,8 +69,8 @@ def _libraries() -> Iterator[Path]:
     loader = shutil.which("ldconfig", path=os.pathsep.join([os.environ.get("PATH", ""), "/sbin", "/usr/sbin"]))
     if loader is not None:
         yield from map(Path, re.findall(r"libnvinfer\.so\.\S+ .*=> (\S+)", _output([loader, "-p"])))
-    for known in LIBRARY_FOLDERS:
-        yield from sorted(known.glob("libnvinfer.so.*"))
+    for folder in LIBRARY_FOLDERS:
+        yield from sorted(folder.glob("libnvinfer.so.*"))
 
 
 def _output(command: list[str]) -> str:
@@ -204,10 +204,10 @@ def ensure_plan(request: PlanRequest, progress: Callable[[str], None], *, force:
 
 def _no_tool(release: str) -> str:
     tools = {"Python's tensorrt": bindings_version(), "trtexec": trtexec_version()}
-    found = " and ".join(f"{name} {has}" for name, has in tools.items() if has) or "no tool that builds them"
+    present = " and ".join(f"{name} {has}" for name, has in tools.items() if has) or "no tool that builds them"
     container = "run the container command of abserve export --to tensorrt, " if release == TENSORRT_RELEASE else ""
     return (
-        f"TensorRT {release} executes only plans that it built, and this machine has {found}; {container}install "
+        f"TensorRT {release} executes only plans that it built, and this machine has {present}; {container}install "
         f"trtexec {release}, or run: pip install 'tensorrt=={release}.*' --extra-index-url https://pypi.nvidia.com"
     )
 
@@ -243,8 +243,8 @@ def _build_with_trtexec(request: PlanRequest, plan: Path) -> None:
     if done.returncode != 0 or not plan.is_file():
         lines = list(filter(None, map(str.strip, done.stdout.splitlines())))
         lines = [line for line in lines if "[E]" in line] or lines
-        told = " / ".join(lines[-SHOWN_LINES:]) or f"exit status {done.returncode}"
-        raise ExportError(f"trtexec {request.release} cannot build a plan from {request.onnx.name}: {told}")
+        reason = " / ".join(lines[-SHOWN_LINES:]) or f"exit status {done.returncode}"
+        raise ExportError(f"trtexec {request.release} cannot build a plan from {request.onnx.name}: {reason}")
 
 
 def _build_with_bindings(request: PlanRequest, plan: Path) -> None:

@@ -295,10 +295,10 @@ def write_package(specification: ModelSpecification, module: torch.nn.Module, pa
         ) from exc
     executed = executed_module(specification, module)
     arrays = random_inputs(specification, EXAMPLE_BATCH, 0, example_sizes(specification))
-    given = tuple(torch.from_numpy(arrays[tensor.name]) for tensor in specification.inputs)
+    inputs = tuple(torch.from_numpy(arrays[tensor.name]) for tensor in specification.inputs)
     try:
         with quiet_exporter(), torch.no_grad():
-            program = torch.export.export(executed, given, dynamic_shapes=(*dynamic_shapes(specification),))
+            program = torch.export.export(executed, inputs, dynamic_shapes=(*dynamic_shapes(specification),))
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(CONFIGURATION))
     except Exception as exc:  # the model's own code runs here, and the compiler's errors share no base class
         raise ExportError(

@@ -200,7 +200,7 @@ def _script_state(path: Path) -> dict[str, torch.Tensor]:
 class _Record:
     """A pickled object: its attributes, and the names of those that are parameters or buffers, None if unknown."""
 
-    kept: frozenset[str] | None = None
+    state_names: frozenset[str] | None = None
 
     def __setstate__(self, attributes: object) -> None:
         if not isinstance(attributes, dict):
@@ -216,7 +216,7 @@ def _collect(module: object, prefix: str, state: dict[str, torch.Tensor]) -> Non
     for name, value in module.attributes.items():
         if isinstance(value, _Record):
             _collect(value, f"{prefix}{name}.", state)
-        elif isinstance(value, torch.Tensor) and (module.kept is None or name in module.kept):
+        elif isinstance(value, torch.Tensor) and (module.state_names is None or name in module.state_names):
             state[prefix + name] = value
 
 
@@ -232,7 +232,7 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """A stand-in for each name. Raises `pickle.UnpicklingError` for one that no archive needs."""
         if module.startswith("__torch__"):
-            return type(name, (_Record,), {"kept": self._kept(module, name)})
+            return type(name, (_Record,), {"state_names": self._state_names(module, name)})
         if module == "torch" and name.endswith("Storage"):
             return _DTYPES[name.removesuffix("Storage")]
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -256,14 +256,14 @@ class _Reader(pickle.Unpickler):
             self._storages[key] = flat[:count]
         return self._storages[key]
 
-    def _kept(self, module: str, name: str) -> frozenset[str] | None:
+    def _state_names(self, module: str, name: str) -> frozenset[str] | None:
         """The parameters and buffers that the class's code, which is only searched, lists at its beginning."""
         try:
             code = self._archive.read(f"{self._root}code/{module.replace('.', '/')}.py").decode()
         except KeyError:
             return None
-        found = re.search(_STATE.format(re.escape(name)), code, re.MULTILINE)
-        return None if found is None else frozenset(re.findall(r'"([^"]*)"', found[1] + found[2]))
+        lists = re.search(_STATE.format(re.escape(name)), code, re.MULTILINE)
+        return None if lists is None else frozenset(re.findall(r'"([^"]*)"', lists[1] + lists[2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,22 +285,22 @@ def measure_size(specification: ModelSpecification) -> ModelSize:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     items = valid_items(specification, 0, [getattr(specification.main_axis, "default", 1)])
-    given = [torch.from_numpy(items[tensor.name]) for tensor in specification.inputs]
+    inputs = [torch.from_numpy(items[tensor.name]) for tensor in specification.inputs]
     try:
         with torch.device("meta"):
             module = specification.load_module(RandomWeights(0))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             module._apply(fake.from_tensor)  # type: ignore[no-untyped-call]
             with next(module.parameters(), torch.empty(())).device as device:
-                counted = count_flops(module, [one.to(device) for one in given])
+                counted = count_flops(module, [tensor.to(device) for tensor in inputs])
     except (RuntimeError, ValueError, TypeError, NotImplementedError, WeightsError):
         module = specification.load_module(RandomWeights(0))
-        counted = count_flops(module, given)
+        counted = count_flops(module, inputs)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     return ModelSize(parameters, specification.flops_per_item or counted)
 
 
-def count_flops(module: torch.nn.Module, given: Sequence[torch.Tensor]) -> int | None:
+def count_flops(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> int | None:
     """The operations of a batch in matrix products, convolutions and attention; None if torch counts none.
 
     A multiply-add counts as two. `module` is one that is `ready`.
@@ -310,7 +310,7 @@ def count_flops(module: torch.nn.Module, given: Sequence[torch.Tensor]) -> int |
     for parameter in module.parameters():  # without gradients torch runs whole blocks as one operator: not counted
         parameter.requires_grad_(parameter.is_floating_point())
     with FlopCounterMode(display=False) as counter:
-        module(*given)
+        module(*inputs)
     module.requires_grad_(False)
     return counter.get_total_flops() or None
 
@@ -320,4 +320,4 @@ def _parameters_of_file(path: Path) -> int:
     import onnx
 
     weights = onnx.load(path, load_external_data=False).graph.initializer
-    return sum(math.prod(one.dims) for one in weights)
+    return sum(math.prod(tensor.dims) for tensor in weights)

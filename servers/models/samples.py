@@ -97,16 +97,16 @@ def _write_images(specification: ModelSpecification, folder: Path, images: Path 
 def _jpegs(folder: Path) -> Sequence[Path]:
     if not folder.is_dir():
         raise SamplesError(f"--images {folder}: no such folder")
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
-    if not found:
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
+    if not paths:
         raise SamplesError(f"--images {folder}: no .jpg or .jpeg files in it")
     inside = folder.resolve()
-    for path in found:  # a folder may come from somebody else: no pipe is waited for, no other file is sent
+    for path in paths:  # a folder may come from somebody else: no pipe is waited for, no other file is sent
         if not path.is_file() or not path.resolve().is_relative_to(inside):
             raise SamplesError(f"--images {folder}: {path.name} is not a regular file inside the folder")
         if path.stat().st_size > MOST_JPEG_BYTES:
             raise SamplesError(f"--images {folder}: {path.name} has more than {MOST_JPEG_BYTES:,} bytes")
-    return found
+    return paths
 
 
 def _decode(path: Path, preprocessing: Preprocessing) -> Any:
@@ -175,8 +175,8 @@ def _count(specification: ModelSpecification, length: int | None) -> int:
 
 
 def _document(specification: ModelSpecification, kind: str, count: int) -> dict[str, Any]:
-    own = specification.samples is not None  # an author's items are tensors, also those of images
-    variants = [specification] if own else payload_variants(specification)
+    # An author's items are tensors, also those of images.
+    variants = payload_variants(specification) if specification.samples is None else [specification]
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -192,8 +192,8 @@ def _document(specification: ModelSpecification, kind: str, count: int) -> dict[
             variant.payload: {
                 "model": variant.name,
                 "inputs": [
-                    {"name": one.name, "datatype": one.datatype, "item_shape": list(one.item_shape)}
-                    for one in variant.inputs
+                    {"name": tensor.name, "datatype": tensor.datatype, "item_shape": list(tensor.item_shape)}
+                    for tensor in variant.inputs
                 ],
             }
             for variant in variants
@@ -213,7 +213,7 @@ def _save(folder: Path, name: str, payload: str, array: Array) -> dict[str, obje
 
 
 def _base64(value: Any) -> Any:
-    return [_base64(one) for one in value] if isinstance(value, list) else base64.b64encode(value).decode()
+    return [_base64(element) for element in value] if isinstance(value, list) else base64.b64encode(value).decode()
 
 
 def _entry(folder: Path, path: Path) -> dict[str, object]:

@@ -222,21 +222,21 @@ def served_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "model"
 
 
-def refuse_tag(reference: str, tag: str, known: Iterable[str]) -> NoReturn:
+def refuse_tag(reference: str, tag: str, names: Iterable[str]) -> NoReturn:
     """Raises `UnknownModelError`: the library has the model, but not these weights of it."""
-    raise UnknownModelError(f"{reference} has no weights {tag!r}; {choose_from(tag, known)}")
+    raise UnknownModelError(f"{reference} has no weights {tag!r}; {choose_from(tag, names)}")
 
 
-def choose_from(value: str, known: Iterable[str]) -> str:
+def choose_from(value: str, choices: Iterable[str]) -> str:
     """The end of a message about an unknown value: the closest known one, or all of them if none is close."""
-    names = list(known)
+    names = list(choices)
     close = closest(value, names)
     return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"
 
 
-def closest(value: str, known: Iterable[str]) -> list[str]:
+def closest(value: str, choices: Iterable[str]) -> list[str]:
     """Up to three known names that begin with `value`, the shortest first, or else are most like it."""
-    names, lower = list(known), value.lower()
+    names, lower = list(choices), value.lower()
     close = sorted((name for name in names if lower and name.lower().startswith(lower)), key=len)
     return close[:3] or get_close_matches(value, names) or get_close_matches(lower, names)
 

@@ -69,8 +69,8 @@ class BatchExecutor:
                 key = batch_key(((name, array.shape) for name, array in inputs.items()), self._padding)
                 groups.setdefault(key, []).append(index)
         for indices in groups.values():
-            found = self._infer([inputs for index in indices if not isinstance(inputs := prepared[index], Exception)])
-            for index, answer in zip(indices, found, strict=True):
+            results = self._infer([inputs for index in indices if not isinstance(inputs := prepared[index], Exception)])
+            for index, answer in zip(indices, results, strict=True):
                 answers[index] = answer
         return answers
 

@@ -434,8 +434,8 @@ def contradictions(parameters: Mapping[str, str], max_batch_size: int, in_effect
     config = {**parameters, "max_batch_size": str(max_batch_size)}
     differences = []
     for name in VERIFIED:
-        found = getattr(in_effect, "kind" if name == "engine" else name)
-        found = None if found is None else str(found)
-        if found != config.get(name) and (name, config.get(name)) not in _OPEN:
-            differences.append(f"{name} is {found!r}, the config says {config.get(name)!r}")
+        actual = getattr(in_effect, "kind" if name == "engine" else name)
+        actual = None if actual is None else str(actual)
+        if actual != config.get(name) and (name, config.get(name)) not in _OPEN:
+            differences.append(f"{name} is {actual!r}, the config says {config.get(name)!r}")
     return tuple(differences)

@@ -147,9 +147,9 @@ def provide_libpython(interpreter: Interpreter, announce: Callable[[str], None])
 
     Calls `announce` once before a download. Raises `TritonUnavailableError` with the exact remedy.
     """
-    found = find_libpython(interpreter)
-    if found is not None:
-        return found
+    library = find_libpython(interpreter)
+    if library is not None:
+        return library
     missing = f"{interpreter.libpython_name} is missing"
     if not can_fetch(interpreter):
         raise TritonUnavailableError(f"{missing}: {libpython_remedy(interpreter)}")
@@ -252,9 +252,11 @@ class Installation:
     @property
     def backends(self) -> tuple[str, ...]:
         """The names of the backends, as a config names them. A folder without a library or code is not a backend."""
-        found = self.backend_folder.glob("*")
+        folders = self.backend_folder.glob("*")
         return tuple(
-            sorted(path.name for path in found if (path / library_name(path.name)).is_file() or (path / CODE).is_file())
+            sorted(
+                path.name for path in folders if (path / library_name(path.name)).is_file() or (path / CODE).is_file()
+            )
         )
 
     def runs_in_python(self, backend: str) -> bool:
@@ -299,8 +301,8 @@ def find_folder(requested: Path | None) -> Path | None:
                 f"backends, such as {IMAGE_FOLDER}"
             )
         return requested.absolute()
-    found = shutil.which("tritonserver")
-    if found is not None and (folder := Path(found).resolve().parents[1]) / BINARY == Path(found).resolve():
+    program = shutil.which("tritonserver")
+    if program is not None and (folder := Path(program).resolve().parents[1]) / BINARY == Path(program).resolve():
         return folder
     return IMAGE_FOLDER if os.access(IMAGE_FOLDER / BINARY, os.X_OK) else None
 
@@ -334,14 +336,14 @@ def missing_library(stub: Path, library_path: str) -> str | None:
         return f"{stub}: {exc.strerror or exc}"
     except subprocess.TimeoutExpired:
         return None
-    found = re.search(r"error while loading shared libraries: (.+)", done.stderr.decode("utf-8", "replace"))
-    return None if found is None else found[1]
+    match = re.search(r"error while loading shared libraries: (.+)", done.stderr.decode("utf-8", "replace"))
+    return None if match is None else match[1]
 
 
 def stub_python(stub: Path) -> str | None:
     """The Python that a stub links to, as in "3.12"; None for a file that names none."""
-    found = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
-    return None if found is None else found[1].decode()
+    match = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
+    return None if match is None else match[1].decode()
 
 
 def takes_numpy_2(stub: Path) -> bool:
@@ -349,9 +351,9 @@ def takes_numpy_2(stub: Path) -> bool:
     return b"numpy._core" in stub.read_bytes()
 
 
-def _stub_for(interpreter: Interpreter, own: Path, others: Path) -> Path | None:
+def _stub_for(interpreter: Interpreter, first: Path, others: Path) -> Path | None:
     """NVIDIA's images have one stub, in the backend's folder; the wheel has one per Python beside the backends."""
-    candidates = (own, others / interpreter.minor / STUB)
+    candidates = (first, others / interpreter.minor / STUB)
     return next((path for path in candidates if path.is_file() and stub_python(path) == interpreter.minor), None)
 
 
@@ -366,5 +368,5 @@ def _version(folder: Path) -> str:
         text = (folder / "TRITON_VERSION").read_text(encoding="utf-8")
     except OSError:
         text = os.environ.get("TRITON_SERVER_VERSION", "") if folder == IMAGE_FOLDER else ""
-    found = re.match(r"\d+\.\d+", text.strip())
-    return "" if found is None else found[0]
+    match = re.match(r"\d+\.\d+", text.strip())
+    return "" if match is None else match[0]

@@ -400,7 +400,7 @@ def _path(*parts: Path | str | None) -> str:
 def _address(host: str) -> str:
     """A numeric address, IPv4 if there is one: Triton listens on no names."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return str(min(addresses, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
     except OSError as exc:
         raise TritonOptionError(f"--host {host} cannot be resolved; use an address such as 127.0.0.1") from exc

@@ -143,10 +143,10 @@ def remove_abandoned_folders(folder: Path = FOLDER, library: bytes = LIBRARY) ->
 
 def remove_folders(earliest_s: float, latest_s: float, folder: Path = FOLDER, library: bytes = LIBRARY) -> None:
     """Remove this user's empty folders last changed in that time (`time.time`), unless a backend is running."""
-    found = [path for path in folder.glob(PATTERN) if _is_own(path, earliest_s, latest_s)]
-    if not found or any(library in mapped for mapped in _of_processes("maps")):
+    paths = [path for path in folder.glob(PATTERN) if _is_own(path, earliest_s, latest_s)]
+    if not paths or any(library in mapped for mapped in _of_processes("maps")):
         return
-    for path in found:
+    for path in paths:
         with suppress(OSError):  # not empty, or already gone
             path.rmdir()
 

@@ -224,8 +224,8 @@ def _link_backends(folder: Path, installation: Installation) -> None:
 
 
 def _sha256(model: PlacedModel) -> str | None:
-    found = (model.manifest or {}).get("sha256")
-    return None if found is None else str(found)
+    sha256 = (model.manifest or {}).get("sha256")
+    return None if sha256 is None else str(sha256)
 
 
 BATCHING = "dynamic_batching"
@@ -266,17 +266,17 @@ def apply(models: Path, names: Iterable[str], tuning: str, target: Path) -> dict
     folders = list(step_folders(models, names))
     configs = {folder: read_config(folder) for folder in folders if (folder / CONFIG).is_file()}
     present = {field: value for config in configs.values() for field, value in tuning_of(config).items()}
-    kept = keeps(tuning, present)
+    remaining = keeps(tuning, present)
     if target != models:
         for folder in folders:
             _link(folder, target / folder.name)
     for folder, config in configs.items():
-        left_out = tuning_of(config).keys() - kept
+        left_out = tuning_of(config).keys() - remaining
         for field in left_out:
             _remove(config, field)
         if left_out or target != models:
             _write_config(target / folder.name / CONFIG, config, keep=not left_out, source=folder / CONFIG)
-    return {field: value for field, value in present.items() if field in kept}
+    return {field: value for field, value in present.items() if field in remaining}
 
 
 def merge(models: Path, name: str, text: str) -> None:
@@ -296,20 +296,20 @@ def merge(models: Path, name: str, text: str) -> None:
 
 def tuning_of(config: Any) -> dict[str, str]:
     """The fields of a ModelConfig that tune it, with their values on one line."""
-    found = {}
+    tuning = {}
     for field in FIELDS:
         holder, name = _holder(config, field)
-        given = {} if holder is None else {one.name: value for one, value in holder.ListFields()}
-        if name in given:
-            found[field] = _text(given[name])
+        values = {} if holder is None else {field_.name: value for field_, value in holder.ListFields()}
+        if name in values:
+            tuning[field] = _text(values[name])
     for key in PARAMETERS.get(config.backend, ()):
         if key in config.parameters:
-            found[f"parameters.{key}"] = config.parameters[key].string_value
+            tuning[f"parameters.{key}"] = config.parameters[key].string_value
     if config.max_batch_size > 0 and config.WhichOneof("scheduling_choice") is None:
-        found[BATCHING] = ABSENT
+        tuning[BATCHING] = ABSENT
     elif _plans_by_shape(config) and config.HasField(BATCHING) and not config.dynamic_batching.ListFields():
-        found[BATCHING] = _text(config.dynamic_batching)
-    return found
+        tuning[BATCHING] = _text(config.dynamic_batching)
+    return tuning
 
 
 def _plans_by_shape(config: Any) -> bool:
@@ -354,8 +354,8 @@ def _remove(config: Any, field: str) -> None:
         del config.parameters[field.removeprefix("parameters.")]
         return
     holder, name = _holder(config, field)
-    for one in (name, *(WITH_PRIORITIES if name == "priority_levels" else ())):
-        holder.ClearField(one)
+    for cleared in (name, *(WITH_PRIORITIES if name == "priority_levels" else ())):
+        holder.ClearField(cleared)
 
 
 def _link(source: Path, target: Path) -> None:

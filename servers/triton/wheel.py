@@ -75,18 +75,18 @@ def diagnose(interpreter: Interpreter | None = None) -> list[MachineCheck]:
     else:
         detail = f"tritonserver {SERVER_VERSION} of {WHEEL} {VERSION}"
     remedy = f"{FETCH} (otherwise abserve serve triton fetches it into {_own_site(interpreter)})"
-    findings = [*_platform_checks(interpreter), machine_check("triton-wheel", site is not None, detail, remedy)]
+    checks = [*_platform_checks(interpreter), machine_check("triton-wheel", site is not None, detail, remedy)]
     if site is not None:
-        findings.append(_stub_check(site, interpreter))
+        checks.append(_stub_check(site, interpreter))
     if site is None or _needs_libpython(_stub(site, interpreter), interpreter):
-        findings.append(_libpython_check(interpreter))
-    return findings
+        checks.append(_libpython_check(interpreter))
+    return checks
 
 
-def _assert(*findings: MachineCheck) -> None:
-    for one in findings:
-        if not one.ok:
-            raise TritonUnavailableError(f"the embedded Triton cannot run here: {one.detail}; {one.remedy}")
+def _assert(*checks: MachineCheck) -> None:
+    for check in checks:
+        if not check.ok:
+            raise TritonUnavailableError(f"the embedded Triton cannot run here: {check.detail}; {check.remedy}")
 
 
 def _platform_checks(interpreter: Interpreter) -> list[MachineCheck]:
@@ -116,13 +116,13 @@ def _stub_check(site: Path, interpreter: Interpreter) -> MachineCheck:
 
 
 def _libpython_check(interpreter: Interpreter) -> MachineCheck:
-    found = find_libpython(interpreter)
-    detail, remedy = f"shared libpython at {found}", ""
-    if found is None:
+    library = find_libpython(interpreter)
+    detail, remedy = f"shared libpython at {library}", ""
+    if library is None:
         detail, remedy = f"{interpreter.libpython_name} is missing", libpython_remedy(interpreter)
         if can_fetch(interpreter):
             remedy += f" (otherwise abserve serve triton fetches it into {cache_folder(interpreter)})"
-    return machine_check("triton-libpython", found is not None, detail, remedy)
+    return machine_check("triton-libpython", library is not None, detail, remedy)
 
 
 def _find_site(interpreter: Interpreter) -> Path | None:
@@ -144,19 +144,19 @@ def _fetch(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
     site = _own_site(interpreter)
     try:
         with exclusive(site):
-            found = _find_site(interpreter)
-            if found is not None:
-                return found
+            site_of_wheel = _find_site(interpreter)
+            if site_of_wheel is not None:
+                return site_of_wheel
             announce(f"fetching tritonserver {SERVER_VERSION} ({WHEEL} {VERSION}, 55 MB) with pip into {site}")
             remove_abandoned(site)
             with atomic_folder(site, NEEDED_BYTES) as folder:
                 _run_pip(folder)
     except FolderError as exc:
         raise TritonUnavailableError(f"{WHEEL} {VERSION} cannot be unpacked: {exc}") from exc
-    found = _find_site(interpreter)
-    if found is None:
+    site_of_wheel = _find_site(interpreter)
+    if site_of_wheel is None:
         raise TritonUnavailableError(f"{WHEEL} {VERSION} in {site} is incomplete; remove that folder and try again")
-    return found
+    return site_of_wheel
 
 
 def _run_pip(folder: Path) -> None:
