@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from servers.cli import defaults
 from servers.engines.agreement import TOLERANCE
@@ -58,6 +58,9 @@ from servers.export.torch_export import (
 from servers.models.files import atomic_folder, exclusive, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[str], None]
 
@@ -304,15 +307,6 @@ def _refuse_another_file(folder: Path, weights: WeightsSource) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Original:
-    """What a file is made from; `write` returns what the manifest says of it: seconds, operators, opset and so on."""
-
-    fp32_bytes: int
-    write: Callable[[Path], dict[str, Any]]
-    answers: Answer
-
-
 def _make(
     specification: ModelSpecification,
     weights: WeightsSource,
@@ -321,20 +315,25 @@ def _make(
     progress: Progress,
     plain: Artefact | None,
 ) -> Artefact:
+    """Write the file, compare it with the model, and put both it and its manifest into `folder`.
+
+    `plain` is the FP32 file that an INT8 one is made from.
+    """
     name = _file_name(specification, form)
     with (
-        _original(specification, weights, form, progress, plain) as original,
-        atomic_folder(folder, needed_bytes=original.fp32_bytes * 105 // 100) as fresh,
+        _original(specification, weights, progress) as (module, fp32_bytes, answers),
+        atomic_folder(folder, needed_bytes=fp32_bytes * 105 // 100) as fresh,
     ):
         path = fresh / name
-        written = original.write(path)
+        seconds, written = _write(specification, module, path, form, progress, plain)
         progress("comparing the file with the model")
         with _loaded(specification, weights, path, form) as engine:
-            parity = measure_parity(specification, original.answers, engine, form.precision)
+            parity = measure_parity(specification, answers, engine, form.precision)
         assert_parity(parity)
         manifest = Manifest(
             **_required(specification, weights, form),
             weights_revision=weights.revision if isinstance(weights, PretrainedWeights) else None,
+            seconds=round(seconds, 3),
             **written,
             file=name,
             bytes=path.stat().st_size,
@@ -349,54 +348,46 @@ def _make(
 
 @contextmanager
 def _original(
-    specification: ModelSpecification,
-    weights: WeightsSource,
-    form: FileForm,
-    progress: Progress,
-    plain: Artefact | None,
-) -> Iterator[_Original]:
-    """The model's own module, or the user's FP32 file, of which an FP16 or INT8 one is wanted.
-
-    `plain` is the FP32 file that an INT8 one is made from.
-    """
-
-    def quantised(source: Artefact, path: Path) -> dict[str, Any]:
-        progress(f"quantising {source.path.name} to INT8")
-        seconds, how = quantise(specification, source.path, path)
-        same = {"operators": source.manifest.operators, "opset": source.manifest.opset}
-        return {"seconds": round(seconds, 3), "quantisation": how, **same}
-
+    specification: ModelSpecification, weights: WeightsSource, progress: Progress
+) -> Iterator[tuple[torch.nn.Module | None, int, Answer]]:
+    """What a file is made from: the model's own module, or None for the user's FP32 file; its bytes and its answers."""
     if (file := specification.file) is not None:
-        user = read_user_file(file)
-
-        def convert(path: Path) -> dict[str, Any]:
-            if plain is not None:
-                return quantised(plain, path)
-            progress(f"converting {file.name} to FP16")
-            seconds = convert_to_fp16(file, path)
-            return {"seconds": round(seconds, 3), "operators": user.operators, "opset": user.opset}
-
         with _loaded(specification, weights, file, PLAIN) as engine:
-            yield _Original(user.bytes, convert, engine.infer)
+            yield None, read_user_file(file).bytes, engine.infer
         return
     from servers.engines.torch_towers import expected_answers
 
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)
-
-    def export(path: Path) -> dict[str, Any]:
-        if plain is not None:
-            return quantised(plain, path)
-        if form.operators == PACKAGE:
-            progress("compiling with AOTInductor")
-            seconds = write_package(specification, module, path)
-            return {"seconds": round(seconds, 3), "operators": PACKAGE}
-        progress("exporting to ONNX")
-        seconds, operators = write_onnx(specification, module, path, form)
-        return {"seconds": round(seconds, 3), "operators": operators, "opset": OPSETS[operators]}
-
     parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
-    yield _Original(parameter_bytes, export, partial(expected_answers, specification, module))
+    yield module, parameter_bytes, partial(expected_answers, specification, module)
+
+
+def _write(
+    specification: ModelSpecification,
+    module: torch.nn.Module | None,
+    path: Path,
+    form: FileForm,
+    progress: Progress,
+    plain: Artefact | None,
+) -> tuple[float, dict[str, Any]]:
+    """Write the file to `path`; returns the seconds taken and what the manifest says of the file's operators."""
+    if plain is not None:
+        progress(f"quantising {plain.path.name} to INT8")
+        seconds, how = quantise(specification, plain.path, path)
+        operators, opset = plain.manifest.operators, plain.manifest.opset
+        return seconds, {"quantisation": how, "operators": operators, "opset": opset}
+    if module is None:
+        assert specification.file is not None
+        progress(f"converting {specification.file.name} to FP16")
+        user = read_user_file(specification.file)
+        return convert_to_fp16(specification.file, path), {"operators": user.operators, "opset": user.opset}
+    if form.operators == PACKAGE:
+        progress("compiling with AOTInductor")
+        return write_package(specification, module, path), {"operators": PACKAGE}
+    progress("exporting to ONNX")
+    seconds, operators = write_onnx(specification, module, path, form)
+    return seconds, {"operators": operators, "opset": OPSETS[operators]}
 
 
 @contextmanager

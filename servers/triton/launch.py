@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from servers.cli.defaults import ALL
 from servers.cli.launch import LaunchPlan, ListenerError, check_free, host_in_url, in_path
@@ -188,19 +189,16 @@ def prepare(
         *(["--pinned-memory-pool-byte-size=0"] if engine.device == "cpu" else []),
         f"--backend-config=python,shm-default-byte-size={shared_bytes}",
     ]
+    shared = _shared_fields(settings, installation, repository, repository.models, more)
+    shared["env"] |= wait_policy(engine.spinning)
     return LaunchPlan(
-        argv=_argv(settings, installation, repository, repository.models, more),
-        env=_environment(installation, repository) | wait_policy(engine.spinning),
-        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
-        grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
-        metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
+        **shared,
         model=names[0],
         title=f"{installation.title}, {how}, {executes}",
         max_batch_size=engine.max_batch_size,
         cannot_pad=first.specification.cannot_pad or does_not_pad(backend),
         artefact=dict(first.manifest) if first.manifest is not None else None,
         tuning=tuning,
-        causes=CAUSES,
     )
 
 
@@ -223,7 +221,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     models = folder.expanduser().absolute()
     served = models if settings.tuning == ALL else repository.models
     tuning = apply(models, [settings.model], settings.tuning, served)
-    config = read_config(model) if (model / CONFIG).is_file() else None
+    config = _config_in(model)
     backend = "" if config is None else config.backend or config.platform
     how = f"{backend} backend" if backend not in ("", "ensemble") else backend
     steps = list(step_folders(models, [settings.model]))
@@ -232,18 +230,13 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     return LaunchPlan(
-        argv=_argv(settings, installation, repository, served, more),
-        env=_environment(installation, repository),
-        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
-        grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
-        metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
+        **_shared_fields(settings, installation, repository, served, more),
         model=settings.model,
         title=", ".join(filter(None, (installation.title, how, f"your {settings.model}"))),
         max_batch_size=None if config is None else max(1, config.max_batch_size),
         tuning=tuning,
         cannot_pad="your model repository is served unchanged",
         cannot_measure=next(filter(None, map(_cannot_measure, steps)), None),
-        causes=CAUSES,
     )
 
 
@@ -256,22 +249,18 @@ def prepare_trial(settings: TritonSettings, installation: Installation, models: 
     """A launch of all models in a folder, which goes on without those that do not load. Raises `TritonError`."""
     repository = link_installation(settings.folder, installation)
     more = ["--model-control-mode=none", "--disable-auto-complete-config"]
-    argv = _argv(settings, installation, repository, models, more)
-    return LaunchPlan(
-        argv=tuple(word.replace("--exit-on-error=true", "--exit-on-error=false") for word in argv),
-        env=_environment(installation, repository),
-        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
-        grpc_address=None,
-        model="",
-        title=installation.title,
-        max_batch_size=None,
-        causes=CAUSES,
-    )
+    shared = _shared_fields(settings, installation, repository, models, more, exit_on_error="false")
+    return LaunchPlan(**shared, model="", title=installation.title, max_batch_size=None)
+
+
+def _config_in(folder: Path) -> Any:
+    """The ModelConfig of a model's folder; None without a config.pbtxt."""
+    return read_config(folder) if (folder / CONFIG).is_file() else None
 
 
 def _cannot_measure(folder: Path) -> str | None:
     """Why the load generator cannot send load to a model, as a sentence; None if it can."""
-    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    config = _config_in(folder)
     if config is None:
         return None
     if config.model_transaction_policy.decoupled:
@@ -295,7 +284,7 @@ def _assert_name(model: str) -> None:
 
 def _assert_step(installation: Installation, folder: Path, model: str) -> None:
     """Raise `TritonOptionError` for a model of the python backend that cannot load here."""
-    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    config = _config_in(folder)
     file = (config and config.default_model_filename) or CODE
     has_code = any(folder.glob(f"*/{file}"))
     backend = (config and (config.backend or config.platform)) or ("python" if has_code else "")
@@ -344,12 +333,21 @@ def _listed(folder: Path) -> str:
     return f"its models: {', '.join(names)}" if names else "it has no folders at all"
 
 
-def _argv(
-    settings: TritonSettings, installation: Installation, repository: Repository, models: Path, more: Sequence[str]
-) -> tuple[str, ...]:
-    """tritonserver's command; it keeps its default for everything that is not named."""
+def _shared_fields(
+    settings: TritonSettings,
+    installation: Installation,
+    repository: Repository,
+    models: Path,
+    more: Sequence[str],
+    exit_on_error: str = "true",
+) -> dict[str, Any]:
+    """What every plan has: tritonserver's command with `more` arguments, its environment and its addresses.
+
+    tritonserver keeps its default for everything that is not named.
+    """
     address = _address(settings.host)
-    return (
+    host = host_in_url(WILDCARDS.get(address, address))
+    argv = (
         str(installation.binary),
         f"--model-repository={plain_path(models)}",
         f"--backend-directory={plain_path(repository.backends)}",
@@ -359,7 +357,7 @@ def _argv(
         f"--http-port={settings.http_port}",
         f"--grpc-port={settings.grpc_port}",
         f"--metrics-port={settings.metrics_port}",
-        "--exit-on-error=true",
+        f"--exit-on-error={exit_on_error}",
         # The sampler of `abserve compare` reads the GPU for both arms; a second reader would cost one arm.
         "--allow-gpu-metrics=false",
         "--allow-cpu-metrics=false",
@@ -370,21 +368,20 @@ def _argv(
         f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_SECONDS}",
         *more,
     )
-
-
-def _environment(installation: Installation, repository: Repository) -> dict[str, str]:
-    """The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader."""
-    return {
+    # The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader.
+    environment = {
         "LD_LIBRARY_PATH": _path(installation.libraries, repository.libraries, os.environ.get("LD_LIBRARY_PATH")),
         "PATH": _path(Path(sys.executable).parent, os.environ.get("PATH")),
         "PYTHONUNBUFFERED": "1",  # the last output of a dying model explains its death
     }
-
-
-def _reachable(settings: TritonSettings) -> str:
-    """The host part of its URLs."""
-    address = _address(settings.host)
-    return host_in_url(WILDCARDS.get(address, address))
+    return {
+        "argv": argv,
+        "env": environment,
+        "http_url": f"http://{host}:{settings.http_port}",
+        "grpc_address": f"{host}:{settings.grpc_port}",
+        "metrics_url": f"http://{host}:{settings.metrics_port}/metrics",
+        "causes": CAUSES,
+    }
 
 
 def is_loopback(host: str) -> bool:
