@@ -14,7 +14,7 @@ import pytest
 from tritonclient.grpc import model_config_pb2 as pb
 
 from servers.export.manifest import FileForm
-from tests.unit.triton.test_model_config import parse
+from tests.unit.triton.test_config import parse
 
 SCRIPT = Path(__file__).resolve().parents[3] / "docker/model_volume.py"
 _spec = importlib.util.spec_from_file_location("model_volume", SCRIPT)
