@@ -36,8 +36,8 @@ class TuningError(ValueError):
     """The choice names a setting that the server does not have; the message lists those that it has."""
 
 
-def keeps(tuning: str, names: Iterable[str]) -> frozenset[str]:
-    """Which of the settings `names`, those that are set, the choice `tuning` keeps. Raises `TuningError`."""
+def chosen_tuning(tuning: str, names: Iterable[str]) -> frozenset[str]:
+    """Those of the set options `names` that the choice `tuning` leaves in effect. Raises `TuningError`."""
     have = frozenset(names)
     if tuning in (ALL, NONE):
         return have if tuning == ALL else frozenset()

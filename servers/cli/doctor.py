@@ -1,7 +1,7 @@
 """`abserve doctor`: checks this machine for a comparison; every problem comes with its remedy.
 
-A machine without Docker passes: `make compare` needs no Docker. This project's tests run a scripted trtexec only, for
-want of NVIDIA's image.
+A machine without Docker passes: `make compare` needs no Docker. This project's tests have no NVIDIA image and
+run a scripted trtexec only.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def trial_checks(server: Installation, interpreter: Interpreter, trial: ServerTr
 
 
 def tensorrt_checks(trial: ServerTrial) -> list[MachineCheck]:
-    """The tools that can build a plan, where there is a backend for it."""
+    """Whether a tool can build TensorRT plans, if there is a backend for them."""
     others = [name for name in trial.working if name != "tensorrt"]
     return [_tools(others)] if "tensorrt" in trial.backends else []
 
@@ -318,8 +318,10 @@ def builds_plans() -> bool:
 
 
 def next_command(installed: ServerTrial | None, has_gpu: bool, has_docker: bool) -> MachineCheck:
-    """The comparison that shows most here. `installed` is what an installed tritonserver did, `has_docker` whether an
-    engine answers and can give containers the GPU."""
+    """The most telling comparison that can run here.
+
+    `installed` is what an installed tritonserver did, `has_docker` whether an engine can give containers the GPU.
+    """
     command, why = "abserve compare", ""
     if has_gpu and installed is not None:
         command += _arms(

@@ -29,7 +29,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     """A name for people, such as "native torch fp32" or "Triton 2.51, python backend, onnxruntime fp32"."""
     max_batch_size: int | None
-    """None where only the running server tells."""
+    """None if only the running server knows it."""
     cannot_pad: str | None = None
     """Why requests of different lengths cannot share a padded batch there, as a clause; None: the server takes
     `--pad-to`."""

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from servers.cli import defaults
-from servers.cli.defaults import ALL, keeps
+from servers.cli.defaults import ALL, chosen_tuning
 from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.settings import EngineSettings, parse_spinning
 from servers.models.registry import DEFAULT_MODEL
@@ -49,7 +49,7 @@ class OptionTraits:
     hidden: bool = False
     """True: the help does not show it."""
     of_model: bool = False
-    """True: where it is not given, the model decides, and the command passes None on."""
+    """True: without it the model decides, and the command passes None on."""
     tunes: bool = False
     """True: it only affects the speed, and the server is meant to be fast without it."""
 
@@ -141,7 +141,7 @@ def tuning_of(settings: BaseSettings) -> dict[str, str]:
 def with_tuning(settings: S, tuning: str) -> S:
     """The settings with the chosen tuning only; `tuning_of` names its options. Raises `TuningError`."""
     have = tuning_of(settings)
-    left_out = [name.replace("-", "_") for name in have.keys() - keeps(tuning, have)]
+    left_out = [name.replace("-", "_") for name in have.keys() - chosen_tuning(tuning, have)]
     fields = type(settings).model_fields
     return settings.model_copy(update={"tuning": ALL, **{name: fields[name].default for name in left_out}})
 

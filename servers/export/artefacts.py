@@ -243,7 +243,7 @@ def _imported_release() -> str:
 
 
 def _users_file(specification: ModelSpecification, weights: WeightsSource, form: FileForm) -> Artefact | None:
-    """The user's ONNX file if it has the form; None if a file must be made."""
+    """The user's ONNX file if it has the requested form; None if a file must be made."""
     if specification.file is None:
         return None
     user = read_user_file(specification.file)

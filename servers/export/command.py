@@ -159,7 +159,7 @@ def _build_plan(
     precision: str,
     settings: ExportSettings,
 ) -> None:
-    """For Python's TensorRT, else that of an installed Triton, else that of the container."""
+    """Build the plan for Python's TensorRT, else for an installed Triton's, else for the container's."""
     from servers.export.artefacts import plan_request
     from servers.export.tensorrt import (
         TENSORRT_RELEASE,

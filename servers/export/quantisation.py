@@ -2,7 +2,7 @@
 
 Weights are INT8 with a scale per output channel, activations UINT8 with one range per tensor. The ranges are fixed by
 calibration, so an answer does not depend on the other items of its batch. Dynamic quantisation, which measures each
-batch, is not used for any model: OpenVINO executes its MatMulInteger in FP32, and the file would say INT8 in vain.
+batch, is not used for any model: OpenVINO executes its MatMulInteger in FP32, although the file says INT8.
 Convolutions and products with constant weights are quantised; the products within an attention stay in FP32.
 """
 
@@ -127,7 +127,7 @@ def _reader(batches: list[Mapping[str, Array]]) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the tool's advice about its own preprocessing, which it logs without a logger of its own."""
+    """Hide the tool's advice about its own preprocessing, which it sends to the root logger."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -3,7 +3,7 @@
 A plan runs only with the TensorRT release that built it, on the kind of GPU on which it was built. Its path names both,
 with a hash of the ONNX file, the precision and the shapes: the plan at the requested path is up to date. Networks are
 strongly typed, in release 10 by a flag and in 11 always: FP16 comes from an FP16 ONNX file, not from a builder flag.
-This project's tests run a scripted trtexec only, for want of NVIDIA's libraries.
+This project's tests have no NVIDIA libraries and run a scripted trtexec only.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _described(specification: ModelSpecification) -> dict[str, Any]:
 
 
 def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:
-    """Its shape has names where the size is free."""
+    """A tensor as JSON; in its shape a variable size is the name of its axis."""
     shape: list[int | str] = ["batch", *tensor.item_shape]
     for axis in specification.axes:
         if tensor.name in axis.places:

@@ -104,8 +104,8 @@ def ready(module: torch.nn.Module) -> torch.nn.Module:
 def fill_zero_weights(module: torch.nn.Module) -> torch.nn.Module:
     """Draw weights for layers that their library initialises with zeros, from torch's generator.
 
-    With them a model would answer zeros, or leave out whole branches, and a wrong answer could not be told from a right
-    one. Biases may stay zero.
+    A model with such layers returns zeros or skips whole branches, so that a wrong output would look right. Biases may
+    stay zero.
     """
     import torch
 
@@ -230,7 +230,7 @@ class _Reader(pickle.Unpickler):
         self._storages: dict[str, torch.Tensor] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A stand-in for each name. Raises `pickle.UnpicklingError` for one that no archive needs."""
+        """A harmless replacement for each name. Raises `pickle.UnpicklingError` for one that no archive needs."""
         if module.startswith("__torch__"):
             return type(name, (_Record,), {"state_names": self._state_names(module, name)})
         if module == "torch" and name.endswith("Storage"):
@@ -301,7 +301,7 @@ def measure_size(specification: ModelSpecification) -> ModelSize:
 
 
 def count_flops(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> int | None:
-    """The operations of a batch in matrix products, convolutions and attention; None if torch counts none.
+    """Count a batch's operations in matrix products, convolutions and attention; None if torch counts none.
 
     A multiply-add counts as two. `module` is one that is `ready`.
     """

@@ -30,7 +30,7 @@ SOURCES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_m
 
 
 def source_module(name: str) -> ModuleType:
-    """The module of a source; imports it, which imports no library of models."""
+    """Import the module of a source, which itself imports no library of models."""
     return import_module(f"{sources.__name__}.{name}")
 
 
@@ -100,13 +100,14 @@ def _refuse(reference: str, name: str, references: Mapping[str, str], source: st
 def known_references() -> Iterator[str]:
     """The well-known models of every source; others exist."""
     for source in SOURCES:
-        yield from (f"{source}:{name}" for name in source_module(source).names())
+        names = getattr(source_module(source), "names", tuple)
+        yield from (f"{source}:{name}" for name in names())
 
 
 def all_names(source: str) -> tuple[str, ...]:
     """Every name that a source knows; those of a large library take seconds."""
     module = source_module(source)
-    names: tuple[str, ...] = getattr(module, "all_names", module.names)()
+    names: tuple[str, ...] = getattr(module, "all_names", getattr(module, "names", tuple))()
     return names
 
 
@@ -121,7 +122,7 @@ def get_base(reference: str) -> ModelSpecification:
 
 
 def get_variant(reference: str, payload: str) -> ModelSpecification:
-    """The variant of a model for `payload`; for an empty one the model `reference`. Raises `UnknownModelError`."""
+    """The variant of a model for `payload`; empty: the one that `reference` names. Raises `UnknownModelError`."""
     if payload and payload not in PAYLOADS:
         raise UnknownModelError(f"unknown payload {payload!r}; {choose_from(payload, PAYLOADS)}")
     variants = _variants(reference)
@@ -134,7 +135,7 @@ def get_variant(reference: str, payload: str) -> ModelSpecification:
 
 
 def get_variants(reference: str, payloads: str) -> tuple[ModelSpecification, ...]:
-    """The variants for a list such as `fp32,uint8`, in its order; for an empty one the model `reference` alone.
+    """The variants for a list such as `fp32,uint8`, in its order; empty: only the one that `reference` names.
 
     Raises `UnknownModelError`.
     """

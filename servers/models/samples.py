@@ -146,7 +146,7 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
 
 
 def _lengths_of(arrays: Mapping[str, Array], axis: Axis | None) -> list[int]:
-    """The length of each item that the user supplies: all have that of the array."""
+    """One length per item of the user's samples, which all have the arrays' length."""
     return [1 if axis is None else axis.size_of(arrays)] * len(next(iter(arrays.values())))
 
 
@@ -229,8 +229,8 @@ def _up_to_date(folder: Path, document: Mapping[str, Any]) -> bool:
     existing = _read(folder)
     if existing.get("source_sha256") == document["source_sha256"] and _untouched(folder, existing):
         return True
-    ours = str(existing.get("schema")).startswith("abserve.samples/")
-    if not ours and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    holds_samples = str(existing.get("schema")).startswith("abserve.samples/")
+    if not holds_samples and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FolderError(f"{folder} exists and holds something other than samples; choose another folder")
     return False
 

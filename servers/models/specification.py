@@ -59,9 +59,9 @@ class Axis:
     default: int
     largest: int
     places: Mapping[str, int]
-    """The dimension that it is, by tensor; the batch is dimension 0."""
+    """By tensor, the index of this dimension; the batch is dimension 0."""
     padding: Mapping[str, int] = field(default_factory=dict)
-    """By input, the value of places beyond an item's own length. Empty: items cannot be padded."""
+    """By input, the value that fills the positions beyond an item's length. Empty: items cannot be padded."""
 
     @property
     def padded(self) -> bool:
@@ -78,7 +78,7 @@ class Axis:
         return batch if place is None else batch[(slice(None),) * place + (slice(size),)]
 
     def pad(self, name: str, batch: Array, lengths: Iterable[int]) -> None:
-        """Write the padding, zero for an output, to the places beyond each item's own length."""
+        """Fill the positions beyond each item's length with the padding, with zero for an output."""
         place = self.places.get(name)
         if place is not None and place < batch.ndim:
             value = b"" if batch.dtype.hasobject else self.padding.get(name, 0)
@@ -102,27 +102,27 @@ class ModelSpecification:
     and returns the output, or a tuple of the outputs in order. Imports torch itself, so that reading a specification
     stays cheap. Raises `WeightsError`, always for a model that is only a `file`."""
     reference: str = ""
-    """The value of `--model`: open_clip:ViT-B-32, or an absolute path. `label` has no folders: publish that one."""
+    """The value of `--model`: open_clip:ViT-B-32, or an absolute path. `label` has no folders."""
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
-    """By output; an output without an entry is a `tensor`."""
+    """How each output is compared; an output without an entry is a `tensor`."""
     axes: tuple[Axis, ...] = ()
     id_counts: Mapping[str, int] = field(default_factory=dict)
-    """By input of ids, such as token ids, how many the model knows: 0 to one less. Servers refuse others."""
+    """By input of ids, such as token ids, the number of valid ones: 0 to one less. Servers refuse others."""
     item: str = "item"
     """What one row of a batch is: image, sequence, item."""
     flops_per_item: int | None = None
     """Floating-point operations per item at the axes' default sizes, a multiply-add counted as two; None: unknown."""
     definition_sha256: str | None = None
-    """Of the user's file that defines the model: with other content it is another model, also with equal weights."""
+    """SHA-256 of the user's file that defines the model: other content means another model, even with equal weights."""
     file: Path | None = None
     """The ONNX file of a model without a module; engines that execute files take it unchanged."""
     make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
     """`make_items(seed, lengths)` returns one item per length, padded to the longest, by input. A model without axes
     uses only the number of lengths. None: photographs for a model of images, else random values."""
     samples: Mapping[str, Array] | None = field(default=None, compare=False)
-    """Items that the model's author supplies, by input, padded to the longest; None: others are made."""
+    """Items that the model's author supplies, by input, padded to the longest; None: items are generated."""
     image: Preprocessing | None = None
-    """From an image to the only input; None for a model that takes no image."""
+    """How an image becomes the only input; None for a model that takes no image."""
     default_weights: str = "random:0"
     pretrained_tags: Callable[[], tuple[str, ...]] = tuple
     """The tags that `--weights` accepts for this model."""
@@ -155,7 +155,7 @@ class ModelSpecification:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """From an image to the only input. Raises `ValueError` for a model that takes no image."""
+        """How an image becomes the only input. Raises `ValueError` for a model that takes no image."""
         if self.image is None:
             raise ValueError(f"{self.name} takes no image")
         return self.image
@@ -176,7 +176,7 @@ class ModelSpecification:
         return self.padded_axis or next(iter(self.axes), None)
 
     def along(self, size: int | None) -> dict[str, int]:
-        """The sizes by axis with this one of the main axis; None, and a model without axes: the defaults."""
+        """Sizes by axis, with `size` for the main one; empty, which means the defaults, for None or without axes."""
         return {} if size is None or (axis := self.main_axis) is None else {axis.name: size}
 
     def kind_of(self, output: str) -> OutputKind:
@@ -200,7 +200,7 @@ def image_specification(
     load_module: Callable[[WeightsSource], torch.nn.Module],
     **fields: Any,
 ) -> ModelSpecification:
-    """The specification of a model with one image as input; `fields` are more of it, or replace these."""
+    """The specification of a model with one image as input; `fields` add to the usual ones or replace them."""
     source, _, name = reference.partition(":")
     usual: dict[str, Any] = {
         "name": served_name(reference),

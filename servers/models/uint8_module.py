@@ -15,7 +15,7 @@ from servers.models.specification import ModelSpecification, Preprocessing
 
 
 class UInt8Images(torch.nn.Module):
-    """uint8 (n, s, s, 3) → the answer of `tower` to float (n, 3, s, s) in its own precision, `dtype`."""
+    """uint8 (n, s, s, 3) → the output of `tower` for float (n, 3, s, s) in its precision, `dtype`."""
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -28,7 +28,7 @@ class UInt8Images(torch.nn.Module):
         self.register_buffer("std", torch.tensor(preprocessing.std).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """See the class."""
+        """Normalise the bytes and run the tower."""
         scaled = pixel_values.permute(0, 3, 1, 2).to(self.mean.dtype) / 255
         normalised = (scaled - self.mean) / self.std
         embedding: torch.Tensor = self.tower(normalised.to(self.dtype))

@@ -198,7 +198,7 @@ def verify(path: Path, option: str, sha256: str | None) -> None:
 
 
 def _hash(path: Path, name: str) -> str:
-    """Of an ONNX file with the data files that it names."""
+    """The SHA-256 of a file; of an ONNX file together with the data files that it names."""
     try:
         return parts_sha256(onnx_parts(path) if path.suffix == ".onnx" else (path,))
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Executes the requests of one merged batch as one execution of an engine. Knows nothing of Triton.
+"""Executes the requests of one merged batch as one execution of an engine; imports nothing of Triton.
 
 The decoder's threads first decode all images of the batch. A request with a bad image, a size or a value that the model
 does not take gets its error and leaves the batch; the others are executed without it. If the engine fails, each request
@@ -23,7 +23,7 @@ from servers.protocol.tensors import Array
 
 
 class BatchExecutor:
-    """One engine; like it not thread-safe.
+    """Executes batches on one engine. Not thread-safe, as the engine.
 
     A specification with JPEG requests needs a `decoder`; the engine executes `specification.executed`. `pad_to` are the
     sizes to which requests of different sizes are padded (see `servers.engines.padding`).
@@ -95,7 +95,7 @@ class BatchExecutor:
         return decoded
 
     def _infer(self, requests: Sequence[Mapping[str, Array]]) -> Sequence[dict[str, Array] | Exception]:
-        """Requests with the same key."""
+        """Execute requests that share a batch key."""
         try:
             return self._engine.start(requests, self._padding)()
         except Exception as error:  # noqa: BLE001  the caller answers and logs it

@@ -69,7 +69,7 @@ def write_model_repository(root: Path, specifications: Iterable[ModelSpecificati
     """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; returns the written files.
 
     For JPEG these are ensembles, and there is `<model>_preprocess`. Each has a version folder `1` for the artefact; a
-    `.gitkeep` keeps an empty one, and `reference.txt` tells the decoding model the path of a user's model.
+    `.gitkeep` keeps an empty one, and the decoding model reads the path of a user's model from `reference.txt`.
     """
     written = []
     for specification in specifications:
@@ -188,7 +188,7 @@ def preprocess_files(specification: ModelSpecification) -> Mapping[str, str]:
 def preprocess_config(
     specification: ModelSpecification, decode_threads: int = 0, max_image_pixels: int = MAX_PIXELS
 ) -> str:
-    """`specification` is the JPEG variant. A bad image is an INVALID_ARG of this step, so the ensemble answers 400."""
+    """The decoding model of the JPEG variant. A bad image is an INVALID_ARG of this step: the ensemble answers 400."""
     return f"""{_header(specification)}name: {quote(preprocess_name(specification))}
 backend: "python"
 max_batch_size: {specification.max_batch_size}
@@ -307,7 +307,7 @@ def _listed(shape: Iterable[int]) -> str:
 
 
 def _dynamic_batching(batching: BatchingSettings) -> str:
-    """Only what was asked for: each further line costs speed (docs/triton.md#what-each-line-costs)."""
+    """Only the settings that were asked for: each line costs speed (docs/triton.md#what-each-line-costs)."""
     delay = f" max_queue_delay_microseconds: {batching.max_queue_delay_us}" if batching.max_queue_delay_us else ""
     if not batching.queue_size:
         return f"dynamic_batching {{{delay} }}"
@@ -330,7 +330,7 @@ def _item_dims(specification: ModelSpecification, tensor: TensorSpec, along: int
 
 
 def _warmup(specification: ModelSpecification, batches: Iterable[int], sizes: Iterable[int | None], count: int) -> str:
-    """Zeros, since Triton's random_data on FP32 is random bits, NaN and infinity included."""
+    """Warm-up requests of zeros, since Triton's random_data on FP32 is random bits, NaN and infinity included."""
     lines = []
     for rows, along in product(batches, sizes):
         inputs = " ".join(
@@ -376,7 +376,7 @@ class EngineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def parameters_from_settings(
     engine: EngineSettings, weights: WeightsSource, artefact: Path | None, artefact_sha256: str | None
 ) -> dict[str, str]:
-    """The engine as the config shows it. Names without paths, since clients read the config and people publish it.
+    """The engine's settings as parameters: names without paths, since clients read the config and people publish it.
 
     `engine` is resolved (see `servers.triton.settings.resolve_engine`).
     """

@@ -180,7 +180,7 @@ def can_fetch(interpreter: Interpreter) -> bool:
 
 
 def cache_folder(interpreter: Interpreter) -> Path:
-    """Inside the virtual environment, so that it disappears with it."""
+    """The cache of libpython, inside the virtual environment, so that both disappear together."""
     return interpreter.prefix / "share" / "abserve" / "libpython"
 
 
@@ -228,7 +228,7 @@ CODE = "model.py"
 
 
 STUB_SECONDS = 10.0
-"""For a stub without arguments, which ends in some ms."""
+"""Time limit of a stub without arguments, which ends in some ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class Installation:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names of the backends, as a config names them. A folder without a library or code is not a backend."""
+        """The names of the backends, as a config names them. A folder without library or code is not a backend."""
         folders = self.backend_folder.glob("*")
         return tuple(
             sorted(
@@ -323,9 +323,9 @@ def read_installation(folder: Path, interpreter: Interpreter) -> Installation:
 
 
 def missing_library(stub: Path, library_path: str) -> str | None:
-    """The loader's words if the stub cannot start here for want of a library; None if it starts.
+    """The loader's message if the stub cannot start because a library is missing; None if it starts.
 
-    Triton waits minutes for such a stub. Without arguments it says how many it needs, and ends.
+    Triton waits minutes for such a stub. Started without arguments, a stub prints how many it needs, and ends.
     """
     environment = {**os.environ, "LD_LIBRARY_PATH": library_path}
     try:
@@ -352,7 +352,7 @@ def takes_numpy_2(stub: Path) -> bool:
 
 
 def _stub_for(interpreter: Interpreter, first: Path, others: Path) -> Path | None:
-    """NVIDIA's images have one stub, in the backend's folder; the wheel has one per Python beside the backends."""
+    """The stub for this Python: the backend's own, as in NVIDIA's images, or the one of several in the wheel."""
     candidates = (first, others / interpreter.minor / STUB)
     return next((path for path in candidates if path.is_file() and stub_python(path) == interpreter.minor), None)
 

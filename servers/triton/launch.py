@@ -46,11 +46,11 @@ from servers.triton.repository import (
     PlacedModel,
     Repository,
     Serving,
-    apply,
+    apply_tuning,
     assert_usable,
     lay_out,
     link_installation,
-    merge,
+    merge_config,
     plain_path,
 )
 from servers.triton.settings import TritonSettings
@@ -73,7 +73,7 @@ def find_installation(
 
 
 def choose_backend(settings: TritonSettings, installation: Installation, has_plan: Callable[[], bool]) -> str:
-    """The backend to execute with; `has_plan` tells whether the model's TensorRT plan is there.
+    """The backend to execute with; `has_plan` returns whether the model's TensorRT plan exists.
 
     Raises `TritonOptionError` for one that the installation does not have.
     """
@@ -172,11 +172,11 @@ def prepare(
     first = models[0]
     if settings.merge_config:
         for executed in dict.fromkeys(serving.name(model.specification.executed) for model in models):
-            merge(repository.models, executed, settings.merge_config)
+            merge_config(repository.models, executed, settings.merge_config)
     names = [serving.name(model.specification) for model in models]
     for name in names:
         _assert_name(name)
-    tuning = apply(repository.models, names, settings.tuning, repository.models)
+    tuning = apply_tuning(repository.models, names, settings.tuning, repository.models)
     executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
     decodes = backend != "python" and first.specification.decodes_to is not None
     how = f"ensemble of the python and {backend} backends" if decodes else f"{backend} backend"
@@ -220,7 +220,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     repository = link_installation(settings.folder, installation)
     models = folder.expanduser().absolute()
     served = models if settings.tuning == ALL else repository.models
-    tuning = apply(models, [settings.model], settings.tuning, served)
+    tuning = apply_tuning(models, [settings.model], settings.tuning, served)
     config = _config_in(model)
     backend = "" if config is None else config.backend or config.platform
     how = f"{backend} backend" if backend not in ("", "ensemble") else backend
@@ -246,7 +246,7 @@ def does_not_pad(backend: str) -> str | None:
 
 
 def prepare_trial(settings: TritonSettings, installation: Installation, models: Path) -> LaunchPlan:
-    """A launch of all models in a folder, which goes on without those that do not load. Raises `TritonError`."""
+    """A launch of all models in a folder; it goes on when one does not load. Raises `TritonError`."""
     repository = link_installation(settings.folder, installation)
     more = ["--model-control-mode=none", "--disable-auto-complete-config"]
     shared = _shared_fields(settings, installation, repository, models, more, exit_on_error="false")
@@ -323,7 +323,7 @@ def _engine(settings: TritonSettings, backend: str) -> EngineSettings:
 
 
 def _clean_up() -> None:
-    """What servers that were killed have left behind."""
+    """Remove what killed servers have left behind."""
     remove_abandoned_regions()
     remove_abandoned_folders()
 
@@ -395,7 +395,7 @@ def _path(*parts: Path | str | None) -> str:
 
 
 def _address(host: str) -> str:
-    """A numeric address, IPv4 if there is one: Triton listens on no names."""
+    """A numeric address, IPv4 if there is one: Triton does not resolve names."""
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return str(min(addresses, key=lambda entry: entry[0] != socket.AF_INET)[4][0])

@@ -51,7 +51,7 @@ CAUSES = (
     r"tritonserver: (?P<cause>unrecognized option .+)$",
     rf"^error: creating server: [\w ]+ - (?!failed to load all models){_REST}",
 )
-"""For `LaunchPlan.causes`. The first failure is the cause: a model that fails takes those down that depend on it."""
+"""`LaunchPlan.causes` of a tritonserver. The first failure is the cause: dependent models fail after it."""
 
 _SEVERE = re.compile(r"^\S+ [EF] \d+ |^[EF]\d{4} |^error: |Error\b|^Traceback ")
 _HARMLESS = ("CudaDriverHelper has not been initialized", "Failed to initialize NVML")
@@ -87,7 +87,7 @@ YOUNG_FOLDER_SECONDS = 3600
 
 
 def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
-    """Twice the largest batch with its outputs, and slack for the allocator's fragmentation; whole MiB.
+    """The size of shared memory: twice the largest batch with its outputs, and slack for fragmentation; whole MiB.
 
     An axis counts with its largest size, a dimension without an axis as nothing: its region grows on demand.
     """
@@ -298,7 +298,7 @@ class TritonProcess:
         self.stop()
 
     def _died(self, what: str) -> TritonDiedError:
-        """With the cause if the log has it, else with the lines that may show it."""
+        """The error of an ended server: with the cause if the log has it, else with the lines that may show it."""
         cause = cause_in(read_log(self._log_file), self._plan.causes)
         if cause is not None:
             return TritonDiedError(f"{what}: {cause}")

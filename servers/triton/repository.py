@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from servers.cli.defaults import TuningError, keeps
+from servers.cli.defaults import TuningError, chosen_tuning
 from servers.engines.settings import SPINS, EngineSettings
 from servers.models.images import DecodingSettings
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
@@ -257,7 +257,7 @@ PARAMETERS = {
 ABSENT = "absent"
 
 
-def apply(models: Path, names: Iterable[str], tuning: str, target: Path) -> dict[str, str]:
+def apply_tuning(models: Path, names: Iterable[str], tuning: str, target: Path) -> dict[str, str]:
     """The tuning in effect, by field, of these models in the repository `models` and of the models that they name.
 
     Where `tuning` leaves fields out, the changed configs are written into `target`, which may be `models` itself; the
@@ -266,7 +266,7 @@ def apply(models: Path, names: Iterable[str], tuning: str, target: Path) -> dict
     folders = list(step_folders(models, names))
     configs = {folder: read_config(folder) for folder in folders if (folder / CONFIG).is_file()}
     present = {field: value for config in configs.values() for field, value in tuning_of(config).items()}
-    remaining = keeps(tuning, present)
+    remaining = chosen_tuning(tuning, present)
     if target != models:
         for folder in folders:
             _link(folder, target / folder.name)
@@ -279,7 +279,7 @@ def apply(models: Path, names: Iterable[str], tuning: str, target: Path) -> dict
     return {field: value for field, value in present.items() if field in remaining}
 
 
-def merge(models: Path, name: str, text: str) -> None:
+def merge_config(models: Path, name: str, text: str) -> None:
     """Merge `text` into the config of a model: fields are set, repeated ones get more entries, and comments are lost.
 
     Raises `TuningError` for a text that is not part of a config.

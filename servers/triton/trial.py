@@ -1,7 +1,7 @@
 """Starts a tritonserver for a moment, as a launch would, so that `abserve doctor` ticks only what has run here.
 
 It gets a repository with a model per backend that answers max(0, x), and a request for each. The tensorrt backend only
-has to load: a plan runs on the GPU alone for which it was built.
+has to load: a plan runs only on the GPU for which it was built.
 """
 
 from __future__ import annotations

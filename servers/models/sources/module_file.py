@@ -44,11 +44,6 @@ _REFERENCE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w*))?")
 _MAX_PADDING_ERROR = 1e-3
 
 
-def names() -> tuple[str, ...]:
-    """None: every model is a file of the user."""
-    return ()
-
-
 def takes(reference: str) -> bool:
     """Whether the reference is FILE.py:FUNCTION."""
     return _REFERENCE.fullmatch(reference) is not None
@@ -114,7 +109,7 @@ def _cause(exc: BaseException, path: Path) -> str:
 
 
 def _call(make: Callable[[], object], path: Path, label: str, seed: int) -> UserModel:
-    """The function's answer. Raises `UnknownModelError`."""
+    """Call the user's function. Raises `UnknownModelError`."""
     try:
         with seeded(seed):
             model = make()
@@ -232,7 +227,7 @@ def _axes(model: UserModel) -> Sequence[Axis]:
 
 
 def _id_counts(model: UserModel) -> dict[str, int]:
-    """By input of integers whose generated values end where one of the module's embeddings does: its number of rows."""
+    """By input whose generated integers end at the row count of one of the module's embeddings, that count."""
     modules: Iterable[object] = getattr(model.module, "modules", tuple)()
     rows = {getattr(module, "num_embeddings", None) for module in modules}
     return {
@@ -248,7 +243,7 @@ def _id_counts(model: UserModel) -> dict[str, int]:
 def _with_items(
     specification: ModelSpecification, values: Mapping[str, tuple[int, int]], samples: Mapping[str, Any] | None
 ) -> ModelSpecification:
-    """With the items that the user supplies, and valid random ones for every length."""
+    """Add the user's items to the specification, and a function that makes random ones of every length."""
     items = None
     if samples is not None:
         items = {tensor.name: _sample(tensor, samples.get(tensor.name)) for tensor in specification.inputs}
@@ -337,7 +332,7 @@ def _check(module: torch.nn.Module, specification: ModelSpecification, label: st
 def _run(
     module: torch.nn.Module, specification: ModelSpecification, items: Mapping[str, Array], size: int, label: str
 ) -> dict[str, Array]:
-    """The answers by name, checked against the description; `size` is that of the first axis.
+    """The outputs by name, checked against the description; `size` is that of the first axis.
 
     Raises `WeightsError`.
     """

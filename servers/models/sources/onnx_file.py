@@ -26,12 +26,7 @@ _DATATYPES = {
 """ONNX's name of an element's type → the protocol's."""
 
 DEFAULT_SIZE, LARGEST_SIZE = 128, 512
-"""Of a symbolic dimension, for which a file names no size."""
-
-
-def names() -> tuple[str, ...]:
-    """None: every model is a file of the user."""
-    return ()
+"""Sizes of a symbolic dimension, since a file names none for it."""
 
 
 def takes(reference: str) -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _TRANSFORMING = {"init_weights": False, "transform_input": True}
 _ARGUMENTS = {"googlenet": _TRANSFORMING, "inception_v3": _TRANSFORMING}
-"""As torchvision builds these for its own weights; the initialisation of their papers takes a minute."""
+"""Arguments that torchvision uses for its own weights; the default initialisation takes a minute."""
 
 
 def names() -> tuple[str, ...]:

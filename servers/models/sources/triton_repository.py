@@ -17,11 +17,6 @@ from servers.protocol.tensors import TensorSpec
 CONFIG = "config.pbtxt"
 
 
-def names() -> tuple[str, ...]:
-    """None: every model is a folder of the user."""
-    return ()
-
-
 def takes(reference: str) -> bool:
     """Whether the reference is a folder with a config.pbtxt."""
     return (Path(reference).expanduser() / CONFIG).is_file()
@@ -122,7 +117,7 @@ def _datatype(value: int) -> str:
 
 
 def _free(specification: ModelSpecification) -> Any:
-    """The axes without the places to which the configuration gives a size."""
+    """The axes that stay variable: without the dimensions to which the configuration gives a size."""
     tensors = {tensor.name: tensor for tensor in (*specification.inputs, *specification.outputs)}
     for axis in specification.axes:
         places = {name: place for name, place in axis.places.items() if tensors[name].shape[place] == -1}

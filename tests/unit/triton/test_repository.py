@@ -26,7 +26,7 @@ from servers.triton.config import (
     tensorrt_config,
 )
 from servers.triton.installation import Interpreter, TritonOptionError
-from servers.triton.repository import PlacedModel, Repository, Serving, apply, lay_out, merge, tuning_of
+from servers.triton.repository import PlacedModel, Repository, Serving, apply_tuning, lay_out, merge_config, tuning_of
 from servers.triton.wheel import find_wheel
 from tests.unit.triton.test_config import parse
 
@@ -243,8 +243,8 @@ def test_what_the_gpu_configs_add_is_compared_with_the_servers_defaults() -> Non
 
 def test_without_tuning_only_what_the_model_needs_is_left(models: Path, tmp_path: Path) -> None:
     before = (models / "slow" / "config.pbtxt").read_bytes()
-    assert apply(models, ["slow"], "all", models) == FIELDS
-    assert apply(models, ["slow"], "none", tmp_path / "plain") == {}
+    assert apply_tuning(models, ["slow"], "all", models) == FIELDS
+    assert apply_tuning(models, ["slow"], "none", tmp_path / "plain") == {}
     config = read_config(tmp_path / "plain" / "slow")
     assert tuning_of(config) == {}
     assert config.HasField("dynamic_batching")
@@ -258,7 +258,7 @@ def test_without_tuning_only_what_the_model_needs_is_left(models: Path, tmp_path
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_each_setting_can_be_put_back_alone(models: Path, tmp_path: Path, field: str) -> None:
-    assert apply(models, ["slow"], field, tmp_path / "one") == {field: FIELDS[field]}
+    assert apply_tuning(models, ["slow"], field, tmp_path / "one") == {field: FIELDS[field]}
     assert tuning_of(read_config(tmp_path / "one" / "slow")) == {field: FIELDS[field]}
 
 
@@ -271,37 +271,37 @@ def test_the_steps_of_an_ensemble_are_tuned_with_it(models: Path, tmp_path: Path
     add(models, "beside", SLOW)
     add(models, "bare", "")
     (models / "bare" / "config.pbtxt").unlink()  # Triton completes it from the file
-    assert apply(models, ["outer"], "all", models) == FIELDS
-    assert apply(models, ["outer"], "none", tmp_path / "plain") == {}
+    assert apply_tuning(models, ["outer"], "all", models) == FIELDS
+    assert apply_tuning(models, ["outer"], "none", tmp_path / "plain") == {}
     assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == ["bare", "inner", "outer", "slow"]
     assert not read_config(tmp_path / "plain" / "outer").HasField("dynamic_batching")
 
 
 def test_a_model_that_could_batch_and_does_not_is_given_a_batcher(models: Path, tmp_path: Path) -> None:
     add(models, "serial", 'backend: "onnxruntime" max_batch_size: 8')
-    assert apply(models, ["serial"], "all", models) == {"dynamic_batching": "absent"}
-    assert apply(models, ["serial"], "none", tmp_path / "plain") == {}
+    assert apply_tuning(models, ["serial"], "all", models) == {"dynamic_batching": "absent"}
+    assert apply_tuning(models, ["serial"], "none", tmp_path / "plain") == {}
     assert read_config(tmp_path / "plain" / "serial").HasField("dynamic_batching")
     add(models, "alone", 'backend: "onnxruntime" max_batch_size: 0')
-    assert apply(models, ["alone"], "all", models) == {}
+    assert apply_tuning(models, ["alone"], "all", models) == {}
 
 
 def test_a_batcher_of_onnxruntime_on_a_gpu_is_compared_with_none(models: Path, tmp_path: Path) -> None:
     add(models, "gpu", 'backend: "onnxruntime" max_batch_size: 8 dynamic_batching { }')
-    assert apply(models, ["gpu"], "all", models) == {"dynamic_batching": "{ }"}
-    assert apply(models, ["gpu"], "none", tmp_path / "plain") == {}
+    assert apply_tuning(models, ["gpu"], "all", models) == {"dynamic_batching": "{ }"}
+    assert apply_tuning(models, ["gpu"], "none", tmp_path / "plain") == {}
     assert not read_config(tmp_path / "plain" / "gpu").HasField("dynamic_batching")
 
 
 def test_text_is_merged_into_a_config(models: Path) -> None:
-    merge(models, "slow", "dynamic_batching { preferred_batch_size: 2 } instance_group [ { count: 3 } ]")
+    merge_config(models, "slow", "dynamic_batching { preferred_batch_size: 2 } instance_group [ { count: 3 } ]")
     config = read_config(models / "slow")
     assert list(config.dynamic_batching.preferred_batch_size) == [4, 8, 2]
     assert [group.count for group in config.instance_group] == [2, 3]
     with pytest.raises(TuningError, match="no field named"):
-        merge(models, "slow", "dynamic_batching { speed: 9 }")
+        merge_config(models, "slow", "dynamic_batching { speed: 9 }")
 
 
 def test_a_setting_that_is_not_in_effect_is_refused_with_those_that_are(models: Path) -> None:
     with pytest.raises(TuningError, match=r"not a setting in effect; set here: dynamic_batching\.default_queue_policy"):
-        apply(models, ["slow"], "optimization.cuda", models)
+        apply_tuning(models, ["slow"], "optimization.cuda", models)
