@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,16 @@ def with_tuning(settings: S, tuning: str) -> S:
     left_out = [name.replace("-", "_") for name in have.keys() - chosen_tuning(tuning, have)]
     fields = type(settings).model_fields
     return settings.model_copy(update={"tuning": ALL, **{name: fields[name].default for name in left_out}})
+
+
+def to_argument(settings: BaseSettings) -> str:
+    """The settings as the one argument of a child process, which reads them with `from_argument`."""
+    return settings.model_dump_json()
+
+
+def from_argument(kind: type[S]) -> S:
+    """The settings of this process, from its one argument. Raises `ValidationError`."""
+    return kind.model_validate_json(sys.argv[1])
 
 
 def validation_sentence(error: ValidationError) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from pydantic_settings import BaseSettings
 
 from servers.cli import defaults
 from servers.cli.defaults import ALL
-from servers.cli.options import OptionTraits, Tuning, flag_of, settings_of
+from servers.cli.options import OptionTraits, Tuning, settings_of
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 
@@ -55,17 +54,3 @@ class PlainSettings(BaseSettings):
         if found[0].file is not None:
             raise UnknownModelError(f"a plain server executes torch modules, and {found[0].label} is a file")
         return replace(found[0], max_batch_size=self.max_batch_size or found[0].max_batch_size)
-
-
-def to_argv(settings: PlainSettings) -> tuple[str, ...]:
-    """Every setting that has a value, as `--name value`."""
-    given = ((name, getattr(settings, name)) for name in PlainSettings.model_fields)
-    return tuple(part for name, value in given if value not in (None, "") for part in (flag_of(name), str(value)))
-
-
-def from_argv() -> PlainSettings:
-    """The settings of this process, from its command line."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name, field in PlainSettings.model_fields.items():
-        parser.add_argument(flag_of(name), dest=name, help=field.description)
-    return PlainSettings(**{name: value for name, value in vars(parser.parse_args()).items() if value is not None})
