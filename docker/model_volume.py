@@ -37,11 +37,9 @@ from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specif
 from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
-from servers.triton.config import BatchingSettings, artefact_name, onnxruntime_config, tensorrt_config
+from servers.triton.config import NATIVE_BACKENDS, BatchingSettings, artefact_name, onnxruntime_config, tensorrt_config
 
 Kind = Literal["gpu", "cpu"]
-BACKENDS = {"onnxruntime": "onnx", "tensorrt": "tensorrt"}
-"""Triton's own backends, each with the suffix of its model's name."""
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
 PLAN_REQUEST_SCHEMA = "abserve.plan-request/1"
 
@@ -82,10 +80,10 @@ def fill(root: Path, kind: Kind, environment: Mapping[str, str]) -> None:
 
 def parse_backends(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The backends of Triton that get the model. Raises `VolumeError` for an unknown one."""
-    text = environment.get("ABSERVE_MODELS_TRITON_BACKENDS", ",".join(BACKENDS))
+    text = environment.get("ABSERVE_MODELS_TRITON_BACKENDS", ",".join(NATIVE_BACKENDS))
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names or set(names) - set(BACKENDS):
-        raise VolumeError(f"TRITON_BACKENDS={text}: use {' or '.join(BACKENDS)}, or both separated by a comma")
+    if not names or set(names) - set(NATIVE_BACKENDS):
+        raise VolumeError(f"TRITON_BACKENDS={text}: use {' or '.join(NATIVE_BACKENDS)}, or both separated by a comma")
     return names
 
 
@@ -128,7 +126,7 @@ def _lay_out_repository(
     """`<model>_onnx` with its file, and `<model>_tensorrt` without: its plan is built where its TensorRT is."""
     repository, request_file = root / "repository", root / "plan" / "request.json"
     batching = BatchingSettings(specification.max_batch_size, max_queue_delay_us)
-    places = {name: repository / f"{specification.name}_{BACKENDS[name]}" for name in backends}
+    places = {name: repository / f"{specification.name}{NATIVE_BACKENDS[name].ending}" for name in backends}
     for folder in repository.glob("*"):
         if folder not in places.values():
             shutil.rmtree(folder)  # Triton serves everything that it finds

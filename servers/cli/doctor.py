@@ -32,6 +32,7 @@ from servers.engines.settings import KINDS, EngineError, engine_kind, engine_nam
 from servers.export.tensorrt import bindings_version, library_version, trtexec_version
 from servers.gpu.info import gpu_info
 from servers.native.settings import NativeSettings
+from servers.triton.config import NATIVE_BACKENDS
 from servers.triton.installation import (
     Installation,
     Interpreter,
@@ -77,8 +78,6 @@ GPU_REMEDIES = {
     "error": "run nvidia-smi and follow its message",
 }
 """Remedies by status. Any other status means that there is no GPU, which is fine for a comparison of CPUs."""
-NATIVE = ("onnxruntime", "tensorrt")
-"""Triton's own backends, the one that needs no plan first."""
 CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 LEAST_DRIVER = 580
 """The images in docker-compose.yml use CUDA 13."""
@@ -325,10 +324,12 @@ def next_command(installed: ServerTrial | None, has_gpu: bool, has_docker: bool)
     command, why = "abserve compare", ""
     if has_gpu and installed is not None:
         command += _arms(
-            [name for name in NATIVE if name in installed.working and (name != "tensorrt" or builds_plans())]
+            [name for name in NATIVE_BACKENDS if name in installed.working and (name != "tensorrt" or builds_plans())]
         )
     elif has_gpu and has_docker:
-        command = f"docker compose up --detach --wait && abserve compare --deployment compose{_arms(NATIVE)}"
+        command = (
+            f"docker compose up --detach --wait && abserve compare --deployment compose{_arms(list(NATIVE_BACKENDS))}"
+        )
         why = " (write .env first: docs/running.md)"
     elif has_gpu:
         why = " (with the python backend; Triton's own backends need NVIDIA's image: docs/rented-box.md)"

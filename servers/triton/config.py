@@ -12,11 +12,12 @@ For JPEG on the native backends a python model decodes, and an ensemble connects
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,7 +45,6 @@ REFERENCE = "reference.txt"
 _EMPTY = {".gitkeep": ""}
 NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 
-BACKENDS = ("onnx", "tensorrt")
 QUEUE_TIMEOUT_US = 600_000_000
 """With a queue limit, of a request without its own timeout: far beyond any latency. Triton ignores the timeouts of
 requests without a default, and its batcher may sleep for 0.5 s, so a timeout near that rejects single requests."""
@@ -86,12 +86,12 @@ def write_model_repository(root: Path, specifications: Iterable[ModelSpecificati
 def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, Mapping[str, str]]]:
     """Name, config and the files in the version folder of each model."""
     if specification.payload != "jpeg":
-        yield f"{specification.name}_onnx", onnxruntime_config(specification), _EMPTY
-        yield f"{specification.name}_tensorrt", tensorrt_config(specification), _EMPTY
+        for backend in NATIVE_BACKENDS.values():
+            yield specification.name + backend.ending, backend.config(specification), _EMPTY
         return
     yield preprocess_name(specification), preprocess_config(specification), preprocess_files(specification)
-    for backend in BACKENDS:
-        name, executing = f"{specification.name}_{backend}", f"{specification.executed.name}_{backend}"
+    for backend in NATIVE_BACKENDS.values():
+        name, executing = specification.name + backend.ending, specification.executed.name + backend.ending
         yield name, ensemble_config(specification, name, executing), _EMPTY
 
 
@@ -172,6 +172,25 @@ default_model_filename: {quote(artefact_name(specification, "plan"))}
 # READY only after each graph has run: the first execution of a graph is slower than the others.
 {_warmup(specification, sizes, along, count=5)}
 """
+
+
+class NativeBackend(NamedTuple):
+    """One of Triton's own backends, which executes an exported file."""
+
+    ending: str
+    """Of its models' names."""
+    suffix: str
+    """Of its files."""
+    mode: str
+    """How it executes: with optimization.cuda.graphs, which onnxruntime ignores."""
+    config: Callable[..., str]
+    """Writes a model's config.pbtxt."""
+
+
+NATIVE_BACKENDS: Mapping[str, NativeBackend] = {
+    "onnxruntime": NativeBackend("_onnx", "onnx", "session", onnxruntime_config),
+    "tensorrt": NativeBackend("_tensorrt", "plan", "graph", tensorrt_config),
+}
 
 
 def preprocess_name(specification: ModelSpecification) -> str:

@@ -38,26 +38,22 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
 from servers.triton.config import (
     MODEL_PY,
+    NATIVE_BACKENDS,
     BatchingSettings,
     EngineFile,
     artefact_name,
     ensemble_config,
-    onnxruntime_config,
     parameters_from_model,
     parameters_from_settings,
     preprocess_config,
     preprocess_files,
     preprocess_name,
     python_config,
-    tensorrt_config,
 )
 from servers.triton.installation import Installation, TritonOptionError
 
 MARKER = ".abserve-triton"
 DECODING = DecodingSettings()
-NATIVE = {"onnxruntime": (onnxruntime_config, "onnx"), "tensorrt": (tensorrt_config, "plan")}
-ENDINGS = {"onnxruntime": "_onnx", "tensorrt": "_tensorrt"}
-"""The names of a model behind the native backends."""
 _PLAIN = re.compile(r"[\w./+,=@%-]+", re.ASCII)
 
 
@@ -82,8 +78,7 @@ class Serving:
 
     def name(self, specification: ModelSpecification) -> str:
         """The name under which Triton serves it."""
-        ending = {"python": "", **ENDINGS}[self.backend]
-        return specification.name + ending
+        return specification.name + ("" if self.backend == "python" else NATIVE_BACKENDS[self.backend].ending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +175,11 @@ def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     specification = replace(model.specification, max_batch_size=serving.batching.max_batch_size)
     executed = replace(specification.executed, max_batch_size=specification.max_batch_size)
     assert model.artefact is not None
-    config_of, suffix = NATIVE[serving.backend]
-    config = config_of(executed, serving.batching, serving.engine.device, _parameters(model, serving, executed))
+    backend, parameters = NATIVE_BACKENDS[serving.backend], _parameters(model, serving, executed)
+    config = backend.config(executed, serving.batching, serving.engine.device, parameters)
     folder = models / serving.name(executed)
     _write(folder, config, {})
-    artefact = folder / "1" / artefact_name(executed, suffix)
+    artefact = folder / "1" / artefact_name(executed, backend.suffix)
     if not artefact.is_symlink():  # JPEG and UINT8 execute the same file
         artefact.symlink_to(model.artefact.absolute())
     if specification.decodes_to is not None:
