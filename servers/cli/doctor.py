@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -323,20 +323,17 @@ def next_command(installed: ServerTrial | None, has_gpu: bool, has_docker: bool)
     """
     command, why = "abserve compare", ""
     if has_gpu and installed is not None:
-        command += _arms(
-            [name for name in NATIVE_BACKENDS if name in installed.working and (name != "tensorrt" or builds_plans())]
-        )
+        backends = [name for name in NATIVE_BACKENDS if name in installed.working]
+        command += _arms(name for name in backends if name != "tensorrt" or builds_plans())
     elif has_gpu and has_docker:
-        command = (
-            f"docker compose up --detach --wait && abserve compare --deployment compose{_arms(list(NATIVE_BACKENDS))}"
-        )
+        command = "docker compose up --detach --wait && abserve compare --deployment compose" + _arms(NATIVE_BACKENDS)
         why = " (write .env first: docs/running.md)"
     elif has_gpu:
         why = " (with the python backend; Triton's own backends need NVIDIA's image: docs/rented-box.md)"
     return MachineCheck("next", True, command + why)
 
 
-def _arms(backends: Sequence[str]) -> str:
+def _arms(backends: Iterable[str]) -> str:
     """The options of one Triton arm per backend: B, then C."""
     words = [f" --{arm} triton --{arm}-option backend={name}" for arm, name in zip("bc", backends, strict=False)]
     return "".join([" --a native" if words else "", *words])
