@@ -69,8 +69,8 @@ def _libraries() -> Iterator[Path]:
     loader = shutil.which("ldconfig", path=os.pathsep.join([os.environ.get("PATH", ""), "/sbin", "/usr/sbin"]))
     if loader is not None:
         yield from map(Path, re.findall(r"libnvinfer\.so\.\S+ .*=> (\S+)", _output([loader, "-p"])))
-    for folder in LIBRARY_FOLDERS:
-        yield from sorted(folder.glob("libnvinfer.so.*"))
+    for usual in LIBRARY_FOLDERS:
+        yield from sorted(usual.glob("libnvinfer.so.*"))
 
 
 def _output(command: list[str]) -> str:

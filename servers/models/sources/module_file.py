@@ -124,11 +124,12 @@ def _call(make: Callable[[], object], path: Path, label: str, seed: int) -> User
 
 def _specification(path: Path, function: str, make: Callable[[], object], model: UserModel) -> ModelSpecification:
     """Raises `ValueError` for a description that contradicts itself."""
-    described: Sequence[tuple[Sequence[object], type]] = ((model.inputs, Input), (model.outputs, Output))
-    for tensors, what in described:
+    kinds: Sequence[tuple[Sequence[object], type]] = ((model.inputs, Input), (model.outputs, Output))
+    for tensors, what in kinds:
         if not tensors or not all(isinstance(tensor, what) for tensor in tensors):
             raise ValueError(f"{what.__name__.lower()}s must be a list of at least one {what.__name__}(…)")
-    specs = [_tensor(tensor) for tensor in (*model.inputs, *model.outputs)]
+    described: list[Input | Output] = [*model.inputs, *model.outputs]
+    specs = [_tensor(tensor) for tensor in described]
     if len({spec.name for spec in specs}) < len(specs):
         raise ValueError("two tensors have the same name")
     for output in model.outputs:
@@ -202,7 +203,8 @@ def _tensor(described: Input | Output) -> TensorSpec:
 
 def _axes(model: UserModel) -> Sequence[Axis]:
     places: dict[str, dict[str, int]] = {}
-    for tensor in (*model.inputs, *model.outputs):
+    described: list[Input | Output] = [*model.inputs, *model.outputs]
+    for tensor in described:
         for place, name in enumerate(tensor.shape[1:], 1):
             if isinstance(name, str) and places.setdefault(name, {}).setdefault(tensor.name, place) != place:
                 raise ValueError(f"{tensor.name} has the dimension {name} twice")
