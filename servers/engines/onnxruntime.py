@@ -48,7 +48,7 @@ from servers.engines.interface import Engine, EngineDescription, EngineError, ex
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import MAX_CPU_TIME_RATIO
-from servers.models.file_names import for_library
+from servers.models.files import for_library
 from servers.models.specification import ModelSpecification
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, TensorSpec

@@ -15,6 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from servers.cli.options import EngineOptions, checked, fail, settings_of, takes_settings
 from servers.engines.factory import check_engine, enter_environment_of
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present, wait_policy
@@ -33,7 +34,6 @@ from servers.measuring.request import resolved_device
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
-from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
     from servers.measuring.profile import EngineProfile

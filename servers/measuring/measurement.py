@@ -442,7 +442,7 @@ def references_of(
     import torch
 
     from servers.engines.torch.towers import expected_answers
-    from servers.models.model_size import count_flops
+    from servers.models.modules import count_flops
     from servers.models.uint8_module import executed_module
 
     module = executed_module(specification, specification.load_module(weights))
@@ -558,7 +558,7 @@ def photographs(specification: ModelSpecification) -> Mapping[str, Array] | None
     if specification.image is None:
         return None
     from servers.export.parity import corpus_pixels
-    from servers.models.preprocessing import normalise
+    from servers.models.images import normalise
 
     pixels = corpus_pixels(specification, PICTURES)
     sent = pixels if specification.payload == "uint8" else normalise(pixels, specification.image)
@@ -572,8 +572,8 @@ def artefact(
     if engine_kind(settings.kind).executes is None:
         return None
     from servers.export.artefacts import executed_file
-    from servers.export.errors import ExportError
-    from servers.models.atomic_folder import FolderError
+    from servers.export.manifest import ExportError
+    from servers.models.files import FolderError
 
     try:
         return executed_file(

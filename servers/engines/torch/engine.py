@@ -43,7 +43,7 @@ from servers.engines.torch.towers import (
     module_tower,
     reason_of,
 )
-from servers.models.file_names import for_library
+from servers.models.files import for_library
 from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
 from servers.protocol.tensors import Array

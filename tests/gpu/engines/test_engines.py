@@ -14,10 +14,10 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError, profiled
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
-from servers.export.file_form import executed_form
+from servers.export.manifest import executed_form
 from servers.export.parity import corpus_pixels
 from servers.measuring.measurement import RepeatingEngine, matrix_tflops
-from servers.models.preprocessing import normalise
+from servers.models.images import normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights

@@ -10,7 +10,7 @@ import pytest
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
-from servers.export.file_form import executed_form
+from servers.export.manifest import executed_form
 from servers.export.parity import corpus_pixels
 from servers.measuring.measurement import MeasuredEngine, Reference
 from servers.measuring.profile import ATTENTION, CATEGORIES, PRODUCTS, profile_engine
