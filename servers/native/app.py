@@ -14,12 +14,11 @@ from starlette.exceptions import HTTPException
 
 from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
+from servers.native.documents import CONTENT_TYPE, render
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
-from servers.native.http_front_end import refusal
-from servers.native.inference import InferenceService
-from servers.native.metrics import CONTENT_TYPE, render
-from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
-from servers.native.served_models import ServedModels
+from servers.native.http import refusal
+from servers.native.inference import InferenceService, ServedModels
+from servers.native.shared_memory import DeviceRegion, RegionTable, SystemRegion
 from servers.protocol.errors import ContractError, InvalidRequestError
 from servers.protocol.values import parse_json
 

@@ -1,4 +1,8 @@
-"""The process that executes: the engine's side of a server, whose front ends are other processes.
+"""One served model on the engine's side: its engine, its queue, and its life from loading to the end.
+
+The engine's side of a server: its models, what is registered, and the front ends that are told of every change.
+
+The process that executes: the engine's side of a server, whose front ends are other processes.
 
 One thread receives what the front ends send, and gives the engines that execute beside Python their turns: while a
 batch is on a GPU it asks again and again for the next message and for the end of the batch, so that neither waits for a
@@ -13,19 +17,32 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
+import msgspec
 import structlog
 
-from servers.engines.interface import HostMemory
-from servers.native.arena import Arena
-from servers.native.engine_side import EngineSide, Offer
-from servers.native.errors import EXPIRED, RequestExpiredError
-from servers.native.failure_log import FailureLog
-from servers.native.messages import (
+from servers.engines.batches import warm_up_sizes
+from servers.engines.interface import Engine, EngineDescription, EngineError, HostMemory, profiled
+from servers.engines.padding import padding_of
+from servers.engines.settings import EngineSettings
+from servers.models.specification import ModelSpecification
+from servers.native.batcher import Batcher, QueuedRequest
+from servers.native.errors import (
+    EXPIRED,
+    SHUTTING_DOWN,
+    FailureLog,
+    NotReadyError,
+    RequestExpiredError,
+    ShuttingDownError,
+)
+from servers.native.inference import State, signature_of
+from servers.native.ipc import (
     FAILED,
     FORM_UNKNOWN,
     REQUESTS,
@@ -49,13 +66,360 @@ from servers.native.messages import (
     failure_of,
     unusable_of,
 )
-from servers.native.queued_request import QueuedRequest
+from servers.native.memory import Arena
 from servers.native.settings import NativeSettings
+from servers.native.shared_memory import RegionRegister
 from servers.native.statistics import Statistics
-from servers.protocol.errors import ContractError
-from servers.protocol.tensors import Array
+from servers.protocol.errors import ContractError, InternalError, UnavailableError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import Array, like
 
 log = structlog.get_logger("abserve.engine")
+
+UNLOAD_SECONDS = 30
+
+_LOADING = threading.Lock()
+"""Models of one process load one after the other: while one captures CUDA graphs, no other may wait for a device."""
+
+BuildEngine = Callable[[EngineSettings], Engine]
+"""Builds a model's engine; called in the engine thread, where its imports block nothing else."""
+
+
+class ModelHost:
+    """Any thread; `load` and `unload` block."""
+
+    def __init__(
+        self,
+        specification: ModelSpecification,
+        build_engine: BuildEngine,
+        settings: NativeSettings,
+        statistics: Statistics,
+        arena: Arena,
+        on_complete: Callable[[Sequence[QueuedRequest]], None],
+        on_change: Callable[[bool], None],
+        wake: Callable[[], None] | None,
+    ) -> None:
+        """`on_complete` gets requests that the engine is done with.
+
+        `wake`: see `Batcher`.
+        `on_change` is called when `state` or `description` is another; with True it returns when all front ends know.
+        """
+        self.signature = signature_of(specification, settings)
+        self.state = State.LOADING
+        self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
+        self._build_engine = partial(build_engine, settings.engine_settings())
+        self._settings = settings
+        self._statistics = statistics
+        self._arena = arena
+        self.padding = padding_of(specification, settings.pad_sizes)
+        self._on_complete = on_complete
+        self._on_change = on_change
+        self._wake = wake
+        self._on_failure: Callable[[], None] = lambda: None
+        self._front_ends_open: threading.Event | None = None
+        self._control = threading.Lock()
+        self._settled = threading.Event()  # the load has ended, with or without success
+        self._batcher = self._new_batcher()
+
+    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
+        """Begin to load; returns at once. `on_failure` is called, in any thread, if the model cannot be served.
+
+        The model is not READY before `front_ends_open` is set.
+        """
+        self._on_failure = on_failure
+        self._front_ends_open = front_ends_open
+        self._batcher.start(self._prepare)
+
+    def load(self) -> None:
+        """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
+        with self._control:
+            if self.state not in (State.UNLOADED, State.FAILED):
+                self._check_ready()
+                return
+            self._finish()
+            self._batcher = self._new_batcher()
+            self._on_failure = lambda: None  # the client gets the error, and the server goes on
+            self._settled.clear()
+            self._change(State.LOADING)
+            self._batcher.start(self._prepare)
+            self._settled.wait()
+            if self.state is State.FAILED:
+                raise InternalError(f"model '{self.signature.name}' failed to load, the server's log has the reason")
+
+    def unload(self) -> None:
+        """Refuse new requests, finish the accepted ones and free the engine. Raises `ContractError`."""
+        with self._control:
+            if self.state not in (State.UNLOADED, State.FAILED):
+                self._check_ready()
+            self._change(State.UNLOADED, wait=True)
+            self._finish()
+
+    def submit(self, queued: QueuedRequest) -> None:
+        """Queue a checked request. Raises `UnavailableError`."""
+        self._batcher.submit(queued)
+
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether the inputs of a request may be `HostMemory`."""
+        return self._batcher.takes_addresses
+
+    def turn(self) -> float | None:
+        """See `Batcher`."""
+        return self._batcher.turn()
+
+    def withdraw(self, queued: QueuedRequest, instead: Sequence[QueuedRequest] = ()) -> bool:
+        """Take it back; True if the engine will not execute it and `on_complete` will not get it. See `Batcher`."""
+        return self._batcher.withdraw(queued, instead)
+
+    def stop(self, timeout: float) -> bool:
+        """Execute the queue, then free the engine. False if that took longer than `timeout` seconds."""
+        loading = self.state in (State.LOADING, State.ACCEPTING)
+        self.state = State.STOPPING
+        # A load cannot be interrupted, so do not wait for it.
+        return self._batcher.stop(0 if loading else timeout)
+
+    def _check_ready(self) -> None:
+        if self.state is State.STOPPING:
+            raise ShuttingDownError(SHUTTING_DOWN)
+        if self.state is not State.READY:
+            raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
+
+    def _finish(self) -> None:
+        if not self._batcher.stop(UNLOAD_SECONDS):
+            raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again later")
+        self.description = None  # nothing is in effect any more
+        self._on_change(True)
+
+    def _change(self, state: State, *, wait: bool = False) -> None:
+        if self.state is not State.STOPPING:
+            self.state = state
+        self._on_change(wait)
+        if state is State.FAILED:
+            self._on_failure()
+
+    def _prepare(self) -> Engine | None:
+        """Load and warm up, in the engine thread. None when that failed, after the log has the reason."""
+        engine: Engine | None = None
+        try:
+            with _LOADING:
+                engine, self.description = _load_engine(self._build_engine, self.signature)
+        except EngineError as error:
+            log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
+        except Exception:
+            log.exception("the model cannot be served")
+        if engine is not None and engine.device_index is not None:
+            self._arena.page_locks = True
+        if engine is not None and self._front_ends_open is not None:
+            self._front_ends_open.wait()
+        if engine is not None:
+            with suppress(ContractError):  # a front end that does not answer learns it all the same
+                self._change(State.ACCEPTING, wait=True)
+        self._change(State.FAILED if engine is None else State.READY)
+        self._settled.set()
+        return engine
+
+    def _broken(self) -> None:
+        """The engine broke: the server ends, or stays not ready, and its supervisor sees that. In the engine thread."""
+        if self.state in (State.LOADING, State.ACCEPTING, State.READY):
+            self._change(State.FAILED)
+        self._settled.set()
+
+    def _new_batcher(self) -> Batcher:
+        check_values = self.signature.check_values if self.signature.id_counts else None
+        own = self._settings, self._statistics, self._on_complete, self._broken
+        return Batcher(*own, self.padding, check_values, self._arena, self._wake)
+
+
+def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) -> tuple[Engine, EngineDescription]:
+    """A loaded and warm engine; blocks, in the thread that will use it. Raises `EngineError` and whatever it raises."""
+    started_ns = time.perf_counter_ns()
+    engine = build_engine()
+    log.info("engine imported", model=signature.name)  # a step of a cold start, as is "weights loaded"
+    engine.load()
+    log.info("weights loaded", model=signature.name)
+    description = engine.describe()
+    if description.max_batch_size < signature.max_batch_size:
+        most = description.max_batch_size
+        raise EngineError(f"the engine executes at most {most} items at once: set --max-batch-size {most} or less")
+    loaded_ns = time.perf_counter_ns()
+    engine.warm_up(warm_up_sizes(signature.max_batch_size))
+    description = profiled(engine) or description
+    log.info(
+        "ready",
+        model=signature.name,
+        engine=f"{description.kind} {description.version}",
+        precision=description.precision,
+        device=description.device,
+        weights=description.weights,
+        load_s=round((loaded_ns - started_ns) / 1e9, 2),
+        warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
+    )
+    return engine, description
+
+
+TELL_SECONDS = 35.0
+"""How long a front end may take to do as it is told: longer than the decoding of images that it has accepted."""
+
+MAX_ASKING = 8
+"""Threads for what blocks, but for loads and unloads; more wait."""
+
+Offer = tuple[ModelSpecification, BuildEngine]
+"""A model to be served, and how its engine is built."""
+
+
+class FrontEnd(Protocol):
+    """A front end as the engine's side sees it."""
+
+    def complete(self, requests: Sequence[QueuedRequest]) -> None:
+        """These requests of it are complete; any thread."""
+
+    def tell(self, method: str, *arguments: object) -> Future[Any]:
+        """Let it do something, after everything that it was told before; any thread."""
+
+
+class EngineSide:
+    """Any thread."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        offers: Sequence[Offer],
+        statistics: Sequence[Statistics],
+        arena: Arena,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        """`wake`: see `Batcher`."""
+        self._front_ends: list[FrontEnd] = []
+        self._lock = threading.RLock()  # so that all front ends are told in the same order
+        self.regions = RegionRegister(self._tell, others_come=wake is not None)
+        self.hosts = [
+            ModelHost(specification, build, settings, own, arena, complete, self._changed, wake)
+            for (specification, build), own in zip(offers, statistics, strict=True)
+        ]
+        self._asking = ThreadPoolExecutor(MAX_ASKING, "asking")
+        self._changing = [ThreadPoolExecutor(1, "changing") for _ in self.hosts]
+        self._methods: Mapping[str, Callable[..., None]] = {
+            "load": self._load,
+            "unload": lambda model: self.hosts[model].unload(),
+            "register_system": self.regions.register_system,
+            "register_cuda": self.regions.register_cuda,
+            "unregister": self.regions.unregister,
+            "check_cuda": self.regions.check_cuda,
+        }
+
+    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
+        """Begin to load all models; none is READY before `front_ends_open` is set.
+
+        `on_failure` is called, in any thread, when a model cannot be served.
+        """
+        for host in self.hosts:
+            host.start(on_failure, front_ends_open)
+
+    def add(self, front_end: FrontEnd) -> None:
+        """A front end has begun: it learns everything."""
+        with self._lock:
+            self._front_ends.append(front_end)
+            front_end.tell("states", self._states())
+            for opening in self.regions.openings:
+                front_end.tell("open", *opening)
+
+    def remove(self, front_end: FrontEnd) -> None:
+        """A front end has ended."""
+        with self._lock, suppress(ValueError):
+            self._front_ends.remove(front_end)
+
+    def threads(self, method: str, arguments: Sequence[Any]) -> ThreadPoolExecutor:
+        """Where `carry_out` may block. A model is loaded and unloaded in its own thread, however many ask for that."""
+        return self._changing[arguments[0]] if method in ("load", "unload") else self._asking
+
+    def carry_out(self, method: str, arguments: Sequence[Any]) -> None:
+        """What a front end asks for; blocks. Raises `ContractError`."""
+        self._methods[method](*arguments)
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        """Queue a checked request. Raises `ContractError`."""
+        if queued.device_inputs or queued.device_outputs:
+            self._open_windows(model, queued)
+        self.hosts[model].submit(queued)
+
+    def _open_windows(self, model: int, queued: QueuedRequest) -> None:
+        find, inputs = self.regions.window, queued.inputs
+        outputs = {
+            spec.name: like(spec.dtype, (queued.rows, *spec.item_shape))
+            for spec in self.hosts[model].signature.outputs
+            if -1 not in spec.item_shape and not spec.dtype.hasobject
+        }
+        queued.device_inputs = {
+            name: find(region, offset, size, inputs[name])
+            for name, (region, offset, size) in queued.device_inputs.items()
+        }
+        queued.device_outputs = {
+            name: find(region, offset, size, outputs.get(name))
+            for name, (region, offset, size) in queued.device_outputs.items()
+        }
+
+    def turn(self) -> float | None:
+        """A turn of every model; see `Batcher`."""
+        waits = [seconds for host in self.hosts if (seconds := host.turn()) is not None]
+        return min(waits, default=None)
+
+    def stop(self, timeout: float) -> bool:
+        """Execute the queues and free the engines; blocks. False if that took longer than `timeout` in all."""
+        ends = time.perf_counter() + timeout
+        finished = [host.stop(max(0.0, ends - time.perf_counter())) for host in self.hosts]
+        return all(finished)
+
+    @property
+    def failed(self) -> bool:
+        return any(host.state is State.FAILED for host in self.hosts)
+
+    def _load(self, model: int) -> None:
+        self.hosts[model].load()
+        self._changed(True)  # READY was told without waiting
+
+    def _changed(self, wait: bool) -> None:
+        """A model has another state: tell the front ends, and wait for them if `wait`."""
+        with self._lock:
+            answers = self._begin_to_tell("states", self._states())
+        if wait:
+            _wait_for(answers)
+
+    def _states(self) -> list[tuple[str, object]]:
+        return [(host.state.value, msgspec.to_builtins(host.description, enc_hook=str)) for host in self.hosts]
+
+    def _tell(self, method: str, *arguments: object) -> None:
+        """Call a method of every front end and wait for all. Raises the first `ContractError`."""
+        _wait_for(self._begin_to_tell(method, *arguments))
+
+    def _begin_to_tell(self, method: str, *arguments: object) -> list[Future[Any]]:
+        with self._lock:
+            return [front_end.tell(method, *arguments) for front_end in self._front_ends]
+
+
+def _wait_for(answers: Sequence[Future[Any]]) -> None:
+    """Raises the first `ContractError`, after all have answered."""
+    ends = time.monotonic() + TELL_SECONDS
+    errors: list[ContractError] = []
+    for answer in answers:
+        try:
+            answer.result(max(0.0, ends - time.monotonic()))
+        except ContractError as error:
+            errors.append(error)
+        except FutureTimeoutError:
+            errors.append(UnavailableError("accepted requests are still being prepared, try again later"))
+    if errors:
+        raise errors[0]
+
+
+def complete(requests: Sequence[QueuedRequest]) -> None:
+    """Hand each request to its front end, in one call for all that belong to the same."""
+    of: dict[FrontEnd, list[QueuedRequest]] = {}
+    for queued in requests:
+        of.setdefault(queued.owner, []).append(queued)
+    for owner, own in of.items():
+        owner.complete(own)
+
+
 log_limited = FailureLog("abserve.engine")
 
 READ_BYTES = 256 * 1024

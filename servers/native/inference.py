@@ -1,34 +1,41 @@
 """Inference behind HTTP and gRPC: one object checks a request, passes it to the engine, and makes its response.
 
 The engine is in this process or in another one: see `EngineLink`.
+
+The models of one front end, by name.
+
+Each model has its own engine, queue and statistics, as with Triton: nothing is merged across models. An arm under test
+serves exactly one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from enum import Enum
 from math import prod
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import batch_key, padding_of
 from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
-from servers.native.arena import RequestMemory
+from servers.native.batcher import QueuedRequest
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
+    FailureLog,
     NotReadyError,
     QueueFullError,
     RequestExpiredError,
     ShuttingDownError,
 )
-from servers.native.failure_log import FailureLog
-from servers.native.queued_request import QueuedRequest
+from servers.native.memory import RequestMemory
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
 from servers.protocol.codec import read_elements, write_output
@@ -42,6 +49,7 @@ from servers.protocol.records import (
     RegionReference,
     RequestedOutput,
     Window,
+    shown,
 )
 from servers.protocol.tensors import Array
 
@@ -408,3 +416,89 @@ def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping
             reference = write_output(window, data)
         tensors.append(OutputTensor(output.name, datatypes[output.name], data, output.binary, reference))
     return InferResponse(signature.name, signature.version, request.id, tuple(tensors))
+
+
+MAX_NAME_CHARACTERS = 255
+
+
+class ServedModels:
+    """At least one service, each with another name; the first is the default one."""
+
+    def __init__(self, services: Sequence[InferenceService], link: EngineLink, allow_control: bool = False) -> None:
+        """`services` are in the order in which the engine's side has their models."""
+        self._services = {service.signature.name: service for service in services}
+        if not services or len(self._services) != len(services):
+            raise ValueError("a server needs at least one model, and no two with the same name")
+        self.default = services[0]
+        self._link = link
+        self._allow_control = allow_control
+
+    def __iter__(self) -> Iterator[InferenceService]:
+        return iter(self._services.values())
+
+    def find(self, name: str, version: str | None = None) -> InferenceService:
+        """The service of a model that is not unloaded. Raises `NotFoundError`."""
+        service = self.named(name, version)
+        service.check_loaded()
+        return service
+
+    def named(self, name: str, version: str | None = None) -> InferenceService:
+        """The service of a model, whatever its state. Raises `NotFoundError`."""
+        service = self._services.get(name)
+        if service is None:
+            raise NotFoundError(f"Request for unknown model: {shown(name)} is not found")
+        if version is not None and version != service.signature.version:
+            raise NotFoundError(f"Request for unknown model: {shown(name)} version {shown(version)} is not found")
+        return service
+
+    @property
+    def ready(self) -> bool:
+        return all(service.ready for service in self)
+
+    def check_ready(self) -> None:
+        """Raises `UnavailableError` unless every model can answer now."""
+        for service in self:
+            service.check_ready()
+
+    async def apply(self, states: Sequence[tuple[str, object]]) -> None:
+        """What the engine's side says about each model; see `InferenceService.apply`."""
+        await asyncio.gather(
+            *(
+                service.apply(
+                    State(state), None if description is None else msgspec.convert(description, EngineDescription)
+                )
+                for service, (state, description) in zip(self, states, strict=True)
+            )
+        )
+
+    def fail(self) -> None:
+        """The engine's process has ended: nothing is ready, and never will be."""
+        for service in self:
+            service.state = State.FAILED
+
+    def stop(self) -> None:
+        """Accept nothing any more."""
+        for service in self:
+            service.stop()
+
+    async def load(self, name: str, parameters: Mapping[str, object]) -> None:
+        """Returns when the model is warmed up and ready, at once if it is already. Raises `ContractError`."""
+        number = self._number(name)
+        if parameters:
+            raise InvalidRequestError("a load takes no configuration and no files: models are chosen at the start")
+        await self._link.ask("load", number)
+
+    async def unload(self, name: str) -> None:
+        """Refuse new requests at once; returns when accepted ones are finished and the engine is freed.
+
+        Raises `ContractError`.
+        """
+        await self._link.ask("unload", self._number(name))
+
+    def _number(self, name: str) -> int:
+        """Raises `ContractError` without model control or for a bad name; names never reach a file system."""
+        if not self._allow_control:
+            raise InvalidRequestError("model control is switched off; start the server with --allow-model-control")
+        if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable() or "/" in name or ".." in name:
+            raise InvalidRequestError(f"a model's name has 1 to {MAX_NAME_CHARACTERS} characters, without '/' and '..'")
+        return list(self).index(self.named(name))

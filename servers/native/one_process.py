@@ -15,11 +15,11 @@ from typing import Any
 
 import structlog
 
-from servers.native.arena import RequestMemory
-from servers.native.engine_side import EngineSide, Offer
+from servers.native.batcher import QueuedRequest
+from servers.native.engine_process import EngineSide, Offer
 from servers.native.front_server import NativeServer
 from servers.native.inference import wake_all
-from servers.native.queued_request import QueuedRequest
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.native.supervisor import exit_status

@@ -18,7 +18,7 @@ from servers.launch_plan import host_in_url
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-from servers.native.engine_side import Offer
+from servers.native.engine_process import Offer
 from servers.native.settings import NativeSettings, artefact_field
 from servers.native.supervisor import Supervisor
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import structlog
 
 from servers.models.specification import ModelSpecification
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.engine_side import Offer
+from servers.native.engine_process import Offer
+from servers.native.ipc import GRPC, HTTP, STOP_BY
 from servers.native.limits import ByteBudget
-from servers.native.messages import GRPC, HTTP, STOP_BY
+from servers.native.memory import Arena, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics, row_width
 
@@ -165,7 +165,7 @@ class Supervisor:
         def run() -> int:
             for one in (own, *(to_front_end for _, to_front_end in pairs)):
                 one.close()
-            from servers.native.front_process import FrontProcessServer, run_front_end
+            from servers.native.front_server import FrontProcessServer, run_front_end
 
             budget = ByteBudget(self._settings.max_held_bytes, self._budget_counters(), partition)
             memory = RequestMemory(self._arena, budget, partition)

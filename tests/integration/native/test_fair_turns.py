@@ -15,8 +15,7 @@ import pytest
 import uvloop
 
 from servers.models.registry import get_specification
-from servers.native.http_connection import PIECES_PER_TURN
-from servers.native.http_front_end import MAX_INFLATING
+from servers.native.http import MAX_INFLATING, PIECES_PER_TURN
 from servers.native.http_parser import Request, RequestHead, RequestParser
 from servers.native.settings import NativeSettings
 from tests.integration.native.conftest import FRONTS

@@ -17,12 +17,12 @@ from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
 from servers.engines.torch_device import RunnerEngine
 from servers.models.specification import ModelSpecification
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.engine_client import EngineClient
+from servers.native.batcher import QueuedRequest
+from servers.native.engine_link import EngineClient
 from servers.native.engine_process import EngineServer
 from servers.native.inference import signature_of
 from servers.native.limits import ByteBudget
-from servers.native.queued_request import QueuedRequest
+from servers.native.memory import Arena, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, UnavailableError

@@ -16,14 +16,12 @@ from servers.engines.interface import Engine, EngineDescription
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
-from servers.native.arena import RequestMemory
-from servers.native.batcher import Batcher
-from servers.native.engine_side import EngineSide
+from servers.native.batcher import Batcher, QueuedRequest
+from servers.native.engine_process import BuildEngine, EngineSide
 from servers.native.front_server import NativeServer
-from servers.native.http_connection import connection_factory
-from servers.native.model_host import BuildEngine
+from servers.native.http import connection_factory
+from servers.native.memory import RequestMemory
 from servers.native.one_process import LocalLink
-from servers.native.queued_request import QueuedRequest
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.tensors import Array, TensorSpec

@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from servers.engines.null import NullEngine
-from servers.native.messages import (
+from servers.native.ipc import (
     Answer,
     Ask,
     Cancel,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.native.arena import (
+from servers.native.limits import ByteBudget
+from servers.native.memory import (
     KEPT_SHARE,
     MAX_WARM_SLOTS,
     MIN_SLOTS,
@@ -22,7 +23,6 @@ from servers.native.arena import (
     RequestMemory,
     Slot,
 )
-from servers.native.limits import ByteBudget
 from servers.protocol.errors import UnavailableError
 from servers.protocol.tensors import Array
 

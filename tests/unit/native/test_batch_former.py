@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from servers.native.batch_former import BatchFormer
+from servers.native.batcher import BatchFormer
 
 MS = 1_000_000
 MOST = 64

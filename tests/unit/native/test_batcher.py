@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.native.batch_former import BatchFormer
+from servers.native.batcher import BatchFormer
 from servers.native.errors import QueueFullError, RequestExpiredError, ShuttingDownError
 from servers.protocol.errors import InternalError, InvalidRequestError
 from tests.unit.native.conftest import GatedEngine

@@ -12,14 +12,12 @@ import pytest
 
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion
-from servers.native.engine_side import EngineSide
+from servers.native.engine_process import EngineSide
 from servers.native.limits import ByteBudget
+from servers.native.memory import Arena, Layout, RequestMemory
 from servers.native.one_process import LocalLink
-from servers.native.region_register import DeviceWindow
-from servers.native.regions import DeviceRegion, RegionTable
 from servers.native.settings import NativeSettings
+from servers.native.shared_memory import NO_CUDA_MEMORY, CudaAccess, CudaRegion, DeviceRegion, DeviceWindow, RegionTable
 from servers.protocol.codec import window_array
 from servers.protocol.errors import (
     InternalError,
@@ -198,7 +196,7 @@ def test_a_region_that_a_front_end_cannot_open_is_closed_again(region, driver, m
 
     async def run() -> None:
         regions = table()
-        monkeypatch.setattr("servers.native.regions.DeviceRegion", refuse)
+        monkeypatch.setattr("servers.native.shared_memory.DeviceRegion", refuse)
         with pytest.raises(InvalidRequestError, match="planted"):
             await regions.register_cuda("r", b"", 0, 64)
         assert driver.closed == 1

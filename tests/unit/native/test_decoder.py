@@ -16,9 +16,9 @@ from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import Decoding, DecodingSettings
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
-from servers.native.arena import RequestMemory
 from servers.native.errors import QueueFullError, RequestExpiredError
 from servers.native.inference import RequestDecoder, State
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
 from servers.protocol.records import InferRequest, InputTensor

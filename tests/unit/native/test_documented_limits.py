@@ -5,16 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from servers.native.grpc_calls import (
-    MANY_ARRIVING,
-    MANY_WAITING,
-    MAX_METADATA_BYTES,
-    MOST_TOGETHER,
-    MOST_WAITING,
-    PRESSED_S,
-    STREAM_WINDOW,
-    WAITING_BYTES,
-)
+from servers.native.grpc import SCARCE_SHARE, TURNS_NS
 from servers.native.grpc_connection import (
     BLOCK_BYTES_PER_CREDIT,
     CALLS_PER_CREDIT,
@@ -23,16 +14,22 @@ from servers.native.grpc_connection import (
     CREDIT_PER_S,
     FIELDS_PER_CREDIT,
     FRAMES_PER_TURN,
+    MANY_ARRIVING,
+    MANY_WAITING,
     MAX_CALLS,
     MAX_CREDIT,
+    MAX_METADATA_BYTES,
+    MOST_TOGETHER,
+    MOST_WAITING,
+    PRESSED_S,
+    STREAM_WINDOW,
     TURN_NS,
+    WAITING_BYTES,
 )
-from servers.native.grpc_front_end import SCARCE_SHARE, TURNS_NS
 from servers.native.grpc_messages import MAX_FIELDS
-from servers.native.http2_frames import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_SETTINGS
-from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
-from servers.native.http_connection import PIECES_PER_TURN
-from servers.native.http_front_end import MAX_INFLATING
+from servers.native.http import MAX_INFLATING, PIECES_PER_TURN
+from servers.native.http2 import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_SETTINGS
+from servers.native.http_parser import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.inference import DECODING_S
 from servers.native.limits import CONTROL_BODY_BYTES
 from servers.native.settings import NativeSettings

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servers.native.arena import RequestMemory
-from servers.native.engine_pool import EnginePool, combined
-from servers.native.messages import (
+from servers.native.batcher import QueuedRequest
+from servers.native.engine_link import EnginePool, combined
+from servers.native.ipc import (
     Answer,
     Ask,
     Cancel,
@@ -25,7 +25,7 @@ from servers.native.messages import (
     Unusable,
     encode,
 )
-from servers.native.queued_request import QueuedRequest
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
 from servers.protocol.records import ModelSignature

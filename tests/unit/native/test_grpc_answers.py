@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from servers.native import http2_frames as http2
-from servers.native.grpc_answers import Answers
+from servers.native import http2
+from servers.native.grpc_connection import Answers
 
 
 class WaitingCall:

@@ -8,10 +8,9 @@ import grpc
 import pytest
 from hpack import Decoder
 
-from servers.native.arena import RequestMemory
 from servers.native.errors import QueueFullError, SlowClientError
-from servers.native.grpc_calls import STATUS_CODES, Call, CallHead, Method, read_call_head, refusal_of, shortened
-from servers.native.message_memory import Message
+from servers.native.grpc_connection import STATUS_CODES, Call, CallHead, Method, read_call_head, refusal_of, shortened
+from servers.native.memory import Message, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol import errors
 

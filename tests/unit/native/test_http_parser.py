@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.native.arena import ALIGNMENT, Arena, Layout, RequestMemory
 from servers.native.errors import HttpError, NotReadyError, failure_reason
 from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
 from servers.native.limits import ByteBudget
+from servers.native.memory import ALIGNMENT, Arena, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, NotFoundError, UnavailableError
 

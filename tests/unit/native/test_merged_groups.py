@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from servers.native.batcher import Batcher
+from servers.native.batcher import Batcher, QueuedRequest
 from servers.native.errors import RequestExpiredError
-from servers.native.queued_request import QueuedRequest
 from tests.unit.native.both_processes import BothProcesses, Copying, Waiting
 
 GATE = threading.Event()

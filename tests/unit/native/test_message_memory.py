@@ -7,9 +7,8 @@ import gc
 import numpy as np
 import pytest
 
-from servers.native.arena import Arena, Layout, RequestMemory
 from servers.native.limits import ByteBudget
-from servers.native.message_memory import Message
+from servers.native.memory import Arena, Layout, Message, RequestMemory
 
 MIB = 2**20
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from servers.native import errors as native_errors
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.engine_client import EngineClient
+from servers.native.batcher import QueuedRequest
+from servers.native.engine_link import EngineClient
 from servers.native.errors import INTERNAL_ERROR
-from servers.native.limits import ByteBudget
-from servers.native.messages import (
+from servers.native.ipc import (
     INLINE_BYTES,
     MAX_FORMS,
     Answer,
@@ -43,7 +42,8 @@ from servers.native.messages import (
     outputs_of,
     submit_message,
 )
-from servers.native.queued_request import QueuedRequest
+from servers.native.limits import ByteBudget
+from servers.native.memory import Arena, Layout, RequestMemory
 from servers.protocol import errors as contract_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.records import ModelSignature

@@ -13,12 +13,11 @@ import pytest
 
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.native.arena import RequestMemory
-from servers.native.engine_process import EngineServer
-from servers.native.engine_side import EngineSide
+from servers.native.engine_process import EngineServer, EngineSide
 from servers.native.errors import NotReadyError
 from servers.native.inference import InferenceService, State
-from servers.native.messages import Answer, Ask, FrameReader, encode
+from servers.native.ipc import Answer, Ask, FrameReader, encode
+from servers.native.memory import RequestMemory
 from servers.native.one_process import LocalLink
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics

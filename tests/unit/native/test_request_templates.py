@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from servers.engines.padding import Padding
 from servers.models.specification import Axis
 from servers.native.inference import INLINE_READ_BYTES
-from servers.native.request_templates import TemplateCache
+from servers.native.templates import TemplateCache
 from servers.protocol.codec import decode_request, encode_response
 from servers.protocol.errors import InvalidRequestError, NotFoundError
 from servers.protocol.records import InferResponse, ModelSignature, OutputTensor, RegionReference, Window

@@ -17,10 +17,9 @@ import numpy as np
 from servers.engines.interface import HostMemory
 from servers.engines.padding import Padding, batch_key
 from servers.native import errors as native_errors
-from servers.native.arena import ALIGNMENT, Arena, RequestMemory
-from servers.native.errors import INTERNAL_ERROR
-from servers.native.failure_log import FailureLog
-from servers.native.queued_request import QueuedRequest
+from servers.native.batcher import QueuedRequest
+from servers.native.errors import INTERNAL_ERROR, FailureLog
+from servers.native.memory import ALIGNMENT, Arena, RequestMemory
 from servers.protocol import errors as contract_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.tensors import Array, like

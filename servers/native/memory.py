@@ -9,6 +9,14 @@ Bytes that are announced have a slot before they come. At most half of a class i
 gets the slot of another one whose bytes have been coming for longest, and too slowly.
 
 A process maps the file before it forks, so nothing has a name and nothing is left behind when all have ended.
+
+Page-locks the warm slots that requests lie in, so that a GPU copies from them while Python goes on.
+
+A class of slots is locked when the first request of that size comes, in a thread: until that is done, and for slots
+that are not warm, copies only take longer. Models share the slots: what one engine has locked is locked for all engines
+of the process (see `servers.engines.device_copies.LockedPages`).
+
+One gRPC message while it arrives and until its answer is sent, in a slot of the arena.
 """
 
 from __future__ import annotations
@@ -18,12 +26,15 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
 
 import numpy as np
+import structlog
 
+from servers.engines.interface import Engine
 from servers.native.errors import HOLDS_ENOUGH
 from servers.native.limits import ByteBudget
 from servers.native.settings import NativeSettings
@@ -269,3 +280,111 @@ class RequestMemory:
             if not warm:
                 self.arena.remove(slot.offset, one.size)
             heappush(self._free[slot.kind], slot.index)
+
+
+MAX_SEEN = 4096
+"""So many addresses are remembered, since requests lie in the same slots again and again."""
+
+log = structlog.get_logger("abserve.engine")
+
+
+class PageLocks:
+    """Belongs to the thread that starts batches, and to one engine."""
+
+    def __init__(self, engine: Engine, arena: Arena) -> None:
+        self._engine = engine
+        self._arena = arena
+        self._noticed: list[tuple[int, int]] = []
+        self._seen: set[int] = set()
+
+    def notice(self, addresses: Sequence[int]) -> None:
+        """Requests lie there."""
+        if self._seen.issuperset(addresses):
+            return
+        for address in addresses:
+            self._notice(address)
+        if len(self._seen) > MAX_SEEN:
+            self._seen.clear()
+        self._seen.update(addresses)
+
+    def _notice(self, address: int) -> None:
+        if any(start <= address < end for start, end in self._noticed):
+            return
+        arena = self._arena
+        found = arena.warm_range(address - arena.address) if arena.address <= address < arena.end else None
+        if found is None:
+            return
+        start, size = arena.address + found[0], found[1]
+        self._noticed.append((start, start + size))
+        threading.Thread(target=self._lock, args=(start, size), name="page-locking", daemon=True).start()
+
+    def _lock(self, start: int, size: int) -> None:
+        if not self._engine.pin(start, size):
+            log.warning("memory for requests cannot be page-locked, so copies to the GPU are slower", bytes=size)
+
+
+_NOTHING = memoryview(b"")
+
+
+class Message:
+    """Its bytes count as held from their arrival until `release`, and until nothing else refers to them."""
+
+    __slots__ = ("_budget", "_memory", "_slot", "compressed", "filled", "receive_ns", "room", "size", "start_ns")
+
+    def __init__(
+        self, memory: RequestMemory, receiver: Receiver, size: int, *, compressed: bool, aligned_at: int, spare: int
+    ) -> None:
+        """The byte at `aligned_at` is on a 64-byte boundary; `spare` bytes of `room` follow those of the message.
+
+        Raises `MemoryError` when no slot is left for it.
+        """
+        room_bytes = size + spare + ALIGNMENT
+        slot = memory.take_for(receiver, room_bytes) if size else memory.take(room_bytes)
+        if slot is None:
+            raise MemoryError
+        start = -(slot.offset + aligned_at) % ALIGNMENT
+        self._memory = memory
+        self._budget = memory.budget
+        self._slot: Slot | None = slot
+        self.size = size
+        self.compressed = compressed
+        self.filled = 0
+        self.start_ns = 0
+        """When it began to arrive, and how long that took: for whoever receives it to set."""
+        self.receive_ns = 0
+        self.room = np.asarray(slot)[start : start + size + spare].data
+
+    @property
+    def held(self) -> int:
+        """How many of its bytes count as held."""
+        return 0 if self._slot is None else self._slot.charged
+
+    @property
+    def content(self) -> memoryview:
+        """All bytes of the message, until `release`."""
+        return self.room[: self.size]
+
+    @property
+    def space(self) -> int:
+        """How many bytes may be written behind the others now."""
+        return min(self.size - self.filled, self._budget.left)
+
+    def received(self, count: int) -> None:
+        """`count` bytes, at most `space`, have been written behind the others."""
+        self.filled += count
+        self.hold(count)
+        if self.filled == self.size and self._slot is not None:
+            self._memory.arrived(self._slot)
+
+    def hold(self, count: int) -> bool:
+        """Let `count` bytes more count as held until `release`; False if they would be too many."""
+        slot = self._slot
+        if slot is None or not self._budget.hold(count):
+            return False
+        slot.charged += count
+        return True
+
+    def release(self) -> None:
+        """Give the memory back, unless the engine still reads it; idempotent."""
+        self.room = _NOTHING
+        self._slot = None

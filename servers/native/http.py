@@ -3,6 +3,15 @@
 There are two ways. A request whose JSON header came before (see `templates`) goes to the batcher from the connection's
 callback, without a task. Every other request (values in JSON, BYTES, timeouts, compressed bodies) is a task, whose slow
 steps run in a thread.
+
+HTTP connections: bytes in, one request at a time, responses out, within limits.
+
+The transport receives a body of known size straight into the body's own memory. Everything else comes through one
+buffer that all connections share, since each read is used up before the next. While a request waits for its response,
+what the client sends stays in the socket, except one read. If it sends its end, it has left or only closed its half: an
+interim response tells, since the system of a client that has left answers it with a reset. Every refusal is a response
+of the protocol. A refusal that does not read its request to the end is followed by lingering: closing at once could
+destroy the response.
 """
 
 from __future__ import annotations
@@ -11,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import mmap
+import select
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
@@ -22,19 +32,25 @@ from typing import Any
 
 from uvicorn.server import ServerState
 
-from servers.native.arena import RequestMemory
-from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, HttpError, failure_reason, http_status
-from servers.native.failure_log import FailureLog
-from servers.native.http_parser import HeadReader, Request, RequestHead
-from servers.native.inference import InferenceService, in_thread
-from servers.native.limits import ByteBudget, Turns
-from servers.native.queued_request import QueuedRequest
-from servers.native.regions import RegionTable
-from servers.native.request_templates import RequestTemplate, TemplateCache
-from servers.native.served_models import ServedModels
+from servers.native.batcher import QueuedRequest
+from servers.native.errors import (
+    HOLDS_ENOUGH,
+    INTERNAL_ERROR,
+    SHUTTING_DOWN,
+    FailureLog,
+    HttpError,
+    ShuttingDownError,
+    failure_reason,
+    http_status,
+)
+from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
+from servers.native.inference import InferenceService, ServedModels, in_thread
+from servers.native.limits import UNCOUNTED_BYTES, ByteBudget, Turns, UnreadAnswers
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
+from servers.native.shared_memory import RegionTable
 from servers.native.statistics import RequestTimes
-from servers.native.templates import KEPT_BYTES, Repeated
+from servers.native.templates import KEPT_BYTES, Repeated, RequestTemplate, TemplateCache
 from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
 from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.protocol.records import InferRequest, InferResponse, Window
@@ -501,3 +517,356 @@ def decompress(data: memoryview, limit: int) -> memoryview:
     if decoder.unused_data or used < len(data):
         raise InvalidRequestError("bytes follow the end of the compressed body")
     return memoryview(content)[: content.tell()]
+
+
+NEVER = float("inf")
+
+LINGER_S = 5.0
+"""How long a refused client may go on sending before it is cut off."""
+LINGER_BYTES = 256 * 2**20
+"""Bytes that a refused client may still send before it is cut off; they are read and dropped."""
+LAST_BODY_S = 5.0
+"""How long an arriving body may take to complete once the server is told to stop."""
+ROOM_WAIT_S = 5.0
+"""How long an incomplete body waits for room in the budget before it is refused; then it has as long to go on."""
+LEFT_S = 0.005
+"""How soon a client that has sent its end is asked whether it has left; afterwards at every tick."""
+PIECES_PER_TURN = 16
+"""Requests, or pieces of chunked bodies, that one connection may bring before the others have their turn."""
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLOSE = b"connection: close\r\n"
+
+
+def connection_factory(front_end: HttpFrontEnd) -> Callable[..., Connection]:
+    """The value for `uvicorn.Config(http=…)`, which calls it for each client as it would a protocol class."""
+
+    def connect(
+        server_state: ServerState, _loop: asyncio.AbstractEventLoop | None = None, **_configuration: object
+    ) -> Connection:
+        front_end.open(server_state, _loop or asyncio.get_running_loop())
+        return Connection(front_end)
+
+    return connect
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client. Belongs to the event loop."""
+
+    def __init__(self, front_end: HttpFrontEnd) -> None:
+        self._front_end = front_end
+        self._settings = front_end.settings
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
+        self._parser = RequestParser(front_end.heads, front_end.memory, front_end.check)
+        self._unparsed = bytearray()  # read but not used yet
+        self._direct = False  # the present read goes straight into the body
+        self._request: Request | None = None  # it waits for its response, or was answered last
+        self._pending: PendingRequest | None = None  # `_request`, if it is an inference
+        self._busy = False  # a request waits for its response
+        self._pipelined = False  # the request came before the last one's response
+        self._advancing = False
+        self._choked = False  # the client reads slower than it is answered
+        self._paused = False  # nothing is read from the transport
+        self._stopping = False  # this request is the last
+        self._ended = False  # the client sends nothing more
+        self._given_up = False  # already refused, because the server ends
+        self._lingered = -1  # bytes dropped since a refusal; -1 before it
+        self._body_by = 0.0  # when a body is late if no byte of it arrives
+        self._room_by = 0.0  # when a body that waits for room is refused; 0: it does not wait
+        self._unread = UnreadAnswers(front_end.memory.budget)
+        self._gone = False
+        self.deadline = NEVER
+        """When `expire` is due, in `time.monotonic` seconds."""
+
+    # Called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+        self._transport.set_write_buffer_limits(UNCOUNTED_BYTES)  # `resume_writing` follows whatever counts as held
+        self._wait_at_most(self._settings.keep_alive_timeout_s)
+        self._front_end.add(self)
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """The memory for the next bytes; never longer than the body, so that a pipelined request stays behind it."""
+        space = None if self._unparsed else self._parser.space()
+        self._direct = space is not None
+        return self._front_end.room if space is None else space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """`nbytes` have arrived in that memory."""
+        if self._direct:
+            request = self._parser.received(nbytes)
+            if request is not None:
+                self._take(request)
+        elif self._lingered >= 0:
+            self._lingered += nbytes
+            if self._lingered > LINGER_BYTES:
+                self._transport.abort()
+        elif self._busy or self._choked or self._parser.starved:
+            self._unparsed += self._front_end.room[:nbytes]
+            self._pause()
+        elif self._unparsed:
+            self._unparsed += self._front_end.room[:nbytes]
+            self._advance(self._unparsed, len(self._unparsed))
+        else:
+            self._advance(self._front_end.scratch, nbytes)
+
+    def eof_received(self) -> bool:
+        """The client sends nothing more. True if it may still wait for a response, for which the connection stays."""
+        if not self._busy or self._transport.is_closing():
+            return False
+        assert self._request is not None
+        self._ended = self._stopping = True
+        if self._request.head.version != "1.0":  # which has no interim responses
+            self._transport.write(_CONTINUE)
+        asyncio.get_running_loop().call_later(LEFT_S, self._check_left)
+        self._wait_at_most(0)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
+        """The client or the server has closed."""
+        self._gone = True
+        self._front_end.remove(self)
+        if self._busy and self._pending is not None:
+            self._pending.abandon()
+        elif not self._busy and self._parser.in_body:
+            self._front_end.count_disconnect(self._parser.head)
+        self._parser.give_up()
+        self._unread.count(0)
+        if self._request is not None:
+            self._request.release()
+        self._pending = None  # breaks the cycle of the two
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is answered: its next request has to wait."""
+        self._choked = True
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._choked = False
+        self._unread.count(self._transport.get_write_buffer_size())
+        if not self._busy and self._lingered < 0:
+            self._wait_at_most(self._settings.keep_alive_timeout_s)
+            self._go_on()
+
+    # Called by the server
+
+    def shutdown(self) -> None:
+        """Close now, or after the request that is arriving or waits for its response."""
+        self._stopping = True
+        if self._parser.in_body:
+            self.deadline = min(self.deadline, time.monotonic() + LAST_BODY_S)
+        elif not self._busy and self._lingered < 0:
+            self._transport.close()
+
+    def give_up(self) -> None:
+        """The server ends: refuse the request that waits for its response, and close."""
+        self._given_up = self._busy
+        if self._given_up:
+            if self._pending is not None:
+                self._pending.give_up()
+            self._pending = None
+            self._transport.write(refusal(ShuttingDownError(SHUTTING_DOWN)).encode(self.common_headers))
+        self._transport.close()
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        if self.waits_for_room:
+            self._find_room()
+        elif self._ended and self._busy:
+            self._check_left()
+        elif self._busy or self._lingered >= 0 or self._transport.get_write_buffer_size():
+            self._transport.abort()
+        elif self._parser.in_body and not self._stopping and self._body_seconds_left > 0:
+            self._wait_at_most(self._body_seconds_left)
+        elif self._parser.in_body or self._unparsed:
+            self._reject(HttpError(408, "the request did not arrive in time"))
+        else:
+            self._transport.close()
+
+    # Called by the pending request
+
+    @property
+    def gone(self) -> bool:
+        """The client has left."""
+        if self._gone or not self._ended:
+            return self._gone
+        if self._transport.is_closing():
+            return True
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), 0)  # only errors
+        return bool(poll.poll(0))
+
+    @property
+    def common_headers(self) -> bytes:
+        """The header lines of every response."""
+        return self._front_end.date + (_CLOSE if self._stopping else b"")
+
+    def has_room(self, count: int) -> bool:
+        """Whether a response of `count` bytes may wait for the client to read it; they count as held until it has.
+
+        It exists, so the request's own memory is given back first.
+        """
+        if self._request is not None:
+            self._request.release()
+        return self._unread.count(self._transport.get_write_buffer_size() + count)
+
+    def answer(self, answer: Answer) -> None:
+        """Send a response; in the event loop."""
+        request = self._request
+        assert request is not None
+        self.send(answer.encode(self.common_headers, with_body=request.head.method != b"HEAD"), answer.more)
+
+    def send(self, data: bytes, more: Sequence[bytes] = ()) -> None:
+        """Send a response's bytes, in pieces if they are many; in the event loop."""
+        if self._given_up:
+            return
+        transport = self._transport
+        if not transport.is_closing():
+            transport.write(data)
+            if more:
+                transport.writelines(more)
+        settings, unsent = self._settings, transport.get_write_buffer_size()
+        if not self._choked:
+            self._unread.count(unsent)
+        self._wait_at_most(settings.read_timeout_s if unsent else settings.keep_alive_timeout_s)
+        assert self._request is not None
+        self._request.release()
+        self._busy = False
+        self._go_on()
+
+    # From bytes to requests
+
+    def _go_on(self) -> None:
+        """Use the bytes that have been read, or can be, unless something forbids it; also after a response."""
+        if self._busy or self._advancing or self._choked or self._gone or self._lingered >= 0 or self._parser.starved:
+            return
+        if self._stopping and not self._parser.in_body:
+            self._transport.close()
+        elif self._unparsed or self._paused:
+            data, self._unparsed = self._unparsed, bytearray()
+            self._pipelined = bool(data)
+            self._advance(data, len(data))
+            self._pipelined = False
+
+    def _advance(self, data: bytearray, end: int) -> None:
+        """Use `data[:end]` as far as possible, or until it is the other connections' turn, and keep the rest."""
+        parser = self._parser
+        start, blocked, had_some, pieces = 0, False, bool(self._unparsed), PIECES_PER_TURN
+        self._advancing = True
+        try:
+            while start < end and not self._transport.is_closing():
+                blocked = self._busy or self._choked or parser.starved or not pieces
+                if blocked:
+                    break
+                used, complete = parser.parse(data, start, end)
+                if used == start:
+                    break
+                start, pieces = used, pieces - 1
+                if isinstance(complete, Request):
+                    self._take(complete)
+                elif complete is not None:
+                    self._await_body(complete)
+        except HttpError as error:
+            self._reject(error)
+        finally:
+            self._advancing = False
+        if self._lingered >= 0:
+            return
+        self._unparsed = data[start:end] if start < end else bytearray()
+        if blocked:
+            self._pause()
+            return
+        if self._unparsed and not had_some and not parser.in_body:  # a head has begun
+            self._wait_at_most(self._settings.read_timeout_s)
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        if self._stopping and not parser.in_body:
+            self._go_on()
+
+    def _pause(self) -> None:
+        """Stop reading while a request waits for its response, or other connections have their turn."""
+        if not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        if self._parser.starved:
+            self._room_by = time.monotonic() + ROOM_WAIT_S
+            self._wait_at_most(0)  # check for room at every tick
+        elif not self._busy:
+            self._front_end.call(self._go_on)
+
+    def _await_body(self, head: RequestHead) -> None:
+        if head.expects_continue:
+            self._transport.write(_CONTINUE)
+        self._body_by = time.monotonic() + self._settings.read_timeout_s
+        self._wait_at_most(self._body_seconds_left)
+
+    @property
+    def _body_seconds_left(self) -> float:
+        """How long the next byte of the body may take; every byte that arrives makes it longer."""
+        return self._body_by + self._parser.body_arrived / self._settings.min_body_bytes_per_s - time.monotonic()
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether an incomplete body waits because the budget has no room."""
+        return self._room_by > 0 and self._parser.in_body
+
+    def _find_room(self) -> None:
+        """Go on with a body that waits for room, if there is room; drop one that has waited too long."""
+        if self._parser.starved:
+            if time.monotonic() < self._room_by:
+                return
+            self._parser.drop_body(UnavailableError(HOLDS_ENOUGH))
+        self._room_by = 0.0
+        self._body_by += max(0.0, ROOM_WAIT_S - self._body_seconds_left)
+        self._wait_at_most(self._body_seconds_left)
+        self._go_on()
+
+    def _check_left(self) -> None:
+        """End the connection of a client that has sent its end, if it does not read either."""
+        if self._busy and not self._gone and self.gone:
+            self._transport.abort()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+
+    def _take(self, request: Request) -> None:
+        """Begin on a whole request."""
+        head = request.head
+        self._request, self._pending = request, None
+        self._busy = True
+        self.deadline = NEVER
+        self._stopping = self._stopping or not head.keep_alive
+        if request.refusal is not None:
+            self._front_end.count_failure(head, request.refusal, request.start_ns)
+            self.answer(refusal(request.refusal))
+        elif head.infers:
+            self._pending = PendingRequest(self._front_end, self, request)
+            self._pending.begin(request.body)
+        elif head.target is not None:
+            wrong_verb = refusal(HttpError(405, "Method Not Allowed"))
+            wrong_verb.headers.append((b"allow", b"POST"))
+            self.answer(wrong_verb)
+        elif self._pipelined:
+            self._front_end.turns.add(lambda: self._front_end.run(self._ask(request)))
+        else:
+            self._front_end.run(self._ask(request))
+
+    async def _ask(self, request: Request) -> None:
+        """Ask the application; goes on when the client leaves, since the work may be half done."""
+        client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
+        answer = await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body))
+        if not self.gone and not self.has_room(answer.size):
+            answer = refusal(UnavailableError(HOLDS_ENOUGH))
+        self.answer(answer)
+
+    def _reject(self, error: HttpError) -> None:
+        """Refuse a request that is not read any further; the connection ends when the client has read the refusal."""
+        self._stopping = True
+        self._front_end.count_failure(self._parser.head, error, self._parser.start_ns)
+        self._transport.write(refusal(error).encode(self.common_headers))
+        self._parser.give_up()
+        self._unparsed, self._lingered = bytearray(), 0
+        self._wait_at_most(LINGER_S)
+        self._transport.write_eof()
