@@ -42,12 +42,12 @@ class _SystemMemory(msgspec.Struct):
     offset: int = 0
 
 
-class _Handle(msgspec.Struct):
+class _EncodedHandle(msgspec.Struct):
     b64: str
 
 
 class _CudaMemory(msgspec.Struct):
-    raw_handle: _Handle
+    raw_handle: _EncodedHandle
     device_id: int
     byte_size: int
 

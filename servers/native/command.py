@@ -37,7 +37,7 @@ Artefact = tuple[Path, dict[str, object] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class NativeLaunch:
     """Checked options: the settings are valid and the ports were free a moment ago."""
 
     settings: NativeSettings
@@ -75,7 +75,7 @@ class Launch:
         )
 
 
-def check(options: Mapping[str, Any]) -> Launch:
+def check(options: Mapping[str, Any]) -> NativeLaunch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
     given = NativeSettings(**{name: value for name, value in options.items() if value is not None})
     given = with_tuning(given, given.tuning)
@@ -95,7 +95,7 @@ def check(options: Mapping[str, Any]) -> Launch:
     # A path is absolute: a supervisor may start the server from another folder.
     model = first.reference if first.reference.startswith("/") else settings.model
     settings = settings.model_copy(update={"weights": weights.text, "model": model})
-    return Launch(settings, specifications, weights, tuning_of(given))
+    return NativeLaunch(settings, specifications, weights, tuning_of(given))
 
 
 @takes_settings(NativeSettings)
@@ -126,7 +126,7 @@ def serve_native(
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets this process's PID and signals
 
 
-def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> Artefact:
+def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Path) -> Artefact:
     """The exported file, made first when it is missing, and its manifest."""
     from servers.export.artefacts import executed_file  # not above: it imports an engine
 

@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 
 from servers.engines.padding import pad_to_text
 from servers.engines.processors import cuda_index
-from servers.native.inference import InferenceService, State
+from servers.native.inference import InferenceService, ModelState
 from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Histogram
 from servers.protocol.tensors import TensorSpec
@@ -24,12 +24,12 @@ SERVER_NAME = "abserve-native"
 EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
 
 _REPOSITORY_STATES = {
-    State.LOADING: ("LOADING", ""),
-    State.ACCEPTING: ("LOADING", ""),
-    State.READY: ("READY", ""),
-    State.FAILED: ("UNAVAILABLE", "failed"),
-    State.UNLOADED: ("UNAVAILABLE", "unloaded"),
-    State.STOPPING: ("UNLOADING", ""),
+    ModelState.LOADING: ("LOADING", ""),
+    ModelState.ACCEPTING: ("LOADING", ""),
+    ModelState.READY: ("READY", ""),
+    ModelState.FAILED: ("UNAVAILABLE", "failed"),
+    ModelState.UNLOADED: ("UNAVAILABLE", "unloaded"),
+    ModelState.STOPPING: ("UNLOADING", ""),
 }
 
 Document = dict[str, object]

@@ -22,24 +22,24 @@ from typing import Any
 from servers.engines.processors import cuda_index
 from servers.native.batcher import QueuedRequest
 from servers.native.errors import FailureLog
-from servers.native.inference import State, wake_all
+from servers.native.inference import ModelState, wake_all
 from servers.native.ipc import (
     FAILED,
     FORM_UNKNOWN,
     MAX_GROUP_ROWS,
     REQUESTS,
-    Answer,
-    Ask,
     Cancel,
-    Done,
-    DoneMany,
+    Control,
+    ControlDone,
     Form,
     FrameReader,
     Message,
+    RequestDone,
+    RequestsDone,
     SentForms,
     Submit,
     SubmitMany,
-    Unusable,
+    UnusableMessage,
     divided,
     encode_all,
     error_of,
@@ -120,7 +120,7 @@ class EngineClient(asyncio.Protocol):
             raise UnavailableError(ENGINE_ENDED)
         number = next(self._numbers)
         self._asked[number] = answer = asyncio.get_running_loop().create_future()
-        self._send(Ask(number, method, list(arguments)))
+        self._send(Control(number, method, list(arguments)))
         await answer
 
     # asyncio.Protocol
@@ -149,22 +149,22 @@ class EngineClient(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(UnavailableError(ENGINE_ENDED))
 
-    def _take(self, message: Message | Unusable) -> None:
-        if isinstance(message, DoneMany):
+    def _take(self, message: Message | UnusableMessage) -> None:
+        if isinstance(message, RequestsDone):
             for number, outputs in divided(message):
                 self._succeed(number, outputs)
-        elif isinstance(message, Done):
+        elif isinstance(message, RequestDone):
             self._complete(message)
-        elif isinstance(message, Ask):
+        elif isinstance(message, Control):
             task = asyncio.get_running_loop().create_task(self._carry_out(message))
             self._carrying_out.add(task)
             task.add_done_callback(self._carrying_out.discard)
-        elif isinstance(message, Answer):
+        elif isinstance(message, ControlDone):
             self._answered(message)
-        elif isinstance(message, Unusable):
+        elif isinstance(message, UnusableMessage):
             self._fail(message, sent=False)
 
-    def _fail(self, message: Unusable, *, sent: bool) -> None:
+    def _fail(self, message: UnusableMessage, *, sent: bool) -> None:
         """Fail what a message is about that could not be sent, or not be used: here, or at the engine's side."""
         if message.kind is Form:
             self._forms.forget()
@@ -175,7 +175,7 @@ class EngineClient(asyncio.Protocol):
             else:
                 self._send(reply)
 
-    def _answered(self, message: Answer) -> None:
+    def _answered(self, message: ControlDone) -> None:
         answer = self._asked.pop(message.number, None)
         if answer is None or answer.done():
             return
@@ -190,7 +190,7 @@ class EngineClient(asyncio.Protocol):
         queued.outputs = outputs
         self._wake(queued)
 
-    def _complete(self, message: Done) -> None:
+    def _complete(self, message: RequestDone) -> None:
         queued, kept, has_room = self._waiting[message.number]
         if message.failure is None:
             queued.outputs = outputs_of(message, self._memory.arena, kept[-1] if has_room else None)
@@ -229,14 +229,14 @@ class EngineClient(asyncio.Protocol):
         """A request is complete."""
         wake_all([queued])
 
-    async def _carry_out(self, message: Ask) -> None:
+    async def _carry_out(self, message: Control) -> None:
         """Do what the engine's side tells; what takes long does not delay what it tells next."""
         failure = None
         try:
             await self._told[message.method](*message.arguments)
         except Exception as error:  # noqa: BLE001  the engine's side raises it
             failure = failure_of(error)
-        self._send(Answer(message.number, failure))
+        self._send(ControlDone(message.number, failure))
 
 
 def _answer_bytes(signature: ModelSignature) -> int:
@@ -247,7 +247,15 @@ def _answer_bytes(signature: ModelSignature) -> int:
 
 
 _LEAST_READY_FIRST = [
-    state.value for state in (State.FAILED, State.STOPPING, State.UNLOADED, State.LOADING, State.ACCEPTING, State.READY)
+    state.value
+    for state in (
+        ModelState.FAILED,
+        ModelState.STOPPING,
+        ModelState.UNLOADED,
+        ModelState.LOADING,
+        ModelState.ACCEPTING,
+        ModelState.READY,
+    )
 ]
 _BY_THE_FIRST = ("register_system", "check_cuda")
 

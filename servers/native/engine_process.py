@@ -41,23 +41,23 @@ from servers.native.errors import (
     RequestExpiredError,
     ShuttingDownError,
 )
-from servers.native.inference import State, signature_of
+from servers.native.inference import ModelState, signature_of
 from servers.native.ipc import (
     FAILED,
     FORM_UNKNOWN,
     REQUESTS,
     STOP_BY,
-    Answer,
-    Ask,
     Cancel,
-    Done,
+    Control,
+    ControlDone,
     Form,
     FrameReader,
     Message,
     ReceivedForm,
+    RequestDone,
     Submit,
     SubmitMany,
-    Unusable,
+    UnusableMessage,
     done_many_message,
     done_message,
     encode_all,
@@ -105,7 +105,7 @@ class ModelHost:
         `on_change` is called when `state` or `description` is another; with True it returns when all front ends know.
         """
         self.signature = signature_of(specification, settings)
-        self.state = State.LOADING
+        self.state = ModelState.LOADING
         self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
         self._build_engine = partial(build_engine, settings.engine_settings())
         self._settings = settings
@@ -133,25 +133,25 @@ class ModelHost:
     def load(self) -> None:
         """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
         with self._control:
-            if self.state not in (State.UNLOADED, State.FAILED):
+            if self.state not in (ModelState.UNLOADED, ModelState.FAILED):
                 self._check_ready()
                 return
             self._finish()
             self._batcher = self._new_batcher()
             self._on_failure = lambda: None  # the client gets the error, and the server goes on
             self._settled.clear()
-            self._change(State.LOADING)
+            self._change(ModelState.LOADING)
             self._batcher.start(self._prepare)
             self._settled.wait()
-            if self.state is State.FAILED:
+            if self.state is ModelState.FAILED:
                 raise InternalError(f"model '{self.signature.name}' failed to load, the server's log has the reason")
 
     def unload(self) -> None:
         """Refuse new requests, finish the accepted ones and free the engine. Raises `ContractError`."""
         with self._control:
-            if self.state not in (State.UNLOADED, State.FAILED):
+            if self.state not in (ModelState.UNLOADED, ModelState.FAILED):
                 self._check_ready()
-            self._change(State.UNLOADED, wait=True)
+            self._change(ModelState.UNLOADED, wait=True)
             self._finish()
 
     def submit(self, queued: QueuedRequest) -> None:
@@ -173,15 +173,15 @@ class ModelHost:
 
     def stop(self, timeout: float) -> bool:
         """Execute the queue, then free the engine. False if that took longer than `timeout` seconds."""
-        loading = self.state in (State.LOADING, State.ACCEPTING)
-        self.state = State.STOPPING
+        loading = self.state in (ModelState.LOADING, ModelState.ACCEPTING)
+        self.state = ModelState.STOPPING
         # A load cannot be interrupted, so do not wait for it.
         return self._batcher.stop(0 if loading else timeout)
 
     def _check_ready(self) -> None:
-        if self.state is State.STOPPING:
+        if self.state is ModelState.STOPPING:
             raise ShuttingDownError(SHUTTING_DOWN)
-        if self.state is not State.READY:
+        if self.state is not ModelState.READY:
             raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
 
     def _finish(self) -> None:
@@ -190,11 +190,11 @@ class ModelHost:
         self.description = None  # nothing is in effect any more
         self._on_change(True)
 
-    def _change(self, state: State, *, wait: bool = False) -> None:
-        if self.state is not State.STOPPING:
+    def _change(self, state: ModelState, *, wait: bool = False) -> None:
+        if self.state is not ModelState.STOPPING:
             self.state = state
         self._on_change(wait)
-        if state is State.FAILED:
+        if state is ModelState.FAILED:
             self._on_failure()
 
     def _prepare(self) -> Engine | None:
@@ -213,15 +213,15 @@ class ModelHost:
             self._front_ends_open.wait()
         if engine is not None:
             with suppress(ContractError):  # a front end that does not answer learns it all the same
-                self._change(State.ACCEPTING, wait=True)
-        self._change(State.FAILED if engine is None else State.READY)
+                self._change(ModelState.ACCEPTING, wait=True)
+        self._change(ModelState.FAILED if engine is None else ModelState.READY)
         self._settled.set()
         return engine
 
     def _broken(self) -> None:
         """The engine broke: the server ends, or stays not ready, and its supervisor sees that. In the engine thread."""
-        if self.state in (State.LOADING, State.ACCEPTING, State.READY):
-            self._change(State.FAILED)
+        if self.state in (ModelState.LOADING, ModelState.ACCEPTING, ModelState.READY):
+            self._change(ModelState.FAILED)
         self._settled.set()
 
     def _new_batcher(self) -> Batcher:
@@ -371,7 +371,7 @@ class EngineSide:
 
     @property
     def failed(self) -> bool:
-        return any(host.state is State.FAILED for host in self.hosts)
+        return any(host.state is ModelState.FAILED for host in self.hosts)
 
     def _load(self, model: int) -> None:
         self.hosts[model].load()
@@ -461,7 +461,7 @@ class FrontEndChannel:
                 self._add_done(done, queued)
             except Exception as error:  # it must not stop the thread of an engine
                 log_limited.exception("an answer could not be sent")
-                done.append(Done(queued.number, [], failure_of(error)))
+                done.append(RequestDone(queued.number, [], failure_of(error)))
         self.send(done)
 
     def _add_done(self, done: list[Message], queued: QueuedRequest) -> None:
@@ -477,7 +477,7 @@ class FrontEndChannel:
             done.append(done_many_message(numbers, queued.outputs or {}))
         else:
             failure = failure_of(queued.error)
-            done += [Done(number, [], failure) for number in numbers]
+            done += [RequestDone(number, [], failure) for number in numbers]
 
     def tell(self, method: str, *arguments: object) -> Future[Any]:
         """See `FrontEnd`; one that has ended has done everything."""
@@ -489,10 +489,10 @@ class FrontEndChannel:
         if ended:
             told.set_result(None)
         else:
-            self.send([Ask(number, method, list(arguments))])
+            self.send([Control(number, method, list(arguments))])
         return told
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: ControlDone) -> None:
         """The front end has done what it was told."""
         told = self._told.pop(answer.number, None)
         if told is None:
@@ -520,7 +520,7 @@ class FrontEndChannel:
                 self._unsent += frame
                 self._epoll.modify(self.socket, select.EPOLLIN | select.EPOLLOUT)
 
-    def fail(self, message: Unusable, *, sent: bool) -> None:
+    def fail(self, message: UnusableMessage, *, sent: bool) -> None:
         """Fail what a message is about that could not be sent, or not be used: here, or at the front end."""
         if message.kind is Form:
             for number in message.numbers or list(self.forms):
@@ -528,7 +528,7 @@ class FrontEndChannel:
         for reply in failed(message, FAILED):
             if sent != (message.kind in REQUESTS):
                 self.send([reply])
-            elif isinstance(reply, Answer):
+            elif isinstance(reply, ControlDone):
                 self.answered(reply)
 
     def send_more(self) -> None:
@@ -651,7 +651,7 @@ class EngineServer:
                 log_limited.exception("a message of a front end could not be used")
                 channel.fail(unusable_of(message), sent=False)
 
-    def _take(self, channel: FrontEndChannel, message: Message | Unusable) -> None:
+    def _take(self, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Submit):
             self._submit(channel, message)
         elif isinstance(message, SubmitMany):
@@ -660,17 +660,17 @@ class EngineServer:
             channel.forms[message.number] = ReceivedForm(message, self._side.hosts[message.model].padding)
         elif isinstance(message, Cancel):
             self._cancel(channel, message.number)
-        elif isinstance(message, Answer):
+        elif isinstance(message, ControlDone):
             channel.answered(message)
-        elif isinstance(message, Ask):
+        elif isinstance(message, Control):
             self._side.threads(message.method, message.arguments).submit(self._carry_out, channel, message)
-        elif isinstance(message, Unusable):
+        elif isinstance(message, UnusableMessage):
             channel.fail(message, sent=False)
 
     def _submit(self, channel: FrontEndChannel, message: Submit) -> None:
         form = channel.form(message.form, message.rows)
         if form is None:
-            channel.send([Done(message.number, [], FORM_UNKNOWN)])
+            channel.send([RequestDone(message.number, [], FORM_UNKNOWN)])
             return
         try:
             inputs: Mapping[str, Array | HostMemory]
@@ -688,13 +688,13 @@ class EngineServer:
             if not isinstance(error, ContractError):
                 log_limited.exception("a request could not be queued")
             channel.requests.pop(message.number, None)
-            channel.send([Done(message.number, [], failure_of(error))])
+            channel.send([RequestDone(message.number, [], failure_of(error))])
 
     def _submit_many(self, channel: FrontEndChannel, message: SubmitMany) -> None:
         """As one, where the engine takes addresses: then the batcher has as little to do as for a single request."""
         form = channel.form(message.form, message.rows)
         if form is None:
-            channel.send([Done(number, [], FORM_UNKNOWN) for number in message.numbers])
+            channel.send([RequestDone(number, [], FORM_UNKNOWN) for number in message.numbers])
             return
         if len(message.numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
             for number, data in zip(message.numbers, message.data, strict=True):
@@ -748,7 +748,7 @@ class EngineServer:
             leaving.error = RequestExpiredError(EXPIRED)
             channel.complete([leaving])
 
-    def _carry_out(self, channel: FrontEndChannel, message: Ask) -> None:
+    def _carry_out(self, channel: FrontEndChannel, message: Control) -> None:
         failure = None
         try:
             if message.method == "opened":
@@ -761,7 +761,7 @@ class EngineServer:
             if not isinstance(error, ContractError):
                 log_limited.exception("a request for a change failed", method=message.method[:64])
             failure = failure_of(error)
-        channel.send([Answer(message.number, failure)])
+        channel.send([ControlDone(message.number, failure)])
 
     def _lose(self, channel: FrontEndChannel) -> None:
         """A front end has ended: nobody waits for its requests."""

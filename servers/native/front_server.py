@@ -159,7 +159,7 @@ class NativeServer(uvicorn.Server):
         connections = list(self.server_state.connections)
         log.error("accepted work is not finished in time and is refused", connections=len(connections))
         for connection in connections:
-            connection.give_up()  # type: ignore[union-attr]  # all are `Connection`s
+            connection.give_up()  # type: ignore[union-attr]  # all are `HttpServerConnection`s
 
 
 def _end_at_the_latest_in(seconds: float) -> None:

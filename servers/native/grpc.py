@@ -38,9 +38,9 @@ from servers.native.errors import (
 from servers.native.grpc_connection import (
     Call,
     CallHead,
-    Connection,
+    CallStatus,
+    GrpcServerConnection,
     Method,
-    Refusal,
     read_call_head,
     refusal_of,
     shortened,
@@ -59,7 +59,7 @@ from servers.native.http import MAX_INFLATING, decompress
 from servers.native.http2 import HEAD_BYTES
 from servers.native.inference import InferenceService, ServedModels, in_thread
 from servers.native.limits import CONTROL_BODY_BYTES, Turns
-from servers.native.memory import ALIGNMENT, Message, RequestMemory
+from servers.native.memory import ALIGNMENT, GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import DeviceRegion, RegionTable, SystemRegion
 from servers.native.statistics import RequestTimes
@@ -87,7 +87,7 @@ def with_prefix(message: Any) -> list[bytes]:
     return [_PREFIX.pack(0, len(content)), content]
 
 
-class PendingMessage:
+class PendingGrpcRequest:
     """A ModelInferRequest between its last byte and its answer; the `Waiter` of its `QueuedRequest`.
 
     Belongs to the event loop. It ends in one of `wake`, `stop` and its task; only the first of them is counted.
@@ -98,7 +98,7 @@ class PendingMessage:
         *("_service", "_targets", "_task", "_template", "_times"),
     )
 
-    def __init__(self, front_end: Any, call: Call, message: Message) -> None:
+    def __init__(self, front_end: Any, call: Call, message: GrpcMessage) -> None:
         """`front_end` is a `GrpcFrontEnd`, whose module imports this one."""
         self._front_end = front_end
         self._call = call
@@ -259,7 +259,7 @@ class PendingMessage:
             error = CallDeadlineError("the call's deadline passed while the request waited")
         self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
         if isinstance(error, TooLargeError) and self._message.compressed:  # as for one that comes uncompressed
-            self._call.failed(Refusal("RESOURCE_EXHAUSTED", str(error)))
+            self._call.failed(CallStatus("RESOURCE_EXHAUSTED", str(error)))
         elif self._call.method.streams and not isinstance(error, CallDeadlineError):
             answer = service_pb2.ModelStreamInferResponse(error_message=shortened(str(error)))
             self._call.answered(with_prefix(answer))
@@ -307,15 +307,15 @@ class GrpcFrontEnd:
         most = min(settings.max_body_bytes + MESSAGE_SLACK_BYTES, 2**31 - 1)
         self._methods = _described_methods(_answers(models, regions), most)
         self._max_connections = max_connections()
-        self._connections: set[Connection] = set()
+        self._connections: set[GrpcServerConnection] = set()
         self._stopping = False
         self._all_closed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._ticked = 0.0
 
-    def connect(self) -> Connection:
+    def connect(self) -> GrpcServerConnection:
         """A protocol for a new client, as `loop.create_server` and `loop.connect_accepted_socket` take it."""
-        return Connection(self)
+        return GrpcServerConnection(self)
 
     @property
     def open_connections(self) -> int:
@@ -341,7 +341,7 @@ class GrpcFrontEnd:
 
     # Called by connections and calls
 
-    def add(self, connection: Connection) -> bool:
+    def add(self, connection: GrpcServerConnection) -> bool:
         """A client has connected; False if there are too many, or the server stops."""
         if self._stopping or len(self._connections) >= self._max_connections:
             return False
@@ -351,7 +351,7 @@ class GrpcFrontEnd:
             self._tick()
         return True
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: GrpcServerConnection) -> None:
         """A client has left."""
         self._connections.discard(connection)
         self.on_close()
@@ -362,13 +362,13 @@ class GrpcFrontEnd:
         """What the headers of a call say."""
         return read_call_head(fields, self._methods)
 
-    def take(self, call: Call, size: int, *, compressed: bool) -> Message | None:
+    def take(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
         """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""
         if size > self.budget.left + self._arriving_bytes(size):
             return None
         offset = 0 if compressed else self.templates.tensor_offset(size)
         try:
-            return Message(
+            return GrpcMessage(
                 self.memory, call, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=HEAD_BYTES
             )
         except MemoryError:
@@ -386,9 +386,9 @@ class GrpcFrontEnd:
             raise TooLargeError(f"an input's values have {size} bytes when they are decoded, the server takes {most}")
         return self.memory.allocate(size)
 
-    def answering(self, call: Call, message: Message) -> Any:
+    def answering(self, call: Call, message: GrpcMessage) -> Any:
         """What answers a message, with methods `begin` and `stop`."""
-        return PendingMessage(self, call, message) if call.method.infers else ControlMessage(call, message)
+        return PendingGrpcRequest(self, call, message) if call.method.infers else ControlCall(call, message)
 
     def count_failure(self, error: ContractError, start_ns: int) -> None:
         """Count an inference without a message: for the default model, since its own is unknown."""
@@ -412,12 +412,12 @@ class GrpcFrontEnd:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._connections else None
 
 
-class ControlMessage:
+class ControlCall:
     """A message of a method that does not infer, until its answer."""
 
     __slots__ = ("_call", "_message", "_task")
 
-    def __init__(self, call: Call, message: Message) -> None:
+    def __init__(self, call: Call, message: GrpcMessage) -> None:
         self._call = call
         self._message = message
         self._task: asyncio.Task[None] | None = None

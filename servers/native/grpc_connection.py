@@ -28,7 +28,7 @@ from servers.native import http2
 from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError, grpc_status
 from servers.native.http2 import NUMBER, Http2Error, header_block
 from servers.native.limits import UnreadAnswers
-from servers.native.memory import Message
+from servers.native.memory import GrpcMessage
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
 
@@ -73,7 +73,7 @@ _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%"
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class CallStatus:
     """How a call ends without having been carried out. With an HTTP status the client does not speak gRPC."""
 
     status: str
@@ -91,9 +91,9 @@ class Refusal:
         return header_block([*_FIELDS, *fields] if alone else fields)
 
 
-def refusal_of(error: ContractError) -> Refusal:
+def refusal_of(error: ContractError) -> CallStatus:
     """The refusal that a client gets for an error."""
-    return Refusal(grpc_status(error), str(error))
+    return CallStatus(grpc_status(error), str(error))
 
 
 def shortened(details: str) -> str:
@@ -122,7 +122,7 @@ class CallHead:
     method: Method | None = None
     timeout_ns: int | None = None
     encoding: str = "identity"
-    refusal: Refusal | None = None
+    refusal: CallStatus | None = None
 
 
 def read_call_head(fields: list[tuple[bytes, bytes]], methods: dict[bytes, Method]) -> CallHead:
@@ -130,21 +130,21 @@ def read_call_head(fields: list[tuple[bytes, bytes]], methods: dict[bytes, Metho
     given = dict(fields)
     if sum(len(name) + len(value) + 32 for name, value in fields) > MAX_METADATA_BYTES:
         most = f"the call's metadata has more than {MAX_METADATA_BYTES} bytes"
-        return CallHead(refusal=Refusal("RESOURCE_EXHAUSTED", most))
+        return CallHead(refusal=CallStatus("RESOURCE_EXHAUSTED", most))
     if given.get(b":method") != b"POST":
-        return CallHead(refusal=Refusal("UNIMPLEMENTED", "gRPC calls are POST requests", 405))
+        return CallHead(refusal=CallStatus("UNIMPLEMENTED", "gRPC calls are POST requests", 405))
     if not given.get(b"content-type", b"").startswith(b"application/grpc"):
-        return CallHead(refusal=Refusal("UNIMPLEMENTED", "the content type must be application/grpc", 415))
+        return CallHead(refusal=CallStatus("UNIMPLEMENTED", "the content type must be application/grpc", 415))
     method = methods.get(given.get(b":path", b""))
     if method is None:
-        return CallHead(refusal=Refusal("UNIMPLEMENTED", "the service has no such method"))
+        return CallHead(refusal=CallStatus("UNIMPLEMENTED", "the service has no such method"))
     encoding = given.get(b"grpc-encoding", b"identity").decode("latin-1")
     if encoding not in ENCODINGS:
-        return CallHead(refusal=Refusal("UNIMPLEMENTED", "messages may be compressed with gzip or deflate"))
+        return CallHead(refusal=CallStatus("UNIMPLEMENTED", "messages may be compressed with gzip or deflate"))
     timeout = given.get(b"grpc-timeout")
     match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
     if timeout is not None and match is None:
-        return CallHead(refusal=Refusal("INTERNAL", "grpc-timeout must be up to eight digits and a unit"))
+        return CallHead(refusal=CallStatus("INTERNAL", "grpc-timeout must be up to eight digits and a unit"))
     timeout_ns = None if match is None else min(int(match[1]) * _UNIT_NS[match[2]], LONGEST_NS)
     return CallHead(method, timeout_ns, encoding)
 
@@ -160,7 +160,7 @@ class Call:
     )  # fmt: skip
 
     def __init__(self, connection: Any, front_end: Any, stream: int, head: CallHead, send_window: int) -> None:
-        """`connection` is a `Connection` and `front_end` a `GrpcFrontEnd`, whose modules import this one."""
+        """`connection` is a `GrpcServerConnection` and `front_end` a `GrpcFrontEnd`, whose modules import this one."""
         assert head.method is not None
         self._connection = connection
         self._front_end = front_end
@@ -174,9 +174,9 @@ class Call:
         self._last_arrival = NEVER
         self._begun = self._idle = time.monotonic()
         self._prefix = b""
-        self.message: Message | None = None
+        self.message: GrpcMessage | None = None
         """The message that is arriving."""
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[GrpcMessage] = deque()
         self.answering: Any = None
         """What answers the present message, with a method `stop`; None while there is no message."""
         self._going_on = False
@@ -259,11 +259,11 @@ class Call:
         self._prefix = b""
         most = self.method.max_message_bytes
         if flag > 1 or (flag and self.head.encoding == "identity"):
-            self.finish(Refusal("INTERNAL", "the message is compressed in a way that the call does not name"))
+            self.finish(CallStatus("INTERNAL", "the message is compressed in a way that the call does not name"))
         elif size > most and self.method.infers:
             error = TooLargeError(f"the message has {size} bytes, the server takes at most {most}")
             self._front_end.count_failure(error, self.start_ns)
-            self.finish(Refusal("RESOURCE_EXHAUSTED", str(error)))
+            self.finish(CallStatus("RESOURCE_EXHAUSTED", str(error)))
         elif size > most:
             self.refuse(InvalidRequestError(f"a {self.method.name}Request has at most {most} bytes, got {size}"))
         else:
@@ -279,7 +279,7 @@ class Call:
             if not size:
                 self._complete(message)
 
-    def _complete(self, message: Message) -> None:
+    def _complete(self, message: GrpcMessage) -> None:
         self.message = None
         message.receive_ns = time.perf_counter_ns() - message.start_ns
         if not self._free and not message.hold(WAITING_BYTES):
@@ -292,7 +292,7 @@ class Call:
             self._connection.reset(self)
         self.go_on()
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: GrpcMessage) -> None:
         if self.method.streams and self.receive_window < STREAM_WINDOW // 2:
             self._connection.grant(self, STREAM_WINDOW - self.receive_window)
         self.answering = answering = self._front_end.answering(self, message)
@@ -336,7 +336,7 @@ class Call:
         """Whether nothing stands before the next message's answer."""
         return self.answering is None and not self.unsent and not self.closed
 
-    def failed(self, refusal: Refusal) -> None:
+    def failed(self, refusal: CallStatus) -> None:
         """The present message has no answer but an error."""
         self.answering = None
         self._connection.credit_answer()
@@ -348,7 +348,7 @@ class Call:
             self._front_end.count_failure(error, self.start_ns)
         self.finish(refusal_of(error))
 
-    def finish(self, refusal: Refusal) -> None:
+    def finish(self, refusal: CallStatus) -> None:
         """End the call with an error. Idempotent."""
         if not self.closed:
             self._connection.finish(self, refusal.block(alone=not self.headers_sent))
@@ -411,7 +411,7 @@ class Call:
                 self._connection.reset(self)
         elif now >= self._deadline:
             self._stop_answering("expired")
-            self.finish(Refusal("DEADLINE_EXCEEDED", "the call's deadline passed"))
+            self.finish(CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed"))
         elif self.arriving:
             arrived = 0 if self.message is None else self.message.filled
             longest_s = settings.read_timeout_s + arrived / settings.min_body_bytes_per_s
@@ -444,7 +444,7 @@ _HEADERS_START = http2.frame_head(http2.HEADERS, http2.END_HEADERS, 0, len(RESPO
 _ENDING_START = http2.frame_head(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, 0, len(TRAILERS_OK))[:5]
 
 
-class Answers:
+class OutgoingMessages:
     """Sends messages and ends of calls in their order; what the client's windows do not allow yet waits."""
 
     def __init__(self, write: Callable[[bytes], None], end: Callable[[Call], None]) -> None:
@@ -611,7 +611,7 @@ _GREETING = http2.settings_frame(
 _SETTINGS_ACK = http2.frame(http2.SETTINGS, http2.ACK, 0)
 
 
-class Connection(asyncio.BufferedProtocol):
+class GrpcServerConnection(asyncio.BufferedProtocol):
     """One client. Belongs to the event loop."""
 
     def __init__(self, front_end: Any) -> None:
@@ -639,7 +639,7 @@ class Connection(asyncio.BufferedProtocol):
         self._controls: deque[Callable[[], None]] = deque()  # calls that do not infer, which take turns
         self._resuming = False  # `_go_on` is going to be called
         self._unacknowledged = 0  # bytes received since the connection's window was updated
-        self._answers = Answers(self._write, self._end)
+        self._answers = OutgoingMessages(self._write, self._end)
         self._unread = UnreadAnswers(front_end.budget)
         self._choked_since = 0.0  # when the client stopped reading; 0: it reads
         self._paused = False  # nothing is read from the transport

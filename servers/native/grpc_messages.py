@@ -418,7 +418,7 @@ _END = b"\xff"
 """Neither a tag nor such a length."""
 
 
-class _Between(NamedTuple):
+class _ResponseParts(NamedTuple):
     """The bytes of a response around its id and its outputs."""
 
     lead: bytes
@@ -442,7 +442,7 @@ class MessageTemplate(Template):
         """The response's message in pieces, with its prefix. Raises `ContractError`."""
         data = self.data(outputs, targets)
         shapes = streamed, self.shapes(outputs)
-        between: _Between | None = self._answers.get(shapes)
+        between: _ResponseParts | None = self._answers.get(shapes)
         if between is None:
             between = self._between(outputs, [len(one) for one in data], streamed=streamed)
             self.keep_answer(shapes, between)
@@ -454,7 +454,7 @@ class MessageTemplate(Template):
             ]
         return [piece for pair in zip(before, data, strict=True) for piece in pair]
 
-    def _between(self, outputs: Mapping[str, Array], sizes: Sequence[int], *, streamed: bool) -> _Between:
+    def _between(self, outputs: Mapping[str, Array], sizes: Sequence[int], *, streamed: bool) -> _ResponseParts:
         signature = self.service.signature
         message = encode_message(self.response(outputs, signature))
         content = (encode_streamed(message).infer_response if streamed else message).SerializeToString()
@@ -470,7 +470,7 @@ class MessageTemplate(Template):
         rest[-1] = content[len(lead) : end] + rest[-1]
         rest.reverse()
         whole = [_head(lead, b"", len(content), streamed=streamed) + rest[0], *rest[1:]]
-        return _Between(lead, rest, len(content), whole)
+        return _ResponseParts(lead, rest, len(content), whole)
 
 
 def _head(lead: bytes, request_id: bytes, size: int, *, streamed: bool) -> bytes:

@@ -43,7 +43,7 @@ from servers.native.errors import (
     failure_reason,
     http_status,
 )
-from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
+from servers.native.http_parser import HeadReader, HttpRequest, RequestHead, RequestParser
 from servers.native.inference import InferenceService, ServedModels, in_thread
 from servers.native.limits import UNCOUNTED_BYTES, ByteBudget, Turns, UnreadAnswers
 from servers.native.memory import RequestMemory
@@ -73,9 +73,10 @@ A connection has one request at a time.
 TICK_S = 0.25
 """How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
 
-Message = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
 Application = Callable[
-    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+    [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
+    Awaitable[None],
 ]
 Headers = list[tuple[bytes, bytes]]
 
@@ -86,7 +87,7 @@ _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """One response; `headers` include its Content-Length. The rest of a large body comes in `more` pieces."""
 
     status: int
@@ -111,31 +112,31 @@ class Answer:
         return b"".join(parts)
 
 
-def refusal(error: ContractError | HttpError) -> Answer:
+def refusal(error: ContractError | HttpError) -> HttpResponse:
     """The response to a failed request: `{"error": …}` in ASCII, since a message may quote any text of a client."""
     status = http_status(error)
     body = json.dumps({"error": str(error)}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 503:
         headers.append((b"retry-after", b"1"))
-    return Answer(status, headers, body)
+    return HttpResponse(status, headers, body)
 
 
-async def ask(application: Application, scope: Message, body: bytes) -> Answer:
+async def ask(application: Application, scope: AsgiMessage, body: bytes) -> HttpResponse:
     """The application's whole response to a request; one with status 500 when it fails."""
     received = False
     status = 500
     headers: Headers = []
     parts: list[bytes] = []
 
-    async def receive() -> Message:
+    async def receive() -> AsgiMessage:
         nonlocal received
         if received:
             return {"type": "http.disconnect"}
         received = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    async def send(message: Message) -> None:
+    async def send(message: AsgiMessage) -> None:
         nonlocal status, headers
         if message["type"] == "http.response.start":
             status, headers = message["status"], list(message["headers"])
@@ -150,7 +151,7 @@ async def ask(application: Application, scope: Message, body: bytes) -> Answer:
     content = b"".join(parts)
     if not any(name.lower() == b"content-length" for name, _ in headers):
         headers.append((b"content-length", b"%d" % len(content)))
-    return Answer(status, headers, content)
+    return HttpResponse(status, headers, content)
 
 
 class HttpFrontEnd:
@@ -200,7 +201,7 @@ class HttpFrontEnd:
         return self._state.connections
 
     def add(self, connection: Any) -> None:
-        """A client has connected; `connection` is a `Connection`, whose module imports this one."""
+        """A client has connected; `connection` is a `HttpServerConnection`, whose module imports this one."""
         self.connections.add(connection)
         if self._timer is None:
             self._tick()
@@ -274,7 +275,7 @@ class HttpFrontEnd:
         return json_bytes
 
 
-class PendingRequest:
+class PendingHttpRequest:
     """One inference request between its last byte and its response; the `Waiter` of its `QueuedRequest`.
 
     Belongs to the event loop. Exactly one of its ways to end is taken.
@@ -285,7 +286,7 @@ class PendingRequest:
         *("_targets", "_task", "_template", "_times"),
     )
 
-    def __init__(self, front_end: HttpFrontEnd, connection: Any, request: Request) -> None:
+    def __init__(self, front_end: HttpFrontEnd, connection: Any, request: HttpRequest) -> None:
         self._front_end = front_end
         self._connection = connection
         self._head = request.head
@@ -353,7 +354,7 @@ class PendingRequest:
             self._service.statistics.record_success(self._times)
             self._connection.send(answer)
 
-    def _plan(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, Answer]:
+    def _plan(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, HttpResponse]:
         """What to queue, or to run as a task. Raises `ContractError`."""
         front_end, service, times = self._front_end, self._service, self._times
         received_ns = time.perf_counter_ns()
@@ -378,7 +379,7 @@ class PendingRequest:
     def _decode(self, body: memoryview, json_bytes: int | None) -> InferRequest:
         return decode_request(body, json_bytes, self._service.signature, self._front_end.regions.find)
 
-    async def _answer_compressed(self, compressed: memoryview) -> Answer:
+    async def _answer_compressed(self, compressed: memoryview) -> HttpResponse:
         """The connection's bytes count as held already; those that they inflate to are added once they are known."""
         front_end, started_ns = self._front_end, time.perf_counter_ns()
         if front_end.compressed >= MAX_INFLATING:
@@ -396,7 +397,7 @@ class PendingRequest:
         body = decompress(compressed, self._front_end.settings.max_body_bytes)
         return body, self._decode(body, self._front_end.json_bytes(self._head, body.nbytes))
 
-    async def _answer(self, body: memoryview, json_bytes: int | None, request: InferRequest | None) -> Answer:
+    async def _answer(self, body: memoryview, json_bytes: int | None, request: InferRequest | None) -> HttpResponse:
         times = self._times
         started_ns = time.perf_counter_ns() - times.decode_ns
         if request is None:
@@ -421,9 +422,13 @@ class PendingRequest:
         else:
             headers.append((b"content-type", b"application/octet-stream"))
             headers.append((_HEADER_LENGTH, b"%d" % header_bytes))
-        return Answer(200, headers, b"", pieces) if size > JOINED_BYTES else Answer(200, headers, b"".join(pieces))
+        return (
+            HttpResponse(200, headers, b"", pieces)
+            if size > JOINED_BYTES
+            else HttpResponse(200, headers, b"".join(pieces))
+        )
 
-    async def _carry_out(self, work: Coroutine[Any, Any, Answer]) -> None:
+    async def _carry_out(self, work: Coroutine[Any, Any, HttpResponse]) -> None:
         try:
             answer = await work
         except asyncio.CancelledError:
@@ -538,19 +543,19 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
 
 
-def connection_factory(front_end: HttpFrontEnd) -> Callable[..., Connection]:
+def connection_factory(front_end: HttpFrontEnd) -> Callable[..., HttpServerConnection]:
     """The value for `uvicorn.Config(http=…)`, which calls it for each client as it would a protocol class."""
 
     def connect(
         server_state: ServerState, _loop: asyncio.AbstractEventLoop | None = None, **_configuration: object
-    ) -> Connection:
+    ) -> HttpServerConnection:
         front_end.open(server_state, _loop or asyncio.get_running_loop())
-        return Connection(front_end)
+        return HttpServerConnection(front_end)
 
     return connect
 
 
-class Connection(asyncio.BufferedProtocol):
+class HttpServerConnection(asyncio.BufferedProtocol):
     """One client. Belongs to the event loop."""
 
     def __init__(self, front_end: HttpFrontEnd) -> None:
@@ -560,8 +565,8 @@ class Connection(asyncio.BufferedProtocol):
         self._parser = RequestParser(front_end.heads, front_end.memory, front_end.check)
         self._unparsed = bytearray()  # read but not used yet
         self._direct = False  # the present read goes straight into the body
-        self._request: Request | None = None  # it waits for its response, or was answered last
-        self._pending: PendingRequest | None = None  # `_request`, if it is an inference
+        self._request: HttpRequest | None = None  # it waits for its response, or was answered last
+        self._pending: PendingHttpRequest | None = None  # `_request`, if it is an inference
         self._busy = False  # a request waits for its response
         self._pipelined = False  # the request came before the last one's response
         self._advancing = False
@@ -711,7 +716,7 @@ class Connection(asyncio.BufferedProtocol):
             self._request.release()
         return self._unread.count(self._transport.get_write_buffer_size() + count)
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: HttpResponse) -> None:
         """Send a response; in the event loop."""
         request = self._request
         assert request is not None
@@ -763,7 +768,7 @@ class Connection(asyncio.BufferedProtocol):
                 if used == start:
                     break
                 start, pieces = used, pieces - 1
-                if isinstance(complete, Request):
+                if isinstance(complete, HttpRequest):
                     self._take(complete)
                 elif complete is not None:
                     self._await_body(complete)
@@ -831,7 +836,7 @@ class Connection(asyncio.BufferedProtocol):
     def _wait_at_most(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: HttpRequest) -> None:
         """Begin on a whole request."""
         head = request.head
         self._request, self._pending = request, None
@@ -842,7 +847,7 @@ class Connection(asyncio.BufferedProtocol):
             self._front_end.count_failure(head, request.refusal, request.start_ns)
             self.answer(refusal(request.refusal))
         elif head.infers:
-            self._pending = PendingRequest(self._front_end, self, request)
+            self._pending = PendingHttpRequest(self._front_end, self, request)
             self._pending.begin(request.body)
         elif head.target is not None:
             wrong_verb = refusal(HttpError(405, "Method Not Allowed"))
@@ -853,7 +858,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._front_end.run(self._ask(request))
 
-    async def _ask(self, request: Request) -> None:
+    async def _ask(self, request: HttpRequest) -> None:
         """Ask the application; goes on when the client leaves, since the work may be half done."""
         client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
         answer = await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body))

@@ -31,7 +31,7 @@ import numpy as np
 
 from servers.native.errors import HOLDS_ENOUGH, HttpError, unread
 from servers.native.limits import CONTROL_BODY_BYTES
-from servers.native.memory import ALIGNMENT, Receiver, RequestMemory, Slot
+from servers.native.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.codec import HEADER_LENGTH
 from servers.protocol.errors import ContractError, UnavailableError
@@ -50,7 +50,7 @@ class FixedBody:
 
     __slots__ = ("complete", "filled", "size", "slot", "view")
 
-    def __init__(self, slot: Slot, size: int, json_bytes: int) -> None:
+    def __init__(self, slot: ArenaSlot, size: int, json_bytes: int) -> None:
         """The slot has room for `size` + `ALIGNMENT` bytes."""
         memory = np.asarray(slot)
         offset = -(slot.offset + json_bytes) % ALIGNMENT
@@ -108,7 +108,7 @@ class ChunkedBody:
 
     __slots__ = ("_chunks", "_left", "_limit", "_max_chunks", "_memory", "_trailers", "arrived", "complete", "slot")
 
-    def __init__(self, slot: Slot, max_bytes: int, max_chunks: int) -> None:
+    def __init__(self, slot: ArenaSlot, max_bytes: int, max_chunks: int) -> None:
         """The slot has room for `max_bytes`."""
         self.slot = slot
         self._memory = np.asarray(slot)[:max_bytes].data
@@ -369,7 +369,7 @@ def infer_target(path: str) -> tuple[str, str | None] | None:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class HttpRequest:
     """A whole request, or one with a `refusal`, whose body was dropped.
 
     The body's memory counts as held until `release`, and until nothing else refers to it.
@@ -442,7 +442,7 @@ class RequestParser:
         """Whether the budget has no room for the next byte of the body."""
         return isinstance(self._body, FixedBody) and self._budget.left <= 0
 
-    def parse(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
+    def parse(self, data: bytearray, start: int, end: int) -> tuple[int, HttpRequest | RequestHead | None]:
         """Parse the next piece of `data[start:end]`. Returns where it ends (`start`: more is needed), and a request.
 
         While a body is still missing the head is returned alone. Raises `HttpError`.
@@ -459,7 +459,7 @@ class RequestParser:
         left = self._budget.left
         return body.view[body.filled : body.filled + left] if left > 0 else None
 
-    def received(self, count: int) -> Request | None:
+    def received(self, count: int) -> HttpRequest | None:
         """`count` bytes have been written to `space`. Returns the request if it is complete."""
         body = self._body
         assert isinstance(body, FixedBody)
@@ -497,7 +497,7 @@ class RequestParser:
         else:
             self._body = LostBody()
 
-    def _parse_head(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
+    def _parse_head(self, data: bytearray, start: int, end: int) -> tuple[int, HttpRequest | RequestHead | None]:
         if data.startswith(b"\r\n", start, end):
             if self._skipped_line:
                 raise HttpError(400, "more than one empty line comes before the request")
@@ -553,7 +553,7 @@ class RequestParser:
 
     def _feed(
         self, body: FixedBody | ChunkedBody | DroppedBody | LostBody, data: bytearray, start: int, end: int
-    ) -> tuple[int, Request | None]:
+    ) -> tuple[int, HttpRequest | None]:
         if isinstance(body, FixedBody):
             used = body.feed(data, start, min(end, start + self._budget.left))
             self._hold(body, used - start)
@@ -563,13 +563,13 @@ class RequestParser:
                 raise unread(UnavailableError(HOLDS_ENOUGH))
         return used, self._completed() if body.complete else None
 
-    def _completed(self) -> Request:
+    def _completed(self) -> HttpRequest:
         head, body, refusal = self.head, self._body, self._refusal
         assert head is not None
         if isinstance(body, FixedBody | ChunkedBody):
             self._memory.arrived(body.slot)
         self._body = None
-        return Request(head, self.start_ns, refusal, body if isinstance(body, FixedBody | ChunkedBody) else None)
+        return HttpRequest(head, self.start_ns, refusal, body if isinstance(body, FixedBody | ChunkedBody) else None)
 
     def _hold(self, body: FixedBody | ChunkedBody, size: int) -> bool:
         held = self._budget.hold(size)

@@ -65,7 +65,7 @@ _DELAY_THREADS = 256
 R = TypeVar("R")
 
 
-class State(Enum):
+class ModelState(Enum):
     """READY and ACCEPTING answer inference requests. FAILED means that loading failed, or that the engine broke.
 
     A loaded model is ACCEPTING until all front ends know: no client sees that it is ready and is then refused.
@@ -213,7 +213,7 @@ class InferenceService:
         self.settings = settings
         self.statistics = statistics
         self.description: EngineDescription | None = None
-        self.state = State.LOADING
+        self.state = ModelState.LOADING
         self.decoding: DecodingSettings | None = None  # None for a model that takes tensors
         self._decoder: RequestDecoder | None = None
         if specification.payload == "jpeg":
@@ -227,19 +227,19 @@ class InferenceService:
     @property
     def ready(self) -> bool:
         """Loaded, warmed up and not shutting down."""
-        return self.state is State.READY
+        return self.state is ModelState.READY
 
-    async def apply(self, state: State, description: EngineDescription | None) -> None:
+    async def apply(self, state: ModelState, description: EngineDescription | None) -> None:
         """What the engine's side says; returns when the engine has got every request that was accepted before."""
-        if self.state is not State.STOPPING:
+        if self.state is not ModelState.STOPPING:
             self.state = state
             self.description = description
-        if state not in (State.READY, State.ACCEPTING) and self._decoder is not None:
+        if state not in (ModelState.READY, ModelState.ACCEPTING) and self._decoder is not None:
             await self._decoder.idle.wait()
 
     def stop(self) -> None:
         """Accept nothing any more."""
-        self.state = State.STOPPING
+        self.state = ModelState.STOPPING
         if self._delays is not None:
             self._delays.shutdown(wait=False)
         if self._decoder is not None:
@@ -247,19 +247,19 @@ class InferenceService:
 
     def check_loaded(self) -> None:
         """Raises `NotFoundError` for an unloaded model, which is as unknown as any other until it is loaded again."""
-        if self.state is State.UNLOADED:
+        if self.state is ModelState.UNLOADED:
             raise NotFoundError(f"Request for unknown model: '{self.signature.name}' is unloaded")
 
     def check_accepting(self) -> None:
         """Raises `UnavailableError` unless the model can answer now."""
-        if self.state is not State.ACCEPTING:
+        if self.state is not ModelState.ACCEPTING:
             self.check_ready()
 
     def check_ready(self) -> None:
         """Raises `UnavailableError` unless the model can answer now, and every front end knows."""
-        if self.state is State.READY:
+        if self.state is ModelState.READY:
             return
-        if self.state is State.STOPPING:
+        if self.state is ModelState.STOPPING:
             raise ShuttingDownError(SHUTTING_DOWN)
         raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
 
@@ -465,7 +465,7 @@ class ServedModels:
         await asyncio.gather(
             *(
                 service.apply(
-                    State(state), None if description is None else msgspec.convert(description, EngineDescription)
+                    ModelState(state), None if description is None else msgspec.convert(description, EngineDescription)
                 )
                 for service, (state, description) in zip(self, states, strict=True)
             )
@@ -474,7 +474,7 @@ class ServedModels:
     def fail(self) -> None:
         """The engine's process has ended: nothing is ready, and never will be."""
         for service in self:
-            service.state = State.FAILED
+            service.state = ModelState.FAILED
 
     def stop(self) -> None:
         """Accept nothing any more."""

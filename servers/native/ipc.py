@@ -97,12 +97,12 @@ class SubmitMany(msgspec.Struct, array_like=True, tag=6, gc=False):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Take a request back if it still waits; either way it will be `Done`."""
+    """Take a request back if it still waits; either way it will be `RequestDone`."""
 
     number: int
 
 
-class Done(msgspec.Struct, array_like=True, tag=2, gc=False):
+class RequestDone(msgspec.Struct, array_like=True, tag=2, gc=False):
     """The engine does not read the request's memory any more."""
 
     number: int
@@ -110,34 +110,34 @@ class Done(msgspec.Struct, array_like=True, tag=2, gc=False):
     failure: Failure | None = None
 
 
-class DoneMany(msgspec.Struct, array_like=True, tag=7, gc=False):
+class RequestsDone(msgspec.Struct, array_like=True, tag=7, gc=False):
     """The same for requests of one `SubmitMany`: their outputs one after the other."""
 
     numbers: list[int]
     outputs: list[Tensor]
 
 
-class Ask(msgspec.Struct, array_like=True, tag=3):
-    """Do something else; answered by `Answer` with the same number, after it is done."""
+class Control(msgspec.Struct, array_like=True, tag=3):
+    """Do something else; answered by `ControlDone` with the same number, after it is done."""
 
     number: int
     method: str
     arguments: list[Any] = []
 
 
-class Answer(msgspec.Struct, array_like=True, tag=4):
+class ControlDone(msgspec.Struct, array_like=True, tag=4):
     """What was asked is done, or has failed."""
 
     number: int
     failure: Failure | None = None
 
 
-Message = Form | Submit | SubmitMany | Cancel | Done | DoneMany | Ask | Answer
-REQUESTS = (Submit, SubmitMany, Ask)
+Message = Form | Submit | SubmitMany | Cancel | RequestDone | RequestsDone | Control | ControlDone
+REQUESTS = (Submit, SubmitMany, Control)
 """Messages that the other side replies to."""
 
 
-class Unusable(NamedTuple):
+class UnusableMessage(NamedTuple):
     """A message of this kind about these requests that cannot be encoded, or has a field of another type."""
 
     kind: type[Message] | None
@@ -157,14 +157,14 @@ def encode(messages: Sequence[Message]) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-def encode_all(messages: Sequence[Message]) -> tuple[bytes, list[Unusable]]:
+def encode_all(messages: Sequence[Message]) -> tuple[bytes, list[UnusableMessage]]:
     """One frame of the messages that can be encoded, and the others."""
     try:
         return encode(messages), []
     except Exception:
         log.exception("a message to another process cannot be encoded")
     encoded: list[Message] = []
-    unusable: list[Unusable] = []
+    unusable: list[UnusableMessage] = []
     for message in messages:
         try:
             _ENCODER.encode(message)
@@ -175,25 +175,27 @@ def encode_all(messages: Sequence[Message]) -> tuple[bytes, list[Unusable]]:
     return encode(encoded), unusable
 
 
-def unusable_of(message: Message | Unusable) -> Unusable:
+def unusable_of(message: Message | UnusableMessage) -> UnusableMessage:
     """A message that only fails what it is about."""
-    if isinstance(message, Unusable):
+    if isinstance(message, UnusableMessage):
         return message
-    return _unusable(type(message), message.numbers if isinstance(message, SubmitMany | DoneMany) else message.number)
+    return _unusable(
+        type(message), message.numbers if isinstance(message, SubmitMany | RequestsDone) else message.number
+    )
 
 
-def _unusable(kind: type[Message] | None, about: object) -> Unusable:
+def _unusable(kind: type[Message] | None, about: object) -> UnusableMessage:
     """`about`: the field with the number or numbers, whatever it holds."""
     numbers = about if isinstance(about, list) else [about]
-    return Unusable(kind, [number for number in numbers if type(number) is int and -(2**63) <= number < 2**64])
+    return UnusableMessage(kind, [number for number in numbers if type(number) is int and -(2**63) <= number < 2**64])
 
 
-def failed(unusable: Unusable, failure: Failure) -> list[Message]:
+def failed(unusable: UnusableMessage, failure: Failure) -> list[Message]:
     """The replies that end what an unusable message asks for; or what takes its place, if it is a reply itself."""
-    if unusable.kind in (Submit, SubmitMany, Done, DoneMany):
-        return [Done(number, [], failure) for number in unusable.numbers]
-    if unusable.kind in (Ask, Answer):
-        return [Answer(number, failure) for number in unusable.numbers]
+    if unusable.kind in (Submit, SubmitMany, RequestDone, RequestsDone):
+        return [RequestDone(number, [], failure) for number in unusable.numbers]
+    if unusable.kind in (Control, ControlDone):
+        return [ControlDone(number, failure) for number in unusable.numbers]
     return []
 
 
@@ -203,11 +205,11 @@ class FrameReader:
     def __init__(self) -> None:
         self._unread = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> list[Message | Unusable]:
+    def feed(self, data: bytes | memoryview) -> list[Message | UnusableMessage]:
         """The messages that are complete with `data`."""
         unread = self._unread
         unread += data
-        messages: list[Message | Unusable] = []
+        messages: list[Message | UnusableMessage] = []
         start = 0
         while len(unread) - start >= _LENGTH.size:
             end = start + _LENGTH.size + _LENGTH.unpack_from(unread, start)[0]
@@ -219,7 +221,7 @@ class FrameReader:
         return messages
 
 
-def _decoded(content: memoryview) -> Sequence[Message | Unusable]:
+def _decoded(content: memoryview) -> Sequence[Message | UnusableMessage]:
     try:
         return _DECODER.decode(content)
     except msgspec.ValidationError:
@@ -227,7 +229,7 @@ def _decoded(content: memoryview) -> Sequence[Message | Unusable]:
     return [_one_decoded(bytes(raw)) for raw in _RAW_DECODER.decode(content)]
 
 
-def _one_decoded(content: bytes) -> Message | Unusable:
+def _one_decoded(content: bytes) -> Message | UnusableMessage:
     try:
         return _ONE_DECODER.decode(content)
     except msgspec.ValidationError:
@@ -315,7 +317,7 @@ class ReceivedForm:
 def submit_message(
     number: int, form: int, queued: QueuedRequest, memory: RequestMemory, answer_bytes: int
 ) -> tuple[Submit, list[Array]]:
-    """The message for a request, and the memory that must be kept until it is `Done`.
+    """The message for a request, and the memory that must be kept until it is `RequestDone`.
 
     Inputs outside of the arena are copied into it. `answer_bytes` is the size of the answers, 0 if it is not known.
     Raises `UnavailableError` when there is no room.
@@ -347,10 +349,10 @@ def submit_message(
     return message, kept
 
 
-def done_message(queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None) -> Done:
+def done_message(queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None) -> RequestDone:
     """The message for a complete request; its large outputs are copied to its room."""
     if queued.error is not None:
-        return Done(queued.number, [], failure_of(queued.error))
+        return RequestDone(queued.number, [], failure_of(queued.error))
     tensors = []
     start, left = (0, 0) if room is None else room
     for name, array in (queued.outputs or {}).items():
@@ -363,15 +365,15 @@ def done_message(queued: QueuedRequest, arena: Arena, room: tuple[int, int] | No
             start, left = start + taken, left - taken
         else:
             tensors.append(_inline(name, array))
-    return Done(queued.number, tensors)
+    return RequestDone(queued.number, tensors)
 
 
-def done_many_message(numbers: list[int], outputs: Mapping[str, Array]) -> DoneMany:
+def done_many_message(numbers: list[int], outputs: Mapping[str, Array]) -> RequestsDone:
     """The message for requests that were executed as one."""
-    return DoneMany(numbers, [_inline(name, array) for name, array in outputs.items()])
+    return RequestsDone(numbers, [_inline(name, array) for name, array in outputs.items()])
 
 
-def divided(message: DoneMany) -> Iterator[tuple[int, dict[str, Array]]]:
+def divided(message: RequestsDone) -> Iterator[tuple[int, dict[str, Array]]]:
     """Each request's number and outputs."""
     count = len(message.numbers)
     whole: dict[str, Array] = {}
@@ -389,7 +391,7 @@ def _inline(name: str, array: Array) -> Tensor:
     return Tensor(name, array.dtype.str, array.shape, array.tobytes())
 
 
-def outputs_of(message: Done, arena: Arena, room: Array | None) -> dict[str, Array]:
+def outputs_of(message: RequestDone, arena: Arena, room: Array | None) -> dict[str, Array]:
     """The outputs of an executed request; those in its room keep it."""
     outputs = {}
     for tensor in message.outputs:

@@ -148,7 +148,7 @@ class Arena:
             self._mapping.madvise(mmap.MADV_REMOVE, offset, size)
 
 
-class Slot:
+class ArenaSlot:
     """One slot in use. It is free again when no array over it is left: `np.asarray(slot)` keeps it.
 
     `charged` bytes of it count as held, and are given back with it.
@@ -203,7 +203,7 @@ class RequestMemory:
         """The memory of a server that is one process."""
         return cls(Arena(Layout.of_settings(1, settings)), ByteBudget(settings.max_held_bytes))
 
-    def take(self, size: int) -> Slot | None:
+    def take(self, size: int) -> ArenaSlot | None:
         """A slot of at least `size` bytes with any content, not charged yet; None if no slot is free."""
         kind = self.arena.layout.class_of(size)
         if kind is None:
@@ -221,9 +221,9 @@ class RequestMemory:
                 self._kept.discard((kind, index))
                 self._kept_bytes -= one.size
         offset = self._start + one.start + index * one.size
-        return Slot(self, kind, index, offset, self.arena.address + offset, size)
+        return ArenaSlot(self, kind, index, offset, self.arena.address + offset, size)
 
-    def take_for(self, receiver: Receiver, size: int) -> Slot | None:
+    def take_for(self, receiver: Receiver, size: int) -> ArenaSlot | None:
         """A slot for announced bytes, until `arrived`; None if no slot is free. In the event loop.
 
         When few are left, another receiver makes way for it.
@@ -245,7 +245,7 @@ class RequestMemory:
             receivers[slot.index] = receiver
         return slot
 
-    def arrived(self, slot: Slot) -> None:
+    def arrived(self, slot: ArenaSlot) -> None:
         """The bytes of a slot from `take_for` have all come."""
         self._receivers[slot.kind].pop(slot.index, None)
 
@@ -265,7 +265,7 @@ class RequestMemory:
         copy[...] = array
         return copy
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: ArenaSlot) -> None:
         """Called when nothing refers to the slot any more."""
         one = self.arena.layout.classes[slot.kind]
         self.budget.release(slot.charged)
@@ -326,7 +326,7 @@ class PageLocks:
 _NOTHING = memoryview(b"")
 
 
-class Message:
+class GrpcMessage:
     """Its bytes count as held from their arrival until `release`, and until nothing else refers to them."""
 
     __slots__ = ("_budget", "_memory", "_slot", "compressed", "filled", "receive_ns", "room", "size", "start_ns")
@@ -345,7 +345,7 @@ class Message:
         start = -(slot.offset + aligned_at) % ALIGNMENT
         self._memory = memory
         self._budget = memory.budget
-        self._slot: Slot | None = slot
+        self._slot: ArenaSlot | None = slot
         self.size = size
         self.compressed = compressed
         self.filled = 0

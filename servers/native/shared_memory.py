@@ -316,7 +316,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_NON_BLOCKING = 1
 
 
-class _Handle(ctypes.Structure):
+class _IpcHandle(ctypes.Structure):
     """CUipcMemHandle, which is passed by value."""
 
     _fields_ = (("reserved", c_char * HANDLE_BYTES),)
@@ -329,7 +329,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamSynchronize": (c_void_p,),
-    "cuIpcOpenMemHandle_v2": (POINTER(_POINTER), _Handle, c_uint),
+    "cuIpcOpenMemHandle_v2": (POINTER(_POINTER), _IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (_POINTER,),
     "cuMemGetAddressRange_v2": (POINTER(_POINTER), POINTER(c_size_t), _POINTER),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _POINTER, c_size_t, c_void_p),
@@ -338,7 +338,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Device:
+class _DeviceStreams:
     context: c_void_p
     reading: c_void_p
     writing: c_void_p
@@ -358,14 +358,14 @@ class CudaDriver:
         self.device_count = self._library.count()
         if self.device_count < 1:
             raise CudaError("the driver sees no device")
-        self._devices: dict[int, _Device] = {}
+        self._devices: dict[int, _DeviceStreams] = {}
         self._lock = threading.Lock()
 
     def open(self, device: int, handle: bytes) -> int:
         """Map memory that another process exported, and return its address here. Raises `CudaError`."""
         address = _POINTER()
         with self._current(device):
-            own_handle = _Handle.from_buffer_copy(handle)
+            own_handle = _IpcHandle.from_buffer_copy(handle)
             self._call("cuIpcOpenMemHandle_v2", byref(address), own_handle, _LAZY_ENABLE_PEER_ACCESS)
         return address.value
 
@@ -394,7 +394,7 @@ class CudaDriver:
             self._call("cuStreamSynchronize", own.writing)
 
     @contextmanager
-    def _current(self, device: int) -> Iterator[_Device]:
+    def _current(self, device: int) -> Iterator[_DeviceStreams]:
         own = self._device(device)
         self._call("cuCtxPushCurrent_v2", own.context)
         try:
@@ -402,7 +402,7 @@ class CudaDriver:
         finally:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
-    def _device(self, index: int) -> _Device:
+    def _device(self, index: int) -> _DeviceStreams:
         with self._lock:
             known = self._devices.get(index)
             if known is not None:
@@ -415,7 +415,7 @@ class CudaDriver:
                     self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
             finally:
                 self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
-            self._devices[index] = _Device(context, reading, writing)
+            self._devices[index] = _DeviceStreams(context, reading, writing)
             return self._devices[index]
 
 

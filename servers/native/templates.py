@@ -43,7 +43,7 @@ _KEPT_ANSWERS = 8
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class _Input(NamedTuple):
+class _InputPlace(NamedTuple):
     name: str
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Template:
 
     rows: int
     key: BatchKey
-    _inputs: tuple[_Input, ...]
+    _inputs: tuple[_InputPlace, ...]
     _outputs: tuple[tuple[str, RegionReference | None], ...]
     _answers: dict[Any, Any] = field(default_factory=dict)
 
@@ -81,7 +81,9 @@ class Template:
         rows, _ = signature.validate(request)
         left = iter(starts)
         inputs = tuple(
-            _Input(item.name, item.data.dtype, item.shape, next(left) if item.window is None else item.window.reference)
+            _InputPlace(
+                item.name, item.data.dtype, item.shape, next(left) if item.window is None else item.window.reference
+            )
             for item in request.inputs
         )
         outputs = tuple((output.name, None if output.window is None else output.window.reference) for output in wanted)

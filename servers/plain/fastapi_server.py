@@ -26,7 +26,7 @@ from servers.protocol.tensors import Array
 LENGTH = "Inference-Header-Content-Length"
 
 
-class Model:
+class PlainModel:
     """The torch module in its precision on its device; warmed up as soon as it is made."""
 
     def __init__(self, settings: PlainSettings) -> None:
@@ -51,10 +51,10 @@ class Model:
         return [list(split) for split in zip(*(np.split(output, ends) for output in outputs), strict=True)]
 
 
-class Batcher:
+class PlainBatcher:
     """Executes requests that wait together as one batch, in one thread: a GPU gains nothing from two."""
 
-    def __init__(self, model: Model, delay_us: int) -> None:
+    def __init__(self, model: PlainModel, delay_us: int) -> None:
         self.model, self.delay_s = model, delay_us / 1e6
         self.queue: asyncio.Queue[tuple[list[Array], asyncio.Future[list[Array]]]] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
@@ -133,9 +133,9 @@ def add_routes(app: FastAPI, spec: ModelSpecification, report: Report) -> None:
 
 
 def main() -> None:
-    model = Model(settings := from_argv())
+    model = PlainModel(settings := from_argv())
     runtime = read_runtime(settings, model.module, model.infer)
-    batcher, app = Batcher(model, settings.max_queue_delay_us), FastAPI()
+    batcher, app = PlainBatcher(model, settings.max_queue_delay_us), FastAPI()
     add_routes(app, model.spec, Report("fastapi", settings, lambda: runtime))
 
     @app.post(f"/v2/models/{model.spec.name}/infer")

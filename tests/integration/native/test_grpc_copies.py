@@ -18,7 +18,7 @@ from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.native.grpc import GrpcFrontEnd
 from servers.native.grpc_connection import Call
-from servers.native.memory import ALIGNMENT, Message
+from servers.native.memory import ALIGNMENT, GrpcMessage
 from servers.native.settings import NativeSettings
 from servers.protocol.tensors import Array
 from tests.integration.native.raw_grpc import DATA, END_STREAM, RawGrpc, frame, prefixed
@@ -33,7 +33,7 @@ class WatchedFrontEnd(GrpcFrontEnd):
         super().__init__(*arguments)
         self.taken: list[memoryview] = []
 
-    def take(self, call: Call, size: int, *, compressed: bool) -> Message | None:
+    def take(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
         message = super().take(call, size, compressed=compressed)
         assert message is not None
         self.taken.append(message.room)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from servers.engines.null import NullEngine
 from servers.native.ipc import (
-    Answer,
-    Ask,
     Cancel,
-    Done,
-    DoneMany,
+    Control,
+    ControlDone,
     Form,
     Message,
+    RequestDone,
+    RequestsDone,
     Submit,
     SubmitMany,
     Tensor,
@@ -43,10 +43,10 @@ SAMPLES: dict[type[Message], Message] = {
     Submit: Submit(2**40, 0, 1, None, [0]),
     SubmitMany: SubmitMany([2**40, 2**40 + 1], 0, 1, [[0], [4096]]),
     Cancel: Cancel(2**40),
-    Done: Done(2**40, [Tensor("y", "<f4", (1, 4), bytes(16))]),
-    DoneMany: DoneMany([2**40, 2**40 + 1], [Tensor("y", "<f4", (2, 4), bytes(32))]),
-    Ask: Ask(2**40, "unregister", [False, "r"]),
-    Answer: Answer(2**40, None),
+    RequestDone: RequestDone(2**40, [Tensor("y", "<f4", (1, 4), bytes(16))]),
+    RequestsDone: RequestsDone([2**40, 2**40 + 1], [Tensor("y", "<f4", (2, 4), bytes(32))]),
+    Control: Control(2**40, "unregister", [False, "r"]),
+    ControlDone: ControlDone(2**40, None),
 }
 
 numbers = st.integers(-(2**80), 2**80) | st.sampled_from(
@@ -65,7 +65,7 @@ def changed(message: Message, data: st.DataObject) -> Message:
     """The message with any value in one of its fields, or of those of its tensors."""
     message = msgspec.structs.replace(message)
     fields = list(message.__struct_fields__)
-    if isinstance(message, Done | DoneMany) and data.draw(st.booleans()):
+    if isinstance(message, RequestDone | RequestsDone) and data.draw(st.booleans()):
         (tensor,) = message.outputs
         field = data.draw(st.sampled_from(tensor.__struct_fields__))
         message.outputs = [msgspec.structs.replace(tensor, **{field: data.draw(values)})]

@@ -19,9 +19,9 @@ from servers.native.memory import (
     MIN_SLOTS,
     SMALLEST_SLOT_BYTES,
     Arena,
+    ArenaSlot,
     Layout,
     RequestMemory,
-    Slot,
 )
 from servers.protocol.errors import UnavailableError
 from servers.protocol.tensors import Array
@@ -35,7 +35,7 @@ def memory(held: int = HELD, largest: int = LARGEST) -> RequestMemory:
     return RequestMemory(Arena(Layout.of(1, held, largest)), ByteBudget(held))
 
 
-def taken(one: RequestMemory, size: int) -> Slot:
+def taken(one: RequestMemory, size: int) -> ArenaSlot:
     slot = one.take(size)
     assert slot is not None
     return slot

@@ -14,15 +14,15 @@ import pytest
 from servers.native.batcher import QueuedRequest
 from servers.native.engine_link import EnginePool, combined
 from servers.native.ipc import (
-    Answer,
-    Ask,
     Cancel,
-    Done,
+    Control,
+    ControlDone,
     FrameReader,
     Message,
+    RequestDone,
     Submit,
     SubmitMany,
-    Unusable,
+    UnusableMessage,
     encode,
 )
 from servers.native.memory import RequestMemory
@@ -42,7 +42,7 @@ class EngineEnd:
         connected.setblocking(False)
         self.socket = connected
         self._reader = FrameReader()
-        self.received: list[Message | Unusable] = []
+        self.received: list[Message | UnusableMessage] = []
 
     async def messages(self, count: int) -> list[Any]:
         """All messages, of which there are at least so many."""
@@ -54,8 +54,8 @@ class EngineEnd:
     def send(self, *messages: Message) -> None:
         self.socket.send(encode(messages))
 
-    async def asked(self, count: int) -> list[Ask]:
-        return [one for one in await self.messages(count) if isinstance(one, Ask)]
+    async def asked(self, count: int) -> list[Control]:
+        return [one for one in await self.messages(count) if isinstance(one, Control)]
 
     async def numbers(self, requests: int) -> list[int]:
         """The numbers of the requests that it has got, of which there are so many."""
@@ -106,9 +106,9 @@ class Pool:
     async def tell(self, engine: int, method: str, *arguments: Any) -> None:
         """Let an engine tell something. Raises the error of the front end's answer."""
         before = len(self.engines[engine].received)
-        self.engines[engine].send(Ask(before, method, list(arguments)))
+        self.engines[engine].send(Control(before, method, list(arguments)))
         (*_, answer) = await self.engines[engine].messages(before + 1)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, ControlDone)
         if answer.failure is not None:
             raise ContractError(answer.failure[1])
 
@@ -134,7 +134,7 @@ def test_the_engine_with_the_fewest_rows_gets_the_next_request_and_equals_take_t
             assert await first.numbers(1) == [requests[0].number]
             assert sorted(await second.numbers(3)) == [requests[place].number for place in (1, 3, 5)]
             assert sorted(await third.numbers(3)) == [requests[place].number for place in (2, 4, 6)]
-            first.send(Done(requests[0].number))
+            first.send(RequestDone(requests[0].number))
             while not requests[0].complete:
                 await asyncio.sleep(0)
             for _ in range(3):
@@ -151,7 +151,7 @@ def test_lone_requests_take_turns() -> None:
                 queued = pool.submit()
                 engine = pool.engines[turn % 2]
                 assert (await engine.numbers(1 + turn // 2))[-1] == queued.number
-                engine.send(Done(queued.number))
+                engine.send(RequestDone(queued.number))
                 while not queued.complete:
                     await asyncio.sleep(0)
 
@@ -191,7 +191,7 @@ def test_what_is_asked_reaches_the_engines_that_it_concerns(asked: tuple[Any, ..
                 assert not asking.done()
                 (ask,) = await pool.engines[number].asked(1)
                 assert (ask.method, *ask.arguments) == asked
-                pool.engines[number].send(Answer(ask.number))
+                pool.engines[number].send(ControlDone(ask.number))
             await asyncio.wait_for(asking, 5)
             assert sum(len(one.received) for one in pool.engines) == len(engines)
 
@@ -203,10 +203,10 @@ def test_the_first_error_is_told_after_all_have_answered() -> None:
         async with opened("cpu", "cpu") as pool:
             asking = asyncio.create_task(pool.pool.ask("unload", 0))
             asks = [(await engine.asked(1))[0] for engine in pool.engines]
-            pool.engines[0].send(Answer(asks[0].number, ("UnavailableError", "later")))
+            pool.engines[0].send(ControlDone(asks[0].number, ("UnavailableError", "later")))
             await asyncio.wait([asking], timeout=0.05)
             assert not asking.done()
-            pool.engines[1].send(Answer(asks[1].number))
+            pool.engines[1].send(ControlDone(asks[1].number))
             with pytest.raises(UnavailableError, match="later"):
                 await asking
 
@@ -252,7 +252,7 @@ def test_nothing_is_said_before_all_have_spoken_nor_after_one_has_ended() -> Non
             await pool.tell(1, "states", [READY])
             assert len(pool.told) == 2
             (number,) = await pool.engines[1].numbers(1)
-            pool.engines[1].send(Done(number))
+            pool.engines[1].send(RequestDone(number))
             while not waiting[1].complete:
                 await asyncio.sleep(0)
             assert waiting[1].error is None

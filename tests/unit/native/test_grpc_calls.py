@@ -10,7 +10,7 @@ from hpack import Decoder
 
 from servers.native.errors import QueueFullError, SlowClientError
 from servers.native.grpc_connection import STATUS_CODES, Call, CallHead, Method, read_call_head, refusal_of, shortened
-from servers.native.memory import Message, RequestMemory
+from servers.native.memory import GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol import errors
 
@@ -106,10 +106,10 @@ class Answered:
         self.answering_count = 0
         self.sent: list[str] = []
 
-    def take(self, call: Call, size: int, *, compressed: bool) -> Message:
-        return Message(self._memory, call, size, compressed=compressed, aligned_at=0, spare=9)
+    def take(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage:
+        return GrpcMessage(self._memory, call, size, compressed=compressed, aligned_at=0, spare=9)
 
-    def answering(self, call: Call, message: Message) -> Answering:
+    def answering(self, call: Call, message: GrpcMessage) -> Answering:
         message.release()
         self.answering_count += 1
         return Answering(call, self.answering_count > 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from servers.native.limits import ByteBudget
-from servers.native.memory import Arena, Layout, Message, RequestMemory
+from servers.native.memory import Arena, GrpcMessage, Layout, RequestMemory
 
 MIB = 2**20
 
@@ -21,7 +21,7 @@ class Announced:
     """A receiver that is late and makes way by giving its message back."""
 
     greedy = False
-    message: Message | None = None
+    message: GrpcMessage | None = None
 
     def late(self, now: float) -> bool:
         return True
@@ -31,8 +31,8 @@ class Announced:
         self.message.release()
 
 
-def message(memory: RequestMemory, size: int, aligned_at: int = 0) -> Message:
-    return Message(memory, Announced(), size, compressed=False, aligned_at=aligned_at, spare=9)
+def message(memory: RequestMemory, size: int, aligned_at: int = 0) -> GrpcMessage:
+    return GrpcMessage(memory, Announced(), size, compressed=False, aligned_at=aligned_at, spare=9)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4000, 150_528, 3 * MIB])

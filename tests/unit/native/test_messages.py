@@ -20,19 +20,19 @@ from servers.native.errors import INTERNAL_ERROR
 from servers.native.ipc import (
     INLINE_BYTES,
     MAX_FORMS,
-    Answer,
-    Ask,
     Cancel,
-    Done,
-    DoneMany,
+    Control,
+    ControlDone,
     Form,
     FrameReader,
     Message,
     ReceivedForm,
+    RequestDone,
+    RequestsDone,
     SentForms,
     Submit,
     SubmitMany,
-    Unusable,
+    UnusableMessage,
     divided,
     done_many_message,
     done_message,
@@ -70,7 +70,7 @@ def received(messages: Iterable[Message], cuts: Iterable[int] = ()) -> list[Mess
     reader, found = FrameReader(), list[Message]()
     edges = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
     for start, end in itertools.pairwise(edges):
-        found += [message for message in reader.feed(stream[start:end]) if not isinstance(message, Unusable)]
+        found += [message for message in reader.feed(stream[start:end]) if not isinstance(message, UnusableMessage)]
     return found
 
 
@@ -133,7 +133,7 @@ def test_every_array_survives_the_way_to_the_engine_and_back(data: st.DataObject
     executed = request(at_engine)
     executed.number, executed.outputs = got.number, outputs
     (done,) = received([done_message(executed, ARENA, got.room)], cuts)
-    assert isinstance(done, Done)
+    assert isinstance(done, RequestDone)
     assert done.number == 7
     answer = outputs_of(done, ARENA, kept[-1] if got.room else None)
     same(answer, outputs)
@@ -197,7 +197,7 @@ def test_tensors_on_a_device_are_places_and_take_no_memory(memory: RequestMemory
     executed = request({})
     executed.outputs, executed.device_outputs = {"y": np.ones((1, 2), np.float32)}, {"y": "a window"}
     (done,) = received([done_message(executed, ARENA, None)])
-    assert isinstance(done, Done)
+    assert isinstance(done, RequestDone)
     assert outputs_of(done, ARENA, None)["y"].shape == (1, 2)
 
 
@@ -211,9 +211,9 @@ numbers = st.integers(0, 2**63)
     st.lists(
         st.one_of(
             st.builds(Cancel, numbers),
-            st.builds(Done, numbers, st.just([]), failures),
-            st.builds(Ask, numbers, names, st.lists(arguments, max_size=4)),
-            st.builds(Answer, numbers, failures),
+            st.builds(RequestDone, numbers, st.just([]), failures),
+            st.builds(Control, numbers, names, st.lists(arguments, max_size=4)),
+            st.builds(ControlDone, numbers, failures),
         ),
         max_size=10,
     ),
@@ -230,7 +230,7 @@ def test_an_error_keeps_its_class_and_its_message(kind: type[ContractError]) -> 
     queued = request({})
     queued.error = kind("what a client is told: ü")
     (done,) = received([done_message(queued, ARENA, None)])
-    assert isinstance(done, Done)
+    assert isinstance(done, RequestDone)
     assert done.failure is not None
     error = error_of(done.failure)
     assert (type(error), str(error)) == (kind, "what a client is told: ü")
@@ -266,7 +266,7 @@ def test_several_requests_are_one_tensor_of_pieces_and_divided_again(memory: Req
     assert [address - ARENA.address for address in together.addresses] == [offset for (offset,) in offsets]
     outputs = {"y": np.concatenate(arrays_sent), "z": np.arange(6, dtype=np.int64)}
     (done,) = received([done_many_message([5, 9, 6], outputs)])
-    assert isinstance(done, DoneMany)
+    assert isinstance(done, RequestsDone)
     answers = dict(divided(done))
     assert list(answers) == [5, 9, 6]
     for place, number in enumerate(answers):

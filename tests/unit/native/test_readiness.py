@@ -15,8 +15,8 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.native.engine_process import EngineServer, EngineSide
 from servers.native.errors import NotReadyError
-from servers.native.inference import InferenceService, State
-from servers.native.ipc import Answer, Ask, FrameReader, encode
+from servers.native.inference import InferenceService, ModelState
+from servers.native.ipc import Control, ControlDone, FrameReader, encode
 from servers.native.memory import RequestMemory
 from servers.native.one_process import LocalLink
 from servers.native.settings import NativeSettings
@@ -80,12 +80,12 @@ def test_a_front_end_that_accepts_requests_is_not_yet_said_to_be_ready() -> None
     service = InferenceService(0, ROWS, SETTINGS, link, memory, Statistics(8))
     with pytest.raises(NotReadyError):
         service.check_accepting()
-    asyncio.run(service.apply(State.ACCEPTING, None))
+    asyncio.run(service.apply(ModelState.ACCEPTING, None))
     service.check_accepting()
     assert not service.ready
     with pytest.raises(NotReadyError):
         service.check_ready()
-    asyncio.run(service.apply(State.READY, None))
+    asyncio.run(service.apply(ModelState.READY, None))
     service.check_accepting()
     service.check_ready()
     assert service.ready
@@ -103,8 +103,8 @@ class OpeningFrontEnd:
 
     def open(self) -> None:
         """Say so, and return when the engine's process has heard it."""
-        self._socket.sendall(encode([Ask(7, "opened")]))
-        while not any(isinstance(message, Answer) for message in self._messages):
+        self._socket.sendall(encode([Control(7, "opened")]))
+        while not any(isinstance(message, ControlDone) for message in self._messages):
             self._messages += self._reader.feed(self._socket.recv(65536))
 
     def die(self) -> None:
