@@ -12,7 +12,6 @@ The other methods answer with the documents that HTTP sends, so that HTTP and gR
 from __future__ import annotations
 
 import asyncio
-import resource
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -35,19 +34,9 @@ from servers.native.errors import (
     RequestExpiredError,
     failure_reason,
 )
-from servers.native.grpc_connection import (
-    Call,
-    CallHead,
-    CallStatus,
-    GrpcServerConnection,
-    Method,
-    read_call_head,
-    refusal_of,
-    shortened,
-)
+from servers.native.grpc_connection import Call, GrpcConnections, MessageAnswer, Method
 from servers.native.grpc_messages import (
     MessageTemplate,
-    MessageTemplates,
     RawInput,
     decode_message,
     encode_message,
@@ -55,11 +44,10 @@ from servers.native.grpc_messages import (
     is_short,
     parse_message,
 )
-from servers.native.http import MAX_INFLATING, decompress
-from servers.native.http2 import HEAD_BYTES
-from servers.native.inference import InferenceService, ServedModels, in_thread
-from servers.native.limits import CONTROL_BODY_BYTES, Turns
-from servers.native.memory import ALIGNMENT, GrpcMessage, RequestMemory
+from servers.native.http2 import CallStatus, shortened, status_of
+from servers.native.inference import InferenceService, ServedModels
+from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING, InflatingThread, decompress, in_thread
+from servers.native.memory import GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import DeviceRegion, RegionTable, SystemRegion
 from servers.native.statistics import RequestTimes
@@ -98,8 +86,7 @@ class PendingGrpcRequest:
         *("_service", "_targets", "_task", "_template", "_times"),
     )
 
-    def __init__(self, front_end: Any, call: Call, message: GrpcMessage) -> None:
-        """`front_end` is a `GrpcFrontEnd`, whose module imports this one."""
+    def __init__(self, front_end: GrpcFrontEnd, call: Call, message: GrpcMessage) -> None:
         self._front_end = front_end
         self._call = call
         self._message = message
@@ -199,15 +186,7 @@ class PendingGrpcRequest:
         start_ns = time.perf_counter_ns()
         if not message.compressed:
             return await self._infer(message.content, start_ns)
-        if front_end.compressed >= MAX_INFLATING:
-            raise UnavailableError(f"the server inflates {MAX_INFLATING} messages now; send it later or uncompressed")
-        front_end.compressed += 1
-        try:
-            content = await in_thread(
-                front_end.inflating, decompress, message.content, self._call.method.max_message_bytes
-            )
-        finally:
-            front_end.compressed -= 1
+        content = await front_end.inflating.run(decompress, message.content, self._call.method.max_message_bytes)
         with front_end.budget.holding(content.nbytes):
             times.decode_ns = time.perf_counter_ns() - start_ns
             return await self._infer(content, start_ns)
@@ -264,169 +243,65 @@ class PendingGrpcRequest:
             answer = service_pb2.ModelStreamInferResponse(error_message=shortened(str(error)))
             self._call.answered(with_prefix(answer))
         else:
-            self._call.failed(refusal_of(error))
+            self._call.failed(status_of(error))
 
 
 SERVICE = "inference.GRPCInferenceService"
+_SERVICE: Any = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 MESSAGE_SLACK_BYTES = 64 * 1024
 """Room for names and parameters beside the tensors, as HTTP's limit leaves room for its headers."""
-READ_BYTES = 64 * 1024
-"""Room for one read of everything but the messages' own bytes. Of a large message, this much is copied."""
-SCARCE_SHARE = 4
-"""Room is scarce when less than 1/SCARCE_SHARE of the bytes that may be held are left."""
-TURNS_NS = 2_000_000
-"""What all connections together may take of one turn of the event loop, beside one read each."""
-TICK_S = 0.25
-"""How often the deadlines of connections and calls are checked: one timer for all, so that a call sets none."""
 
-Answer = Callable[[Any], documents.Document | Awaitable[documents.Document | None] | None]
+RequestDocument = Callable[[Any], documents.Document | Awaitable[documents.Document | None] | None]
+"""Makes the document that answers a control request, which is a protobuf message."""
 
 
-class GrpcFrontEnd:
-    """All methods of the service, and what the connections share. Belongs to one event loop."""
+class GrpcFrontEnd(GrpcConnections):
+    """All methods of the service. Belongs to one event loop."""
 
     def __init__(
         self, models: ServedModels, regions: RegionTable, settings: NativeSettings, memory: RequestMemory
     ) -> None:
+        max_message_bytes = min(settings.max_body_bytes + MESSAGE_SLACK_BYTES, 2**31 - 1)
+        super().__init__(settings, memory, service_methods(max_message_bytes), models.default.statistics)
         self.models = models
         self.regions = regions
-        self.settings = settings
-        self.budget = memory.budget
-        self.on_close: Callable[[], None] = lambda: None
-        """Called for each connection that has been closed."""
-        self.templates = MessageTemplates()
-        self.memory = memory
-        self.scratch = bytearray(READ_BYTES)
-        self.room = memoryview(self.scratch)
-        self.turns = Turns(TURNS_NS)
-        """Of connections that have more to be read or answered than others should wait for."""
-        self.compressed = 0
-        # One thread each: reading values holds the interpreter, so that more threads would only take longer each.
+        self._documents = _documents(models, regions)
+        # One thread: reading values holds the interpreter, so that more threads would only take longer each.
         self.reading = ThreadPoolExecutor(1, "reading")
-        self.inflating = ThreadPoolExecutor(1, "inflating")
-        most = min(settings.max_body_bytes + MESSAGE_SLACK_BYTES, 2**31 - 1)
-        self._methods = _described_methods(_answers(models, regions), most)
-        self._max_connections = max_connections()
-        self._connections: set[GrpcServerConnection] = set()
-        self._stopping = False
-        self._all_closed = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        self._ticked = 0.0
+        self.inflating = InflatingThread(
+            f"the server inflates {MAX_INFLATING} messages now; send it later or uncompressed"
+        )
 
-    def connect(self) -> GrpcServerConnection:
-        """A protocol for a new client, as `loop.create_server` and `loop.connect_accepted_socket` take it."""
-        return GrpcServerConnection(self)
-
-    @property
-    def open_connections(self) -> int:
-        """How many clients are connected."""
-        return len(self._connections)
-
-    async def stop(self, seconds: float) -> None:
-        """Take no more calls; those under way have `seconds` before they are refused. Returns when all are closed."""
-        self._stopping = True
-        for connection in list(self._connections):
-            connection.shut_down()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wait_closed()
-        except TimeoutError:
-            for connection in list(self._connections):
-                connection.give_up()
-
-    async def _wait_closed(self) -> None:
-        while self._connections:
-            self._all_closed.clear()
-            await self._all_closed.wait()
-
-    # Called by connections and calls
-
-    def add(self, connection: GrpcServerConnection) -> bool:
-        """A client has connected; False if there are too many, or the server stops."""
-        if self._stopping or len(self._connections) >= self._max_connections:
-            return False
-        self._connections.add(connection)
-        if self._timer is None:
-            self._ticked = time.monotonic()
-            self._tick()
-        return True
-
-    def discard(self, connection: GrpcServerConnection) -> None:
-        """A client has left."""
-        self._connections.discard(connection)
-        self.on_close()
-        if not self._connections:
-            self._all_closed.set()
-
-    def read_head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
-        """What the headers of a call say."""
-        return read_call_head(fields, self._methods)
-
-    def take(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
-        """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""
-        if size > self.budget.left + self._arriving_bytes(size):
-            return None
-        offset = 0 if compressed else self.templates.tensor_offset(size)
-        try:
-            return GrpcMessage(
-                self.memory, call, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=HEAD_BYTES
-            )
-        except MemoryError:
-            return None
-
-    def _arriving_bytes(self, size: int) -> int:
-        if size <= self.budget.left:  # nearly always
-            return 0
-        return sum(connection.arriving_bytes for connection in self._connections)
+    def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
+        """See `GrpcConnections`."""
+        if call.method.infers:
+            return PendingGrpcRequest(self, call, message)
+        return ControlCall(self._documents[call.method.name], call, message)
 
     def allocate(self, size: int) -> Array:
         """Memory for an input's decoded values, which count as held; any thread. Raises `ContractError`."""
-        most = self.settings.max_body_bytes
-        if size > most:
-            raise TooLargeError(f"an input's values have {size} bytes when they are decoded, the server takes {most}")
+        limit = self.settings.max_body_bytes
+        if size > limit:
+            raise TooLargeError(f"an input's values have {size} bytes when they are decoded, the server takes {limit}")
         return self.memory.allocate(size)
-
-    def answering(self, call: Call, message: GrpcMessage) -> Any:
-        """What answers a message, with methods `begin` and `stop`."""
-        return PendingGrpcRequest(self, call, message) if call.method.infers else ControlCall(call, message)
-
-    def count_failure(self, error: ContractError, start_ns: int) -> None:
-        """Count an inference without a message: for the default model, since its own is unknown."""
-        self.models.default.statistics.record_failure(failure_reason(error), start_ns)
-
-    def count_disconnect(self) -> None:
-        """Count a client that left before its message was complete."""
-        self.models.default.statistics.record_disconnect()
-
-    def _tick(self) -> None:
-        now = time.monotonic()
-        seconds, self._ticked = now - self._ticked, now
-        pressed = any(connection.waits_for_room for connection in self._connections)
-        scarce = pressed or self.budget.left < self.budget.limit // SCARCE_SHARE
-        for connection in list(self._connections):
-            try:
-                connection.expire(now, seconds, pressed=pressed, scarce=scarce)
-            except Exception:  # the others have their limits, and the timer goes on
-                log.exception("the time limits of a connection could not be applied")
-        # Without connections nothing ticks; the next one starts the timer again.
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._connections else None
 
 
 class ControlCall:
     """A message of a method that does not infer, until its answer."""
 
-    __slots__ = ("_call", "_message", "_task")
+    __slots__ = ("_call", "_document", "_message", "_task")
 
-    def __init__(self, call: Call, message: GrpcMessage) -> None:
+    def __init__(self, document: RequestDocument, call: Call, message: GrpcMessage) -> None:
+        self._document = document
         self._call = call
         self._message = message
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Answer it when it is its connection's turn."""
-        self._call.take_turns(self._carry_out)
+        self._call.take_turns(self._answer_now)
 
-    def _carry_out(self) -> None:
+    def _answer_now(self) -> None:
         if self._call.closed:
             return
         content: bytes | memoryview = bytes(self._message.content)
@@ -434,43 +309,38 @@ class ControlCall:
         try:
             if self._message.compressed:
                 content = decompress(memoryview(content), CONTROL_BODY_BYTES)
-            described, answer = self._call.method.answer
-            document = answer(_parse(described.input_type, content))
+            request_type = _described(self._call.method).input_type
+            document = self._document(_parse(request_type, content))
             if isawaitable(document):
                 # It goes on when the client leaves, since the work may be half done.
-                self._task = asyncio.get_running_loop().create_task(self._finish(described, document))
+                self._task = asyncio.get_running_loop().create_task(self._answer_later(document))
             else:
-                self._answer(described, document)
+                self._answer(document)
         except ContractError as error:
-            self._call.failed(refusal_of(error))
+            self._call.failed(status_of(error))
         except Exception:
             log.exception("a call failed unexpectedly")
-            self._call.failed(refusal_of(InternalError(INTERNAL_ERROR)))
+            self._call.failed(status_of(InternalError(INTERNAL_ERROR)))
 
     def stop(self, _reason: str) -> None:
         """Nobody waits for the answer any more."""
         self._message.release()
 
-    async def _finish(self, described: Any, document: Awaitable[documents.Document | None]) -> None:
+    async def _answer_later(self, document: Awaitable[documents.Document | None]) -> None:
         try:
-            self._answer(described, await document)
+            self._answer(await document)
         except ContractError as error:
-            self._call.failed(refusal_of(error))
+            self._call.failed(status_of(error))
         except Exception:
             log.exception("a call failed unexpectedly")
-            self._call.failed(refusal_of(InternalError(INTERNAL_ERROR)))
+            self._call.failed(status_of(InternalError(INTERNAL_ERROR)))
 
-    def _answer(self, described: Any, document: documents.Document | None) -> None:
-        reply = GetMessageClass(described.output_type)()
+    def _answer(self, document: documents.Document | None) -> None:
+        reply = GetMessageClass(_described(self._call.method).output_type)()
         pieces = with_prefix(json_format.ParseDict(document or {}, reply, ignore_unknown_fields=True))
         if not self._call.has_room(pieces):
             raise UnavailableError(HOLDS_ENOUGH)
         self._call.answered(pieces)
-
-
-def max_connections() -> int:
-    """Half of the process's file descriptors: the other half is left to HTTP, and so to health checks."""
-    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def _parse(kind: Any, serialised: bytes | memoryview) -> Any:
@@ -481,55 +351,57 @@ def _parse(kind: Any, serialised: bytes | memoryview) -> Any:
         raise InvalidRequestError(f"the message is not a {kind.name}") from exc
 
 
-def _described_methods(answers: dict[str, Answer], max_message_bytes: int) -> dict[bytes, Method]:
+def service_methods(max_message_bytes: int) -> dict[bytes, Method]:
     """The methods by path, from the protocol's own description, so that none can be forgotten."""
     methods = {}
-    for described in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
-        name = described.name
-        if name in ("ModelInfer", "ModelStreamInfer"):
-            method = Method(name, described.client_streaming, max_message_bytes)
-        else:
-            method = Method(name, False, CONTROL_BODY_BYTES, (described, answers[name]))
-        methods[f"/{SERVICE}/{name}".encode()] = method
+    for name, described in _SERVICE.methods_by_name.items():
+        infers = name in ("ModelInfer", "ModelStreamInfer")
+        limit = max_message_bytes if infers else CONTROL_BODY_BYTES
+        methods[f"/{SERVICE}/{name}".encode()] = Method(name, infers, infers and described.client_streaming, limit)
     return methods
 
 
-def _answers(models: ServedModels, regions: RegionTable) -> dict[str, Answer]:
+def _described(method: Method) -> Any:
+    """The protobuf description of a method."""
+    return _SERVICE.methods_by_name[method.name]
+
+
+def _documents(models: ServedModels, regions: RegionTable) -> dict[str, RequestDocument]:
     """The answers of all methods except inference: the documents that HTTP sends, of which a reply takes its fields."""
 
-    def find(asked: Any) -> InferenceService:
-        return models.find(asked.name, asked.version or None)
+    def find(request: Any) -> InferenceService:
+        return models.find(request.name, request.version or None)
 
     def by_name(rows: Iterable[documents.Document]) -> documents.Document:
         return {"regions": {row["name"]: row for row in rows}}
 
-    def no_traces(_asked: Any) -> NoReturn:
+    def no_traces(_request: Any) -> NoReturn:
         raise UnsupportedError("this server does not trace requests; its statistics have a latency breakdown")
 
-    def no_log_settings(_asked: Any) -> NoReturn:
+    def no_log_settings(_request: Any) -> NoReturn:
         raise UnsupportedError("log settings cannot be changed while the server runs; start it with --log-level")
 
     return {
         "ServerLive": lambda _: {"live": True},
         "ServerReady": lambda _: {"ready": models.ready},
-        "ModelReady": lambda asked: {"ready": models.named(asked.name, asked.version or None).ready},
+        "ModelReady": lambda request: {"ready": models.named(request.name, request.version or None).ready},
         "ServerMetadata": lambda _: documents.server_metadata(regions),
-        "ModelMetadata": lambda asked: documents.model_metadata(find(asked)),
-        "ModelConfig": lambda asked: {"config": documents.model_config(find(asked))},
-        "ModelStatistics": lambda asked: documents.statistics([find(asked)] if asked.name else models),
-        "RepositoryIndex": lambda asked: {"models": documents.repository_index(models, asked.ready)},
-        "RepositoryModelLoad": lambda asked: models.load(asked.model_name, asked.parameters),
-        "RepositoryModelUnload": lambda asked: models.unload(asked.model_name),
-        "SystemSharedMemoryStatus": lambda asked: by_name(regions.rows(SystemRegion, asked.name)),
-        "SystemSharedMemoryRegister": lambda asked: regions.register(
-            asked.name, asked.key, asked.offset, asked.byte_size
+        "ModelMetadata": lambda request: documents.model_metadata(find(request)),
+        "ModelConfig": lambda request: {"config": documents.model_config(find(request))},
+        "ModelStatistics": lambda request: documents.statistics([find(request)] if request.name else models),
+        "RepositoryIndex": lambda request: {"models": documents.repository_index(models, request.ready)},
+        "RepositoryModelLoad": lambda request: models.load(request.model_name, request.parameters),
+        "RepositoryModelUnload": lambda request: models.unload(request.model_name),
+        "SystemSharedMemoryStatus": lambda request: by_name(regions.rows(SystemRegion, request.name)),
+        "SystemSharedMemoryRegister": lambda request: regions.register(
+            request.name, request.key, request.offset, request.byte_size
         ),
-        "SystemSharedMemoryUnregister": lambda asked: regions.unregister(SystemRegion, asked.name),
-        "CudaSharedMemoryStatus": lambda asked: by_name(regions.rows(DeviceRegion, asked.name)),
-        "CudaSharedMemoryRegister": lambda asked: regions.register_cuda(
-            asked.name, asked.raw_handle, asked.device_id, asked.byte_size
+        "SystemSharedMemoryUnregister": lambda request: regions.unregister(SystemRegion, request.name),
+        "CudaSharedMemoryStatus": lambda request: by_name(regions.rows(DeviceRegion, request.name)),
+        "CudaSharedMemoryRegister": lambda request: regions.register_cuda(
+            request.name, request.raw_handle, request.device_id, request.byte_size
         ),
-        "CudaSharedMemoryUnregister": lambda asked: regions.unregister(DeviceRegion, asked.name),
+        "CudaSharedMemoryUnregister": lambda request: regions.unregister(DeviceRegion, request.name),
         "TraceSetting": no_traces,
         "LogSettings": no_log_settings,
     }

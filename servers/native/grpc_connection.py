@@ -16,28 +16,44 @@ back: a client without credit (rapid resets, floods of empty frames, pings, sett
 from __future__ import annotations
 
 import asyncio
-import re
+import resource
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import quote
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from servers.native import http2
-from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError, grpc_status
-from servers.native.http2 import NUMBER, Http2Error, header_block
-from servers.native.limits import UnreadAnswers
-from servers.native.memory import GrpcMessage
+from servers.native.errors import (
+    HOLDS_ENOUGH,
+    SHUTTING_DOWN,
+    FailureLog,
+    ShuttingDownError,
+    SlowClientError,
+    failure_reason,
+)
+from servers.native.grpc_messages import MessageTemplates
+from servers.native.http2 import (
+    MAX_METADATA_BYTES,
+    TRAILERS_OK,
+    CallHead,
+    CallStatus,
+    Http2Error,
+    Method,
+    OutgoingMessages,
+    ending_frame,
+    read_call_head,
+    status_of,
+)
+from servers.native.limits import Turns
+from servers.native.memory import ALIGNMENT, GrpcMessage, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
+from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
 
 PREFIX_BYTES = 5
 STREAM_WINDOW = 8 * 2**20
 """Bytes that a client may send on a call before it is told that it may send more: a batch of 32 small images fits."""
-MAX_METADATA_BYTES = 16 * 1024
-MAX_DETAILS = 1000
-"""Characters of an error message: a client takes 8 KiB of trailers, where a character may need twelve bytes."""
 PRESSED_S = 5.0
 """How long a message may take while others wait for room, if the read timeout allows it."""
 MANY_WAITING = 256
@@ -50,122 +66,50 @@ WAITING_BYTES = 4096
 """What a waiting message counts beside its bytes: a page of memory and its objects."""
 MANY_ARRIVING = 64
 """Messages of one connection that arrive at once; more do not displace others when memory is short."""
+READ_BYTES = 64 * 1024
+"""Room for one read of everything but the messages' own bytes. Of a large message, this much is copied."""
+SCARCE_SHARE = 4
+"""Room is scarce when less than 1/SCARCE_SHARE of the bytes that may be held are left."""
+TURNS_NS = 2_000_000
+"""What all connections together may take of one turn of the event loop, beside one read each."""
+TICK_S = 0.25
+"""How often the deadlines of connections and calls are checked: one timer for all, so that a call sets none."""
 NEVER = float("inf")
 
-STATUS_CODES = {
-    "OK": 0, "CANCELLED": 1, "UNKNOWN": 2, "INVALID_ARGUMENT": 3, "DEADLINE_EXCEEDED": 4, "NOT_FOUND": 5,
-    "RESOURCE_EXHAUSTED": 8, "UNIMPLEMENTED": 12, "INTERNAL": 13, "UNAVAILABLE": 14,
-}  # fmt: skip
-ENCODINGS = ("identity", "gzip", "deflate")
-
-_FIELDS = (
-    (b":status", b"200"),
-    (b"content-type", b"application/grpc"),
-    (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
-)
-RESPONSE_HEADERS = header_block(_FIELDS)
-TRAILERS_OK = header_block([(b"grpc-status", b"0")])
-_TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
-LONGEST_NS = 24 * 3_600_000_000_000
-"""A call's deadline is at most a day from now: eight digits of hours are beyond 64 bits of nanoseconds."""
-_UNIT_NS = {b"H": 3_600_000_000_000, b"M": 60_000_000_000, b"S": 1_000_000_000, b"m": 1_000_000, b"u": 1000, b"n": 1}
-_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+log = FailureLog("abserve.grpc")
 
 
-@dataclass(frozen=True, slots=True)
-class CallStatus:
-    """How a call ends without having been carried out. With an HTTP status the client does not speak gRPC."""
+class MessageAnswer(Protocol):
+    """What answers one message of a call."""
 
-    status: str
-    details: str
-    http_status: int = 200
+    def begin(self) -> None:
+        """Begin to answer; the call may have its answer before this returns."""
 
-    def block(self, *, alone: bool) -> bytes:
-        """Its trailers; `alone`, they are the headers, too."""
-        fields = [
-            (b"grpc-status", b"%d" % STATUS_CODES[self.status]),
-            (b"grpc-message", quote(shortened(self.details), safe=_PRINTABLE).encode()),
-        ]
-        if self.http_status != 200:
-            return header_block([(b":status", b"%d" % self.http_status)])
-        return header_block([*_FIELDS, *fields] if alone else fields)
+    def stop(self, reason: str) -> None:
+        """Nobody waits for the answer any more, for this reason; "": because the client has left."""
 
 
-def refusal_of(error: ContractError) -> CallStatus:
-    """The refusal that a client gets for an error."""
-    return CallStatus(grpc_status(error), str(error))
-
-
-def shortened(details: str) -> str:
-    """A message that is never too long to arrive."""
-    return details if len(details) <= MAX_DETAILS else details[: MAX_DETAILS - 1] + "…"
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A method of the service; `answer` is None for the two that infer."""
-
-    name: str
-    streams: bool
-    max_message_bytes: int
-    answer: Any = None
-
-    @property
-    def infers(self) -> bool:
-        return self.answer is None
-
-
-@dataclass(frozen=True, slots=True)
-class CallHead:
-    """What the headers of a call say."""
-
-    method: Method | None = None
-    timeout_ns: int | None = None
-    encoding: str = "identity"
-    refusal: CallStatus | None = None
-
-
-def read_call_head(fields: list[tuple[bytes, bytes]], methods: dict[bytes, Method]) -> CallHead:
-    """Read a call's headers, which are not trusted."""
-    given = dict(fields)
-    if sum(len(name) + len(value) + 32 for name, value in fields) > MAX_METADATA_BYTES:
-        most = f"the call's metadata has more than {MAX_METADATA_BYTES} bytes"
-        return CallHead(refusal=CallStatus("RESOURCE_EXHAUSTED", most))
-    if given.get(b":method") != b"POST":
-        return CallHead(refusal=CallStatus("UNIMPLEMENTED", "gRPC calls are POST requests", 405))
-    if not given.get(b"content-type", b"").startswith(b"application/grpc"):
-        return CallHead(refusal=CallStatus("UNIMPLEMENTED", "the content type must be application/grpc", 415))
-    method = methods.get(given.get(b":path", b""))
-    if method is None:
-        return CallHead(refusal=CallStatus("UNIMPLEMENTED", "the service has no such method"))
-    encoding = given.get(b"grpc-encoding", b"identity").decode("latin-1")
-    if encoding not in ENCODINGS:
-        return CallHead(refusal=CallStatus("UNIMPLEMENTED", "messages may be compressed with gzip or deflate"))
-    timeout = given.get(b"grpc-timeout")
-    match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
-    if timeout is not None and match is None:
-        return CallHead(refusal=CallStatus("INTERNAL", "grpc-timeout must be up to eight digits and a unit"))
-    timeout_ns = None if match is None else min(int(match[1]) * _UNIT_NS[match[2]], LONGEST_NS)
-    return CallHead(method, timeout_ns, encoding)
-
-
-class Call:
-    """One call of a connection: it takes the bytes of its messages and has them answered, one at a time."""
+class Call(http2.OutgoingStream):
+    """One call of a connection: receives the bytes of its messages and has them answered, one at a time."""
 
     __slots__ = (
-        "_begun", "_connection", "_deadline", "_front_end", "_going_on", "_idle", "_inbox", "_last_arrival", "_prefix",
-        "answering", "blocked_since", "closed", "deadline_ns", "ending", "head", "headers_sent", "message", "method",
-        "receive_window", "remote_closed", "send_window", "sent_blocked", "start_ns", "stream", "stream_bytes",
-        "trailers", "unsent", "unsent_bytes",
+        "_begun", "_connection", "_connections", "_deadline", "_going_on", "_idle", "_inbox", "_last_arrival",
+        "_prefix", "answering", "closed", "deadline_ns", "ending", "head", "message", "method", "receive_window",
+        "remote_closed", "start_ns",
     )  # fmt: skip
 
-    def __init__(self, connection: Any, front_end: Any, stream: int, head: CallHead, send_window: int) -> None:
-        """`connection` is a `GrpcServerConnection` and `front_end` a `GrpcFrontEnd`, whose modules import this one."""
+    def __init__(
+        self,
+        connection: GrpcServerConnection,
+        connections: GrpcConnections,
+        stream: int,
+        head: CallHead,
+        send_window: int,
+    ) -> None:
         assert head.method is not None
         self._connection = connection
-        self._front_end = front_end
-        self.stream = stream
-        self.stream_bytes = NUMBER.pack(stream)
+        self._connections = connections
+        super().__init__(stream, send_window)
         self.head = head
         self.method = head.method
         self.start_ns = time.perf_counter_ns()
@@ -177,23 +121,15 @@ class Call:
         self.message: GrpcMessage | None = None
         """The message that is arriving."""
         self._inbox: deque[GrpcMessage] = deque()
-        self.answering: Any = None
-        """What answers the present message, with a method `stop`; None while there is no message."""
+        self.answering: MessageAnswer | None = None
+        """What answers the present message; None while there is no message."""
         self._going_on = False
         self.ending = False
         """The present frame is the client's last on this call."""
         self.remote_closed = False
         """The client's last frame has been used."""
         self.closed = False
-        self.headers_sent = False
         self.receive_window = STREAM_WINDOW
-        self.send_window = send_window
-        self.unsent: deque[memoryview] = deque()
-        self.unsent_bytes = 0
-        """Messages, or their rest, that wait for the client's windows; behind them come the trailers."""
-        self.trailers: bytes | None = None
-        self.blocked_since = 0.0
-        self.sent_blocked = 0
 
     # The client's bytes
 
@@ -235,7 +171,7 @@ class Call:
         count = len(self._inbox)
         if not count or self.unsent:
             return False
-        return count >= MANY_WAITING or bool(self._connection.waiting_messages >= MOST_TOGETHER)
+        return count >= MANY_WAITING or self._connection.waiting_messages >= MOST_TOGETHER
 
     @property
     def arriving(self) -> bool:
@@ -262,12 +198,12 @@ class Call:
             self.finish(CallStatus("INTERNAL", "the message is compressed in a way that the call does not name"))
         elif size > most and self.method.infers:
             error = TooLargeError(f"the message has {size} bytes, the server takes at most {most}")
-            self._front_end.count_failure(error, self.start_ns)
+            self._connections.count_failure(error, self.start_ns)
             self.finish(CallStatus("RESOURCE_EXHAUSTED", str(error)))
         elif size > most:
             self.refuse(InvalidRequestError(f"a {self.method.name}Request has at most {most} bytes, got {size}"))
         else:
-            message = self._front_end.take(self, size, compressed=bool(flag))
+            message = self._connections.allocate_message(self, size, compressed=bool(flag))
             if message is None:
                 self.refuse(UnavailableError(HOLDS_ENOUGH))
                 return
@@ -295,7 +231,7 @@ class Call:
     def _answer(self, message: GrpcMessage) -> None:
         if self.method.streams and self.receive_window < STREAM_WINDOW // 2:
             self._connection.grant(self, STREAM_WINDOW - self.receive_window)
-        self.answering = answering = self._front_end.answering(self, message)
+        self.answering = answering = self._connections.answering(self, message)
         answering.begin()
 
     # The answers
@@ -345,8 +281,8 @@ class Call:
     def refuse(self, error: ContractError) -> None:
         """End the call before a whole message has come, and count that."""
         if self.method.infers and self.arriving:
-            self._front_end.count_failure(error, self.start_ns)
-        self.finish(refusal_of(error))
+            self._connections.count_failure(error, self.start_ns)
+        self.finish(status_of(error))
 
     def finish(self, refusal: CallStatus) -> None:
         """End the call with an error. Idempotent."""
@@ -373,7 +309,7 @@ class Call:
     def cancel(self) -> None:
         """The client has left the call."""
         if self.method.infers and self.message is not None and self.answering is None:
-            self._front_end.count_disconnect()
+            self._connections.count_disconnect()
         self.close()
 
     # Memory, as a `Receiver`
@@ -381,11 +317,11 @@ class Call:
     @property
     def greedy(self) -> bool:
         """Whether many messages of its connection arrive."""
-        return bool(self._connection.arriving_messages > MANY_ARRIVING)
+        return self._connection.arriving_messages > MANY_ARRIVING
 
     def late(self, now: float) -> bool:
         """Whether the message arrives more slowly than it must."""
-        settings: NativeSettings = self._front_end.settings
+        settings = self._connections.settings
         arrived = 0 if self.message is None else self.message.filled
         return arrived < (now - self._begun) * settings.min_body_bytes_per_s
 
@@ -401,7 +337,7 @@ class Call:
         If room is `scarce`, a client must take its answers sooner if messages wait behind them. For the last `unread_s`
         seconds the server has not read what the client sent.
         """
-        settings = self._front_end.settings
+        settings = self._connections.settings
         self._begun += unread_s
         if self.blocked_since:
             longest_s = settings.read_timeout_s + self.sent_blocked / settings.min_body_bytes_per_s
@@ -440,146 +376,6 @@ class Call:
             answering.stop(reason)
 
 
-_HEADERS_START = http2.frame_head(http2.HEADERS, http2.END_HEADERS, 0, len(RESPONSE_HEADERS))[:5]
-_ENDING_START = http2.frame_head(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, 0, len(TRAILERS_OK))[:5]
-
-
-class OutgoingMessages:
-    """Sends messages and ends of calls in their order; what the client's windows do not allow yet waits."""
-
-    def __init__(self, write: Callable[[bytes], None], end: Callable[[Call], None]) -> None:
-        """`end` is called for each call whose last frame is sent."""
-        self._write = write
-        self._end = end
-        self._window = http2.DEFAULT_WINDOW
-        self._max_frame = http2.DEFAULT_FRAME
-        self._waiting: dict[int, Call] = {}  # only the connection's window lets them wait
-        self.initial_window = http2.DEFAULT_WINDOW
-        """Of a new call."""
-        self.waiting_bytes = 0
-        """Of messages that the client's windows do not allow yet."""
-
-    def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
-        """Send a message with its prefix; the `last` one ends the call."""
-        size = sum(map(len, pieces))
-        if call.unsent or size > min(self._window, call.send_window, self._max_frame):
-            call.unsent.append(memoryview(b"".join(pieces)))
-            call.unsent_bytes += size
-            self.waiting_bytes += size
-            call.trailers = TRAILERS_OK if last else None
-            self._flush(call)
-            return
-        self._window -= size
-        call.send_window -= size
-        stream = call.stream_bytes
-        parts = [] if call.headers_sent else [_HEADERS_START, stream, RESPONSE_HEADERS]
-        parts += [http2.frame_head(http2.DATA, 0, call.stream, size), *pieces]
-        if last:
-            parts += [_ENDING_START, stream, TRAILERS_OK]
-        call.headers_sent = True
-        self._write(b"".join(parts))
-        if last:
-            self._end(call)
-
-    def finish(self, call: Call, trailers: bytes) -> None:
-        """End the call, behind the messages that still wait."""
-        if call.unsent:
-            call.trailers = trailers
-            return
-        if not call.headers_sent and trailers is TRAILERS_OK:
-            self._write(http2.frame(http2.HEADERS, http2.END_HEADERS, call.stream, RESPONSE_HEADERS))
-        self._write(ending_frame(call.stream, trailers))
-        self._end(call)
-
-    def forget(self, call: Call) -> None:
-        """The call has ended."""
-        self._waiting.pop(call.stream, None)
-        self.waiting_bytes -= call.unsent_bytes
-        call.unsent_bytes = 0
-
-    def set_up(self, settings: Iterable[tuple[int, int]], calls: Iterable[Call]) -> None:
-        """Use the client's settings. Raises `Http2Error`."""
-        before = self.initial_window
-        for name, value in settings:
-            if name == http2.INITIAL_WINDOW_SIZE:
-                self.initial_window = value
-            elif name == http2.MAX_FRAME_SIZE:
-                self._max_frame = value
-        more = self.initial_window - before
-        if more:
-            for call in calls:
-                call.send_window = _widened(call.send_window, more)
-                if call.unsent and call.send_window > 0:
-                    self._waiting[call.stream] = call
-        self._flush_all()
-
-    def widen(self, increment: int) -> None:
-        """The connection's window grows. Raises `Http2Error`."""
-        self._window = _widened(self._window, increment)
-        self._flush_all()
-
-    def widen_call(self, call: Call, increment: int) -> None:
-        """The call's window grows. Raises `Http2Error`."""
-        call.send_window = _widened(call.send_window, increment)
-        if call.unsent:
-            self._flush(call)
-
-    def _flush_all(self) -> None:
-        for call in list(self._waiting.values()):
-            if self._window <= 0:
-                break
-            self._flush(call)
-
-    def _flush(self, call: Call) -> None:
-        parts: list[bytes | memoryview] = []
-        if not call.headers_sent:
-            call.headers_sent = True
-            parts.append(http2.frame(http2.HEADERS, http2.END_HEADERS, call.stream, RESPONSE_HEADERS))
-        while call.unsent:
-            piece = call.unsent[0]
-            size = min(len(piece), self._window, call.send_window, self._max_frame)
-            if size <= 0:
-                break
-            self._window -= size
-            call.send_window -= size
-            call.sent_blocked += size
-            call.unsent_bytes -= size
-            self.waiting_bytes -= size
-            parts += [http2.frame_head(http2.DATA, 0, call.stream, size), piece[:size]]
-            if size == len(piece):
-                call.unsent.popleft()
-            else:
-                call.unsent[0] = piece[size:]
-        if parts:
-            self._write(b"".join(parts))
-        if call.unsent:
-            if call.send_window > 0:
-                self._waiting[call.stream] = call
-            else:
-                self._waiting.pop(call.stream, None)
-            call.blocked_since = call.blocked_since or time.monotonic()
-            return
-        self._waiting.pop(call.stream, None)
-        call.blocked_since, call.sent_blocked = 0.0, 0
-        if call.trailers is None:
-            call.go_on()
-        else:
-            self._write(ending_frame(call.stream, call.trailers))
-            self._end(call)
-
-
-def ending_frame(stream: int, block: bytes) -> bytes:
-    """The frame that ends a response."""
-    return http2.frame(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, stream, block)
-
-
-def _widened(window: int, increment: int) -> int:
-    window += increment
-    if window > http2.LARGEST_WINDOW:
-        raise http2.Http2Error(http2.FLOW_CONTROL_ERROR, "the window is larger than HTTP/2 allows")
-    return window
-
-
 MAX_CALLS = 512
 """Calls per connection; clients queue those beyond it."""
 ROOM_WAIT_S = 5.0
@@ -614,11 +410,10 @@ _SETTINGS_ACK = http2.frame(http2.SETTINGS, http2.ACK, 0)
 class GrpcServerConnection(asyncio.BufferedProtocol):
     """One client. Belongs to the event loop."""
 
-    def __init__(self, front_end: Any) -> None:
-        """`front_end` is a `GrpcFrontEnd`, whose module imports this one."""
-        self._front_end = front_end
+    def __init__(self, connections: GrpcConnections) -> None:
+        self._connections = connections
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
-        self._blocks: http2.HeaderBlocks[CallHead] = http2.HeaderBlocks(front_end.read_head)
+        self._blocks: http2.HeaderBlocks[CallHead] = http2.HeaderBlocks(connections.read_head)
         self._unparsed = bytearray()  # read but not used yet
         self._greeted = False  # the client's preface has come
         self._settled = False  # and its settings
@@ -640,7 +435,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self._resuming = False  # `_go_on` is going to be called
         self._unacknowledged = 0  # bytes received since the connection's window was updated
         self._answers = OutgoingMessages(self._write, self._end)
-        self._unread = UnreadAnswers(front_end.budget)
+        self._unread = UnreadAnswers(connections.budget)
         self._choked_since = 0.0  # when the client stopped reading; 0: it reads
         self._paused = False  # nothing is read from the transport
         self._room_by = 0.0  # when a message that waits for room is refused; 0: none waits
@@ -652,7 +447,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
-        if self._front_end.add(self):
+        if self._connections.add(self):
             self._transport.write(_GREETING)
         else:
             self._transport.abort()
@@ -666,7 +461,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
                 self._direct = count
                 return message.room[message.filled : message.filled + count + http2.HEAD_BYTES]
         self._direct = 0
-        return self._front_end.room  # type: ignore[no-any-return]  # of a front end, see `__init__`
+        return self._connections.room
 
     def buffer_updated(self, nbytes: int) -> None:
         """`nbytes` have arrived in that memory."""
@@ -674,15 +469,15 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         if count:
             self._received(min(count, nbytes), nbytes)
         elif self._unparsed or self._held_up:
-            self._unparsed += self._front_end.room[:nbytes]
+            self._unparsed += self._connections.room[:nbytes]
             if not self._paused:
                 self._advance(self._unparsed, len(self._unparsed))
         else:
-            self._advance(self._front_end.scratch, nbytes)
+            self._advance(self._connections.scratch, nbytes)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The client or the server has closed."""
-        self._front_end.discard(self)
+        self._connections.discard(self)
         self._unread.count(0)
         calls, self._calls = self._calls, {}
         self._call = self._ends = None
@@ -741,7 +536,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
 
     def expire(self, now: float, seconds: float, *, pressed: bool, scarce: bool) -> None:
         """End what has taken too long (see `Call.expire`); `seconds` have passed since the last time."""
-        settings = self._front_end.settings
+        settings = self._connections.settings
         self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
         if self._choked_since and now > self._choked_since + settings.read_timeout_s:
             self._transport.abort()
@@ -788,7 +583,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         """Go on when the other connections have had their turn."""
         if not self._resuming:
             self._resuming = True
-            self._front_end.turns.add(self._go_on)
+            self._connections.turns.add(self._go_on)
 
     def _go_on(self) -> None:
         """Use the bytes that have been read, and read more, unless something still forbids it."""
@@ -985,7 +780,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
             if not self._block_ends:
                 self._write(http2.reset_frame(stream, http2.NO_ERROR))
         else:
-            self._calls[stream] = call = Call(self, self._front_end, stream, head, self._answers.initial_window)
+            self._calls[stream] = call = Call(self, self._connections, stream, head, self._answers.initial_window)
             if self._block_ends:
                 call.remote_end()
 
@@ -1037,13 +832,13 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         """Answer a call that does not infer, one per turn: it may take a millisecond, and its request has no bytes."""
         self._controls.append(answer)
         if len(self._controls) == 1:
-            self._front_end.turns.add(self._answer_control)
+            self._connections.turns.add(self._answer_control)
 
     def _answer_control(self) -> None:
         if self._controls:
             self._controls.popleft()()
         if self._controls:
-            self._front_end.turns.add(self._answer_control)
+            self._connections.turns.add(self._answer_control)
 
     def credit_answer(self) -> None:
         """A message has been answered, if only by an error: it was worth its frames."""
@@ -1109,3 +904,123 @@ def _number(content: bytes) -> int:
     if len(content) != http2.NUMBER.size:
         raise Http2Error(http2.FRAME_SIZE_ERROR, "the frame has four bytes")
     return int(http2.NUMBER.unpack(content)[0])
+
+
+class GrpcConnections(ABC):
+    """All gRPC connections of one event loop, with the memory, the turns and the time limits that they share."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        memory: RequestMemory,
+        methods: Mapping[bytes, Method],
+        statistics: Statistics,
+    ) -> None:
+        """`methods` by path; `statistics` count what fails before a message names its model."""
+        self.settings = settings
+        self.memory = memory
+        self.budget = memory.budget
+        self.on_close: Callable[[], None] = lambda: None
+        """Called for each connection that has been closed."""
+        self.templates = MessageTemplates()
+        self.scratch = bytearray(READ_BYTES)
+        self.room = memoryview(self.scratch)
+        self.turns = Turns(TURNS_NS)
+        """Of connections that have more to be read or answered than others should wait for."""
+        self._methods = methods
+        self._statistics = statistics
+        # Half of the process's file descriptors: the other half is left to HTTP, and so to health checks.
+        self._max_connections = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._connections: set[GrpcServerConnection] = set()
+        self._stopping = False
+        self._all_closed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticked = 0.0
+
+    @abstractmethod
+    def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
+        """Make what answers a message."""
+
+    def connect(self) -> GrpcServerConnection:
+        """A protocol for a new client, as `loop.create_server` and `loop.connect_accepted_socket` take it."""
+        return GrpcServerConnection(self)
+
+    @property
+    def open_connections(self) -> int:
+        """How many clients are connected."""
+        return len(self._connections)
+
+    async def stop(self, seconds: float) -> None:
+        """Accept no more calls; those under way have `seconds` before they are refused. Returns when all are closed."""
+        self._stopping = True
+        for connection in list(self._connections):
+            connection.shut_down()
+        try:
+            async with asyncio.timeout(seconds):
+                while self._connections:
+                    self._all_closed.clear()
+                    await self._all_closed.wait()
+        except TimeoutError:
+            for connection in list(self._connections):
+                connection.give_up()
+
+    # Called by connections and calls
+
+    def add(self, connection: GrpcServerConnection) -> bool:
+        """A client has connected; False if there are too many, or the server stops."""
+        if self._stopping or len(self._connections) >= self._max_connections:
+            return False
+        self._connections.add(connection)
+        if self._timer is None:
+            self._ticked = time.monotonic()
+            self._tick()
+        return True
+
+    def discard(self, connection: GrpcServerConnection) -> None:
+        """A client has left."""
+        self._connections.discard(connection)
+        self.on_close()
+        if not self._connections:
+            self._all_closed.set()
+
+    def read_head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
+        """What the headers of a call say."""
+        return read_call_head(fields, self._methods)
+
+    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
+        """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""
+        if size > self.budget.left + self._arriving_bytes(size):
+            return None
+        offset = 0 if compressed else self.templates.tensor_offset(size)
+        try:
+            return GrpcMessage(
+                self.memory, call, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=http2.HEAD_BYTES
+            )
+        except MemoryError:
+            return None
+
+    def _arriving_bytes(self, size: int) -> int:
+        if size <= self.budget.left:  # nearly always
+            return 0
+        return sum(connection.arriving_bytes for connection in self._connections)
+
+    def count_failure(self, error: ContractError, start_ns: int) -> None:
+        """Count an inference without a message."""
+        self._statistics.record_failure(failure_reason(error), start_ns)
+
+    def count_disconnect(self) -> None:
+        """Count a client that left before its message was complete."""
+        self._statistics.record_disconnect()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        seconds, self._ticked = now - self._ticked, now
+        pressed = any(connection.waits_for_room for connection in self._connections)
+        scarce = pressed or self.budget.left < self.budget.limit // SCARCE_SHARE
+        for connection in list(self._connections):
+            try:
+                connection.expire(now, seconds, pressed=pressed, scarce=scarce)
+            except Exception:  # the others have their limits, and the timer goes on
+                log.exception("the time limits of a connection could not be applied")
+        # Without connections nothing ticks; the next one starts the timer again.
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._connections else None

@@ -19,10 +19,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import mmap
 import select
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,9 +42,9 @@ from servers.native.errors import (
     http_status,
 )
 from servers.native.http_parser import HeadReader, HttpRequest, RequestHead, RequestParser
-from servers.native.inference import InferenceService, ServedModels, in_thread
-from servers.native.limits import UNCOUNTED_BYTES, ByteBudget, Turns, UnreadAnswers
-from servers.native.memory import RequestMemory
+from servers.native.inference import InferenceService, ServedModels
+from servers.native.limits import MAX_INFLATING, InflatingThread, Turns, decompress, in_thread
+from servers.native.memory import UNCOUNTED_BYTES, ByteBudget, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import RegionTable
 from servers.native.statistics import RequestTimes
@@ -63,15 +61,22 @@ INLINE_JSON_BYTES = 16 * 1024
 """Longer JSON is parsed in a thread: this much holds the event loop for a fraction of a millisecond."""
 JOINED_BYTES = 2**20
 """A larger body is sent in the pieces that it is made of: copying all of them at once would hold the event loop."""
-INFLATED_STEP_BYTES = 64 * 1024
-"""Compressed bodies are inflated in steps of this size, which fit into memory that the heap has anyway."""
-MAX_INFLATING = 8
-"""Most compressed bodies that are inflated and parsed, or wait for that, in each front end over HTTP and over gRPC.
-
-A connection has one request at a time.
-"""
 TICK_S = 0.25
 """How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
+NEVER = float("inf")
+
+LINGER_S = 5.0
+"""How long a refused client may go on sending before it is cut off."""
+LINGER_BYTES = 256 * 2**20
+"""Bytes that a refused client may still send before it is cut off; they are read and dropped."""
+LAST_BODY_S = 5.0
+"""How long an arriving body may take to complete once the server is told to stop."""
+ROOM_WAIT_S = 5.0
+"""How long an incomplete body waits for room in the budget before it is refused; then it has as long to go on."""
+LEFT_S = 0.005
+"""How soon a client that has sent its end is asked whether it has left; afterwards at every tick."""
+PIECES_PER_TURN = 16
+"""Requests, or pieces of chunked bodies, that one connection may bring before the others have their turn."""
 
 AsgiMessage = MutableMapping[str, Any]
 Application = Callable[
@@ -81,6 +86,8 @@ Application = Callable[
 Headers = list[tuple[bytes, bytes]]
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLOSE = b"connection: close\r\n"
 _FORBIDDEN = b"\r\n\x00"
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
@@ -177,12 +184,12 @@ class HttpFrontEnd:
         """The Date header of every response; it changes once per second."""
         self.turns = Turns(0)
         """Of clients that send the next request before they have their answer: one of them per turn of the loop."""
-        self.compressed = 0
-        # One thread each: JSON holds the interpreter, so that more threads would only take longer each. Compressed
-        # bodies have another one, because a few bytes of them are as much work as a megabyte of plain JSON.
+        # One thread each: JSON holds the interpreter, so that more threads would only take longer each.
         self.parsing = ThreadPoolExecutor(1, "parsing")
         self.encoding = ThreadPoolExecutor(1, "encoding")
-        self.inflating = ThreadPoolExecutor(1, "inflating")
+        self.inflating = InflatingThread(
+            f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed"
+        )
         self.on_close: Callable[[], None] = lambda: None
         """Called for each connection that has been closed."""
         self._models = models
@@ -382,13 +389,7 @@ class PendingHttpRequest:
     async def _answer_compressed(self, compressed: memoryview) -> HttpResponse:
         """The connection's bytes count as held already; those that they inflate to are added once they are known."""
         front_end, started_ns = self._front_end, time.perf_counter_ns()
-        if front_end.compressed >= MAX_INFLATING:
-            raise UnavailableError(f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed")
-        front_end.compressed += 1
-        try:
-            body, request = await in_thread(front_end.inflating, self._inflate, compressed)
-        finally:
-            front_end.compressed -= 1
+        body, request = await front_end.inflating.run(self._inflate, compressed)
         with front_end.memory.budget.holding(body.nbytes):
             self._times.decode_ns = time.perf_counter_ns() - started_ns
             return await self._answer(body, None, request)
@@ -490,57 +491,6 @@ def _encode_within(response: InferResponse, budget: ByteBudget) -> tuple[list[by
         return encode_pieces(response, hold)
     finally:
         budget.release(held)
-
-
-def decompress(data: memoryview, limit: int) -> memoryview:
-    """Raises `TooLargeError` before more than `limit` + 1 bytes exist, `InvalidRequestError` for other formats.
-
-    The result is in a mapping, whose pages go back to the kernel with it: zlib's own buffers come from the heap, which
-    grew by their sum and kept 44 MiB after one bomb of 512 MiB.
-    """
-    decoder = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, by its own header
-    content = mmap.mmap(-1, 4 * INFLATED_STEP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared cannot grow
-    used = 0
-    while used < len(data) and not decoder.eof:
-        rest: bytes | memoryview = data[used : used + INFLATED_STEP_BYTES]
-        used += len(rest)
-        full = True
-        while full and not decoder.eof:
-            room = min(INFLATED_STEP_BYTES, limit + 1 - content.tell())
-            try:
-                piece = decoder.decompress(rest, room)
-            except zlib.error as exc:
-                raise InvalidRequestError("the body is not what its Content-Encoding says") from exc
-            if content.tell() + len(piece) > len(content):
-                content.resize(2 * len(content))
-            content.write(piece)
-            if content.tell() > limit:
-                raise TooLargeError(f"the body has more than {limit} bytes after decompression, the server's limit")
-            rest, full = decoder.unconsumed_tail, len(piece) == room
-    if not decoder.eof:
-        raise InvalidRequestError("the compressed body ends too early")
-    if decoder.unused_data or used < len(data):
-        raise InvalidRequestError("bytes follow the end of the compressed body")
-    return memoryview(content)[: content.tell()]
-
-
-NEVER = float("inf")
-
-LINGER_S = 5.0
-"""How long a refused client may go on sending before it is cut off."""
-LINGER_BYTES = 256 * 2**20
-"""Bytes that a refused client may still send before it is cut off; they are read and dropped."""
-LAST_BODY_S = 5.0
-"""How long an arriving body may take to complete once the server is told to stop."""
-ROOM_WAIT_S = 5.0
-"""How long an incomplete body waits for room in the budget before it is refused; then it has as long to go on."""
-LEFT_S = 0.005
-"""How soon a client that has sent its end is asked whether it has left; afterwards at every tick."""
-PIECES_PER_TURN = 16
-"""Requests, or pieces of chunked bodies, that one connection may bring before the others have their turn."""
-
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_CLOSE = b"connection: close\r\n"
 
 
 def connection_factory(front_end: HttpFrontEnd) -> Callable[..., HttpServerConnection]:

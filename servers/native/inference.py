@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from enum import Enum
@@ -387,15 +387,6 @@ def _device_places(tensors: Sequence[InputTensor | RequestedOutput]) -> Mapping[
 
 def _on_device(window: Window | None) -> bool:
     return window is not None and window.region.on_device
-
-
-async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., R], *arguments: object) -> R:
-    """Run `work` in one of `threads`, whose queue does not keep the arguments of a cancelled caller."""
-    waiting = [arguments]
-    try:
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: work(*waiting.pop()))
-    finally:
-        waiting.clear()
 
 
 def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping[str, Array]) -> InferResponse:

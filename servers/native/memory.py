@@ -26,7 +26,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
@@ -36,7 +37,6 @@ import structlog
 
 from servers.engines.interface import Engine
 from servers.native.errors import HOLDS_ENOUGH
-from servers.native.limits import ByteBudget
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import UnavailableError
 from servers.protocol.tensors import Array
@@ -49,9 +49,77 @@ WARM_SHARE = 32
 """The warm slots of one class have at most 1/WARM_SHARE of the bytes that may be held, or are a single one."""
 KEPT_SHARE = 16
 """Warm slots that are not page-locked keep at most 1/KEPT_SHARE of the bytes that may be held."""
+UNCOUNTED_BYTES = 64 * 1024
+"""Answers with fewer bytes in all that a client has not read do not count as held, like one read of what it sends."""
 ALIGNMENT = 64
 SLACK_BYTES = 128 * 1024
 """Room in the largest slots beside the largest body: for what surrounds the tensors of a gRPC message."""
+
+
+class ByteBudget:
+    """Bytes of requests that have arrived, wait in the queue or are executed, and of answers that are not read yet.
+
+    Each front end counts its own in one of `counters`, which all share: 64-bit integers, one per front end. Any thread
+    of a front end holds and releases. Front ends that hold at the same moment may together exceed the limit by one read
+    each.
+    """
+
+    def __init__(self, limit: int, counters: memoryview | None = None, own: int = 0) -> None:
+        self.limit = limit
+        self._counters = memoryview(bytearray(8)).cast("q") if counters is None else counters
+        self._own = own
+        self._lock = threading.RLock()  # reentrant: the garbage collector may call `release` anywhere
+
+    @property
+    def held(self) -> int:
+        return sum(self._counters)
+
+    @property
+    def left(self) -> int:
+        return self.limit - sum(self._counters)
+
+    def hold(self, count: int) -> bool:
+        """Add `count` bytes; False, and nothing is added, when they would be too many."""
+        with self._lock:
+            if sum(self._counters) + count > self.limit:
+                return False
+            self._counters[self._own] += count
+            return True
+
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Hold `count` bytes inside the `with` block. Raises `UnavailableError` when they would be too many."""
+        if not self.hold(count):
+            raise UnavailableError(HOLDS_ENOUGH)
+        try:
+            yield
+        finally:
+            self.release(count)
+
+    def release(self, count: int) -> None:
+        with self._lock:
+            self._counters[self._own] -= count
+
+
+class UnreadAnswers:
+    """The bytes of one client's answers that it has not read yet, as far as they count as held."""
+
+    __slots__ = ("_budget", "_counted")
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._counted = 0
+
+    def count(self, unread: int) -> bool:
+        """The client has `unread` bytes now; False, and nothing changes, when all clients would have too many."""
+        counted = unread if unread > UNCOUNTED_BYTES else 0
+        more = counted - self._counted
+        if more > 0 and not self._budget.hold(more):
+            return False
+        if more < 0:
+            self._budget.release(-more)
+        self._counted = counted
+        return True
 
 
 @dataclass(frozen=True, slots=True)

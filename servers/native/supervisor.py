@@ -23,8 +23,7 @@ import structlog
 from servers.models.specification import ModelSpecification
 from servers.native.engine_process import Offer
 from servers.native.ipc import GRPC, HTTP, STOP_BY
-from servers.native.limits import ByteBudget
-from servers.native.memory import Arena, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics, row_width
 

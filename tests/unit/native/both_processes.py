@@ -21,8 +21,7 @@ from servers.native.batcher import QueuedRequest
 from servers.native.engine_link import EngineClient
 from servers.native.engine_process import EngineServer
 from servers.native.inference import signature_of
-from servers.native.limits import ByteBudget
-from servers.native.memory import Arena, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, UnavailableError

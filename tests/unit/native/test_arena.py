@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.native.limits import ByteBudget
 from servers.native.memory import (
     KEPT_SHARE,
     MAX_WARM_SLOTS,
@@ -20,6 +19,7 @@ from servers.native.memory import (
     SMALLEST_SLOT_BYTES,
     Arena,
     ArenaSlot,
+    ByteBudget,
     Layout,
     RequestMemory,
 )

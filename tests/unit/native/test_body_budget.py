@@ -14,8 +14,7 @@ import pytest
 import uvloop
 
 from servers.native.http import HttpFrontEnd
-from servers.native.limits import ByteBudget
-from servers.native.memory import ALIGNMENT, Arena, Layout, RequestMemory
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from tests.unit.native.conftest import served, specification_of
 

@@ -13,8 +13,7 @@ import pytest
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
 from servers.native.engine_process import EngineSide
-from servers.native.limits import ByteBudget
-from servers.native.memory import Arena, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.native.one_process import LocalLink
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import NO_CUDA_MEMORY, CudaAccess, CudaRegion, DeviceRegion, DeviceWindow, RegionTable

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from servers.native.grpc import SCARCE_SHARE, TURNS_NS
 from servers.native.grpc_connection import (
     BLOCK_BYTES_PER_CREDIT,
     CALLS_PER_CREDIT,
@@ -18,20 +17,21 @@ from servers.native.grpc_connection import (
     MANY_WAITING,
     MAX_CALLS,
     MAX_CREDIT,
-    MAX_METADATA_BYTES,
     MOST_TOGETHER,
     MOST_WAITING,
     PRESSED_S,
+    SCARCE_SHARE,
     STREAM_WINDOW,
     TURN_NS,
+    TURNS_NS,
     WAITING_BYTES,
 )
 from servers.native.grpc_messages import MAX_FIELDS
-from servers.native.http import MAX_INFLATING, PIECES_PER_TURN
-from servers.native.http2 import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_SETTINGS
+from servers.native.http import PIECES_PER_TURN
+from servers.native.http2 import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_METADATA_BYTES, MAX_SETTINGS
 from servers.native.http_parser import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.inference import DECODING_S
-from servers.native.limits import CONTROL_BODY_BYTES
+from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING
 from servers.native.settings import NativeSettings
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from servers.native import http2
-from servers.native.grpc_connection import OutgoingMessages
+from servers.native.http2 import OutgoingMessages
 
 
 class WaitingCall:

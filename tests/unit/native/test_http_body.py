@@ -19,8 +19,7 @@ from servers.native.http_parser import (
     DroppedBody,
     FixedBody,
 )
-from servers.native.limits import ByteBudget
-from servers.native.memory import ALIGNMENT, Arena, Layout, RequestMemory
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
 
 LARGE_BYTES = 2**20
 MEMORY = RequestMemory(Arena(Layout.of(1, 64 * LARGE_BYTES, 2 * LARGE_BYTES)), ByteBudget(64 * LARGE_BYTES))

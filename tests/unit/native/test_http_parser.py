@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from servers.native.errors import HttpError, NotReadyError, failure_reason
 from servers.native.http_parser import HeadReader, HttpRequest, RequestHead, RequestParser
-from servers.native.limits import ByteBudget
-from servers.native.memory import ALIGNMENT, Arena, Layout, RequestMemory
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, NotFoundError, UnavailableError
 

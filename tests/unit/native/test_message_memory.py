@@ -7,8 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from servers.native.limits import ByteBudget
-from servers.native.memory import Arena, GrpcMessage, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, GrpcMessage, Layout, RequestMemory
 
 MIB = 2**20
 

@@ -42,8 +42,7 @@ from servers.native.ipc import (
     outputs_of,
     submit_message,
 )
-from servers.native.limits import ByteBudget
-from servers.native.memory import Arena, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.protocol import errors as contract_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.records import ModelSignature
