@@ -18,7 +18,7 @@ from servers.native.documents import CONTENT_TYPE, render
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
 from servers.native.http import refusal
 from servers.native.inference import InferenceService, ServedModels
-from servers.native.shared_memory import DeviceRegion, RegionTable, SystemRegion
+from servers.native.shared_memory import RegionTable
 from servers.protocol.errors import ContractError, InvalidRequestError
 from servers.protocol.values import parse_json
 
@@ -118,13 +118,15 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
         }
     for region in ("", "/region/{region}"):
         methods |= {
-            f"GET /v2/systemsharedmemory{region}/status": lambda request: regions.rows(SystemRegion, _region(request)),
-            f"GET /v2/cudasharedmemory{region}/status": lambda request: regions.rows(DeviceRegion, _region(request)),
+            f"GET /v2/systemsharedmemory{region}/status": lambda request: regions.rows(
+                _region(request), on_device=False
+            ),
+            f"GET /v2/cudasharedmemory{region}/status": lambda request: regions.rows(_region(request), on_device=True),
             f"POST /v2/systemsharedmemory{region}/unregister": lambda request: regions.unregister(
-                SystemRegion, _region(request)
+                _region(request), on_device=False
             ),
             f"POST /v2/cudasharedmemory{region}/unregister": lambda request: regions.unregister(
-                DeviceRegion, _region(request)
+                _region(request), on_device=True
             ),
         }
     return methods

@@ -1,26 +1,16 @@
-"""One request on its way from a front end through the queue to the engine, and back.
+"""The dynamic batcher: a bounded queue in front of an engine, and the rule for when its next batch starts.
 
-Decides when the next batch starts and with how many rows: no thread, no clock, no request.
+Requests keep their order, are never split, and share a batch only if their items have the same shapes or can be padded
+to the same. Front ends pass references to arrays, not copies, and keep the memory unchanged until the request is
+complete. One thread forms the batches, starts them, as many at a time as the engine has room for, and finishes them.
 
-A request that finds the engine idle starts at once, unless waiting pays: when so many others will come so soon that
-executing all together ends earlier than executing these now and the others after them. Others means as many as the
-clients have had outstanding at once lately: a closed loop whose requests all wait brings no more. Soon means as fast
-as they came back lately: the time from the end of a batch until as many rows were queued as it had. A batch waits for
-them no longer than what that saves, and never longer than the maximum delay. While a batch executes, the next one
-starts just before the predicted end of it, or when it is full, unless waiting beyond that end pays.
-
-A batch takes all rows that wait, or only as many as fill a bucket, if that executes more rows per second.
-
-All times are ns of one monotonic clock.
-
-The dynamic batcher: a bounded queue in front of an engine.
-
-One thread forms the batches, starts them on the engine, with as many in flight as it has room for, and finishes them.
-When a batch starts and how large it is, `BatchFormer` says; nothing waits longer
-than `max_queue_delay_us` for others. Requests keep their order, are never split, and are merged only when their items
-have the same shapes, or can be padded to the same. Front ends pass references to arrays, not copies, and keep the
-memory unchanged until the request is complete. `on_complete` is called there, once per executed batch, and
-for requests that are refused before it.
+`BatchFormer` decides when. If the engine is idle, a batch starts at once, unless waiting pays. An example: the clients
+had at most 8 rows outstanding during the last 16 to 32 batches, and 3 rows wait. Executing 3 and then 5 takes
+4 + 5 = 9 ms, all 8 together 6 ms: waiting saves 3 ms. The batch waits if clients usually send 5 rows within 2 ms after
+a batch, so that the saving is 1.5 times the wait; it waits at most those 3 ms, never longer than `max_queue_delay_us`,
+and never for a single row. While a batch executes, the next one starts 0.1 ms (and the time to start and to copy it)
+before the predicted end, or when it is full. All predictions are moving averages, in which the newest value counts
+25 %. A batch takes all waiting rows, or only as many as fill a bucket if that executes more rows per second.
 """
 
 from __future__ import annotations
@@ -32,14 +22,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from servers.engines.interface import DeviceMemory, Engine, Finish, HostMemory, Request
-from servers.engines.padding import BatchKey, Padding
+from servers.engines.padding import Padding
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
@@ -48,74 +36,27 @@ from servers.native.errors import (
     RequestExpiredError,
     ShuttingDownError,
 )
+from servers.native.interface import QueuedRequest
 from servers.native.memory import Arena, PageLocks
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, InternalError
 from servers.protocol.tensors import Array, like
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+log = FailureLog("abserve.batcher")
 
-
-@dataclass(eq=False, slots=True)
-class QueuedRequest:
-    """One request on its way through the queue, complete when `outputs` or `error` is set, which happens once.
-
-    `inputs` are arrays, or `HostMemory` for an engine that takes it.
-    `waiter`, `owner` and `number` belong to whoever queued it; the batcher never uses them. `device_inputs` and
-    `device_outputs` are tensors in CUDA shared memory: as region, offset and size, and as windows once they are queued.
-    One can stand for `count` requests of as many rows each that came together: `apart` makes two of it, of which the
-    first stands for as many as it is told.
-    `taken` means claimed for a batch, expired or withdrawn.
-    """
-
-    inputs: Mapping[str, Any]
-    rows: int
-    key: BatchKey
-    deadline_ns: int | None
-    waiter: Any
-    device_inputs: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
-    device_outputs: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
-    enqueued_ns: int = 0
-    taken: bool = False
-    outputs: Mapping[str, Array] | None = None
-    error: ContractError | None = None
-    count: int = 1
-    apart: Callable[[int], tuple[QueuedRequest, QueuedRequest]] | None = None
-    owner: Any = None
-    number: int = 0
-    borrowed: Sequence[Any] = ()  # the windows that the engine uses itself, as the two below, until it is done
-    borrowed_inputs: Mapping[str, DeviceMemory] = field(default_factory=lambda: _NOTHING)
-    borrowed_outputs: Mapping[str, DeviceMemory] = field(default_factory=lambda: _NOTHING)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the engine is done with it."""
-        return self.outputs is not None or self.error is not None
-
-    def drop_inputs(self) -> None:
-        """Free the inputs: a withdrawn request can stay in the queue for long, but its memory must not."""
-        self.inputs = _NOTHING
-        for window in self.borrowed:
-            window.release()
-        self.device_inputs, self.borrowed_inputs, self.borrowed = _NOTHING, _NOTHING, ()
-
-
-def singles(request: QueuedRequest) -> list[QueuedRequest]:
-    """One for each request that it stands for."""
-    found = []
-    while request.apart is not None:
-        one, request = request.apart(1)
-        found.append(one)
-    return [*found, request]
-
+FAILED = "inference failed on the server, the server's log has the cause"
+POLL_S = 50e-6
+"""How often a batcher's thread checks whether its batch has been executed."""
+WATCH_NS = 1_000_000
+"""Keep polling this long after a batch: waking a sleeping loop takes 0.1 ms."""
 
 BATCHES_PER_PEAK = 16
-"""The peak of outstanding rows is that of one to two times so many of the latest batches."""
+"""The peak of outstanding rows is the highest of the last one to two times this many batches."""
 MIN_MISSING_ROWS = 2
-"""Nothing waits for fewer rows than this: one may be a client that is slower than the others."""
+"""Never wait for fewer rows: a single one may be a client that is slower than the others."""
 MIN_GAIN = 1.5
-"""Waiting pays if it saves so many times the time that it takes: those who are expected may not come."""
+"""Wait only if the saving is this many times the wait: the expected requests may not come."""
 NEWEST_SHARE = 0.25
 """How much the newest execution changes the expected time of its bucket."""
 LEAD_NS = 100_000
@@ -125,8 +66,8 @@ COPIED_BYTES_PER_NS = 25
 
 
 @dataclass(slots=True)
-class _End:
-    """Of a batch of so many rows, of which `missing` have not been queued again."""
+class _FinishedBatch:
+    """A finished batch; `missing` of its rows have not returned yet."""
 
     ns: int
     rows: int
@@ -134,7 +75,10 @@ class _End:
 
 
 class BatchFormer:
-    """Belongs to one thread, and to one engine."""
+    """Decides when the next batch of one engine starts and with how many rows: no thread, no clock, no request.
+
+    All times are ns of one monotonic clock.
+    """
 
     def __init__(
         self, max_rows: int, max_delay_ns: int, executed_rows: Callable[[int], int], row_bytes: int = 0
@@ -146,14 +90,14 @@ class BatchFormer:
         self._buckets = sorted(set(self._bucket.values()) & set(self._bucket))
         self._copy_ns_per_row = row_bytes / COPIED_BYTES_PER_NS
         self._execution_ns: dict[int, float] = {}
-        self._flights: deque[tuple[int, int]] = deque()  # start and bucket of each batch that is not finished
-        self._flying_rows: deque[int] = deque()
+        self._running: deque[tuple[int, int]] = deque()  # start and bucket of each batch that is not finished
+        self._running_rows: deque[int] = deque()
         self._start_ns = 0.0
         self._peaks = [0, 0]  # of outstanding rows: before the last turn, and since
         self._return_ns = math.inf  # from the end of a batch until as many rows were queued
         self._return_rows = 1.0  # of such a batch
-        self._ends: deque[_End] = deque([_End(0, 0, 0)] * 2)  # of the last two batches
-        self._met_rows = 0  # of the last finished batch, and those that were queued during it
+        self._ends = deque([_FinishedBatch(0, 0, 0)] * 2)
+        self._outstanding_rows = 0  # of the last finished batch, and those that were queued during it
         self._batches = 0
 
     def arrived(self, now_ns: int, rows: int) -> None:
@@ -165,27 +109,27 @@ class BatchFormer:
             if end.missing <= 0:
                 self._returned(end, now_ns)
         if now_ns < last.ns:  # queued during the last execution, when nobody could say so
-            self._met_rows += rows
-            self._peaks[1] = max(self._peaks[1], self._met_rows)
+            self._outstanding_rows += rows
+            self._peaks[1] = max(self._peaks[1], self._outstanding_rows)
 
     def started(self, now_ns: int, rows: int, took_ns: int = 0) -> None:
         """The next batch is on its way to the device; its start at `now_ns` kept the thread for `took_ns`."""
         self._start_ns += NEWEST_SHARE * (took_ns - self._start_ns)
-        self._flights.append((now_ns, self._bucket[rows]))
-        self._flying_rows.append(rows)
+        self._running.append((now_ns, self._bucket[rows]))
+        self._running_rows.append(rows)
         self._batches += 1
         if self._batches % BATCHES_PER_PEAK == 0:
             self._peaks = [self._peaks[1], 0]
 
     def finished(self, now_ns: int) -> None:
         """The oldest batch on its way has been executed."""
-        start_ns, bucket = self._flights.popleft()
+        start_ns, bucket = self._running.popleft()
         took_ns = now_ns - max(start_ns, self._free_from_ns)
-        self._met_rows = self._flying_rows.popleft()
+        self._outstanding_rows = self._running_rows.popleft()
         before_last = self._ends.popleft()
         if before_last.missing > 0:  # they took longer than a batch, perhaps much longer
             self._returned(before_last, self._ends[0].ns)
-        self._ends.append(_End(now_ns, self._met_rows, self._met_rows))
+        self._ends.append(_FinishedBatch(now_ns, self._outstanding_rows, self._outstanding_rows))
         before = self._execution_ns.get(bucket, took_ns)
         self._execution_ns[bucket] = before + NEWEST_SHARE * (took_ns - before)
 
@@ -195,20 +139,20 @@ class BatchFormer:
         return self._ends[-1].ns
 
     @property
-    def in_flight(self) -> int:
+    def running(self) -> int:
         """Batches that have started and not finished."""
-        return len(self._flights)
+        return len(self._running)
 
     def wait_ns(self, now_ns: int, rows: int, oldest_ns: int) -> int:
         """How long `rows` waiting rows, the oldest queued at `oldest_ns`, should wait for others; 0: start now."""
-        self._peaks[1] = max(self._peaks[1], rows + sum(self._flying_rows))
+        self._peaks[1] = max(self._peaks[1], rows + sum(self._running_rows))
         if rows >= self._max_rows:
             return 0
-        free_ns = self._predicted_end_ns() if self._flights else self._free_from_ns
+        free_ns = self._predicted_end_ns() if self._running else self._free_from_ns
         patience_ns = min(self._max_delay_ns, self._saved_ns(rows))
         if patience_ns > 0:
             return max(0, max(free_ns, oldest_ns) + patience_ns - now_ns)
-        if not self._flights:
+        if not self._running:
             return 0
         return max(0, free_ns - LEAD_NS - round(self._start_ns + rows * self._copy_ns_per_row) - now_ns)
 
@@ -220,7 +164,7 @@ class BatchFormer:
         candidates = [bucket for bucket in self._buckets if most // 2 < bucket < most]
         return max([most, *candidates], key=lambda taken: taken / self._expected_ns(taken))
 
-    def _returned(self, end: _End, now_ns: int) -> None:
+    def _returned(self, end: _FinishedBatch, now_ns: int) -> None:
         """The clients of a batch have asked again, or have at least taken so long."""
         took_ns = now_ns - end.ns
         before = self._return_ns if self._return_ns < math.inf else took_ns
@@ -239,30 +183,21 @@ class BatchFormer:
 
     def _expected_ns(self, rows: int) -> float:
         bucket = self._bucket[min(rows, self._max_rows)]
-        known = self._execution_ns.get(bucket)
-        if known is not None or not self._execution_ns:
-            return known or 0.0
+        measured_ns = self._execution_ns.get(bucket)
+        if measured_ns is not None or not self._execution_ns:
+            return measured_ns or 0.0
         measured: Sequence[int] = sorted(self._execution_ns)
-        return float(np.interp(bucket, measured, [self._execution_ns[one] for one in measured]))
+        return float(np.interp(bucket, measured, [self._execution_ns[size] for size in measured]))
 
     def _predicted_end_ns(self) -> int:
         end_ns = self._free_from_ns
-        for start_ns, bucket in self._flights:
+        for start_ns, bucket in self._running:
             end_ns = max(start_ns, end_ns) + round(self._execution_ns.get(bucket, 0))
         return end_ns
 
 
-log = FailureLog("abserve.batcher")
-
-FAILED = "inference failed on the server, the server's log has the cause"
-POLL_S = 50e-6
-"""How often a batcher's own thread looks whether its batch is executed."""
-WATCH_NS = 1_000_000
-"""So long after a batch a loop goes on looking for the next request: one that sleeps takes 0.1 ms longer for it."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _RunningBatch:
     """A batch on its way through the engine."""
 
     requests: list[QueuedRequest]
@@ -316,8 +251,8 @@ class Batcher:
         self._closed = False
         self.waiting = 0
         """Requests in the queue, without those being executed."""
-        self._lined_up: deque[QueuedRequest] = deque()  # taken from the queue, in no batch yet
-        self._flights: deque[_Flight] = deque()
+        self._waiting_requests: deque[QueuedRequest] = deque()  # taken from the queue, in no batch yet
+        self._running: deque[_RunningBatch] = deque()
         self._idle_from_ns = 0
         self._failed: list[QueuedRequest] = []  # of a batch that failed: each is executed again, alone
         self._ends = False  # None came out of the queue
@@ -356,12 +291,12 @@ class Batcher:
             if request.taken:
                 return False
             request.taken = True
-            self._count_waiting(sum([one.count for one in instead]) - request.count)
+            self._count_waiting(sum([part.count for part in instead]) - request.count)
         if instead:
-            self._line_up()
-            place = self._lined_up.index(request)
-            for one in reversed(instead):
-                self._lined_up.insert(place, one)
+            self._drain_queue()
+            place = self._waiting_requests.index(request)
+            for part in reversed(instead):
+                self._waiting_requests.insert(place, part)
         request.drop_inputs()
         return True
 
@@ -396,18 +331,18 @@ class Batcher:
                 self._use(engine)
         except Exception:
             log.exception("the thread of an engine failed")
-            self._abandon()
+            self._fail_all()
 
-    def _abandon(self) -> None:
+    def _fail_all(self) -> None:
         """Nothing can be executed any more: refuse what is here, and what will come."""
         with self._lock:
             self._closed = True
         with suppress(queue.Empty):
             while (request := self._queue.get_nowait()) is not None:
-                self._lined_up.append(request)
-        begun = [*self._failed, *(request for flight in self._flights for request in flight.requests)]
-        waiting = self._claim(self._lined_up)
-        self._refuse([*waiting, *(one for one in begun if not one.complete)], InternalError(FAILED))
+                self._waiting_requests.append(request)
+        begun = [*self._failed, *(request for batch in self._running for request in batch.requests)]
+        waiting = self._claim(self._waiting_requests)
+        self._refuse([*waiting, *(request for request in begun if not request.complete)], InternalError(FAILED))
         self._on_broken()
         with suppress(Exception):
             self._engine.close()
@@ -437,25 +372,27 @@ class Batcher:
 
     def _turn(self) -> float | None:
         """See `turn`."""
-        engine, former, lined_up = self._engine, self._former, self._lined_up
+        engine, former, waiting_requests = self._engine, self._former, self._waiting_requests
         while True:
-            self._line_up()
-            if self._flights and engine.ready():
-                self._land(self._flights[0])
-                self._flights.popleft()
+            self._drain_queue()
+            if self._running and engine.ready():
+                self._finish_batch(self._running[0])
+                self._running.popleft()
                 continue
-            while lined_up and lined_up[0].taken:
-                lined_up.popleft()
-            if self._flights and (not lined_up or self._failed or len(self._flights) >= engine.flights):
+            while waiting_requests and waiting_requests[0].taken:
+                waiting_requests.popleft()
+            if self._running and (not waiting_requests or self._failed or len(self._running) >= engine.flights):
                 return 0.0
             if self._failed:
                 self._execute_alone()
-            elif lined_up:
+            elif waiting_requests:
                 rows = self._mergeable_rows()
-                wait_ns = 0 if self._ends else former.wait_ns(time.perf_counter_ns(), rows, lined_up[0].enqueued_ns)
+                wait_ns = (
+                    0 if self._ends else former.wait_ns(time.perf_counter_ns(), rows, waiting_requests[0].enqueued_ns)
+                )
                 if wait_ns > 0:
-                    return 0.0 if self._flights else wait_ns / 1e9
-                self._depart(self._take(former.rows_to_take(rows)))
+                    return 0.0 if self._running else wait_ns / 1e9
+                self._start_batch(self._take(former.rows_to_take(rows)))
             elif self._ends:
                 engine.close()
                 self._ended.set()
@@ -465,7 +402,7 @@ class Batcher:
             else:
                 return None
 
-    def _line_up(self) -> None:
+    def _drain_queue(self) -> None:
         """Take everything out of the queue that is there; nobody else takes from it."""
         while not self._queue.empty():
             self._accept(self._queue.get_nowait())
@@ -475,12 +412,12 @@ class Batcher:
             self._ends = True
         else:
             self._former.arrived(item.enqueued_ns, item.rows)
-            self._lined_up.append(item)
+            self._waiting_requests.append(item)
 
     def _mergeable_rows(self) -> int:
         """Rows at the front that fit into one batch; the largest batch if no later request can join them."""
-        first, rows = self._lined_up[0], 0
-        for request in self._lined_up:
+        first, rows = self._waiting_requests[0], 0
+        for request in self._waiting_requests:
             if request.taken:
                 continue
             if request.key != first.key or rows + request.rows > self._max_batch_size:
@@ -492,27 +429,27 @@ class Batcher:
         """The requests at the front, in order, with `most` rows at most; at least one."""
         batch: list[QueuedRequest] = []
         rows = 0
-        while self._lined_up:
-            request = self._lined_up[0]
+        while self._waiting_requests:
+            request = self._waiting_requests[0]
             if not request.taken:
                 if batch and request.key != batch[0].key:
                     break
-                if rows + request.rows > most and (batch or request.apart is not None):
+                if rows + request.rows > most and (batch or request.split is not None):
                     fitting = (most - rows) * request.count // request.rows
-                    if request.apart is None or (batch and not fitting):
+                    if request.split is None or (batch and not fitting):
                         break
-                    self._lined_up.popleft()
-                    self._lined_up.extendleft(reversed(request.apart(max(1, fitting))))
+                    self._waiting_requests.popleft()
+                    self._waiting_requests.extendleft(reversed(request.split(max(1, fitting))))
                     continue
                 rows += request.rows
                 batch.append(request)
-            self._lined_up.popleft()
+            self._waiting_requests.popleft()
         return batch
 
     def _claim(self, batch: Iterable[QueuedRequest]) -> list[QueuedRequest]:
         """The batch without withdrawn and expired requests; the others can no longer be withdrawn."""
         now_ns = time.perf_counter_ns()
-        wanted: list[QueuedRequest] = []
+        claimed: list[QueuedRequest] = []
         expired: list[QueuedRequest] = []
         with self._lock:
             for request in batch:
@@ -520,23 +457,23 @@ class Batcher:
                     continue
                 request.taken = True
                 late = request.deadline_ns is not None and now_ns >= request.deadline_ns
-                (expired if late else wanted).append(request)
-            self._count_waiting(-sum([request.count for request in (*wanted, *expired)]))
+                (expired if late else claimed).append(request)
+            self._count_waiting(-sum([request.count for request in (*claimed, *expired)]))
         if expired:
             self._refuse(expired, RequestExpiredError(EXPIRED))
-        return wanted
+        return claimed
 
     def _readable(self, claimed: list[QueuedRequest]) -> list[QueuedRequest]:
         """The requests whose inputs can be read and executed; the others are refused."""
         checks = self._checks
-        if not checks and not any([one.device_inputs or one.device_outputs for one in claimed]):  # noqa: C419  faster
+        if not checks and not any([request.input_windows or request.output_windows for request in claimed]):  # noqa: C419  faster
             return claimed
         readable = []
         for request in claimed:
             try:
                 _open_device_memory(request, None if checks else self._engine.device_index)
                 if checks:
-                    arrays = {name: one for name, one in request.inputs.items() if isinstance(one, np.ndarray)}
+                    arrays = {name: array for name, array in request.inputs.items() if isinstance(array, np.ndarray)}
                     for check in checks:
                         check(arrays)
             except ContractError as error:
@@ -548,14 +485,14 @@ class Batcher:
                 readable.append(request)
         return readable
 
-    def _depart(self, batch: list[QueuedRequest]) -> None:
+    def _start_batch(self, batch: list[QueuedRequest]) -> None:
         requests = self._readable(self._claim(batch))
-        flight = self._begin(requests) if requests else None
-        if flight is not None:
-            self._former.started(flight.start_ns, flight.rows, flight.started_ns - flight.start_ns)
-            self._flights.append(flight)
+        batch = self._begin(requests) if requests else None
+        if batch is not None:
+            self._former.started(batch.start_ns, batch.rows, batch.started_ns - batch.start_ns)
+            self._running.append(batch)
 
-    def _begin(self, requests: list[QueuedRequest]) -> _Flight | None:
+    def _begin(self, requests: list[QueuedRequest]) -> _RunningBatch | None:
         """Start a batch; None if that failed, or if the engine takes no batch of this shape."""
         start_ns = time.perf_counter_ns()
         engine = self._engine
@@ -564,7 +501,7 @@ class Batcher:
                 self._page_locks.notice([_address(request) for request in requests])
             given_ns = time.perf_counter_ns()
             if any([request.borrowed for request in requests]):  # noqa: C419  as above
-                inputs: list[Request] = [{**one.inputs, **one.borrowed_inputs} for one in requests]
+                inputs: list[Request] = [{**request.inputs, **request.borrowed_inputs} for request in requests]
                 finish = engine.start(inputs, self._padding, [request.borrowed_outputs for request in requests])
             else:
                 finish = engine.start([request.inputs for request in requests], self._padding)
@@ -577,27 +514,27 @@ class Batcher:
             return None
         rows = sum([request.rows for request in requests])
         started_ns = time.perf_counter_ns() if engine.flights > 1 else given_ns  # else it has been executed as well
-        return _Flight(requests, rows, start_ns, started_ns, finish)
+        return _RunningBatch(requests, rows, start_ns, started_ns, finish)
 
-    def _land(self, flight: _Flight) -> None:
+    def _finish_batch(self, batch: _RunningBatch) -> None:
         """Complete the requests of a batch that is executed, unless it failed."""
         try:
-            answers = flight.finish()
+            answers = batch.finish()
         except Exception:
-            log.exception("inference failed", rows=flight.rows, requests=len(flight.requests))
+            log.exception("inference failed", rows=batch.rows, requests=len(batch.requests))
             self._former.finished(time.perf_counter_ns())
-            self._failed += flight.requests
+            self._failed += batch.requests
         else:
             finished_ns = time.perf_counter_ns()
             self._former.finished(finished_ns)
-            self._complete(flight, answers, finished_ns)
+            self._complete(batch, answers, finished_ns)
             self._idle_from_ns = time.perf_counter_ns()
 
-    def _complete(self, flight: _Flight, answers: list[dict[str, Array]], finished_ns: int) -> None:
+    def _complete(self, batch: _RunningBatch, answers: list[dict[str, Array]], finished_ns: int) -> None:
         complete = []
-        for request, answer in zip(flight.requests, answers, strict=True):
+        for request, answer in zip(batch.requests, answers, strict=True):
             try:
-                for name, window in request.device_outputs.items():
+                for name, window in request.output_windows.items():
                     memory = request.borrowed_outputs.get(name)
                     if memory is None:
                         window.write(answer[name])
@@ -610,11 +547,11 @@ class Batcher:
                 request.outputs = answer
                 complete.append(request)
         self._statistics.record_execution(
-            flight.rows,
-            self._engine.executed_rows(flight.rows),
-            [(flight.start_ns - one.enqueued_ns, one.count) for one in flight.requests],
-            flight.started_ns - flight.start_ns,
-            finished_ns - flight.started_ns,
+            batch.rows,
+            self._engine.executed_rows(batch.rows),
+            [(batch.start_ns - request.enqueued_ns, request.count) for request in batch.requests],
+            batch.started_ns - batch.start_ns,
+            finished_ns - batch.started_ns,
             time.perf_counter_ns() - finished_ns,
         )
         self._on_complete(complete)
@@ -623,15 +560,15 @@ class Batcher:
         """After a batch has failed: each request alone, so that only the cause of the failure fails."""
         failed, self._failed = self._failed, []
         works = self._check_engine()
-        alone = [one for request in failed for one in singles(request)]
+        alone = [request for group in failed for request in _single_requests(group)]
         if len(alone) == 1 or not works:
             self._refuse(alone, InternalError(FAILED))
             return
         for request in alone:
-            flight = self._begin([request])
-            if flight is not None:
-                self._former.started(flight.start_ns, flight.rows)
-                self._land(flight)
+            batch = self._begin([request])
+            if batch is not None:
+                self._former.started(batch.start_ns, batch.rows)
+                self._finish_batch(batch)
             if self._failed:
                 self._failed = []
                 self._refuse([request], InternalError(FAILED))
@@ -667,7 +604,7 @@ def _open_device_memory(request: QueuedRequest, device: int | None) -> None:
     read: dict[str, Array] = {}
     used = []
     try:
-        for borrowed, windows in ((inputs, request.device_inputs), (outputs, request.device_outputs)):
+        for borrowed, windows in ((inputs, request.input_windows), (outputs, request.output_windows)):
             for name, window in windows.items():
                 if window.on(device):
                     borrowed[name] = window.borrow()
@@ -687,3 +624,12 @@ def _address(request: QueuedRequest) -> int:
         return first.addresses[0]
     address: int = first.__array_interface__["data"][0]
     return address
+
+
+def _single_requests(group: QueuedRequest) -> list[QueuedRequest]:
+    """The requests of a group, each for itself."""
+    requests = []
+    while group.split is not None:
+        request, group = group.split(1)
+        requests.append(request)
+    return [*requests, group]

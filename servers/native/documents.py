@@ -15,7 +15,8 @@ from itertools import accumulate, chain
 
 from servers.engines.padding import pad_to_text
 from servers.engines.processors import cuda_index
-from servers.native.inference import InferenceService, ModelState
+from servers.native.inference import InferenceService
+from servers.native.interface import ModelState
 from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Histogram
 from servers.protocol.tensors import TensorSpec

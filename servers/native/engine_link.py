@@ -1,28 +1,36 @@
-"""A front end's way to the engine in another process; belongs to the front end's event loop.
-
-A front end's way to several engine processes, one for each device; belongs to the front end's event loop.
-
-A request goes to the engine with the fewest rows of this front end that are not done. System shared memory is
-registered by the first engine, CUDA shared memory by the engine on its GPU, which alone executes requests that use it.
-Each engine has its own models: the server shows the state of the engine on which a model is least ready.
-"""
+"""The ways from a front end to its engines: in this process, in another one, or in several, one per device."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any
 
 from servers.engines.processors import cuda_index
-from servers.native.batcher import QueuedRequest
+from servers.native.engine_process import EngineSide
 from servers.native.errors import FailureLog
-from servers.native.inference import ModelState, wake_all
+from servers.native.inference import wake_all
+from servers.native.interface import (
+    ApplyStatus,
+    CheckCuda,
+    CloseRegions,
+    EngineOperation,
+    FrontEndOperation,
+    ModelState,
+    ModelStatus,
+    OpenRegion,
+    QueuedRequest,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+)
 from servers.native.ipc import (
     FAILED,
     FORM_UNKNOWN,
@@ -58,11 +66,67 @@ log = FailureLog("abserve.front")
 
 ENGINE_ENDED = "the engine has ended, send the request again later"
 
-Told = Mapping[str, Callable[..., Coroutine[Any, Any, None]]]
+Execute = Callable[[FrontEndOperation], Coroutine[Any, Any, None]]
+"""Executes in the front end what the engine's side asks for."""
+
+
+class LocalLink:
+    """An `EngineLink` within one process, and the `FrontEnd` at the other end of it."""
+
+    def __init__(self, side: EngineSide) -> None:
+        self._side = side
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._execute: Execute | None = None
+
+    def open(self, execute: Execute) -> None:
+        """Called in the event loop, which executes the operations of the engine's side."""
+        self._loop = asyncio.get_running_loop()
+        self._execute = execute
+        self._side.add(self)
+
+    # EngineLink
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        """See `EngineLink`."""
+        queued.front_end = self
+        self._side.submit(model, queued)
+
+    def withdraw(self, model: int, queued: QueuedRequest) -> bool:
+        """See `EngineLink`."""
+        return self._side.hosts[model].withdraw(queued)
+
+    async def control(self, operation: EngineOperation) -> None:
+        """See `EngineLink`; goes on when the caller is cancelled."""
+        executing = self._side.threads(operation).submit(self._side.execute, operation)
+        await asyncio.shield(asyncio.wrap_future(executing))
+
+    # FrontEnd
+
+    def complete(self, requests: Sequence[QueuedRequest]) -> None:
+        """See `FrontEnd`."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(wake_all, requests)
+
+    def notify(self, operation: FrontEndOperation) -> Future[None]:
+        """See `FrontEnd`."""
+        assert self._loop is not None
+        assert self._execute is not None
+        executing = self._execute(operation)
+        try:
+            return asyncio.run_coroutine_threadsafe(executing, self._loop)
+        except RuntimeError:  # the loop has ended
+            executing.close()
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
 
 
 class EngineClient(asyncio.Protocol):
-    """An `EngineLink` over a socket. Messages that are sent in one turn of the event loop leave together."""
+    """An `EngineLink` over a socket; belongs to the front end's event loop.
+
+    Messages that are sent in one turn of the loop leave together.
+    """
 
     def __init__(self, memory: RequestMemory, signatures: list[ModelSignature], on_end: Callable[[], None]) -> None:
         """`on_end` is called when the engine's process has ended."""
@@ -73,18 +137,18 @@ class EngineClient(asyncio.Protocol):
         self._forms = SentForms()
         # With the memory that is kept, and whether the last of it is a room for the answer.
         self._waiting: dict[int, tuple[QueuedRequest, list[Array], bool]] = {}
-        self._asked: dict[int, asyncio.Future[None]] = {}
-        self._told: Told = {}
+        self._controls: dict[int, asyncio.Future[None]] = {}
+        self._execute: Execute | None = None
         self._outgoing: list[Message] = []
         self._groups: dict[int, SubmitMany] = {}  # by form: those that are outgoing
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
-        self._carrying_out: set[asyncio.Task[None]] = set()
+        self._executing: set[asyncio.Task[None]] = set()
         self._ended = False
 
-    async def open(self, connected: socket.socket, told: Told) -> None:
-        """Begin to use a connected socket; `told` is what the engine's side may tell the front end."""
-        self._told = told
+    async def open(self, connected: socket.socket, execute: Execute) -> None:
+        """Begin to use a connected socket; `execute` serves the operations of the engine's side."""
+        self._execute = execute
         await asyncio.get_running_loop().create_connection(lambda: self, sock=connected)
 
     # EngineLink
@@ -114,14 +178,14 @@ class EngineClient(asyncio.Protocol):
             self._send(Cancel(queued.number))
         return False
 
-    async def ask(self, method: str, *arguments: object) -> None:
+    async def control(self, operation: EngineOperation) -> None:
         """See `EngineLink`."""
         if self._ended:
             raise UnavailableError(ENGINE_ENDED)
         number = next(self._numbers)
-        self._asked[number] = answer = asyncio.get_running_loop().create_future()
-        self._send(Control(number, method, list(arguments)))
-        await answer
+        self._controls[number] = done = asyncio.get_running_loop().create_future()
+        self._send(Control(number, operation))
+        await done
 
     # asyncio.Protocol
 
@@ -145,9 +209,9 @@ class EngineClient(asyncio.Protocol):
         for queued, _, _ in waiting.values():
             queued.error = InternalError(ENGINE_ENDED)
             self._wake(queued)
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(UnavailableError(ENGINE_ENDED))
+        for done in self._controls.values():
+            if not done.done():
+                done.set_exception(UnavailableError(ENGINE_ENDED))
 
     def _take(self, message: Message | UnusableMessage) -> None:
         if isinstance(message, RequestsDone):
@@ -156,11 +220,11 @@ class EngineClient(asyncio.Protocol):
         elif isinstance(message, RequestDone):
             self._complete(message)
         elif isinstance(message, Control):
-            task = asyncio.get_running_loop().create_task(self._carry_out(message))
-            self._carrying_out.add(task)
-            task.add_done_callback(self._carrying_out.discard)
+            task = asyncio.get_running_loop().create_task(self._execute_control(message))
+            self._executing.add(task)
+            task.add_done_callback(self._executing.discard)
         elif isinstance(message, ControlDone):
-            self._answered(message)
+            self._control_done(message)
         elif isinstance(message, UnusableMessage):
             self._fail(message, sent=False)
 
@@ -175,14 +239,14 @@ class EngineClient(asyncio.Protocol):
             else:
                 self._send(reply)
 
-    def _answered(self, message: ControlDone) -> None:
-        answer = self._asked.pop(message.number, None)
-        if answer is None or answer.done():
+    def _control_done(self, message: ControlDone) -> None:
+        done = self._controls.pop(message.number, None)
+        if done is None or done.done():
             return
         if message.failure is None:
-            answer.set_result(None)
+            done.set_result(None)
         else:
-            answer.set_exception(error_of(message.failure))
+            done.set_exception(error_of(message.failure))
 
     def _succeed(self, number: int, outputs: dict[str, Array]) -> None:
         queued, _, _ = self._waiting.pop(number)
@@ -229,11 +293,13 @@ class EngineClient(asyncio.Protocol):
         """A request is complete."""
         wake_all([queued])
 
-    async def _carry_out(self, message: Control) -> None:
-        """Do what the engine's side tells; what takes long does not delay what it tells next."""
+    async def _execute_control(self, message: Control) -> None:
+        """Execute an operation of the engine's side; one that takes long does not delay those after it."""
         failure = None
         try:
-            await self._told[message.method](*message.arguments)
+            assert self._execute is not None
+            assert isinstance(message.operation, FrontEndOperation)
+            await self._execute(message.operation)
         except Exception as error:  # noqa: BLE001  the engine's side raises it
             failure = failure_of(error)
         self._send(ControlDone(message.number, failure))
@@ -246,35 +312,28 @@ def _answer_bytes(signature: ModelSignature) -> int:
     return sum(prod(spec.item_shape) * spec.dtype.itemsize for spec in signature.outputs)
 
 
-_LEAST_READY_FIRST = [
-    state.value
-    for state in (
-        ModelState.FAILED,
-        ModelState.STOPPING,
-        ModelState.UNLOADED,
-        ModelState.LOADING,
-        ModelState.ACCEPTING,
-        ModelState.READY,
-    )
-]
-_BY_THE_FIRST = ("register_system", "check_cuda")
-
-ModelState = tuple[str, Any]
-"""What an engine process says about a model: its state, and its engine's description or None."""
+_LEAST_READY_FIRST = (
+    ModelState.FAILED,
+    ModelState.STOPPING,
+    ModelState.UNLOADED,
+    ModelState.LOADING,
+    ModelState.ACCEPTING,
+    ModelState.READY,
+)
 
 
-class _Engine(EngineClient):
+class _PooledEngine(EngineClient):
     """An engine process, with what it has to do for this front end."""
 
     def __init__(self, memory: RequestMemory, signatures: list[ModelSignature], on_end: Callable[[], None]) -> None:
         super().__init__(memory, signatures, on_end)
         self.rows = 0
-        self.states: Sequence[ModelState] = ()
+        self.models: Sequence[ModelStatus] = ()
 
     def submit(self, model: int, queued: QueuedRequest) -> None:
         super().submit(model, queued)
         self.rows += queued.rows
-        queued.owner = self
+        queued.engine = self
 
     def _wake(self, queued: QueuedRequest) -> None:
         self.rows -= queued.rows
@@ -285,7 +344,12 @@ _ROWS = attrgetter("rows")
 
 
 class EnginePool:
-    """An `EngineLink` over several sockets."""
+    """An `EngineLink` over several sockets, one for each device; belongs to the front end's event loop.
+
+    A request goes to the engine with the fewest rows of this front end that are not done. System shared memory is
+    registered by the first engine, CUDA shared memory by the engine on its GPU, which alone executes requests that use
+    it. Each engine has its own models: the server shows the state of the engine on which a model is least ready.
+    """
 
     def __init__(
         self,
@@ -296,19 +360,18 @@ class EnginePool:
     ) -> None:
         """`on_end` is called when one of the processes has ended."""
         self._on_end = on_end
-        self._engines = [_Engine(memory, signatures, self._end) for _ in devices]
+        self._engines = [_PooledEngine(memory, signatures, self._end) for _ in devices]
         self._gpus = [cuda_index(device) for device in devices]
         self._turns = list(self._engines)  # of those with equally few rows, the next one is the first
-        self._regions: dict[str, _Engine] = {}  # by name, of the system as well: who has registered it
-        self._told: Told = {}
+        self._regions: dict[str, _PooledEngine] = {}  # by name, of the system as well: who has registered it
+        self._execute: Execute | None = None
         self._ended = False
 
-    async def open(self, connected: Sequence[socket.socket], told: Told) -> None:
-        """Begin to use connected sockets, in the order of the devices; `told`: see `EngineClient`."""
-        self._told = told
-        methods: Told = {"states": self._apply, "open": self._open, "forget": self._forget}
-        for engine, one in zip(self._engines, connected, strict=True):
-            await engine.open(one, {name: partial(method, engine) for name, method in methods.items()})
+    async def open(self, connected: Sequence[socket.socket], execute: Execute) -> None:
+        """Begin to use connected sockets, in the order of the devices; `execute`: see `EngineClient`."""
+        self._execute = execute
+        for engine, engine_socket in zip(self._engines, connected, strict=True):
+            await engine.open(engine_socket, partial(self._execute_for, engine))
 
     # EngineLink
 
@@ -324,22 +387,23 @@ class EnginePool:
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
         """See `EngineLink`."""
-        engine: _Engine = queued.owner
-        return engine.withdraw(model, queued)
+        assert queued.engine is not None
+        return queued.engine.withdraw(model, queued)
 
-    async def ask(self, method: str, *arguments: object) -> None:
+    async def control(self, operation: EngineOperation) -> None:
         """See `EngineLink`; returns when all engines that it concerns have done it, or raises the first error."""
         engines = self._engines
-        if method in _BY_THE_FIRST:
+        if isinstance(operation, RegisterSystemMemory | CheckCuda):
             engines = engines[:1]
-        elif method == "register_cuda":
-            engines = [engines[self._gpus.index(arguments[2])]] if arguments[2] in self._gpus else engines[:1]
-        answers = await asyncio.gather(*(one.ask(method, *arguments) for one in engines), return_exceptions=True)
-        for answer in answers:
-            if answer is not None:
-                raise answer
+        elif isinstance(operation, RegisterCudaMemory):
+            gpu = operation.device
+            engines = [engines[self._gpus.index(gpu)]] if gpu in self._gpus else engines[:1]
+        results = await asyncio.gather(*(engine.control(operation) for engine in engines), return_exceptions=True)
+        for result in results:
+            if result is not None:
+                raise result
 
-    def _with_regions_of(self, queued: QueuedRequest) -> _Engine:
+    def _with_regions_of(self, queued: QueuedRequest) -> _PooledEngine:
         """The engine that has the request's CUDA regions; the first one if they have just been unregistered."""
         places = (*queued.device_inputs.values(), *queued.device_outputs.values())
         engines = {self._regions.get(region, self._engines[0]) for region, *_ in places}
@@ -347,36 +411,37 @@ class EnginePool:
             raise InvalidRequestError("the request's CUDA regions are on several GPUs: give it those of one GPU")
         return engines.pop()
 
-    # What the engines tell
+    # Operations of the engines
 
-    async def _apply(self, engine: _Engine, states: Sequence[ModelState]) -> None:
-        engine.states = states
-        of_models = list(zip(*(one.states for one in self._engines), strict=False))
-        if of_models and not self._ended:
-            await self._told["states"]([combined(states) for states in of_models])
-
-    async def _open(self, engine: _Engine, name: str, *opening: object) -> None:
-        """A name is taken by the engine that came first, so of two that come at once both may be refused."""
-        if name in self._regions:
-            raise InvalidRequestError(f"region {shown(name)} is registered already: unregister it first")
-        await self._told["open"](name, *opening)
-        self._regions[name] = engine
-
-    async def _forget(self, engine: _Engine, names: Sequence[str]) -> None:
-        own = [name for name in names if self._regions.get(name) is engine]
-        for name in own:
-            del self._regions[name]
-        await self._told["forget"](own)
+    async def _execute_for(self, engine: _PooledEngine, operation: FrontEndOperation) -> None:
+        assert self._execute is not None
+        if isinstance(operation, ApplyStatus):
+            engine.models = operation.models
+            of_models = list(zip(*(each.models for each in self._engines), strict=False))
+            if of_models and not self._ended:
+                await self._execute(ApplyStatus(tuple(combined(statuses) for statuses in of_models)))
+        elif isinstance(operation, OpenRegion):
+            # A name is taken by the engine that came first, so of two that come at once both may be refused.
+            if operation.name in self._regions:
+                raise InvalidRequestError(f"region {shown(operation.name)} is registered already: unregister it first")
+            await self._execute(operation)
+            self._regions[operation.name] = engine
+        else:
+            names = tuple(name for name in operation.names if self._regions.get(name) is engine)
+            for name in names:
+                del self._regions[name]
+            await self._execute(CloseRegions(names))
 
     def _end(self) -> None:
         self._ended = True
         self._on_end()
 
 
-def combined(states: Sequence[ModelState]) -> ModelState:
+def combined(statuses: Sequence[ModelStatus]) -> ModelStatus:
     """A model's least ready state on several engines, with the first one's description, in which all devices are."""
-    least = min((state for state, _ in states), key=_LEAST_READY_FIRST.index)
-    descriptions = [description for _, description in states]
-    if None in descriptions:
-        return least, None
-    return least, {**descriptions[0], "device": ",".join(one["device"] for one in descriptions)}
+    least = min((status.state for status in statuses), key=_LEAST_READY_FIRST.index)
+    descriptions = [status.description for status in statuses if status.description is not None]
+    if len(descriptions) < len(statuses):
+        return ModelStatus(least, None)
+    devices = ",".join(description.device for description in descriptions)
+    return ModelStatus(least, replace(descriptions[0], device=devices))

@@ -22,7 +22,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -32,7 +31,7 @@ from servers.engines.interface import Engine, EngineDescription, EngineError, Ho
 from servers.engines.padding import padding_of
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher, QueuedRequest
+from servers.native.batcher import Batcher
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
@@ -41,7 +40,23 @@ from servers.native.errors import (
     RequestExpiredError,
     ShuttingDownError,
 )
-from servers.native.inference import ModelState, signature_of
+from servers.native.inference import signature_of
+from servers.native.interface import (
+    ApplyStatus,
+    CheckCuda,
+    EngineOperation,
+    FrontEnd,
+    FrontEndOpened,
+    FrontEndOperation,
+    LoadModel,
+    ModelState,
+    ModelStatus,
+    QueuedRequest,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+    UnloadModel,
+    UnregisterMemory,
+)
 from servers.native.ipc import (
     FAILED,
     FORM_UNKNOWN,
@@ -257,24 +272,14 @@ def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) 
     return engine, description
 
 
-TELL_SECONDS = 35.0
-"""How long a front end may take to do as it is told: longer than the decoding of images that it has accepted."""
+NOTIFY_SECONDS = 35.0
+"""How long a front end may take to execute an operation: longer than the decoding of images that it has accepted."""
 
-MAX_ASKING = 8
-"""Threads for what blocks, but for loads and unloads; more wait."""
+MAX_BLOCKING = 8
+"""Threads for operations that block, but for loads and unloads; more wait."""
 
 Offer = tuple[ModelSpecification, BuildEngine]
 """A model to be served, and how its engine is built."""
-
-
-class FrontEnd(Protocol):
-    """A front end as the engine's side sees it."""
-
-    def complete(self, requests: Sequence[QueuedRequest]) -> None:
-        """These requests of it are complete; any thread."""
-
-    def tell(self, method: str, *arguments: object) -> Future[Any]:
-        """Let it do something, after everything that it was told before; any thread."""
 
 
 class EngineSide:
@@ -291,21 +296,13 @@ class EngineSide:
         """`wake`: see `Batcher`."""
         self._front_ends: list[FrontEnd] = []
         self._lock = threading.RLock()  # so that all front ends are told in the same order
-        self.regions = RegionRegister(self._tell, others_come=wake is not None)
+        self.regions = RegionRegister(self._notify_all, others_come=wake is not None)
         self.hosts = [
-            ModelHost(specification, build, settings, own, arena, complete, self._changed, wake)
-            for (specification, build), own in zip(offers, statistics, strict=True)
+            ModelHost(specification, build, settings, counters, arena, complete, self._changed, wake)
+            for (specification, build), counters in zip(offers, statistics, strict=True)
         ]
-        self._asking = ThreadPoolExecutor(MAX_ASKING, "asking")
-        self._changing = [ThreadPoolExecutor(1, "changing") for _ in self.hosts]
-        self._methods: Mapping[str, Callable[..., None]] = {
-            "load": self._load,
-            "unload": lambda model: self.hosts[model].unload(),
-            "register_system": self.regions.register_system,
-            "register_cuda": self.regions.register_cuda,
-            "unregister": self.regions.unregister,
-            "check_cuda": self.regions.check_cuda,
-        }
+        self._blocking = ThreadPoolExecutor(MAX_BLOCKING, "control")
+        self._loading = [ThreadPoolExecutor(1, "loading") for _ in self.hosts]
 
     def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
         """Begin to load all models; none is READY before `front_ends_open` is set.
@@ -319,22 +316,39 @@ class EngineSide:
         """A front end has begun: it learns everything."""
         with self._lock:
             self._front_ends.append(front_end)
-            front_end.tell("states", self._states())
+            front_end.notify(self._status())
             for opening in self.regions.openings:
-                front_end.tell("open", *opening)
+                front_end.notify(opening)
 
     def remove(self, front_end: FrontEnd) -> None:
         """A front end has ended."""
         with self._lock, suppress(ValueError):
             self._front_ends.remove(front_end)
 
-    def threads(self, method: str, arguments: Sequence[Any]) -> ThreadPoolExecutor:
-        """Where `carry_out` may block. A model is loaded and unloaded in its own thread, however many ask for that."""
-        return self._changing[arguments[0]] if method in ("load", "unload") else self._asking
+    def threads(self, operation: EngineOperation) -> ThreadPoolExecutor:
+        """Where `execute` may block. A model is loaded and unloaded in one thread, however many ask for that."""
+        if isinstance(operation, LoadModel | UnloadModel):
+            return self._loading[operation.model]
+        return self._blocking
 
-    def carry_out(self, method: str, arguments: Sequence[Any]) -> None:
-        """What a front end asks for; blocks. Raises `ContractError`."""
-        self._methods[method](*arguments)
+    def execute(self, operation: EngineOperation) -> None:
+        """Execute an operation for a front end; blocks. Raises `ContractError`."""
+        match operation:
+            case LoadModel(model=model):
+                self.hosts[model].load()
+                self._changed(True)  # front ends were notified of READY without waiting
+            case UnloadModel(model=model):
+                self.hosts[model].unload()
+            case RegisterSystemMemory(name=name, key=key, offset=offset, byte_size=byte_size):
+                self.regions.register_system(name, key, offset, byte_size)
+            case RegisterCudaMemory(name=name, handle=handle, device=device, byte_size=byte_size):
+                self.regions.register_cuda(name, handle, device, byte_size)
+            case UnregisterMemory(on_device=on_device, name=name):
+                self.regions.unregister(on_device, name)
+            case CheckCuda():
+                self.regions.check_cuda()
+            case _:
+                raise TypeError(f"only the process of the engine executes {type(operation).__name__}")
 
     def submit(self, model: int, queued: QueuedRequest) -> None:
         """Queue a checked request. Raises `ContractError`."""
@@ -343,18 +357,18 @@ class EngineSide:
         self.hosts[model].submit(queued)
 
     def _open_windows(self, model: int, queued: QueuedRequest) -> None:
-        find, inputs = self.regions.window, queued.inputs
+        window, inputs = self.regions.window, queued.inputs
         outputs = {
             spec.name: like(spec.dtype, (queued.rows, *spec.item_shape))
             for spec in self.hosts[model].signature.outputs
             if -1 not in spec.item_shape and not spec.dtype.hasobject
         }
-        queued.device_inputs = {
-            name: find(region, offset, size, inputs[name])
+        queued.input_windows = {
+            name: window(region, offset, size, inputs[name])
             for name, (region, offset, size) in queued.device_inputs.items()
         }
-        queued.device_outputs = {
-            name: find(region, offset, size, outputs.get(name))
+        queued.output_windows = {
+            name: window(region, offset, size, outputs.get(name))
             for name, (region, offset, size) in queued.device_outputs.items()
         }
 
@@ -373,36 +387,38 @@ class EngineSide:
     def failed(self) -> bool:
         return any(host.state is ModelState.FAILED for host in self.hosts)
 
-    def _load(self, model: int) -> None:
-        self.hosts[model].load()
-        self._changed(True)  # READY was told without waiting
-
     def _changed(self, wait: bool) -> None:
-        """A model has another state: tell the front ends, and wait for them if `wait`."""
+        """A model has another state: notify the front ends, and wait for them if `wait`."""
         with self._lock:
-            answers = self._begin_to_tell("states", self._states())
+            notified = self._notify(self._status())
         if wait:
-            _wait_for(answers)
+            _wait_for(notified)
 
-    def _states(self) -> list[tuple[str, object]]:
-        return [(host.state.value, msgspec.to_builtins(host.description, enc_hook=str)) for host in self.hosts]
+    def _status(self) -> ApplyStatus:
+        statuses = []
+        for host in self.hosts:
+            # Details may hold objects of an engine's library, which no message can carry.
+            plain = msgspec.to_builtins(host.description, enc_hook=str)
+            description = None if plain is None else msgspec.convert(plain, EngineDescription)
+            statuses.append(ModelStatus(host.state, description))
+        return ApplyStatus(tuple(statuses))
 
-    def _tell(self, method: str, *arguments: object) -> None:
-        """Call a method of every front end and wait for all. Raises the first `ContractError`."""
-        _wait_for(self._begin_to_tell(method, *arguments))
+    def _notify_all(self, operation: FrontEndOperation) -> None:
+        """Let every front end execute an operation, and wait for all. Raises the first `ContractError`."""
+        _wait_for(self._notify(operation))
 
-    def _begin_to_tell(self, method: str, *arguments: object) -> list[Future[Any]]:
+    def _notify(self, operation: FrontEndOperation) -> list[Future[None]]:
         with self._lock:
-            return [front_end.tell(method, *arguments) for front_end in self._front_ends]
+            return [front_end.notify(operation) for front_end in self._front_ends]
 
 
-def _wait_for(answers: Sequence[Future[Any]]) -> None:
+def _wait_for(notified: Sequence[Future[None]]) -> None:
     """Raises the first `ContractError`, after all have answered."""
-    ends = time.monotonic() + TELL_SECONDS
+    ends = time.monotonic() + NOTIFY_SECONDS
     errors: list[ContractError] = []
-    for answer in answers:
+    for done in notified:
         try:
-            answer.result(max(0.0, ends - time.monotonic()))
+            done.result(max(0.0, ends - time.monotonic()))
         except ContractError as error:
             errors.append(error)
         except FutureTimeoutError:
@@ -413,11 +429,12 @@ def _wait_for(answers: Sequence[Future[Any]]) -> None:
 
 def complete(requests: Sequence[QueuedRequest]) -> None:
     """Hand each request to its front end, in one call for all that belong to the same."""
-    of: dict[FrontEnd, list[QueuedRequest]] = {}
+    by_front_end: dict[FrontEnd, list[QueuedRequest]] = {}
     for queued in requests:
-        of.setdefault(queued.owner, []).append(queued)
-    for owner, own in of.items():
-        owner.complete(own)
+        if queued.front_end is not None:
+            by_front_end.setdefault(queued.front_end, []).append(queued)
+    for front_end, completed in by_front_end.items():
+        front_end.complete(completed)
 
 
 log_limited = FailureLog("abserve.engine")
@@ -444,7 +461,7 @@ class FrontEndChannel:
         self._unsent = bytearray()
         self._ended = False
         self._numbers = itertools.count()
-        self._told: dict[int, Future[Any]] = {}
+        self._operations: dict[int, Future[None]] = {}
 
     def form(self, number: int, rows: int) -> ReceivedForm | None:
         """The form of a message, None if it did not come. Raises `ValueError` for another number of rows."""
@@ -479,28 +496,28 @@ class FrontEndChannel:
             failure = failure_of(queued.error)
             done += [RequestDone(number, [], failure) for number in numbers]
 
-    def tell(self, method: str, *arguments: object) -> Future[Any]:
+    def notify(self, operation: FrontEndOperation) -> Future[None]:
         """See `FrontEnd`; one that has ended has done everything."""
-        told: Future[Any] = Future()
+        done: Future[None] = Future()
         with self._lock:
             number = next(self._numbers)
-            self._told[number] = told
+            self._operations[number] = done
             ended = self._ended
         if ended:
-            told.set_result(None)
+            done.set_result(None)
         else:
-            self.send([Control(number, method, list(arguments))])
-        return told
+            self.send([Control(number, operation)])
+        return done
 
-    def answered(self, answer: ControlDone) -> None:
-        """The front end has done what it was told."""
-        told = self._told.pop(answer.number, None)
-        if told is None:
+    def control_done(self, message: ControlDone) -> None:
+        """The front end has executed an operation."""
+        done = self._operations.pop(message.number, None)
+        if done is None:
             return
-        if answer.failure is None:
-            told.set_result(None)
+        if message.failure is None:
+            done.set_result(None)
         else:
-            told.set_exception(error_of(answer.failure))
+            done.set_exception(error_of(message.failure))
 
     def send(self, messages: Sequence[Message]) -> None:
         """Send now or, where the front end is slow to read, soon; never blocks.
@@ -529,7 +546,7 @@ class FrontEndChannel:
             if sent != (message.kind in REQUESTS):
                 self.send([reply])
             elif isinstance(reply, ControlDone):
-                self.answered(reply)
+                self.control_done(reply)
 
     def send_more(self) -> None:
         """The socket takes bytes again."""
@@ -544,9 +561,9 @@ class FrontEndChannel:
             self._ended = True
             self._epoll.unregister(self.socket)
             self.socket.close()
-            told, self._told = self._told, {}
-        for answer in told.values():
-            answer.set_result(None)
+            operations, self._operations = self._operations, {}
+        for done in operations.values():
+            done.set_result(None)
 
 
 class EngineServer:
@@ -601,7 +618,7 @@ class EngineServer:
             if descriptor in self._channels:
                 self._serve(self._channels[descriptor], events)
             elif descriptor == self._supervisor.fileno():
-                self._stop_by = self._meet()
+                self._stop_by = self._read_supervisor()
             else:
                 with suppress(BlockingIOError):
                     self._wakes.recv(4096)
@@ -615,8 +632,8 @@ class EngineServer:
         self._failed.set()
         self._wake()
 
-    def _meet(self) -> float | None:
-        """Take the socket of a new front end; when to have stopped if the supervisor wants that, or has died."""
+    def _read_supervisor(self) -> float | None:
+        """Add a front end, or return the shutdown deadline: the supervisor's, or this process's own if it has died."""
         data, descriptors, _, _ = socket.recv_fds(self._supervisor, STOP_BY.size, 1)
         for descriptor in descriptors:
             channel = FrontEndChannel(socket.socket(fileno=descriptor), self._arena, self._epoll)
@@ -642,16 +659,16 @@ class EngineServer:
         except ConnectionError:
             count = 0
         if count == 0:
-            self._lose(channel)
+            self._remove(channel)
             return
         for message in channel.reader.feed(memoryview(self._buffer)[:count]):
             try:
-                self._take(channel, message)
+                self._handle(channel, message)
             except Exception:  # it must not end the process: others wait for theirs
                 log_limited.exception("a message of a front end could not be used")
                 channel.fail(unusable_of(message), sent=False)
 
-    def _take(self, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
+    def _handle(self, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Submit):
             self._submit(channel, message)
         elif isinstance(message, SubmitMany):
@@ -661,9 +678,10 @@ class EngineServer:
         elif isinstance(message, Cancel):
             self._cancel(channel, message.number)
         elif isinstance(message, ControlDone):
-            channel.answered(message)
+            channel.control_done(message)
         elif isinstance(message, Control):
-            self._side.threads(message.method, message.arguments).submit(self._carry_out, channel, message)
+            assert isinstance(message.operation, EngineOperation)
+            self._side.threads(message.operation).submit(self._execute, channel, message.number, message.operation)
         elif isinstance(message, UnusableMessage):
             channel.fail(message, sent=False)
 
@@ -679,7 +697,7 @@ class EngineServer:
             else:
                 inputs = form.arrays(message.data, self._arena)
             queued = QueuedRequest(inputs, message.rows, form.key, message.deadline_ns, None)
-            queued.owner, queued.number = channel, message.number
+            queued.front_end, queued.number = channel, message.number
             if message.device_inputs or message.device_outputs:
                 queued.device_inputs, queued.device_outputs = message.device_inputs or {}, message.device_outputs or {}
             channel.requests[message.number] = queued, form.model, message.room
@@ -691,7 +709,7 @@ class EngineServer:
             channel.send([RequestDone(message.number, [], failure_of(error))])
 
     def _submit_many(self, channel: FrontEndChannel, message: SubmitMany) -> None:
-        """As one, where the engine takes addresses: then the batcher has as little to do as for a single request."""
+        """Queue the group as one object if the engine accepts addresses: that costs as little as a single request."""
         form = channel.form(message.form, message.rows)
         if form is None:
             channel.send([RequestDone(number, [], FORM_UNKNOWN) for number in message.numbers])
@@ -712,12 +730,12 @@ class EngineServer:
     def _group(
         self, channel: FrontEndChannel, form: ReceivedForm, rows: int, numbers: list[int], data: list[list[int]]
     ) -> QueuedRequest:
-        """One for all of these requests, each of so many rows."""
+        """One queued request for all of these, each of `rows` rows."""
         count = len(numbers)
         queued = QueuedRequest(form.addresses(data, self._arena), rows * count, form.key, None, None)
-        queued.count, queued.owner, queued.number = count, channel, numbers[0]
+        queued.count, queued.front_end, queued.number = count, channel, numbers[0]
 
-        def apart(first: int) -> tuple[QueuedRequest, QueuedRequest]:
+        def split(first: int) -> tuple[QueuedRequest, QueuedRequest]:
             parts = (
                 self._group(channel, form, rows, numbers[:first], data[:first]),
                 self._group(channel, form, rows, numbers[first:], data[first:]),
@@ -729,42 +747,42 @@ class EngineServer:
         channel.groups[numbers[0]] = numbers
         channel.requests.update(dict.fromkeys(numbers, (queued, form.model, None)))
         if count > 1:
-            queued.apart = apart
+            queued.split = split
         return queued
 
     def _cancel(self, channel: FrontEndChannel, number: int) -> None:
         queued, model, _ = channel.requests.get(number, (None, 0, None))
         if queued is None or queued.taken:
             return
-        leaving, stay = queued, list[QueuedRequest]()
+        leaving, remaining = queued, list[QueuedRequest]()
         place = channel.groups.get(queued.number, [number]).index(number)
-        if leaving.apart is not None and place:
-            before, leaving = leaving.apart(place)
-            stay.append(before)
-        if leaving.apart is not None:
-            leaving, after = leaving.apart(1)
-            stay.append(after)
-        if self._side.hosts[model].withdraw(queued, stay):
+        if leaving.split is not None and place:
+            before, leaving = leaving.split(place)
+            remaining.append(before)
+        if leaving.split is not None:
+            leaving, after = leaving.split(1)
+            remaining.append(after)
+        if self._side.hosts[model].withdraw(queued, remaining):
             leaving.error = RequestExpiredError(EXPIRED)
             channel.complete([leaving])
 
-    def _carry_out(self, channel: FrontEndChannel, message: Control) -> None:
+    def _execute(self, channel: FrontEndChannel, number: int, operation: EngineOperation) -> None:
         failure = None
         try:
-            if message.method == "opened":
+            if isinstance(operation, FrontEndOpened):
                 self._opened = {*self._opened, channel} & {*self._channels.values()}  # without those that have ended
                 if len(self._opened) >= (self._settings.fronts or 0):
                     self._front_ends_open.set()
             else:
-                self._side.carry_out(message.method, message.arguments)
+                self._side.execute(operation)
         except Exception as error:
             if not isinstance(error, ContractError):
-                log_limited.exception("a request for a change failed", method=message.method[:64])
+                log_limited.exception("a control operation failed", operation=type(operation).__name__)
             failure = failure_of(error)
-        channel.send([ControlDone(message.number, failure)])
+        channel.send([ControlDone(number, failure)])
 
-    def _lose(self, channel: FrontEndChannel) -> None:
-        """A front end has ended: nobody waits for its requests."""
+    def _remove(self, channel: FrontEndChannel) -> None:
+        """A front end has ended: withdraw its requests."""
         del self._channels[channel.socket.fileno()]
         self._side.remove(channel)
         for queued, model, _ in list(channel.requests.values()):

@@ -12,22 +12,26 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
 
 from servers.models.specification import ModelSpecification
 from servers.native.app import create_app
+from servers.native.engine_link import LocalLink
+from servers.native.engine_process import EngineSide, Offer
 from servers.native.http import HttpFrontEnd, connection_factory
-from servers.native.inference import EngineLink, InferenceService, ServedModels
+from servers.native.inference import InferenceService, ServedModels
+from servers.native.interface import ApplyStatus, EngineLink, FrontEndOpened, FrontEndOperation, OpenRegion
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Statistics
+from servers.native.supervisor import exit_status
 
 if TYPE_CHECKING:
     from servers.native.grpc import GrpcFrontEnd
@@ -71,12 +75,6 @@ class NativeServer(uvicorn.Server):
         ]
         self.models = ServedModels(services, link, settings.allow_model_control)
         self.regions = RegionTable(settings, memory, link)
-        self.told: Mapping[str, Callable[..., Any]] = {
-            "states": self.models.apply,
-            "open": self.regions.open,
-            "forget": self.regions.forget,
-        }
-        """What the engine's side may tell this front end: coroutine functions."""
         self.grpc: GrpcFrontEnd | None = None
         self.stop_by = float("inf")
         """When accepted work must be finished, in `time.monotonic` seconds; known once the server shuts down."""
@@ -101,6 +99,15 @@ class NativeServer(uvicorn.Server):
                 timeout_graceful_shutdown=timeout_s - self._reserve_s / 2,  # type: ignore[arg-type]
             )
         )
+
+    async def execute(self, operation: FrontEndOperation) -> None:
+        """Execute an operation of the engine's side. Raises `ContractError`."""
+        if isinstance(operation, ApplyStatus):
+            await self.models.apply(operation.models)
+        elif isinstance(operation, OpenRegion):
+            self.regions.open(operation)
+        else:
+            self.regions.close(operation.names)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and open the gRPC front end, whose imports take a good part of a second."""
@@ -204,7 +211,7 @@ class FrontProcessServer(NativeServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the engines' processes first: then health checks can be answered."""
-        await self._connect_engines(self.told)
+        await self._connect_engines(self.execute)
         await super().startup(sockets)
         self._supervisor.setblocking(False)
         asyncio.get_running_loop().add_reader(self._supervisor, self._take)
@@ -219,7 +226,7 @@ class FrontProcessServer(NativeServer):
         self.models.stop()
 
     def _opened(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._link.ask("opened"))
+        task = asyncio.get_running_loop().create_task(self._link.control(FrontEndOpened()))
         self._opening.add(task)
 
     def _engine_ended(self) -> None:
@@ -282,3 +289,52 @@ def run_front_end(server: FrontProcessServer) -> int:
         signal.signal(number, signal.SIG_IGN)
     server.run(sockets=[])
     return 0
+
+
+def serve_in_one_process(
+    settings: NativeSettings,
+    offers: Sequence[Offer],
+    listener: socket.socket,
+    grpc_listener: socket.socket | None,
+    on_listening: Callable[[], None],
+) -> int:
+    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread.
+
+    An engine thread may still be loading when this returns: the caller must not wait for it.
+    """
+    statistics = [Statistics(settings.max_batch_size) for _ in offers]
+    memory = RequestMemory.alone(settings)
+    side = EngineSide(settings, offers, statistics, memory.arena)
+    link = LocalLink(side)
+    front_ends_open = threading.Event()
+    specifications = [specification for specification, _ in offers]
+
+    def begin() -> None:
+        on_listening()
+        link.open(server.execute)
+        side.start(stop, front_ends_open)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    server = NativeServer(settings, specifications, statistics, link, memory, begin, front_ends_open.set, grpc_listener)
+    received: list[int] = []
+
+    def note(signal_number: int, _frame: FrameType | None) -> None:
+        """Keep a signal that comes before uvicorn handles them: uvicorn then stops as soon as it has begun.
+
+        After its shutdown uvicorn raises its signals again, and dying of one would skip the rest of this function.
+        """
+        received.append(signal_number)
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    server.run(sockets=[listener])
+    failed = side.failed
+    server.models.stop()
+    finished = side.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
+    log.info("stopped", accepted_work_finished=finished)
+    if failed:
+        return 1
+    return exit_status(received)

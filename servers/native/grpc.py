@@ -25,7 +25,6 @@ from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
 from servers.native import documents
-from servers.native.batcher import QueuedRequest
 from servers.native.errors import (
     HOLDS_ENOUGH,
     INTERNAL_ERROR,
@@ -46,10 +45,11 @@ from servers.native.grpc_messages import (
 )
 from servers.native.http2 import CallStatus, shortened, status_of
 from servers.native.inference import InferenceService, ServedModels
+from servers.native.interface import QueuedRequest
 from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING, InflatingThread, decompress, in_thread
 from servers.native.memory import GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
-from servers.native.shared_memory import DeviceRegion, RegionTable, SystemRegion
+from servers.native.shared_memory import RegionTable
 from servers.native.statistics import RequestTimes
 from servers.protocol.errors import (
     ContractError,
@@ -59,7 +59,7 @@ from servers.protocol.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from servers.protocol.records import InferRequest, Window
+from servers.protocol.records import InferRequest, RegionWindow
 from servers.protocol.tensors import Array
 
 log = FailureLog("abserve.grpc")
@@ -94,7 +94,7 @@ class PendingGrpcRequest:
         self._times = RequestTimes(message.start_ns, message.receive_ns)
         self._template: MessageTemplate | None = None
         self._request_id = b""
-        self._targets: Mapping[str, Window] = {}
+        self._targets: Mapping[str, RegionWindow] = {}
         self._queued: QueuedRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._over = False
@@ -392,16 +392,16 @@ def _documents(models: ServedModels, regions: RegionTable) -> dict[str, RequestD
         "RepositoryIndex": lambda request: {"models": documents.repository_index(models, request.ready)},
         "RepositoryModelLoad": lambda request: models.load(request.model_name, request.parameters),
         "RepositoryModelUnload": lambda request: models.unload(request.model_name),
-        "SystemSharedMemoryStatus": lambda request: by_name(regions.rows(SystemRegion, request.name)),
+        "SystemSharedMemoryStatus": lambda request: by_name(regions.rows(request.name, on_device=False)),
         "SystemSharedMemoryRegister": lambda request: regions.register(
             request.name, request.key, request.offset, request.byte_size
         ),
-        "SystemSharedMemoryUnregister": lambda request: regions.unregister(SystemRegion, request.name),
-        "CudaSharedMemoryStatus": lambda request: by_name(regions.rows(DeviceRegion, request.name)),
+        "SystemSharedMemoryUnregister": lambda request: regions.unregister(request.name, on_device=False),
+        "CudaSharedMemoryStatus": lambda request: by_name(regions.rows(request.name, on_device=True)),
         "CudaSharedMemoryRegister": lambda request: regions.register_cuda(
             request.name, request.raw_handle, request.device_id, request.byte_size
         ),
-        "CudaSharedMemoryUnregister": lambda request: regions.unregister(DeviceRegion, request.name),
+        "CudaSharedMemoryUnregister": lambda request: regions.unregister(request.name, on_device=True),
         "TraceSetting": no_traces,
         "LogSettings": no_log_settings,
     }

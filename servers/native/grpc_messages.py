@@ -38,8 +38,8 @@ from servers.protocol.records import (
     InputTensor,
     ModelSignature,
     Parameter,
+    RegionWindow,
     RequestedOutput,
-    Window,
 )
 from servers.protocol.tensors import DATATYPES, Array, like
 from servers.protocol.values import (
@@ -437,7 +437,7 @@ class MessageTemplate(Template):
     service: InferenceService
 
     def answer(
-        self, outputs: Mapping[str, Array], targets: Mapping[str, Window], request_id: bytes, *, streamed: bool
+        self, outputs: Mapping[str, Array], targets: Mapping[str, RegionWindow], request_id: bytes, *, streamed: bool
     ) -> list[bytes]:
         """The response's message in pieces, with its prefix. Raises `ContractError`."""
         data = self.data(outputs, targets)

@@ -30,7 +30,6 @@ from typing import Any
 
 from uvicorn.server import ServerState
 
-from servers.native.batcher import QueuedRequest
 from servers.native.errors import (
     HOLDS_ENOUGH,
     INTERNAL_ERROR,
@@ -43,6 +42,7 @@ from servers.native.errors import (
 )
 from servers.native.http_parser import HeadReader, HttpRequest, RequestHead, RequestParser
 from servers.native.inference import InferenceService, ServedModels
+from servers.native.interface import QueuedRequest
 from servers.native.limits import MAX_INFLATING, InflatingThread, Turns, decompress, in_thread
 from servers.native.memory import UNCOUNTED_BYTES, ByteBudget, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
@@ -51,7 +51,7 @@ from servers.native.statistics import RequestTimes
 from servers.native.templates import KEPT_BYTES, Repeated, RequestTemplate, TemplateCache
 from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
 from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
-from servers.protocol.records import InferRequest, InferResponse, Window
+from servers.protocol.records import InferRequest, InferResponse, RegionWindow
 
 log = FailureLog("abserve.http")
 
@@ -301,7 +301,7 @@ class PendingHttpRequest:
         self._times = RequestTimes(request.start_ns)
         self._template: RequestTemplate | None = None
         self._request_id = b""
-        self._targets: Mapping[str, Window] = {}
+        self._targets: Mapping[str, RegionWindow] = {}
         self._queued: QueuedRequest | None = None
         self._task: asyncio.Task[None] | None = None
 

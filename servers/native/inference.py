@@ -15,17 +15,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from enum import Enum
 from math import prod
-from typing import Protocol, TypeVar
-
-import msgspec
+from typing import TypeVar
 
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import batch_key, padding_of
 from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import QueuedRequest
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
@@ -35,6 +31,7 @@ from servers.native.errors import (
     RequestExpiredError,
     ShuttingDownError,
 )
+from servers.native.interface import EngineLink, LoadModel, ModelState, ModelStatus, QueuedRequest, UnloadModel
 from servers.native.memory import RequestMemory
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
@@ -47,8 +44,8 @@ from servers.protocol.records import (
     ModelSignature,
     OutputTensor,
     RegionReference,
+    RegionWindow,
     RequestedOutput,
-    Window,
     shown,
 )
 from servers.protocol.tensors import Array
@@ -63,43 +60,6 @@ PIECE_BYTES = 4 * 2**20
 _DELAY_THREADS = 256
 
 R = TypeVar("R")
-
-
-class ModelState(Enum):
-    """READY and ACCEPTING answer inference requests. FAILED means that loading failed, or that the engine broke.
-
-    A loaded model is ACCEPTING until all front ends know: no client sees that it is ready and is then refused.
-    """
-
-    LOADING = "loading"
-    ACCEPTING = "accepting"
-    READY = "ready"
-    FAILED = "failed"
-    UNLOADED = "unloaded"
-    STOPPING = "stopping"
-
-
-class Waiter(Protocol):
-    """The part of a front end that waits for a queued request."""
-
-    def wake(self, queued: QueuedRequest) -> None:
-        """The request is complete; called in the event loop."""
-
-
-class EngineLink(Protocol):
-    """The way from a front end to the engine; belongs to the event loop, where it calls `Waiter.wake`."""
-
-    def submit(self, model: int, queued: QueuedRequest) -> None:
-        """Queue a checked request for a model, by its number. Raises `UnavailableError`, or completes it with one."""
-
-    def withdraw(self, model: int, queued: QueuedRequest) -> bool:
-        """Take it back; True if the engine will not execute it and its waiter will not be called.
-
-        False: it will be complete soon, with `RequestExpiredError` if it came back.
-        """
-
-    async def ask(self, method: str, *arguments: object) -> None:
-        """Let the engine's side do something else. Raises `ContractError`."""
 
 
 class FutureWaiter:
@@ -229,12 +189,12 @@ class InferenceService:
         """Loaded, warmed up and not shutting down."""
         return self.state is ModelState.READY
 
-    async def apply(self, state: ModelState, description: EngineDescription | None) -> None:
+    async def apply(self, status: ModelStatus) -> None:
         """What the engine's side says; returns when the engine has got every request that was accepted before."""
         if self.state is not ModelState.STOPPING:
-            self.state = state
-            self.description = description
-        if state not in (ModelState.READY, ModelState.ACCEPTING) and self._decoder is not None:
+            self.state = status.state
+            self.description = status.description
+        if status.state not in (ModelState.READY, ModelState.ACCEPTING) and self._decoder is not None:
             await self._decoder.idle.wait()
 
     def stop(self) -> None:
@@ -353,7 +313,7 @@ class InferenceService:
             wake_all([queued])
 
 
-async def _fetch_in_pieces(window: Window) -> None:
+async def _fetch_in_pieces(window: RegionWindow) -> None:
     """Read a large input with several threads. Raises the first `ContractError`, after all have ended."""
     window.view()  # the memory, before the threads fill it
     starts = range(0, window.reference.byte_size, PIECE_BYTES)
@@ -379,14 +339,12 @@ def signature_of(specification: ModelSpecification, settings: NativeSettings) ->
 def _device_places(tensors: Sequence[InputTensor | RequestedOutput]) -> Mapping[str, tuple[str, int, int]]:
     """By name: region, offset and size of those on a GPU."""
     return {
-        tensor.name: window.place
-        for tensor in tensors
-        if (window := tensor.window) is not None and window.region.on_device
+        tensor.name: window.place for tensor in tensors if (window := tensor.window) is not None and window.on_device
     }
 
 
-def _on_device(window: Window | None) -> bool:
-    return window is not None and window.region.on_device
+def _on_device(window: RegionWindow | None) -> bool:
+    return window is not None and window.on_device
 
 
 def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping[str, Array]) -> InferResponse:
@@ -400,7 +358,7 @@ def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping
     for output in wanted:
         data, window = outputs[output.name], output.window
         reference: RegionReference | None = None
-        if window is not None and window.region.on_device:
+        if window is not None and window.on_device:
             size = prod(data.shape) * data.itemsize
             reference = RegionReference(window.reference.region, size, window.reference.offset)
         elif window is not None:
@@ -451,16 +409,9 @@ class ServedModels:
         for service in self:
             service.check_ready()
 
-    async def apply(self, states: Sequence[tuple[str, object]]) -> None:
+    async def apply(self, models: Sequence[ModelStatus]) -> None:
         """What the engine's side says about each model; see `InferenceService.apply`."""
-        await asyncio.gather(
-            *(
-                service.apply(
-                    ModelState(state), None if description is None else msgspec.convert(description, EngineDescription)
-                )
-                for service, (state, description) in zip(self, states, strict=True)
-            )
-        )
+        await asyncio.gather(*(service.apply(status) for service, status in zip(self, models, strict=True)))
 
     def fail(self) -> None:
         """The engine's process has ended: nothing is ready, and never will be."""
@@ -477,14 +428,14 @@ class ServedModels:
         number = self._number(name)
         if parameters:
             raise InvalidRequestError("a load takes no configuration and no files: models are chosen at the start")
-        await self._link.ask("load", number)
+        await self._link.control(LoadModel(number))
 
     async def unload(self, name: str) -> None:
         """Refuse new requests at once; returns when accepted ones are finished and the engine is freed.
 
         Raises `ContractError`.
         """
-        await self._link.ask("unload", self._number(name))
+        await self._link.control(UnloadModel(self._number(name)))
 
     def _number(self, name: str) -> int:
         """Raises `ContractError` without model control or for a bad name; names never reach a file system."""

@@ -17,8 +17,8 @@ import numpy as np
 from servers.engines.interface import HostMemory
 from servers.engines.padding import Padding, batch_key
 from servers.native import errors as native_errors
-from servers.native.batcher import QueuedRequest
 from servers.native.errors import INTERNAL_ERROR, FailureLog
+from servers.native.interface import DevicePlace, EngineOperation, FrontEndOperation, QueuedRequest
 from servers.native.memory import ALIGNMENT, Arena, RequestMemory
 from servers.protocol import errors as contract_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
@@ -38,8 +38,6 @@ STOP_BY = struct.Struct("d")
 """Tells the engine's process to stop, and when it must have finished, in `time.monotonic` seconds."""
 
 _LENGTH = struct.Struct("<Q")
-Place = tuple[str, int, int]
-"""Region, offset and size of a tensor in device memory."""
 Failure = tuple[str, str]
 """An error's class and its message."""
 
@@ -83,8 +81,8 @@ class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
     deadline_ns: int | None
     data: list[int | list[bytes] | None]
     room: tuple[int, int] | None = None
-    device_inputs: dict[str, Place] | None = None
-    device_outputs: dict[str, Place] | None = None
+    device_inputs: dict[str, DevicePlace] | None = None
+    device_outputs: dict[str, DevicePlace] | None = None
 
 
 class SubmitMany(msgspec.Struct, array_like=True, tag=6, gc=False):
@@ -111,22 +109,21 @@ class RequestDone(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class RequestsDone(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """The same for requests of one `SubmitMany`: their outputs one after the other."""
+    """Requests of one `SubmitMany` have been executed: their outputs one after the other."""
 
     numbers: list[int]
     outputs: list[Tensor]
 
 
 class Control(msgspec.Struct, array_like=True, tag=3):
-    """Do something else; answered by `ControlDone` with the same number, after it is done."""
+    """Execute a control operation; answered by `ControlDone` with the same number."""
 
     number: int
-    method: str
-    arguments: list[Any] = []
+    operation: EngineOperation | FrontEndOperation
 
 
 class ControlDone(msgspec.Struct, array_like=True, tag=4):
-    """What was asked is done, or has failed."""
+    """The operation is done, or has failed."""
 
     number: int
     failure: Failure | None = None

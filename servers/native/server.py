@@ -59,7 +59,7 @@ def serve(
 
     if settings.fronts:
         return Supervisor(settings, offers, listener, grpc_listener, on_listening).run()
-    from servers.native.one_process import serve_in_one_process  # not above: the other shape forks before this import
+    from servers.native.front_server import serve_in_one_process  # not above: the other shape forks before this import
 
     return serve_in_one_process(settings, offers, listener, grpc_listener, on_listening)
 

@@ -20,8 +20,8 @@ import numpy as np
 import orjson
 
 from servers.engines.padding import BatchKey, Padding, batch_key
-from servers.native.batcher import QueuedRequest
 from servers.native.inference import INLINE_READ_BYTES
+from servers.native.interface import QueuedRequest, Waiter
 from servers.protocol.codec import HEADER_LENGTH, encode_response, write_output
 from servers.protocol.records import (
     FindWindow,
@@ -30,8 +30,8 @@ from servers.protocol.records import (
     ModelSignature,
     OutputTensor,
     RegionReference,
+    RegionWindow,
     RequestedOutput,
-    Window,
 )
 from servers.protocol.tensors import Array, like
 
@@ -91,7 +91,7 @@ class Template:
         return cls(rows, key, inputs, outputs)
 
     def queued(
-        self, content: memoryview, offset: int, find: FindWindow, deadline_ns: int | None, waiter: Any
+        self, content: memoryview, offset: int, find: FindWindow, deadline_ns: int | None, waiter: Waiter
     ) -> QueuedRequest:
         """The request with the values of `content`, of which its arrays are views; `offset`: see `Repeated`.
 
@@ -104,7 +104,7 @@ class Template:
                 arrays[name] = np.ndarray(shape, dtype, content, offset + place)
                 continue
             window = find(place)
-            if window.region.on_device:
+            if window.on_device:
                 on_device[name] = window.place
                 arrays[name] = like(dtype, shape)
             else:
@@ -115,15 +115,15 @@ class Template:
             queued.device_inputs = on_device
         return queued
 
-    def targets(self, queued: QueuedRequest, find: FindWindow) -> Mapping[str, Window]:
+    def targets(self, queued: QueuedRequest, find: FindWindow) -> Mapping[str, RegionWindow]:
         """The shared memory for outputs, of which the engine writes that on a GPU. Raises `ContractError`."""
         windows = {name: find(reference) for name, reference in self._outputs if reference is not None}
-        on_device = {name: window.place for name, window in windows.items() if window.region.on_device}
+        on_device = {name: window.place for name, window in windows.items() if window.on_device}
         if on_device:
             queued.device_outputs = on_device
         return windows
 
-    def data(self, outputs: Mapping[str, Array], targets: Mapping[str, Window]) -> list[bytes]:
+    def data(self, outputs: Mapping[str, Array], targets: Mapping[str, RegionWindow]) -> list[bytes]:
         """Each output's bytes, none for those in shared memory, to which they are written.
 
         Raises `ContractError`.
@@ -133,7 +133,7 @@ class Template:
             if reference is None:
                 found.append(outputs[name].tobytes())
                 continue
-            if not targets[name].region.on_device:
+            if not targets[name].on_device:
                 write_output(targets[name], outputs[name])
             found.append(b"")
         return found
@@ -169,8 +169,8 @@ move with the id.
 """
 
 
-def _is_long(window: Window | None) -> bool:
-    return window is not None and not window.region.on_device and window.reference.byte_size > INLINE_READ_BYTES
+def _is_long(window: RegionWindow | None) -> bool:
+    return window is not None and not window.on_device and window.reference.byte_size > INLINE_READ_BYTES
 
 
 _OK_LINE = b"HTTP/1.1 200 OK\r\n"
@@ -187,7 +187,7 @@ class RequestTemplate(Template):
     def answer(
         self,
         outputs: Mapping[str, Array],
-        targets: Mapping[str, Window],
+        targets: Mapping[str, RegionWindow],
         signature: ModelSignature,
         common: bytes,
         request_id: bytes,

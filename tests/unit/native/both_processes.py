@@ -17,10 +17,17 @@ from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
 from servers.engines.torch_device import RunnerEngine
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import QueuedRequest
 from servers.native.engine_link import EngineClient
 from servers.native.engine_process import EngineServer
 from servers.native.inference import signature_of
+from servers.native.interface import (
+    ApplyStatus,
+    FrontEndOpened,
+    FrontEndOperation,
+    ModelState,
+    QueuedRequest,
+    UnregisterMemory,
+)
 from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
@@ -86,15 +93,12 @@ class BothProcesses:
         self._loop.run_until_complete(asyncio.wait_for(work, 20))
 
     async def _open(self, front: socket.socket) -> None:
-        async def states(states: Sequence[Any]) -> None:
-            if states[0][0] == "ready":
+        async def execute(operation: FrontEndOperation) -> None:
+            if isinstance(operation, ApplyStatus) and operation.models[0].state is ModelState.READY:
                 self.ready.set()
 
-        async def nothing(*_arguments: object) -> None:
-            pass
-
-        await self.client.open(front, {"states": states, "open": nothing, "forget": nothing})
-        await self.client.ask("opened")
+        await self.client.open(front, execute)
+        await self.client.control(FrontEndOpened())
         await self.ready.wait()
 
     @property
@@ -122,7 +126,7 @@ class BothProcesses:
 
         await asyncio.gather(*(honest(value) for value in (1.0, 2.0, 3.0)))
         with suppress(ContractError):
-            await self.client.ask("unregister", False, "r")
+            await self.client.control(UnregisterMemory(False, "r"))
         assert self.thread.is_alive()
 
     def stop(self) -> None:

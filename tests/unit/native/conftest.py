@@ -16,12 +16,13 @@ from servers.engines.interface import Engine, EngineDescription
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher, QueuedRequest
+from servers.native.batcher import Batcher
+from servers.native.engine_link import LocalLink
 from servers.native.engine_process import BuildEngine, EngineSide
 from servers.native.front_server import NativeServer
 from servers.native.http import connection_factory
+from servers.native.interface import QueuedRequest
 from servers.native.memory import RequestMemory
-from servers.native.one_process import LocalLink
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.tensors import Array, TensorSpec
@@ -70,7 +71,7 @@ async def served(
     server = NativeServer(settings, [specification], statistics, link, memory, lambda: None, lambda: None)
     opened = threading.Event()
     opened.set()
-    link.open(server.told)
+    link.open(server.execute)
     side.start(lambda: None, opened)
     loop, connect = asyncio.get_running_loop(), connection_factory(server.http)
     listener = await loop.create_server(lambda: connect(server.server_state, loop), "127.0.0.1", 0)
@@ -169,7 +170,7 @@ class Harness:
     ) -> QueuedRequest:
         array = np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
         entry = QueuedRequest({"x": array}, len(values), [("x", (width,))], deadline_ns, threading.Event())
-        entry.device_inputs = {} if window is None else {"x": window}
+        entry.input_windows = {} if window is None else {"x": window}
         self.batcher.submit(entry)
         return entry
 

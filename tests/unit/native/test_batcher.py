@@ -187,7 +187,7 @@ def test_whatever_the_sizes_every_request_gets_its_own_rows(harness_type, reques
     assert harness.batcher.waiting == 0
 
 
-class Window:
+class CudaWindow:
     """Memory of another device than the engine's, which can be read or is gone."""
 
     def __init__(self, value=0.0, error=None):
@@ -205,8 +205,8 @@ class Window:
 
 def test_a_request_whose_memory_is_gone_leaves_its_place_to_the_next(harness):
     harness.occupy()
-    lost = harness.submit([1], window=Window(error=InvalidRequestError("gone")))
-    kept = harness.submit([1], window=Window(2))
+    lost = harness.submit([1], window=CudaWindow(error=InvalidRequestError("gone")))
+    kept = harness.submit([1], window=CudaWindow(2))
     harness.engine.gate.set()
     with pytest.raises(InvalidRequestError, match="gone"):
         harness.answer(lost)
@@ -275,7 +275,7 @@ def test_an_engine_that_cannot_be_used_is_told_and_refuses_what_came_before(harn
 
 
 def test_a_request_whose_inputs_cannot_be_read_for_another_reason_fails_alone(harness):
-    class Window:
+    class CudaWindow:
         """Device memory that there is no host memory for."""
 
         def on(self, _device: int | None) -> bool:
@@ -286,7 +286,7 @@ def test_a_request_whose_inputs_cannot_be_read_for_another_reason_fails_alone(ha
 
     harness.engine.gate.set()
     with pytest.raises(InternalError):
-        harness.answer(harness.submit([0], window=Window()))
+        harness.answer(harness.submit([0], window=CudaWindow()))
     assert harness.answer(harness.submit([1])) == [1]
 
 

@@ -13,11 +13,11 @@ import structlog
 from structlog.testing import CapturingLogger
 
 from servers.native import errors, grpc, http
-from servers.native.batcher import QueuedRequest
 from servers.native.errors import FailureLog
 from servers.native.grpc import GrpcFrontEnd
 from servers.native.http import HttpFrontEnd
 from servers.native.inference import wake_all
+from servers.native.interface import QueuedRequest
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 

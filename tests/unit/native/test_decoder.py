@@ -17,7 +17,8 @@ from servers.models.image_decoder import Decoding, DecodingSettings
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
 from servers.native.errors import QueueFullError, RequestExpiredError
-from servers.native.inference import ModelState, RequestDecoder
+from servers.native.inference import RequestDecoder
+from servers.native.interface import ModelState
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes, Statistics

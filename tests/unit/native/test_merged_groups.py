@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from servers.native.batcher import Batcher, QueuedRequest
+from servers.native.batcher import Batcher
 from servers.native.errors import RequestExpiredError
+from servers.native.interface import QueuedRequest
 from tests.unit.native.both_processes import BothProcesses, Copying, Waiting
 
 GATE = threading.Event()
@@ -55,11 +56,11 @@ async def check_who_leaves(both: BothProcesses, places: tuple[int, ...]) -> None
     flying = []
     for value in (100.0, 101.0):
         flying.append(submit(both, value, rows=8))
-        while len(batcher_of(both)._flights) < len(flying):
+        while len(batcher_of(both)._running) < len(flying):
             await asyncio.sleep(0.001)
     together = [submit(both, float(value)) for value in range(5)]
     await waiting(both, 5)
-    came_ns = batcher_of(both)._lined_up[0].enqueued_ns
+    came_ns = batcher_of(both)._waiting_requests[0].enqueued_ns
     later = [submit(both, float(value)) for value in (5, 6)]
     await waiting(both, 7)
     for left, place in enumerate(places, start=1):
@@ -67,7 +68,7 @@ async def check_who_leaves(both: BothProcesses, places: tuple[int, ...]) -> None
         await waiting(both, 7 - left)
     queue = [
         (number, request.enqueued_ns)
-        for request in batcher_of(both)._lined_up
+        for request in batcher_of(both)._waiting_requests
         if not request.taken
         for number in both.channel.groups.get(request.number, [request.number])
     ]

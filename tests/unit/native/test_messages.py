@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from servers.native import errors as native_errors
-from servers.native.batcher import QueuedRequest
 from servers.native.engine_link import EngineClient
 from servers.native.errors import INTERNAL_ERROR
+from servers.native.interface import EngineOperation, FrontEndOperation, QueuedRequest
 from servers.native.ipc import (
     INLINE_BYTES,
     MAX_FORMS,
@@ -201,9 +201,9 @@ def test_tensors_on_a_device_are_places_and_take_no_memory(memory: RequestMemory
 
 
 names = st.text(max_size=10)
-arguments: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | names | st.binary()
 failures = st.none() | st.tuples(names, names)
 numbers = st.integers(0, 2**63)
+operations = st.one_of(st.from_type(kind) for kind in (*get_args(EngineOperation), *get_args(FrontEndOperation)))
 
 
 @given(
@@ -211,7 +211,7 @@ numbers = st.integers(0, 2**63)
         st.one_of(
             st.builds(Cancel, numbers),
             st.builds(RequestDone, numbers, st.just([]), failures),
-            st.builds(Control, numbers, names, st.lists(arguments, max_size=4)),
+            st.builds(Control, numbers, operations),
             st.builds(ControlDone, numbers, failures),
         ),
         max_size=10,
