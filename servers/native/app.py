@@ -166,8 +166,8 @@ def _add_errors(app: FastAPI) -> None:
 
 def _error(status: int, message: str, headers: Mapping[str, str]) -> Response:
     answer = refusal(HttpError(status, message))
-    own = {name.decode(): value.decode() for name, value in answer.headers}
-    return Response(answer.body, status, {**headers, **own})
+    response_headers = {name.decode(): value.decode() for name, value in answer.headers}
+    return Response(answer.body, status, {**headers, **response_headers})
 
 
 def _json(document: object) -> Response:

@@ -82,8 +82,8 @@ def check(options: Mapping[str, Any]) -> NativeLaunch:
     specifications = get_variants(given.model, given.payloads)
     first = specifications[0]
     settings = given.resolved(first)
-    for one in settings.of_engines():
-        one.engine_settings().check_here()
+    for engine in settings.of_engines():
+        engine.engine_settings().check_here()
     check_engine(first.executed, settings.engine_settings())
     enter_environment_of(settings.engine)
     padding_of(first, settings.pad_sizes)
@@ -130,7 +130,7 @@ def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Pat
     """The exported file, made first when it is missing, and its manifest."""
     from servers.export.artefacts import executed_file  # not above: it imports an engine
 
-    found = executed_file(
+    artefact = executed_file(
         launch.settings.engine,
         launch.settings.precision,
         specification,
@@ -139,4 +139,4 @@ def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Pat
         progress=lambda step: typer.echo(step, err=True),
         max_batch_size=launch.settings.max_batch_size,
     )
-    return found.path.absolute(), None if found.manifest is None else found.manifest.to_dict()
+    return artefact.path.absolute(), None if artefact.manifest is None else artefact.manifest.to_dict()

@@ -163,9 +163,9 @@ class EngineClient(asyncio.Protocol):
         if form is not None:
             self._groups.pop(number_of_form, None)  # those before it had another form of this number
             self._send(form)
-        message, kept = submit_message(number, number_of_form, queued, self._memory, answer_bytes)
+        message, memory = submit_message(number, number_of_form, queued, self._memory, answer_bytes)
         queued.number = number
-        self._waiting[number] = queued, kept, message.room is not None
+        self._waiting[number] = queued, memory, message.room is not None
         plain = message.deadline_ns is None and message.room is None and not message.device_outputs
         if plain and all([isinstance(one, int) for one in message.data]):  # noqa: C419  faster
             self._send_together(message)
@@ -255,9 +255,9 @@ class EngineClient(asyncio.Protocol):
         self._wake(queued)
 
     def _complete(self, message: RequestDone) -> None:
-        queued, kept, has_room = self._waiting[message.number]
+        queued, memory, has_room = self._waiting[message.number]
         if message.failure is None:
-            queued.outputs = outputs_of(message, self._memory.arena, kept[-1] if has_room else None)
+            queued.outputs = outputs_of(message, self._memory.arena, memory[-1] if has_room else None)
         else:
             queued.error = error_of(message.failure)
             if message.failure == FORM_UNKNOWN:

@@ -582,8 +582,8 @@ class EngineServer:
         self._arena = arena
         self._supervisor = supervisor
         wakes, self._waker = socket.socketpair()
-        for one in (wakes, self._waker):
-            one.setblocking(False)
+        for wake_socket in (wakes, self._waker):
+            wake_socket.setblocking(False)
         self._wakes = wakes
         self._side = EngineSide(settings, offers, statistics, arena, self._wake)
         self._epoll = select.epoll()

@@ -70,8 +70,8 @@ class NativeServer(uvicorn.Server):
         self._on_listening = on_listening
         self._on_open = on_open
         services = [
-            InferenceService(number, specification, settings, link, memory, own)
-            for number, (specification, own) in enumerate(zip(specifications, statistics, strict=True))
+            InferenceService(number, specification, settings, link, memory, counters)
+            for number, (specification, counters) in enumerate(zip(specifications, statistics, strict=True))
         ]
         self.models = ServedModels(services, link, settings.allow_model_control)
         self.regions = RegionTable(settings, memory, link)
@@ -206,7 +206,7 @@ class FrontProcessServer(NativeServer):
             self._connect_engines = partial(pool.open, engines)
         self._supervisor = supervisor
         self._opening: set[asyncio.Task[None]] = set()
-        self._unsaid = 0  # connections that have closed, of which the supervisor does not know yet
+        self._unreported = 0  # connections that have closed, of which the supervisor does not know yet
         super().__init__(settings, specifications, statistics, self._link, memory, lambda: None, self._opened)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -214,7 +214,7 @@ class FrontProcessServer(NativeServer):
         await self._connect_engines(self.execute)
         await super().startup(sockets)
         self._supervisor.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._supervisor, self._take)
+        asyncio.get_running_loop().add_reader(self._supervisor, self._receive)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
@@ -234,25 +234,25 @@ class FrontProcessServer(NativeServer):
 
     def on_close(self) -> None:
         """See `NativeServer`: the supervisor knows who has the fewest."""
-        self._unsaid += 1
-        if self._unsaid == 1:
-            self._say_closed()
+        self._unreported += 1
+        if self._unreported == 1:
+            self._report_closed()
 
-    def _say_closed(self) -> None:
+    def _report_closed(self) -> None:
         """Tell the supervisor of all connections that have closed, as soon as it takes that."""
         loop = asyncio.get_running_loop()
         try:
-            self._unsaid -= self._supervisor.send(CLOSED * self._unsaid)
+            self._unreported -= self._supervisor.send(CLOSED * self._unreported)
         except BlockingIOError:
             pass
         except OSError:  # it has ended
-            self._unsaid = 0
-        if self._unsaid:
-            loop.add_writer(self._supervisor, self._say_closed)
+            self._unreported = 0
+        if self._unreported:
+            loop.add_writer(self._supervisor, self._report_closed)
         else:
             loop.remove_writer(self._supervisor)
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         """Connections from the supervisor, or its end; some of them before others have their turn."""
         with suppress(BlockingIOError):
             for _ in range(DESCRIPTORS_AT_ONCE):

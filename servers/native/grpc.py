@@ -1,12 +1,9 @@
-"""One gRPC inference request, from its whole message to its answer; unary and of a stream.
-
-There are two ways, as over HTTP. A message that came before with other values (see `grpc_templates`) goes to the
-batcher without a task. Every other message is a task, whose slow steps run in a thread.
-
-The gRPC front end: `inference.GRPCInferenceService` over the same objects as HTTP, on the same event loop.
+"""The gRPC front end: all methods of `inference.GRPCInferenceService`, with the same objects behind them as HTTP.
 
 Messages are tritonclient's own. ModelInfer and ModelStreamInfer parse their requests themselves (see `grpc_messages`).
-The other methods answer with the documents that HTTP sends, so that HTTP and gRPC cannot contradict each other.
+As over HTTP, a message that came before with other values goes to the batcher without a task, and every other one is a
+task, whose slow steps run in a thread. The other methods answer with the documents that HTTP sends, so that HTTP and
+gRPC cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -106,7 +103,7 @@ class PendingGrpcRequest:
         content = message.content
         repeated = None if message.compressed else self._front_end.templates.find(content)
         if repeated is None or not repeated[0].service.direct:
-            self._task = asyncio.get_running_loop().create_task(self._carry_out())
+            self._task = asyncio.get_running_loop().create_task(self._answer_in_task())
             return
         template, self._request_id, offset = repeated
         self._template = template
@@ -166,7 +163,7 @@ class PendingGrpcRequest:
         self._times.encode_ns = time.perf_counter_ns() - start_ns
         self._succeed(pieces)
 
-    async def _carry_out(self) -> None:
+    async def _answer_in_task(self) -> None:
         try:
             pieces = await self._answer()
         except asyncio.CancelledError:

@@ -1,8 +1,4 @@
-"""gRPC calls over HTTP/2: what a call's headers say, its messages one after the other, and its status at the end.
-
-The answers of one connection on their way to the client, as far as its windows allow.
-
-Connections of gRPC clients: HTTP/2 (RFC 9113) from bytes to calls and back, within limits.
+"""gRPC connections and their calls: bytes to calls and messages, and answers back, within limits.
 
 The transport receives the bytes of a message straight into the memory that the engine reads. Such a read runs nine
 bytes past the frame: they are the head of the next one, and the next bytes of the message replace them there. All other

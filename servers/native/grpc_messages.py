@@ -123,8 +123,8 @@ def parse_message(content: bytes | memoryview) -> ParsedMessage:
     view = memoryview(content)
     raw: list[RawInput] = []
     contents: list[list[memoryview]] = []
-    kept: list[bytes | memoryview] = []
-    kept_from = fields = 0
+    pieces: list[bytes | memoryview] = []
+    piece_start = fields = 0
     for number, _, start, value, end in _fields(view, 0, len(view)):
         fields = _counted(fields)
         item, cut = b"", number == _RAW
@@ -138,9 +138,9 @@ def parse_message(content: bytes | memoryview) -> ParsedMessage:
             for _ in _fields(view, value, end):
                 fields = _counted(fields)
         if cut:
-            kept += [view[kept_from:start], item]
-            kept_from = end
-    rest = b"".join([*kept, view[kept_from:]])
+            pieces += [view[piece_start:start], item]
+            piece_start = end
+    rest = b"".join([*pieces, view[piece_start:]])
     if len(rest) > MAX_REST_BYTES:
         raise InvalidRequestError(
             f"the message has {len(rest)} bytes beside the values of its inputs, the limit is {MAX_REST_BYTES}"
@@ -247,16 +247,16 @@ def _values(contents: Sequence[memoryview], datatype: str, count: int, name: str
             if number == wanted and kind in (encoding, _LENGTH):
                 pieces.append(part[start:end])
     if encoding == _LENGTH:
-        found = len(pieces)
+        value_count = len(pieces)
     elif encoding == _VARINT:
-        found = sum(int(np.count_nonzero(octets < 0x80)) for piece in pieces for octets in _octets(piece))
+        value_count = sum(int(np.count_nonzero(octets < 0x80)) for piece in pieces for octets in _octets(piece))
     else:
         size = DATATYPES[datatype].itemsize
-        found = sum(map(len, pieces)) // size
+        value_count = sum(map(len, pieces)) // size
         if any(len(piece) % size for piece in pieces):
             raise InvalidRequestError(f"'{title}' of input '{name}' ends inside a value")
-    if found != count:
-        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, '{title}' has {found}")
+    if value_count != count:
+        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, '{title}' has {value_count}")
     return pieces
 
 
@@ -342,19 +342,19 @@ def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
 def _without_contents(item: memoryview, fields: int) -> tuple[bytes, list[memoryview], int]:
     """An input without its typed contents, these, and `fields` plus its own. Raises `InvalidRequestError`."""
     contents: list[memoryview] = []
-    kept: list[memoryview] = []
-    kept_from = 0
+    pieces: list[memoryview] = []
+    piece_start = 0
     for number, kind, start, value, end in _fields(item, 0, len(item)):
         fields = _counted(fields)
         if number == _INPUT_CONTENTS and kind == _LENGTH:
             contents.append(item[value:end])
             for _ in _fields(item, value, end):
                 fields = _counted(fields)
-            kept.append(item[kept_from:start])
-            kept_from = end
+            pieces.append(item[piece_start:start])
+            piece_start = end
     if not contents:
         return b"", contents, fields
-    rest = b"".join([*kept, item[kept_from:]])
+    rest = b"".join([*pieces, item[piece_start:]])
     return _INPUT_TAG + _as_varint(len(rest)) + rest, contents, fields
 
 
@@ -530,18 +530,18 @@ class MessageTemplates:
 
     def find(self, content: memoryview) -> Repeated[MessageTemplate] | None:
         """What is known of a message that came before with another id and other values."""
-        found = self._find(content, 0, 0)
-        if found is None:
+        repeated = self._find(content, 0, 0)
+        if repeated is None:
             start, end = id_field(content)
-            found = self._find(content, start, end) if end else None
-        return found
+            repeated = self._find(content, start, end) if end else None
+        return repeated
 
     def _find(self, content: memoryview, start: int, end: int) -> Repeated[MessageTemplate] | None:
         moved = end - start
         for layout in self._layouts.get(len(content) - moved, ()):
-            known = layout.templates.get(layout.head(content, start, end))
-            if known is not None:
-                template, fixed = known
+            kept_template = layout.templates.get(layout.head(content, start, end))
+            if kept_template is not None:
+                template, fixed = kept_template
                 if layout.spans and len(content) not in self._offsets:
                     self._note_offset(len(content), layout.spans[0][0] + moved)
                 return template, bytes(content[start + 2 : end]) if fixed is None else fixed, moved

@@ -1,10 +1,4 @@
-"""Inference over HTTP, from a request's head and body to its response, and what all HTTP connections share.
-
-There are two ways. A request whose JSON header came before (see `templates`) goes to the batcher from the connection's
-callback, without a task. Every other request (values in JSON, BYTES, timeouts, compressed bodies) is a task, whose slow
-steps run in a thread.
-
-HTTP connections: bytes in, one request at a time, responses out, within limits.
+"""HTTP: connections, the inference requests that they bring, and what all connections share.
 
 The transport receives a body of known size straight into the body's own memory. Everything else comes through one
 buffer that all connections share, since each read is used up before the next. While a request waits for its response,
@@ -12,6 +6,10 @@ what the client sends stays in the socket, except one read. If it sends its end,
 interim response tells, since the system of a client that has left answers it with a reset. Every refusal is a response
 of the protocol. A refusal that does not read its request to the end is followed by lingering: closing at once could
 destroy the response.
+
+A request is answered in one of two ways. If its JSON header came before (see `templates`), the connection's callback
+passes it to the batcher, without a task. Every other request (values in JSON, BYTES, timeouts, compressed bodies) is a
+task, whose slow steps run in a thread.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.server import ServerState
 
@@ -129,7 +127,7 @@ def refusal(error: ContractError | HttpError) -> HttpResponse:
     return HttpResponse(status, headers, body)
 
 
-async def ask(application: Application, scope: AsgiMessage, body: bytes) -> HttpResponse:
+async def call_application(application: Application, scope: AsgiMessage, body: bytes) -> HttpResponse:
     """The application's whole response to a request; one with status 500 when it fails."""
     received = False
     status = 500
@@ -203,17 +201,17 @@ class HttpFrontEnd:
         self._loop = loop
 
     @property
-    def connections(self) -> set[Any]:
+    def connections(self) -> set[HttpServerConnection]:
         """The open connections, in uvicorn's set: it shuts them down and waits for them when the server stops."""
-        return self._state.connections
+        return cast("set[HttpServerConnection]", self._state.connections)
 
-    def add(self, connection: Any) -> None:
-        """A client has connected; `connection` is a `HttpServerConnection`, whose module imports this one."""
+    def add(self, connection: HttpServerConnection) -> None:
+        """A client has connected;"""
         self.connections.add(connection)
         if self._timer is None:
             self._tick()
 
-    def remove(self, connection: Any) -> None:
+    def remove(self, connection: HttpServerConnection) -> None:
         """A connection has been closed."""
         self.connections.discard(connection)
         self.on_close()
@@ -293,7 +291,7 @@ class PendingHttpRequest:
         *("_targets", "_task", "_template", "_times"),
     )
 
-    def __init__(self, front_end: HttpFrontEnd, connection: Any, request: HttpRequest) -> None:
+    def __init__(self, front_end: HttpFrontEnd, connection: HttpServerConnection, request: HttpRequest) -> None:
         self._front_end = front_end
         self._connection = connection
         self._head = request.head
@@ -308,7 +306,7 @@ class PendingHttpRequest:
     def begin(self, body: memoryview) -> None:
         """Queue the request, or answer it in a task; the connection may have the response before this returns."""
         try:
-            work = self._plan(body)
+            work = self._prepare(body)
             if isinstance(work, tuple):
                 self._template, self._request_id, offset = work
                 find = self._front_end.regions.find
@@ -327,9 +325,9 @@ class PendingHttpRequest:
                 self._queued = None
             self._refuse(InternalError(INTERNAL_ERROR))
         else:
-            self._task = asyncio.get_running_loop().create_task(self._carry_out(work))
+            self._task = asyncio.get_running_loop().create_task(self._answer_in_task(work))
 
-    def abandon(self) -> None:
+    def client_left(self) -> None:
         """The client has left: take the request out of the queue if it still waits there."""
         queued = self._queued
         if self._task is not None:
@@ -361,7 +359,7 @@ class PendingHttpRequest:
             self._service.statistics.record_success(self._times)
             self._connection.send(answer)
 
-    def _plan(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, HttpResponse]:
+    def _prepare(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, HttpResponse]:
         """What to queue, or to run as a task. Raises `ContractError`."""
         front_end, service, times = self._front_end, self._service, self._times
         received_ns = time.perf_counter_ns()
@@ -429,7 +427,7 @@ class PendingHttpRequest:
             else HttpResponse(200, headers, b"".join(pieces))
         )
 
-    async def _carry_out(self, work: Coroutine[Any, Any, HttpResponse]) -> None:
+    async def _answer_in_task(self, work: Coroutine[Any, Any, HttpResponse]) -> None:
         try:
             answer = await work
         except asyncio.CancelledError:
@@ -583,7 +581,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._gone = True
         self._front_end.remove(self)
         if self._busy and self._pending is not None:
-            self._pending.abandon()
+            self._pending.client_left()
         elif not self._busy and self._parser.in_body:
             self._front_end.count_disconnect(self._parser.head)
         self._parser.give_up()
@@ -804,14 +802,16 @@ class HttpServerConnection(asyncio.BufferedProtocol):
             wrong_verb.headers.append((b"allow", b"POST"))
             self.answer(wrong_verb)
         elif self._pipelined:
-            self._front_end.turns.add(lambda: self._front_end.run(self._ask(request)))
+            self._front_end.turns.add(lambda: self._front_end.run(self._answer_by_application(request)))
         else:
-            self._front_end.run(self._ask(request))
+            self._front_end.run(self._answer_by_application(request))
 
-    async def _ask(self, request: HttpRequest) -> None:
-        """Ask the application; goes on when the client leaves, since the work may be half done."""
+    async def _answer_by_application(self, request: HttpRequest) -> None:
+        """Answer with the application's response; goes on when the client leaves, since the work may be half done."""
         client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
-        answer = await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body))
+        answer = await call_application(
+            self._front_end.application, request.head.scope(client, server), bytes(request.body)
+        )
         if not self.gone and not self.has_room(answer.size):
             answer = refusal(UnavailableError(HOLDS_ENOUGH))
         self.answer(answer)

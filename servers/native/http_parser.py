@@ -503,8 +503,8 @@ class RequestParser:
                 raise HttpError(400, "more than one empty line comes before the request")
             self._skipped_line = True
             return start + 2, None
-        found = data.find(HEAD_ENDS, start, end)
-        if found < 0:
+        head_end = data.find(HEAD_ENDS, start, end)
+        if head_end < 0:
             self.head = None
             if not ord("A") <= data[start] <= ord("Z") and data[start] != _CARRIAGE_RETURN:
                 raise HttpError(400, "the request is not valid HTTP")
@@ -513,17 +513,17 @@ class RequestParser:
                 raise HttpError(400, BARE_LINE_FEED)
             return start, None
         self._skipped_line = False
-        found += len(HEAD_ENDS)
+        head_end += len(HEAD_ENDS)
         self.head = None
-        self.head = head = self._heads.read(bytes(data[start:found]))
+        self.head = head = self._heads.read(bytes(data[start:head_end]))
         self.start_ns = time.perf_counter_ns()
         self._body = body = self._choose_body(head)
         if body is None:
-            return found, self._completed()
-        found, request = self._feed(body, data, found, end)
+            return head_end, self._completed()
+        head_end, request = self._feed(body, data, head_end, end)
         if request is None and self._refusal is not None and head.expects_continue:  # its body need not be sent
             raise unread(self._refusal)
-        return found, request or head
+        return head_end, request or head
 
     def _choose_body(self, head: RequestHead) -> FixedBody | ChunkedBody | DroppedBody | None:
         """Choose the body's memory. Raises `HttpError` for a body that is not read at all."""

@@ -1,8 +1,5 @@
-"""Inference behind HTTP and gRPC: one object checks a request, passes it to the engine, and makes its response.
-
-The engine is in this process or in another one: see `EngineLink`.
-
-The models of one front end, by name.
+"""Inference behind HTTP and gRPC: the served models of a front end, each of which checks requests, passes them to the
+engine, and makes the responses.
 
 Each model has its own engine, queue and statistics, as with Triton: nothing is merged across models. An arm under test
 serves exactly one.
@@ -13,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from math import prod
 from typing import TypeVar
@@ -57,7 +53,6 @@ INLINE_READ_BYTES = 2**20
 """More bytes of system shared memory than this are read in threads."""
 PIECE_BYTES = 4 * 2**20
 """What one thread reads at a time: a core copies this much in half a millisecond."""
-_DELAY_THREADS = 256
 
 R = TypeVar("R")
 
@@ -182,7 +177,6 @@ class InferenceService:
         self._number = number
         self._link = link
         self._memory = memory
-        self._delays = ThreadPoolExecutor(_DELAY_THREADS, "added-delay") if settings.added_delay_ms else None
 
     @property
     def ready(self) -> bool:
@@ -200,8 +194,6 @@ class InferenceService:
     def stop(self) -> None:
         """Accept nothing any more."""
         self.state = ModelState.STOPPING
-        if self._delays is not None:
-            self._delays.shutdown(wait=False)
         if self._decoder is not None:
             self._decoder.close()
 
@@ -226,7 +218,8 @@ class InferenceService:
     @property
     def direct(self) -> bool:
         """Whether a checked request needs only the queue, so that `enqueue` can replace `infer`."""
-        return self._decoder is None and self._delays is None and not self.settings.queue_timeout_us
+        settings = self.settings
+        return self._decoder is None and not settings.added_delay_ms and not settings.queue_timeout_us
 
     def enqueue(self, queued: QueuedRequest) -> None:
         """Queue a checked request. Raises `UnavailableError`."""
@@ -278,8 +271,8 @@ class InferenceService:
         finally:
             if timer is not None:
                 timer.cancel()
-        if self._delays is not None:  # asyncio.sleep would round to whole ms, and tests rely on this delay
-            await loop.run_in_executor(self._delays, time.sleep, self.settings.added_delay_ms / 1000)
+        if self.settings.added_delay_ms:
+            await _sleep_at_least(self.settings.added_delay_ms / 1000)
         if queued.error is not None:
             raise copy(queued.error)  # else its traceback would keep this frame and its arrays
         executed_ns = time.perf_counter_ns()
@@ -321,6 +314,13 @@ async def _fetch_in_pieces(window: RegionWindow) -> None:
     for result in await asyncio.gather(*pieces, return_exceptions=True):
         if result is not None:
             raise result
+
+
+async def _sleep_at_least(seconds: float) -> None:
+    """Unlike `asyncio.sleep`, whose timers may fire a millisecond early."""
+    ends = time.perf_counter() + seconds
+    while (left := ends - time.perf_counter()) > 0:
+        await asyncio.sleep(left)
 
 
 def signature_of(specification: ModelSpecification, settings: NativeSettings) -> ModelSignature:

@@ -267,7 +267,7 @@ class SentForms:
             self._numbers.clear()
         number = self._numbers[kind] = self._next
         self._next = (number + 1) % MAX_FORMS
-        return number, Form(number, model, [(name, one.dtype.str, one.shape) for name, one in inputs.items()])
+        return number, Form(number, model, [(name, array.dtype.str, array.shape) for name, array in inputs.items()])
 
     def forget(self) -> None:
         """Send every form again: the engine's side does not have one of them."""
@@ -292,8 +292,8 @@ class ReceivedForm:
     def arrays(self, data: Sequence[int | list[bytes] | None], arena: Arena) -> dict[str, Array]:
         """The inputs of a request, as views over the arena."""
         return {
-            name: _array(one, shape, dtype, arena)
-            for (name, dtype, shape, _), one in zip(self._tensors, data, strict=True)
+            name: _array(place, shape, dtype, arena)
+            for (name, dtype, shape, _), place in zip(self._tensors, data, strict=True)
         }
 
     def addresses(self, data: Sequence[Sequence[Any]], arena: Arena) -> dict[str, HostMemory]:
@@ -302,13 +302,13 @@ class ReceivedForm:
         Raises `ValueError` for addresses outside of it.
         """
         base, end, count = arena.address, arena.end, len(data)
-        found = {}
+        inputs = {}
         for place, (name, dtype, shape, size) in enumerate(self._tensors):
             addresses = [base + one[place] for one in data]
             if min(addresses) < base or max(addresses) + size > end:
                 raise ValueError(f"{name} is not in the memory of requests")
-            found[name] = HostMemory(addresses, (count * shape[0], *shape[1:]), dtype, size)
-        return found
+            inputs[name] = HostMemory(addresses, (count * shape[0], *shape[1:]), dtype, size)
+        return inputs
 
 
 def submit_message(
@@ -320,7 +320,7 @@ def submit_message(
     Raises `UnavailableError` when there is no room.
     """
     arena = memory.arena
-    kept: list[Array] = []
+    in_use: list[Array] = []
     data: list[int | list[bytes] | None] = []
     for name, array in queued.inputs.items():
         if name in queued.device_inputs:
@@ -332,18 +332,18 @@ def submit_message(
             if offset is None:
                 array = memory.placed(array)
                 offset = arena.offset_of(array)
-            kept.append(array)
+            in_use.append(array)
             data.append(offset)
     message = Submit(number, form, queued.rows, queued.deadline_ns, data)
     if queued.device_inputs or queued.device_outputs:
         message.device_inputs, message.device_outputs = dict(queued.device_inputs), dict(queued.device_outputs)
     if answer_bytes > INLINE_BYTES:
         room = memory.allocate(answer_bytes + ALIGNMENT * 16)
-        kept.append(room)
+        in_use.append(room)
         start = arena.offset_of(room)
         assert start is not None
         message.room = start, room.nbytes
-    return message, kept
+    return message, in_use
 
 
 def done_message(queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None) -> RequestDone:

@@ -64,10 +64,10 @@ class ByteBudget:
     each.
     """
 
-    def __init__(self, limit: int, counters: memoryview | None = None, own: int = 0) -> None:
+    def __init__(self, limit: int, counters: memoryview | None = None, number: int = 0) -> None:
         self.limit = limit
         self._counters = memoryview(bytearray(8)).cast("q") if counters is None else counters
-        self._own = own
+        self._number = number
         self._lock = threading.RLock()  # reentrant: the garbage collector may call `release` anywhere
 
     @property
@@ -83,7 +83,7 @@ class ByteBudget:
         with self._lock:
             if sum(self._counters) + count > self.limit:
                 return False
-            self._counters[self._own] += count
+            self._counters[self._number] += count
             return True
 
     @contextmanager
@@ -98,7 +98,7 @@ class ByteBudget:
 
     def release(self, count: int) -> None:
         with self._lock:
-            self._counters[self._own] -= count
+            self._counters[self._number] -= count
 
 
 class UnreadAnswers:
@@ -170,8 +170,8 @@ class Arena:
     def __init__(self, layout: Layout, counters: int = 0) -> None:
         """Raises `MemoryError` if the system does not have the addresses."""
         self.layout = layout
-        own = memoryview(mmap.mmap(-1, 8 * (1 + max(1, counters)))).cast("q")
-        self._flags, self.counters = own[:1], own[1:]
+        shared = memoryview(mmap.mmap(-1, 8 * (1 + max(1, counters)))).cast("q")
+        self._flags, self.counters = shared[:1], shared[1:]
         descriptor = os.memfd_create("abserve-requests", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, layout.partitions * layout.partition_bytes)
@@ -205,10 +205,10 @@ class Arena:
     def warm_range(self, offset: int) -> tuple[int, int] | None:
         """Offset and size of the warm slots of the class in which `offset` lies; None if its slot is not warm."""
         partition, inside = divmod(offset, self.layout.partition_bytes)
-        one = next(one for one in reversed(self.layout.classes) if one.start <= inside)
-        if inside >= one.start + one.warm * one.size:
+        slots = next(slots for slots in reversed(self.layout.classes) if slots.start <= inside)
+        if inside >= slots.start + slots.warm * slots.size:
             return None
-        return partition * self.layout.partition_bytes + one.start, one.warm * one.size
+        return partition * self.layout.partition_bytes + slots.start, slots.warm * slots.size
 
     def remove(self, offset: int, size: int) -> None:
         """Give the pages back to the system; the next bytes find zeros."""
@@ -276,19 +276,19 @@ class RequestMemory:
         kind = self.arena.layout.class_of(size)
         if kind is None:
             return None
-        one = self.arena.layout.classes[kind]
+        slots = self.arena.layout.classes[kind]
         with self._lock:
             if self._free[kind]:
                 index = heappop(self._free[kind])
-            elif self._used[kind] < one.count:
+            elif self._used[kind] < slots.count:
                 index = self._used[kind]
                 self._used[kind] += 1
             else:
                 return None
             if (kind, index) in self._kept:
                 self._kept.discard((kind, index))
-                self._kept_bytes -= one.size
-        offset = self._start + one.start + index * one.size
+                self._kept_bytes -= slots.size
+        offset = self._start + slots.start + index * slots.size
         return ArenaSlot(self, kind, index, offset, self.arena.address + offset, size)
 
     def take_for(self, receiver: Receiver, size: int) -> ArenaSlot | None:
@@ -335,18 +335,18 @@ class RequestMemory:
 
     def free(self, slot: ArenaSlot) -> None:
         """Called when nothing refers to the slot any more."""
-        one = self.arena.layout.classes[slot.kind]
+        slots = self.arena.layout.classes[slot.kind]
         self.budget.release(slot.charged)
         self._receivers[slot.kind].pop(slot.index, None)
         with self._lock:
-            warm = slot.index < one.warm
+            warm = slot.index < slots.warm
             if warm and not self.arena.page_locks:
-                warm = self._kept_bytes + one.size <= self._keep_at_most
+                warm = self._kept_bytes + slots.size <= self._keep_at_most
                 if warm:
                     self._kept.add((slot.kind, slot.index))
-                    self._kept_bytes += one.size
+                    self._kept_bytes += slots.size
             if not warm:
-                self.arena.remove(slot.offset, one.size)
+                self.arena.remove(slot.offset, slots.size)
             heappush(self._free[slot.kind], slot.index)
 
 
@@ -379,10 +379,10 @@ class PageLocks:
         if any(start <= address < end for start, end in self._noticed):
             return
         arena = self._arena
-        found = arena.warm_range(address - arena.address) if arena.address <= address < arena.end else None
-        if found is None:
+        warm = arena.warm_range(address - arena.address) if arena.address <= address < arena.end else None
+        if warm is None:
             return
-        start, size = arena.address + found[0], found[1]
+        start, size = arena.address + warm[0], warm[1]
         self._noticed.append((start, start + size))
         threading.Thread(target=self._lock, args=(start, size), name="page-locking", daemon=True).start()
 

@@ -35,7 +35,12 @@ def run(
     """Make the models from the settings and serve them; see `serve`."""
     if settings.added_delay_ms:
         log.warning("every answer is delayed, as asked for a test", added_delay_ms=settings.added_delay_ms)
-    return serve(settings, [_offer(settings, one, weights) for one in specifications], listener, grpc_listener)
+    return serve(
+        settings,
+        [_offer(settings, specification, weights) for specification in specifications],
+        listener,
+        grpc_listener,
+    )
 
 
 def serve(

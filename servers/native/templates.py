@@ -128,15 +128,15 @@ class Template:
 
         Raises `ContractError`.
         """
-        found = []
+        pieces = []
         for name, reference in self._outputs:
             if reference is None:
-                found.append(outputs[name].tobytes())
+                pieces.append(outputs[name].tobytes())
                 continue
             if not targets[name].on_device:
                 write_output(targets[name], outputs[name])
-            found.append(b"")
-        return found
+            pieces.append(b"")
+        return pieces
 
     def shapes(self, outputs: Mapping[str, Array]) -> Shapes:
         """Everything between the outputs' bytes is the same for the same shapes."""
@@ -195,13 +195,13 @@ class RequestTemplate(Template):
         """The bytes of the response, with the header lines `common`. Raises `ContractError`."""
         data = self.data(outputs, targets)
         shapes = self.shapes(outputs)
-        kept = self._answers.get(shapes)
-        if kept is None:
+        known = self._answers.get(shapes)
+        if known is None:
             content, json_bytes = encode_response(self.response(outputs, signature))
             document = content[:json_bytes]
-            kept = _head(json_bytes, len(content)) + document, document, json_bytes, len(content)
-            self.keep_answer(shapes, kept)
-        prefix, document, json_bytes, size = kept
+            known = _head(json_bytes, len(content)) + document, document, json_bytes, len(content)
+            self.keep_answer(shapes, known)
+        prefix, document, json_bytes, size = known
         if request_id:
             member = b'"id":"%b",' % request_id
             if json_bytes is not None:

@@ -252,8 +252,8 @@ class ModelSignature:
         for axis in self.axes:
             sizes = {name: shapes[name][place] for name, place in axis.places.items() if name in shapes}
             if len(set(sizes.values())) > 1:
-                found = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
-                raise InvalidRequestError(f"inputs of model '{self.name}' differ in their {axis.name} size: {found}")
+                listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
+                raise InvalidRequestError(f"inputs of model '{self.name}' differ in their {axis.name} size: {listed}")
             if sizes and max(sizes.values()) > axis.largest:
                 raise InvalidRequestError(
                     f"the {axis.name} size of model '{self.name}' is at most {axis.largest}, got {max(sizes.values())}"

@@ -219,13 +219,13 @@ def _strings(text: bytes, count: int, name: str) -> Iterator[Array]:
     flat: list[bytes] = []
     place = 0
     while place < len(text) and len(flat) <= count:
-        found = _STRUCTURE_OR_STRING.match(text, place)
-        if found is None:
+        token = _STRUCTURE_OR_STRING.match(text, place)
+        if token is None:
             raise InvalidRequestError(f"'data' of input '{name}' must hold only strings for datatype BYTES")
-        place = found.end()
-        if text[found.start()] == _QUOTE:
+        place = token.end()
+        if text[token.start()] == _QUOTE:
             try:
-                flat.append(orjson.loads(found[0]).encode())
+                flat.append(orjson.loads(token[0]).encode())
             except ValueError as exc:
                 raise InvalidRequestError(f"a string in 'data' of input '{name}' is not valid Unicode") from exc
     elements = np.empty(len(flat), dtype=object)
