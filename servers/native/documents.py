@@ -1,8 +1,7 @@
-"""The JSON documents that describe the server and its models, in Triton's shapes; HTTP and gRPC both send them.
+"""The documents that describe the server: metadata, configuration, statistics and metrics.
 
-The server's counters as Prometheus metrics, in seconds and items.
-
-Written here and not by prometheus_client: that takes 2 ms per scrape, and clients that scrape without reading the
+HTTP and gRPC both send the JSON documents, in Triton's shapes. The Prometheus metrics, in seconds and items, are
+written here and not by prometheus_client: that takes 2 ms per scrape, and clients that scrape without reading the
 answers held the event loop for seconds. The text before a value never changes, so it is kept.
 """
 

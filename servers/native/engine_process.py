@@ -1,13 +1,10 @@
-"""One served model on the engine's side: its engine, its queue, and its life from loading to the end.
+"""The engine's side of a server: its models, the registered regions, and the process that executes.
 
-The engine's side of a server: its models, what is registered, and the front ends that are told of every change.
-
-The process that executes: the engine's side of a server, whose front ends are other processes.
-
-One thread receives what the front ends send, and gives the engines that execute beside Python their turns: while a
-batch is on a GPU it asks again and again for the next message and for the end of the batch, so that neither waits for a
-thread to wake up. Engines that execute in Python's threads have their own, and whatever blocks goes to other threads.
-All answers of a batch that belong to one front end are one message.
+`ModelHost` is one model from loading to the end, `EngineSide` all models and regions, for front ends anywhere.
+`EngineServer` is the loop of an engine's process. One thread receives what the front ends send, and gives the engines
+that execute beside Python their turns: while a batch is on a GPU it asks again and again for the next message and for
+the end of the batch, so that neither waits for a thread to wake up. Engines that execute in Python's threads have their
+own, and whatever blocks goes to other threads. All answers of a batch that belong to one front end are one message.
 """
 
 from __future__ import annotations
@@ -101,7 +98,7 @@ BuildEngine = Callable[[EngineSettings], Engine]
 
 
 class ModelHost:
-    """Any thread; `load` and `unload` block."""
+    """One served model: its engine, its queue, and its life from loading to the end. Any thread; some methods block."""
 
     def __init__(
         self,
@@ -283,7 +280,7 @@ Offer = tuple[ModelSpecification, BuildEngine]
 
 
 class EngineSide:
-    """Any thread."""
+    """The models, the regions, and the front ends that are notified of every change. Any thread."""
 
     def __init__(
         self,

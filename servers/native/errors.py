@@ -1,6 +1,4 @@
-"""Why the server refuses a request, beyond the contract's errors, and how each refusal is counted and answered.
-
-Failures that may repeat with every request, in the log: each kind with its traceback, but at most every ten seconds.
+"""Why the server refuses a request, how each refusal is counted and answered, and a log for failures that may repeat.
 
 A client that sends the same bad request again and again must not fill a disk, nor take the time of others.
 """
@@ -122,7 +120,7 @@ MAX_KINDS = 256
 
 
 class FailureLog:
-    """A logger's `exception` with a limit; any thread.
+    """Logs exceptions with their tracebacks, each kind at most every ten seconds; any thread.
 
     Failures are of one kind if the event, the exception's class and the line that raised it are the same.
     """

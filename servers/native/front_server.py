@@ -1,6 +1,6 @@
-"""A front end's server: it listens or gets connections, answers, and finishes accepted work at the end.
+"""The server of a front end, in a process of its own or together with the engines.
 
-A front-end process: it gets connections from the supervisor and passes requests to the engines' processes.
+It listens, or gets connections from the supervisor, answers, and finishes accepted work at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gRPC messages: a serialised request as an `InferRequest`, and an `InferResponse` as a message.
+"""gRPC messages: a serialised request as an `InferRequest`, an `InferResponse` as a message, and request templates.
 
 The raw inputs are cut out of the serialised bytes as views before protobuf parses the rest: its parser would copy them,
 and so would each access to `raw_input_contents`. So a batch is gathered from the bytes that gRPC received, and a
@@ -6,10 +6,8 @@ request that runs alone is read there. Typed contents are cut out as well, and d
 their number: protobuf makes eight bytes and more of a value that was sent as one, and holds the interpreter until it is
 done. For the same reason the fields are counted before parsing: a map of millions of parameters took it a minute.
 
-Templates of gRPC messages: a decoded and checked request, kept by its bytes around its id and the raw tensors.
-
-A message of the same size, without its id, that has the same bytes in the same places is the same message with other
-values.
+A template is a decoded and checked request, kept by the bytes around its id and its raw tensors: a message of the same
+size that has the same bytes there is the same message with other values.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Request bodies while they arrive, in slots of the arena.
+"""HTTP/1.1 requests from bytes, without a socket or an event loop.
+
+`HeadReader` reads a head with httptools and then checks itself where the body ends, because requests are smuggled where
+two servers read one stream differently. `RequestParser` finds heads and bodies in a connection's bytes and returns
+whole requests. Both raise `HttpError` for what exceeds the limits.
 
 The transport receives a `FixedBody` straight into the slot that the engine reads; only the bytes that came in one read
 with the head, at most 64 KiB, are copied once. A slot costs nothing before the bytes arrive, and each byte is charged
 when it does. A `ChunkedBody` is copied once, out of its framing. A `DroppedBody` belongs to a request that is refused
 already: its bytes are read and dropped, so that the connection can go on.
 
-`arrived` is the number of bytes taken so far. `feed` takes the body's bytes of `data[start:end]` and returns where they
-end. Bytes that an incomplete body does not take must come again: with more behind them if it took none, else as soon as
-other connections have had their turn.
-
-HTTP/1.1 requests from bytes: no socket and no event loop.
-
-`HeadReader` reads a head with httptools and then checks itself where the body ends, because requests are smuggled where
-two servers read one stream differently. `RequestParser` finds heads and bodies in a connection's bytes and returns
-whole requests. Both raise `HttpError` for what exceeds the limits.
+Every body has `arrived`, the number of bytes so far, and `feed`, which takes the body's bytes of `data[start:end]` and
+returns where they end. Pass unconsumed bytes again: with more data if none was consumed, else in the next turn.
 """
 
 from __future__ import annotations

@@ -1,22 +1,15 @@
 """The memory of requests: slots of one shared-memory file, which all processes of a server map at the same address.
 
 The file is divided into one partition per front end, and each partition into classes of equal slots, in powers of two.
-Its size is only a promise: a page exists from its first byte on. The lowest free slot is taken first, so requests of
-the same size lie side by side. The first slots of a class are its warm ones: they keep their pages when they are free,
-and an engine on a GPU has them page-locked (see `warm_range`), after which no page of them may be given back.
+The file is sparse; pages appear on first write. The lowest free slot is taken first, so requests of the same size lie
+side by side. The first slots of a class are its warm ones: they keep their pages when they are free. An engine on a GPU
+page-locks them (`PageLocks`), so that copies run beside Python; after that no page of them may be given back.
 
 Bytes that are announced have a slot before they come. At most half of a class is lent so: beyond that, the next client
-gets the slot of another one whose bytes have been coming for longest, and too slowly.
+gets the slot of another one whose bytes have been coming for longest, and too slowly. `ByteBudget` counts the bytes
+that have come.
 
 A process maps the file before it forks, so nothing has a name and nothing is left behind when all have ended.
-
-Page-locks the warm slots that requests lie in, so that a GPU copies from them while Python goes on.
-
-A class of slots is locked when the first request of that size comes, in a thread: until that is done, and for slots
-that are not warm, copies only take longer. Models share the slots: what one engine has locked is locked for all engines
-of the process (see `servers.engines.device_copies.LockedPages`).
-
-One gRPC message while it arrives and until its answer is sent, in a slot of the arena.
 """
 
 from __future__ import annotations
@@ -43,7 +36,7 @@ from servers.protocol.tensors import Array
 
 SMALLEST_SLOT_BYTES = 4096
 MIN_SLOTS = 1024
-"""So many bodies of one class may arrive at once in one partition, however few of their bytes have come."""
+"""Minimum number of slots per size class and partition."""
 MAX_WARM_SLOTS = 256
 WARM_SHARE = 32
 """The warm slots of one class have at most 1/WARM_SHARE of the bytes that may be held, or are a single one."""
@@ -351,13 +344,18 @@ class RequestMemory:
 
 
 MAX_SEEN = 4096
-"""So many addresses are remembered, since requests lie in the same slots again and again."""
+"""Capacity of the cache of seen addresses: requests lie in the same slots again and again."""
 
 log = structlog.get_logger("abserve.engine")
 
 
 class PageLocks:
-    """Belongs to the thread that starts batches, and to one engine."""
+    """Page-locks the warm slots that requests lie in, for one engine; belongs to the thread that starts batches.
+
+    A class of slots is locked when the first request of that size comes, in a thread: until that is done, and for slots
+    that are not warm, copies only take longer. Models share the slots: what one engine has locked is locked for all
+    engines of the process.
+    """
 
     def __init__(self, engine: Engine, arena: Arena) -> None:
         self._engine = engine
@@ -395,7 +393,10 @@ _NOTHING = memoryview(b"")
 
 
 class GrpcMessage:
-    """Its bytes count as held from their arrival until `release`, and until nothing else refers to them."""
+    """One gRPC message in a slot, while it arrives and until its answer is sent.
+
+    Its bytes count as held from their arrival until `release`, and until nothing else refers to them.
+    """
 
     __slots__ = ("_budget", "_memory", "_slot", "compressed", "filled", "receive_ns", "room", "size", "start_ns")
 

@@ -1,6 +1,8 @@
-"""Shared memory that clients have registered: the regions that a front end offers, and the engine's register of names.
+"""Shared memory that clients have registered: the regions of a front end, and the engine's register of their names.
 
-The engine's side (`RegionRegister`) decides what is registered, under one set of names; every front end then opens it.
+`RegionRegister`, on the engine's side, decides what is registered, under one set of names, so that all front ends have
+the same regions. Every front end then opens those of system memory (`RegionTable`); device memory is opened in the
+process that executes (see `cuda_memory`).
 
 A region of system memory is a POSIX shared-memory object, a file in /dev/shm, given by its key, an offset and a size.
 Its owner may truncate it at any moment, or leave holes in it that the system has no memory for: touching a mapping of
@@ -79,7 +81,7 @@ class SystemRegion:
             raise InvalidRequestError(message) from exc
         self._descriptor = descriptor
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        """Where another process of this user can open the same file."""
+        """/proc path of the open descriptor; the name may be unlinked."""
         self._registered = True
         # Not closed when it is unregistered: requests that wait in the queue may still read it.
         weakref.finalize(self, os.close, descriptor).atexit = False
@@ -263,7 +265,7 @@ since clients need the others."""
 
 
 class RegionRegister:
-    """All registered regions; any thread, one change at a time."""
+    """The names of all regions, and the device memory behind some; any thread, one change at a time."""
 
     def __init__(self, notify_all: Callable[[FrontEndOperation], None], *, others_come: bool = True) -> None:
         """`notify_all` lets every front end execute an operation, and raises the first `ContractError`.

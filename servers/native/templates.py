@@ -1,11 +1,10 @@
-"""Templates of repeated requests: what all of them have in common: everything but their ids and their tensors' values.
+"""Request templates: the decoded and checked form of requests that repeat, without their ids and their tensors' values.
 
 Load clients send the same bytes around every tensor, and the meaning of a request whose tensors are binary data or in
 shared memory depends only on these bytes, on the model, and on what is registered at that moment. So a template keeps
-the result of the first decoding. Requests with other values, a timeout, BYTES, or so much in system shared memory that
-several threads read it, have none.
-
-Templates of requests over HTTP: a decoded and checked JSON header, kept by its bytes without the value of its id.
+the result of the first decoding: over HTTP by the bytes of the JSON header without its id, over gRPC by those around
+the tensors (see `grpc_messages`). Not cached: values in JSON, timeouts, BYTES, and shared-memory inputs that several
+threads read.
 """
 
 from __future__ import annotations
