@@ -208,13 +208,14 @@ class _RunningBatch:
 
 
 class Batcher:
-    """Owns the engine and its threads from `start` to `stop`.
+    """Owns a loaded engine and its queue until `stop`, and executes in one thread, which calls `run`.
 
     A request counts as waiting until it is claimed for a batch, expired or withdrawn.
     """
 
     def __init__(
         self,
+        engine: Engine,
         settings: NativeSettings,
         statistics: Statistics,
         on_complete: Callable[[Sequence[QueuedRequest]], None],
@@ -227,49 +228,41 @@ class Batcher:
         """`on_broken` is called once, when the engine cannot execute even zeros any more or its thread has failed.
 
         `check_values` raises `ContractError` for inputs that the engine must not get. Requests lie in the `arena`,
-        which an engine on a GPU page-locks. With `wake` an engine that executes beside Python belongs to a loop that
-        calls `turn`: after `wake`, after `submit`, and when the last turn said. It waits for nothing, so one thread
-        receives, starts and finishes, and no time goes from one to the other. Other engines have a thread.
+        which an engine on a GPU page-locks. `wake`: see `LoopBatcher`.
         """
-        self._wake = wake
-        self.takes_addresses = False
-        self._turned = False  # the loop has taken over
-        self._ended = threading.Event()
-        self._arena = arena
-        self._page_locks: PageLocks | None = None
-        self._max_batch_size = settings.max_batch_size
-        self._max_queue_delay_ns = settings.max_queue_delay_us * 1000
+        self._engine = engine
         self._queue_size = settings.queue_size
+        self._max_batch_size = settings.max_batch_size
         self._statistics = statistics
         self._on_complete = on_complete
         self._on_broken = on_broken
         self._padding = padding
         self._checks = [] if check_values is None else [check_values]
-        self._broken = False
-        self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None ends it
+        if engine.checks_values:
+            self._checks.append(engine.check_values)
+        self.takes_addresses = engine.takes_addresses and not self._checks
+        """Whether the inputs of a request may be `HostMemory`."""
+        on_gpu = engine.device_index is not None
+        self._page_locks = PageLocks(engine, arena) if on_gpu and arena is not None else None
+        engine.prepare_no_more()
+        max_delay_ns = settings.max_queue_delay_us * 1000
+        self._former = BatchFormer(settings.max_batch_size, max_delay_ns, engine.executed_rows, engine.row_bytes)
         self._lock = threading.Lock()  # guards the two below, and `taken` of every request
         self._closed = False
         self.waiting = 0
         """Requests in the queue, without those being executed."""
+        self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None ends it
         self._waiting_requests: deque[QueuedRequest] = deque()  # taken from the queue, in no batch yet
         self._running: deque[_RunningBatch] = deque()
         self._idle_from_ns = 0
         self._failed: list[QueuedRequest] = []  # of a batch that failed: each is executed again, alone
-        self._ends = False  # None came out of the queue
-        self._thread: threading.Thread | None = None
-        self._engine: Engine
-        self._former: BatchFormer
-
-    def start(self, prepare: Callable[[], Engine | None]) -> None:
-        """`prepare` loads the engine, in the batcher's own thread; it returns None when that failed."""
-        self._thread = threading.Thread(target=self._run, args=(prepare,), name="engine", daemon=True)
-        self._thread.start()
+        self._broken = False
+        self._ends = False  # no request comes any more
+        self._ended = threading.Event()
+        self._wake = wake
 
     def submit(self, request: QueuedRequest) -> None:
-        """Queue a request; any thread, with `wake` the one that turns.
-
-        Raises `QueueFullError` or `ShuttingDownError` at once.
-        """
+        """Queue a request. Raises `QueueFullError` or `ShuttingDownError` at once."""
         request.enqueued_ns = time.perf_counter_ns()
         with self._lock:
             if self._closed:
@@ -277,63 +270,102 @@ class Batcher:
             if self.waiting + request.count > self._queue_size:
                 raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
             self._count_waiting(request.count)
-            if not self._turned:
-                self._queue.put(request)
-                return
-        self._accept(request)  # in the thread that turns
+            self._enqueue(request)
 
-    def withdraw(self, request: QueuedRequest, instead: Sequence[QueuedRequest] = ()) -> bool:
+    def _enqueue(self, request: QueuedRequest) -> None:
+        self._queue.put(request)
+
+    def withdraw(self, request: QueuedRequest, remaining: Sequence[QueuedRequest] = ()) -> bool:
         """Take a request back; any thread. True if the engine and `on_complete` will not get it.
 
-        `instead` are those that it stood for and that stay: they get its place. Only for the thread that turns.
+        `remaining` are the parts of a group that stay, in its place; only for `LoopBatcher`.
         """
         with self._lock:
             if request.taken:
                 return False
             request.taken = True
-            self._count_waiting(sum([part.count for part in instead]) - request.count)
-        if instead:
-            self._drain_queue()
+            self._count_waiting(sum([part.count for part in remaining]) - request.count)
+        if remaining:
             place = self._waiting_requests.index(request)
-            for part in reversed(instead):
+            for part in reversed(remaining):
                 self._waiting_requests.insert(place, part)
         request.drop_inputs()
         return True
+
+    def run(self) -> None:
+        """Execute until `stop`; in the thread that has loaded the engine."""
+        try:
+            while not self._ended.is_set():
+                seconds = self._turn()
+                if self._ended.is_set():
+                    return
+                with suppress(queue.Empty):  # while the engine works, the interpreter is left to other threads
+                    self._receive(self._queue.get(timeout=None if seconds is None else max(POLL_S, seconds)))
+        except Exception:
+            log.exception("the thread of an engine failed")
+            self.fail()
 
     def stop(self, timeout: float) -> bool:
         """Refuse new requests, execute the queued ones and close the engine. False if that took too long."""
         with self._lock:
             self._closed = True
-            self._queue.put(None)
-        if self._thread is None:
-            return True
-        if self._wake is not None:
-            self._wake()
+            self._end()
         return self._ended.wait(timeout)
 
-    def turn(self) -> float | None:
-        """Do what can be done now; in the thread of the loop that gave `wake`.
+    def _end(self) -> None:
+        self._queue.put(None)
 
-        Returns after how many seconds to call again if nothing comes, None: not before `wake` or `submit` is called.
+    def turn(self) -> float | None:
+        """See `LoopBatcher`; here the thread does everything."""
+        return None
+
+    def _turn(self) -> float | None:
+        """Do what can be done now, and wait for nothing.
+
+        Returns after how many seconds to call again if no request comes; None: not before one comes.
         """
-        return self._turn() if self._turned and not self._ended.is_set() else None
+        engine, former, waiting = self._engine, self._former, self._waiting_requests
+        while True:
+            while not self._queue.empty():  # nobody else takes from it
+                self._receive(self._queue.get_nowait())
+            if self._running and engine.ready():
+                self._finish_batch(self._running[0])
+                self._running.popleft()
+                continue
+            while waiting and waiting[0].taken:
+                waiting.popleft()
+            if self._running and (not waiting or self._failed or len(self._running) >= engine.flights):
+                return 0.0
+            if self._failed:
+                self._execute_alone()
+            elif waiting:
+                rows = self._mergeable_rows()
+                wait_ns = 0 if self._ends else former.wait_ns(time.perf_counter_ns(), rows, waiting[0].enqueued_ns)
+                if wait_ns > 0:
+                    return 0.0 if self._running else wait_ns / 1e9
+                self._start_batch(self._take(former.rows_to_take(rows)))
+            elif self._ends:
+                engine.close()
+                self._ended.set()
+                return None
+            else:
+                return None
 
     def _count_waiting(self, change: int) -> None:
         self.waiting += change
         self._statistics.set_queued(self.waiting)
 
-    def _run(self, prepare: Callable[[], Engine | None]) -> None:
-        try:
-            engine = prepare()
-            if engine is None:
-                self._ended.set()
-            else:
-                self._use(engine)
-        except Exception:
-            log.exception("the thread of an engine failed")
-            self._fail_all()
+    def _receive(self, item: QueuedRequest | None) -> None:
+        if item is None:
+            self._ends = True
+        else:
+            self._accept(item)
 
-    def _fail_all(self) -> None:
+    def _accept(self, request: QueuedRequest) -> None:
+        self._former.arrived(request.enqueued_ns, request.rows)
+        self._waiting_requests.append(request)
+
+    def fail(self) -> None:
         """Nothing can be executed any more: refuse what is here, and what will come."""
         with self._lock:
             self._closed = True
@@ -347,72 +379,6 @@ class Batcher:
         with suppress(Exception):
             self._engine.close()
         self._ended.set()
-
-    def _use(self, engine: Engine) -> None:
-        if self._arena is not None and engine.device_index is not None:
-            self._page_locks = PageLocks(engine, self._arena)
-        engine.prepare_no_more()
-        if engine.checks_values:
-            self._checks.append(engine.check_values)
-        self._former = BatchFormer(
-            self._max_batch_size, self._max_queue_delay_ns, engine.executed_rows, engine.row_bytes
-        )
-        self._engine = engine
-        self.takes_addresses = engine.takes_addresses and not self._checks
-        if engine.flights > 1 and self._wake is not None:
-            self._turned = True
-            self._wake()
-            return
-        while not self._ended.is_set():
-            seconds = self._turn()
-            if self._ended.is_set():
-                return
-            with suppress(queue.Empty):  # while the engine works, the interpreter is left to other threads
-                self._accept(self._queue.get(timeout=None if seconds is None else max(POLL_S, seconds)))
-
-    def _turn(self) -> float | None:
-        """See `turn`."""
-        engine, former, waiting_requests = self._engine, self._former, self._waiting_requests
-        while True:
-            self._drain_queue()
-            if self._running and engine.ready():
-                self._finish_batch(self._running[0])
-                self._running.popleft()
-                continue
-            while waiting_requests and waiting_requests[0].taken:
-                waiting_requests.popleft()
-            if self._running and (not waiting_requests or self._failed or len(self._running) >= engine.flights):
-                return 0.0
-            if self._failed:
-                self._execute_alone()
-            elif waiting_requests:
-                rows = self._mergeable_rows()
-                wait_ns = (
-                    0 if self._ends else former.wait_ns(time.perf_counter_ns(), rows, waiting_requests[0].enqueued_ns)
-                )
-                if wait_ns > 0:
-                    return 0.0 if self._running else wait_ns / 1e9
-                self._start_batch(self._take(former.rows_to_take(rows)))
-            elif self._ends:
-                engine.close()
-                self._ended.set()
-                return None
-            elif self._turned and time.perf_counter_ns() - self._idle_from_ns < WATCH_NS:
-                return 0.0
-            else:
-                return None
-
-    def _drain_queue(self) -> None:
-        """Take everything out of the queue that is there; nobody else takes from it."""
-        while not self._queue.empty():
-            self._accept(self._queue.get_nowait())
-
-    def _accept(self, item: QueuedRequest | None) -> None:
-        if item is None:
-            self._ends = True
-        else:
-            self._former.arrived(item.enqueued_ns, item.rows)
-            self._waiting_requests.append(item)
 
     def _mergeable_rows(self) -> int:
         """Rows at the front that fit into one batch; the largest batch if no later request can join them."""
@@ -592,6 +558,37 @@ class Batcher:
             request.outputs = None
             request.error = error
         self._on_complete(requests)
+
+
+class LoopBatcher(Batcher):
+    """Executes in the loop of a process, for an engine that executes beside Python.
+
+    One thread then receives, starts and finishes, and no time goes from one to the other. It submits, and it calls
+    `turn`: after `wake`, after `submit`, and when the last turn said.
+    """
+
+    _enqueue = Batcher._accept
+
+    def run(self) -> None:
+        """Let the loop take over."""
+        assert self._wake is not None
+        self._wake()
+
+    def _end(self) -> None:
+        self._ends = True
+        self.run()
+
+    def turn(self) -> float | None:
+        """Do what can be done now, and wait for nothing.
+
+        Returns after how many seconds to call again if nothing comes, None: not before `wake` or `submit` is called.
+        """
+        if self._ended.is_set():
+            return None
+        seconds = self._turn()
+        if seconds is None and time.perf_counter_ns() - self._idle_from_ns < WATCH_NS:
+            return 0.0
+        return seconds
 
 
 def _open_device_memory(request: QueuedRequest, device: int | None) -> None:

@@ -28,7 +28,7 @@ from servers.engines.interface import Engine, EngineDescription, EngineError, Ho
 from servers.engines.padding import padding_of
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher
+from servers.native.batcher import Batcher, LoopBatcher
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
@@ -113,7 +113,7 @@ class ModelHost:
     ) -> None:
         """`on_complete` gets requests that the engine is done with.
 
-        `wake`: see `Batcher`.
+        `wake`: see `LoopBatcher`.
         `on_change` is called when `state` or `description` is another; with True it returns when all front ends know.
         """
         self.signature = signature_of(specification, settings)
@@ -131,7 +131,10 @@ class ModelHost:
         self._front_ends_open: threading.Event | None = None
         self._control = threading.Lock()
         self._settled = threading.Event()  # the load has ended, with or without success
-        self._batcher = self._new_batcher()
+        self._thread: threading.Thread | None = None
+        self._batcher: Batcher | None = None  # from the end of the first load on
+        self.takes_addresses = False
+        """Whether the inputs of a request may be `HostMemory`."""
 
     def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
         """Begin to load; returns at once. `on_failure` is called, in any thread, if the model cannot be served.
@@ -140,7 +143,7 @@ class ModelHost:
         """
         self._on_failure = on_failure
         self._front_ends_open = front_ends_open
-        self._batcher.start(self._prepare)
+        self._start_thread()
 
     def load(self) -> None:
         """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
@@ -149,11 +152,10 @@ class ModelHost:
                 self._check_ready()
                 return
             self._finish()
-            self._batcher = self._new_batcher()
             self._on_failure = lambda: None  # the client gets the error, and the server goes on
             self._settled.clear()
             self._change(ModelState.LOADING)
-            self._batcher.start(self._prepare)
+            self._start_thread()
             self._settled.wait()
             if self.state is ModelState.FAILED:
                 raise InternalError(f"model '{self.signature.name}' failed to load, the server's log has the reason")
@@ -168,26 +170,26 @@ class ModelHost:
 
     def submit(self, queued: QueuedRequest) -> None:
         """Queue a checked request. Raises `UnavailableError`."""
-        self._batcher.submit(queued)
-
-    @property
-    def takes_addresses(self) -> bool:
-        """Whether the inputs of a request may be `HostMemory`."""
-        return self._batcher.takes_addresses
+        if self._batcher is None:
+            self._check_ready()
+        else:
+            self._batcher.submit(queued)
 
     def turn(self) -> float | None:
-        """See `Batcher`."""
-        return self._batcher.turn()
+        """See `LoopBatcher`."""
+        return None if self._batcher is None else self._batcher.turn()
 
-    def withdraw(self, queued: QueuedRequest, instead: Sequence[QueuedRequest] = ()) -> bool:
+    def withdraw(self, queued: QueuedRequest, remaining: Sequence[QueuedRequest] = ()) -> bool:
         """Take it back; True if the engine will not execute it and `on_complete` will not get it. See `Batcher`."""
-        return self._batcher.withdraw(queued, instead)
+        return self._batcher is not None and self._batcher.withdraw(queued, remaining)
 
     def stop(self, timeout: float) -> bool:
         """Execute the queue, then free the engine. False if that took longer than `timeout` seconds."""
         loading = self.state in (ModelState.LOADING, ModelState.ACCEPTING)
         self.state = ModelState.STOPPING
         # A load cannot be interrupted, so do not wait for it.
+        if self._batcher is None:
+            return self._thread is None or not loading
         return self._batcher.stop(0 if loading else timeout)
 
     def _check_ready(self) -> None:
@@ -197,7 +199,7 @@ class ModelHost:
             raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
 
     def _finish(self) -> None:
-        if not self._batcher.stop(UNLOAD_SECONDS):
+        if self._batcher is not None and not self._batcher.stop(UNLOAD_SECONDS):
             raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again later")
         self.description = None  # nothing is in effect any more
         self._on_change(True)
@@ -209,37 +211,64 @@ class ModelHost:
         if state is ModelState.FAILED:
             self._on_failure()
 
-    def _prepare(self) -> Engine | None:
-        """Load and warm up, in the engine thread. None when that failed, after the log has the reason."""
-        engine: Engine | None = None
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Load, and execute unless the process's loop does that; in the engine's thread."""
+        batcher = self._load_batcher()
+        if batcher is None:
+            self._change(ModelState.FAILED)
+            self._settled.set()
+            return
+        self._batcher = batcher
+        self.takes_addresses = batcher.takes_addresses
+        try:
+            if self.state is ModelState.STOPPING:  # since the load began
+                batcher.stop(0)
+            elif self._front_ends_open is not None:
+                self._front_ends_open.wait()
+            with suppress(ContractError):  # a front end that does not answer learns it all the same
+                self._change(ModelState.ACCEPTING, wait=True)
+            self._change(ModelState.READY)
+        except Exception:
+            log.exception("the thread of an engine failed")
+            batcher.fail()
+        self._settled.set()
+        batcher.run()
+
+    def _load_batcher(self) -> Batcher | None:
+        """Load and warm up. None when that failed, after the log has the reason."""
+        check_values = self.signature.check_values if self.signature.id_counts else None
         try:
             with _LOADING:
                 engine, self.description = _load_engine(self._build_engine, self.signature)
+            if engine.device_index is not None:
+                self._arena.page_locks = True
+            kind = LoopBatcher if engine.flights > 1 and self._wake is not None else Batcher
+            return kind(
+                engine,
+                self._settings,
+                self._statistics,
+                self._on_complete,
+                self._broken,
+                self.padding,
+                check_values,
+                self._arena,
+                self._wake,
+            )
         except EngineError as error:
             log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
         except Exception:
             log.exception("the model cannot be served")
-        if engine is not None and engine.device_index is not None:
-            self._arena.page_locks = True
-        if engine is not None and self._front_ends_open is not None:
-            self._front_ends_open.wait()
-        if engine is not None:
-            with suppress(ContractError):  # a front end that does not answer learns it all the same
-                self._change(ModelState.ACCEPTING, wait=True)
-        self._change(ModelState.FAILED if engine is None else ModelState.READY)
-        self._settled.set()
-        return engine
+        return None
 
     def _broken(self) -> None:
         """The engine broke: the server ends, or stays not ready, and its supervisor sees that. In the engine thread."""
         if self.state in (ModelState.LOADING, ModelState.ACCEPTING, ModelState.READY):
             self._change(ModelState.FAILED)
         self._settled.set()
-
-    def _new_batcher(self) -> Batcher:
-        check_values = self.signature.check_values if self.signature.id_counts else None
-        own = self._settings, self._statistics, self._on_complete, self._broken
-        return Batcher(*own, self.padding, check_values, self._arena, self._wake)
 
 
 def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) -> tuple[Engine, EngineDescription]:
@@ -290,7 +319,7 @@ class EngineSide:
         arena: Arena,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """`wake`: see `Batcher`."""
+        """`wake`: see `LoopBatcher`."""
         self._front_ends: list[FrontEnd] = []
         self._lock = threading.RLock()  # so that all front ends are told in the same order
         self.regions = RegionRegister(self._notify_all, others_come=wake is not None)
@@ -370,7 +399,7 @@ class EngineSide:
         }
 
     def turn(self) -> float | None:
-        """A turn of every model; see `Batcher`."""
+        """A turn of every model; see `LoopBatcher`."""
         waits = [seconds for host in self.hosts if (seconds := host.turn()) is not None]
         return min(waits, default=None)
 

@@ -152,8 +152,8 @@ class Harness:
         self.calls: list[int] = []
         self.broken = threading.Semaphore(0)
         settings = NativeSettings(max_batch_size=max_batch_size, max_queue_delay_us=delay_us, queue_size=queue_size)
-        self.batcher = Batcher(settings, self.statistics, self._complete, self.broken.release)
-        self.batcher.start(lambda: self.engine)
+        self.batcher = Batcher(self.engine, settings, self.statistics, self._complete, self.broken.release)
+        threading.Thread(target=self.batcher.run, daemon=True).start()
 
     def _complete(self, entries: Sequence[QueuedRequest]) -> None:
         self.calls.append(len(entries))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from servers.native.batcher import BatchFormer
 from servers.native.errors import QueueFullError, RequestExpiredError, ShuttingDownError
 from servers.protocol.errors import InternalError, InvalidRequestError
-from tests.unit.native.conftest import GatedEngine
 
 
 @pytest.fixture
@@ -263,15 +262,6 @@ def test_an_engine_s_thread_that_fails_leaves_no_request_waiting(harness, monkey
     assert harness.batcher.waiting == 0
     with pytest.raises(ShuttingDownError):
         harness.submit([4])
-
-
-def test_an_engine_that_cannot_be_used_is_told_and_refuses_what_came_before(harness_type, monkeypatch):
-    monkeypatch.setattr(GatedEngine, "row_bytes", property(lambda _: 1 // 0))
-    harness = harness_type()
-    assert harness.broken.acquire(timeout=10)
-    with pytest.raises(ShuttingDownError):
-        harness.submit([4])
-    assert harness.batcher.stop(10)
 
 
 def test_a_request_whose_inputs_cannot_be_read_for_another_reason_fails_alone(harness):

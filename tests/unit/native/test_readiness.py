@@ -17,7 +17,14 @@ from servers.native.engine_link import LocalLink
 from servers.native.engine_process import EngineServer, EngineSide
 from servers.native.errors import NotReadyError
 from servers.native.inference import InferenceService
-from servers.native.interface import ApplyStatus, FrontEndOpened, FrontEndOperation, ModelState, ModelStatus
+from servers.native.interface import (
+    ApplyStatus,
+    FrontEndOpened,
+    FrontEndOperation,
+    ModelState,
+    ModelStatus,
+    QueuedRequest,
+)
 from servers.native.ipc import Control, ControlDone, FrameReader, encode
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
@@ -90,6 +97,19 @@ def test_a_front_end_that_accepts_requests_is_not_yet_said_to_be_ready() -> None
     service.check_accepting()
     service.check_ready()
     assert service.ready
+
+
+def test_a_model_whose_engine_cannot_be_used_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NullEngine, "row_bytes", property(lambda _: 1 // 0))
+    engine = NullEngine(ROWS, EngineSettings("null", max_batch_size=8))
+    side = EngineSide(SETTINGS, [(ROWS, lambda _: engine)], [Statistics(8)], RequestMemory.alone(SETTINGS).arena)
+    failed = threading.Event()
+    side.start(failed.set, threading.Event())
+    assert failed.wait(10)
+    assert side.failed
+    with pytest.raises(NotReadyError):
+        side.hosts[0].submit(QueuedRequest({}, 1, (), None, None))
+    assert side.stop(10)
 
 
 class OpeningFrontEnd:
