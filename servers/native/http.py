@@ -206,7 +206,7 @@ class HttpFrontEnd:
         return cast("set[HttpServerConnection]", self._state.connections)
 
     def add(self, connection: HttpServerConnection) -> None:
-        """A client has connected;"""
+        """A client has connected."""
         self.connections.add(connection)
         if self._timer is None:
             self._tick()

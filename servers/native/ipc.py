@@ -20,7 +20,7 @@ from servers.native import errors as native_errors
 from servers.native.errors import INTERNAL_ERROR, FailureLog
 from servers.native.interface import DevicePlace, EngineOperation, FrontEndOperation, QueuedRequest
 from servers.native.memory import ALIGNMENT, Arena, RequestMemory
-from servers.protocol import errors as contract_errors
+from servers.protocol import errors as protocol_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.tensors import Array, like
 
@@ -244,7 +244,7 @@ def failure_of(error: Exception) -> Failure:
 def error_of(failure: Failure) -> ContractError:
     """The error that the other process had."""
     name, message = failure
-    kind = getattr(native_errors, name, None) or getattr(contract_errors, name, None)
+    kind = getattr(native_errors, name, None) or getattr(protocol_errors, name, None)
     if isinstance(kind, type) and issubclass(kind, ContractError):
         return kind(message)
     return InternalError(INTERNAL_ERROR)

@@ -43,7 +43,7 @@ from servers.native.ipc import (
     submit_message,
 )
 from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
-from servers.protocol import errors as contract_errors
+from servers.protocol import errors as protocol_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
@@ -52,7 +52,7 @@ HELD = 2**20
 ARENA = Arena(Layout.of(1, HELD, HELD))
 ERRORS = [
     kind
-    for module in (contract_errors, native_errors)
+    for module in (protocol_errors, native_errors)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, ContractError) and kind is not ContractError
 ]
