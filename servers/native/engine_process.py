@@ -87,14 +87,24 @@ from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import Array, like
 
 log = structlog.get_logger("abserve.engine")
+log_limited = FailureLog("abserve.engine")
 
 UNLOAD_SECONDS = 30
+NOTIFY_SECONDS = 35.0
+"""How long a front end may take to execute an operation: longer than the decoding of images that it has accepted."""
+
+MAX_BLOCKING = 8
+"""Threads for operations that block, but for loads and unloads; more wait."""
+READ_BYTES = 256 * 1024
+LONG_S = 0.002
 
 _LOADING = threading.Lock()
 """Models of one process load one after the other: while one captures CUDA graphs, no other may wait for a device."""
 
 BuildEngine = Callable[[EngineSettings], Engine]
 """Builds a model's engine; called in the engine thread, where its imports block nothing else."""
+Offer = tuple[ModelSpecification, BuildEngine]
+"""A model to be served, and how its engine is built."""
 
 
 class ModelHost:
@@ -298,16 +308,6 @@ def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) 
     return engine, description
 
 
-NOTIFY_SECONDS = 35.0
-"""How long a front end may take to execute an operation: longer than the decoding of images that it has accepted."""
-
-MAX_BLOCKING = 8
-"""Threads for operations that block, but for loads and unloads; more wait."""
-
-Offer = tuple[ModelSpecification, BuildEngine]
-"""A model to be served, and how its engine is built."""
-
-
 class EngineSide:
     """The models, the regions, and the front ends that are notified of every change. Any thread."""
 
@@ -321,7 +321,7 @@ class EngineSide:
     ) -> None:
         """`wake`: see `LoopBatcher`."""
         self._front_ends: list[FrontEnd] = []
-        self._lock = threading.RLock()  # so that all front ends are told in the same order
+        self._lock = threading.RLock()  # so that all front ends are notified in the same order
         self.regions = RegionRegister(self._notify_all, others_come=wake is not None)
         self.hosts = [
             ModelHost(specification, build, settings, counters, arena, complete, self._changed, wake)
@@ -461,12 +461,6 @@ def complete(requests: Sequence[QueuedRequest]) -> None:
             by_front_end.setdefault(queued.front_end, []).append(queued)
     for front_end, completed in by_front_end.items():
         front_end.complete(completed)
-
-
-log_limited = FailureLog("abserve.engine")
-
-READ_BYTES = 256 * 1024
-LONG_S = 0.002
 
 
 class FrontEndChannel:
