@@ -16,7 +16,7 @@ from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
 from servers.native.documents import CONTENT_TYPE, render
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
-from servers.native.http import refusal
+from servers.native.http_parser import refusal
 from servers.native.inference import InferenceService, ServedModels
 from servers.native.shared_memory import RegionTable
 from servers.protocol.errors import ContractError, InvalidRequestError

@@ -26,11 +26,7 @@ import structlog
 
 from servers.engines.interface import DeviceMemory
 from servers.gpu.cuda_library import CudaError, CudaLibrary
-from servers.protocol.errors import (
-    InternalError,
-    InvalidRequestError,
-    UnsupportedError,
-)
+from servers.protocol.errors import InternalError, InvalidRequestError, UnsupportedError
 from servers.protocol.records import shown
 from servers.protocol.tensors import Array
 

@@ -30,7 +30,8 @@ from servers.native.errors import (
     RequestExpiredError,
     failure_reason,
 )
-from servers.native.grpc_connection import Call, GrpcConnections, MessageAnswer, Method
+from servers.native.grpc_call import Call, MessageAnswer
+from servers.native.grpc_connection import GrpcConnections
 from servers.native.grpc_messages import (
     MessageTemplate,
     RawInput,
@@ -40,7 +41,7 @@ from servers.native.grpc_messages import (
     is_short,
     parse_message,
 )
-from servers.native.http2 import CallStatus, shortened, status_of
+from servers.native.http2 import CallStatus, GrpcMethod, shortened, status_of
 from servers.native.inference import InferenceService, ServedModels
 from servers.native.interface import QueuedRequest
 from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING, InflatingThread, decompress, in_thread
@@ -348,17 +349,17 @@ def _parse(kind: Any, serialised: bytes | memoryview) -> Any:
         raise InvalidRequestError(f"the message is not a {kind.name}") from exc
 
 
-def service_methods(max_message_bytes: int) -> dict[bytes, Method]:
+def service_methods(max_message_bytes: int) -> dict[bytes, GrpcMethod]:
     """The methods by path, from the protocol's own description, so that none can be forgotten."""
     methods = {}
     for name, described in _SERVICE.methods_by_name.items():
         infers = name in ("ModelInfer", "ModelStreamInfer")
         limit = max_message_bytes if infers else CONTROL_BODY_BYTES
-        methods[f"/{SERVICE}/{name}".encode()] = Method(name, infers, infers and described.client_streaming, limit)
+        methods[f"/{SERVICE}/{name}".encode()] = GrpcMethod(name, infers, infers and described.client_streaming, limit)
     return methods
 
 
-def _described(method: Method) -> Any:
+def _described(method: GrpcMethod) -> Any:
     """The protobuf description of a method."""
     return _SERVICE.methods_by_name[method.name]
 

@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import select
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from email.utils import formatdate
-from http import HTTPStatus
 from typing import Any, cast
 
 from uvicorn.server import ServerState
@@ -36,9 +33,16 @@ from servers.native.errors import (
     HttpError,
     ShuttingDownError,
     failure_reason,
-    http_status,
 )
-from servers.native.http_parser import HeadReader, HttpRequest, RequestHead, RequestParser
+from servers.native.http_parser import (
+    Headers,
+    HeadReader,
+    HttpRequest,
+    HttpResponse,
+    RequestHead,
+    RequestParser,
+    refusal,
+)
 from servers.native.inference import InferenceService, ServedModels
 from servers.native.interface import QueuedRequest
 from servers.native.limits import MAX_INFLATING, InflatingThread, Turns, decompress, in_thread
@@ -81,50 +85,11 @@ Application = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
     Awaitable[None],
 ]
-Headers = list[tuple[bytes, bytes]]
 
-STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
-_FORBIDDEN = b"\r\n\x00"
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
-
-
-@dataclass(frozen=True, slots=True)
-class HttpResponse:
-    """One response; `headers` include its Content-Length. The rest of a large body comes in `more` pieces."""
-
-    status: int
-    headers: Headers
-    body: bytes
-    more: Sequence[bytes] = ()
-
-    @property
-    def size(self) -> int:
-        """The bytes of the whole body."""
-        return len(self.body) + sum(map(len, self.more))
-
-    def encode(self, common: bytes, *, with_body: bool = True) -> bytes:
-        """The bytes to send before `more`, with the header lines `common`. Line ends inside a header are left out."""
-        parts = [STATUS_LINES.get(self.status, b"HTTP/1.1 %d \r\n" % self.status), common]
-        for name, value in self.headers:
-            # Starlette's redirects and errors may quote the client; a line end in the quote would begin a header.
-            parts += [name.translate(None, _FORBIDDEN), b": ", value.translate(None, _FORBIDDEN), b"\r\n"]
-        parts.append(b"\r\n")
-        if with_body:
-            parts.append(self.body)
-        return b"".join(parts)
-
-
-def refusal(error: ContractError | HttpError) -> HttpResponse:
-    """The response to a failed request: `{"error": …}` in ASCII, since a message may quote any text of a client."""
-    status = http_status(error)
-    body = json.dumps({"error": str(error)}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
-    return HttpResponse(status, headers, body)
 
 
 async def call_application(application: Application, scope: AsgiMessage, body: bytes) -> HttpResponse:

@@ -233,7 +233,7 @@ def shortened(details: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class GrpcMethod:
     """A method of the service."""
 
     name: str
@@ -246,13 +246,13 @@ class Method:
 class CallHead:
     """What the headers of a call say."""
 
-    method: Method | None = None
+    method: GrpcMethod | None = None
     timeout_ns: int | None = None
     encoding: str = "identity"
     refusal: CallStatus | None = None
 
 
-def read_call_head(fields: list[tuple[bytes, bytes]], methods: dict[bytes, Method]) -> CallHead:
+def read_call_head(fields: list[tuple[bytes, bytes]], methods: dict[bytes, GrpcMethod]) -> CallHead:
     """Read a call's headers, which are not trusted."""
     headers = dict(fields)
     if sum(len(name) + len(value) + 32 for name, value in fields) > MAX_METADATA_BYTES:

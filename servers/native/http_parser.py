@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests from bytes, without a socket or an event loop.
+"""HTTP/1.1 requests from bytes, and responses to bytes, without a socket or an event loop.
 
 `HeadReader` reads a head with httptools and then checks itself where the body ends, because requests are smuggled where
 two servers read one stream differently. `RequestParser` finds heads and bodies in a connection's bytes and returns
@@ -16,17 +16,19 @@ returns where they end. Pass unconsumed bytes again: with more data if none was 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
 import httptools
 import numpy as np
 
-from servers.native.errors import HOLDS_ENOUGH, HttpError, unread
+from servers.native.errors import HOLDS_ENOUGH, HttpError, http_status, unread
 from servers.native.limits import CONTROL_BODY_BYTES
 from servers.native.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
 from servers.native.settings import NativeSettings
@@ -191,6 +193,9 @@ class ChunkedBody:
 HEAD_ENDS = b"\r\n\r\n"
 _CARRIAGE_RETURN = 13
 _EMPTY = memoryview(b"")
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_FORBIDDEN = b"\r\n\x00"
+Headers = list[tuple[bytes, bytes]]
 BARE_LINE_FEED = "a line of the request's head does not end with CR LF"
 _KEPT_HEADS = 256
 _KEPT_HEAD_BYTES = 4096
@@ -572,3 +577,39 @@ class RequestParser:
         held = self._budget.hold(size)
         body.slot.charged += size if held else 0
         return held
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    """One response; `headers` include its Content-Length. The rest of a large body comes in `more` pieces."""
+
+    status: int
+    headers: Headers
+    body: bytes
+    more: Sequence[bytes] = ()
+
+    @property
+    def size(self) -> int:
+        """The bytes of the whole body."""
+        return len(self.body) + sum(map(len, self.more))
+
+    def encode(self, common: bytes, *, with_body: bool = True) -> bytes:
+        """The bytes to send before `more`, with the header lines `common`. Line ends inside a header are left out."""
+        parts = [STATUS_LINES.get(self.status, b"HTTP/1.1 %d \r\n" % self.status), common]
+        for name, value in self.headers:
+            # Starlette's redirects and errors may quote the client; a line end in the quote would begin a header.
+            parts += [name.translate(None, _FORBIDDEN), b": ", value.translate(None, _FORBIDDEN), b"\r\n"]
+        parts.append(b"\r\n")
+        if with_body:
+            parts.append(self.body)
+        return b"".join(parts)
+
+
+def refusal(error: ContractError | HttpError) -> HttpResponse:
+    """The response to a failed request: `{"error": …}` in ASCII, since a message may quote any text of a client."""
+    status = http_status(error)
+    body = json.dumps({"error": str(error)}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    return HttpResponse(status, headers, body)

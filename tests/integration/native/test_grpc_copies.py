@@ -17,7 +17,7 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.native.grpc import GrpcFrontEnd
-from servers.native.grpc_connection import Call
+from servers.native.grpc_call import Call
 from servers.native.memory import ALIGNMENT, GrpcMessage
 from servers.native.settings import NativeSettings
 from servers.protocol.tensors import Array

@@ -5,6 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from servers.native.grpc_call import (
+    MANY_ARRIVING,
+    MANY_WAITING,
+    MOST_TOGETHER,
+    MOST_WAITING,
+    PRESSED_S,
+    STREAM_WINDOW,
+    WAITING_BYTES,
+)
 from servers.native.grpc_connection import (
     BLOCK_BYTES_PER_CREDIT,
     CALLS_PER_CREDIT,
@@ -13,18 +22,11 @@ from servers.native.grpc_connection import (
     CREDIT_PER_S,
     FIELDS_PER_CREDIT,
     FRAMES_PER_TURN,
-    MANY_ARRIVING,
-    MANY_WAITING,
     MAX_CALLS,
     MAX_CREDIT,
-    MOST_TOGETHER,
-    MOST_WAITING,
-    PRESSED_S,
     SCARCE_SHARE,
-    STREAM_WINDOW,
     TURN_NS,
     TURNS_NS,
-    WAITING_BYTES,
 )
 from servers.native.grpc_messages import MAX_FIELDS
 from servers.native.http import PIECES_PER_TURN

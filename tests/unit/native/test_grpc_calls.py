@@ -9,13 +9,13 @@ import pytest
 from hpack import Decoder
 
 from servers.native.errors import QueueFullError, SlowClientError
-from servers.native.grpc_connection import Call, Method
-from servers.native.http2 import STATUS_CODES, CallHead, read_call_head, shortened, status_of
+from servers.native.grpc_call import Call
+from servers.native.http2 import STATUS_CODES, CallHead, GrpcMethod, read_call_head, shortened, status_of
 from servers.native.memory import GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol import errors
 
-METHODS = {b"/s/M": Method("M", True, False, 1000)}
+METHODS = {b"/s/M": GrpcMethod("M", True, False, 1000)}
 HEAD = [(b":method", b"POST"), (b":path", b"/s/M"), (b"content-type", b"application/grpc+proto")]
 
 
@@ -125,7 +125,7 @@ class Answered:
 
 def test_a_stream_s_messages_that_waited_are_all_answered_before_it_ends():
     everything = Answered()
-    call = Call(everything, everything, 1, CallHead(Method("S", True, True, 1000)), 65535)
+    call = Call(everything, everything, 1, CallHead(GrpcMethod("S", True, True, 1000)), 65535)
     data = (b"\0\0\0\0\1x") * 900
     assert call.feed(data, 0, 6) == 5  # the prefix alone
     place = 5
