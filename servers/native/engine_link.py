@@ -87,12 +87,10 @@ class LocalLink:
     # EngineLink
 
     def submit(self, model: int, queued: QueuedRequest) -> None:
-        """See `EngineLink`."""
         queued.front_end = self
         self._side.submit(model, queued)
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
-        """See `EngineLink`."""
         return self._side.hosts[model].withdraw(queued)
 
     async def control(self, operation: EngineOperation) -> None:
@@ -103,13 +101,11 @@ class LocalLink:
     # FrontEnd
 
     def complete(self, requests: Sequence[QueuedRequest]) -> None:
-        """See `FrontEnd`."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(wake_all, requests)
 
     def notify(self, operation: FrontEndOperation) -> Future[None]:
-        """See `FrontEnd`."""
         assert self._loop is not None
         assert self._execute is not None
         executing = self._execute(operation)
@@ -154,7 +150,6 @@ class EngineClient(asyncio.Protocol):
     # EngineLink
 
     def submit(self, model: int, queued: QueuedRequest) -> None:
-        """See `EngineLink`."""
         if self._ended:
             raise UnavailableError(ENGINE_ENDED)
         number = next(self._numbers)
@@ -173,13 +168,11 @@ class EngineClient(asyncio.Protocol):
             self._send(message)
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:  # noqa: ARG002  see EngineLink
-        """See `EngineLink`."""
         if queued.number in self._waiting:
             self._send(Cancel(queued.number))
         return False
 
     async def control(self, operation: EngineOperation) -> None:
-        """See `EngineLink`."""
         if self._ended:
             raise UnavailableError(ENGINE_ENDED)
         number = next(self._numbers)
@@ -376,7 +369,6 @@ class EnginePool:
     # EngineLink
 
     def submit(self, model: int, queued: QueuedRequest) -> None:
-        """See `EngineLink`."""
         if queued.device_inputs or queued.device_outputs:
             engine = self._with_regions_of(queued)
         else:
@@ -386,7 +378,6 @@ class EnginePool:
         engine.submit(model, queued)
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
-        """See `EngineLink`."""
         assert queued.engine is not None
         return queued.engine.withdraw(model, queued)
 

@@ -186,7 +186,6 @@ class ModelHost:
             self._batcher.submit(queued)
 
     def turn(self) -> float | None:
-        """See `LoopBatcher`."""
         return None if self._batcher is None else self._batcher.turn()
 
     def withdraw(self, queued: QueuedRequest, remaining: Sequence[QueuedRequest] = ()) -> bool:
@@ -491,7 +490,6 @@ class FrontEndChannel:
         return form
 
     def complete(self, requests: Sequence[QueuedRequest]) -> None:
-        """See `FrontEnd`."""
         done: list[Message] = []
         for queued in requests:
             try:

@@ -220,7 +220,6 @@ class FrontProcessServer(NativeServer):
         """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `NativeServer`."""
         asyncio.get_running_loop().remove_reader(self._supervisor)
         await super().shutdown(sockets)
         self.models.stop()

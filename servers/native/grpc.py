@@ -271,7 +271,6 @@ class GrpcFrontEnd(GrpcConnections):
         )
 
     def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
-        """See `GrpcConnections`."""
         if call.method.infers:
             return PendingGrpcRequest(self, call, message)
         return ControlCall(self._documents[call.method.name], call, message)

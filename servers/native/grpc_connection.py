@@ -484,17 +484,14 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
     # Called by calls
 
     def grant(self, call: Call, increment: int) -> None:
-        """See `CallConnection`."""
         if not call.ending:
             call.receive_window += increment
             self._write(http2.window_update(call.stream, increment))
 
     def has_room(self, count: int) -> bool:
-        """See `CallConnection`."""
         return self._unread.count(self._transport.get_write_buffer_size() + self._answers.waiting_bytes + count)
 
     def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
-        """See `CallConnection`."""
         self.credit_answer()
         self._answers.send(call, pieces, last=last)
         if self._paused:
@@ -517,14 +514,12 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self._credit += CREDIT_PER_ANSWER
 
     def finish(self, call: Call, trailers: bytes) -> None:
-        """See `CallConnection`."""
         self._answers.finish(call, trailers)
         if not call.closed:  # its answers wait for the client
             call.drop_messages()
             self._drop_content(call)
 
     def reset(self, call: Call) -> None:
-        """See `CallConnection`."""
         self._write(http2.reset_frame(call.stream, http2.CANCEL))
         call.ending = True
         call.cancel()

@@ -6,7 +6,7 @@ import re
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 from urllib.parse import quote
@@ -252,7 +252,7 @@ class CallHead:
     refusal: CallStatus | None = None
 
 
-def read_call_head(fields: list[tuple[bytes, bytes]], methods: dict[bytes, GrpcMethod]) -> CallHead:
+def read_call_head(fields: list[tuple[bytes, bytes]], methods: Mapping[bytes, GrpcMethod]) -> CallHead:
     """Read a call's headers, which are not trusted."""
     headers = dict(fields)
     if sum(len(name) + len(value) + 32 for name, value in fields) > MAX_METADATA_BYTES:

@@ -227,7 +227,6 @@ class InferenceService:
         self._link.submit(self._number, queued)
 
     def withdraw(self, queued: QueuedRequest) -> bool:
-        """See `EngineLink`."""
         return self._link.withdraw(self._number, queued)
 
     async def infer(
