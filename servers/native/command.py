@@ -77,11 +77,11 @@ class NativeLaunch:
 
 def check(options: Mapping[str, Any]) -> NativeLaunch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
-    given = NativeSettings(**{name: value for name, value in options.items() if value is not None})
-    given = with_tuning(given, given.tuning)
-    specifications = get_variants(given.model, given.payloads)
+    requested = NativeSettings(**{name: value for name, value in options.items() if value is not None})
+    requested = with_tuning(requested, requested.tuning)
+    specifications = get_variants(requested.model, requested.payloads)
     first = specifications[0]
-    settings = given.resolved(first)
+    settings = requested.resolved(first)
     for engine in settings.of_engines():
         engine.engine_settings().check_here()
     check_engine(first.executed, settings.engine_settings())
@@ -95,7 +95,7 @@ def check(options: Mapping[str, Any]) -> NativeLaunch:
     # A path is absolute: a supervisor may start the server from another folder.
     model = first.reference if first.reference.startswith("/") else settings.model
     settings = settings.model_copy(update={"weights": weights.text, "model": model})
-    return NativeLaunch(settings, specifications, weights, tuning_of(given))
+    return NativeLaunch(settings, specifications, weights, tuning_of(requested))
 
 
 @takes_settings(NativeSettings)

@@ -128,9 +128,9 @@ class CudaDriver:
 
     def _device(self, index: int) -> _DeviceStreams:
         with self._lock:
-            known = self._devices.get(index)
-            if known is not None:
-                return known
+            streams = self._devices.get(index)
+            if streams is not None:
+                return streams
             context, reading, writing = c_void_p(), c_void_p(), c_void_p()
             self._call("cuDevicePrimaryCtxRetain", byref(context), self._library.device(index))
             self._call("cuCtxPushCurrent_v2", context)

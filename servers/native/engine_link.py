@@ -162,7 +162,7 @@ class EngineClient(asyncio.Protocol):
         queued.number = number
         self._waiting[number] = queued, memory, message.room is not None
         plain = message.deadline_ns is None and message.room is None and not message.device_outputs
-        if plain and all([isinstance(one, int) for one in message.data]):  # noqa: C419  faster
+        if plain and all([isinstance(place, int) for place in message.data]):  # noqa: C419  faster
             self._send_together(message)
         else:
             self._send(message)

@@ -238,11 +238,11 @@ def _values(contents: Sequence[memoryview], datatype: str, count: int, name: str
     field = _CONTENTS.get(datatype)
     if field is None:
         raise InvalidRequestError(f"input '{name}' is {datatype}, which only raw_input_contents can carry")
-    title, wanted, encoding = field
+    title, value_field, encoding = field
     pieces: list[memoryview] = []
     for part in contents:
         for number, kind, _, start, end in _fields(part, 0, len(part)):
-            if number == wanted and kind in (encoding, _LENGTH):
+            if number == value_field and kind in (encoding, _LENGTH):
                 pieces.append(part[start:end])
     if encoding == _LENGTH:
         value_count = len(pieces)
@@ -442,7 +442,7 @@ class MessageTemplate(Template):
         shapes = streamed, self.shapes(outputs)
         between: _ResponseParts | None = self._answers.get(shapes)
         if between is None:
-            between = self._between(outputs, [len(one) for one in data], streamed=streamed)
+            between = self._between(outputs, [len(piece) for piece in data], streamed=streamed)
             self.keep_answer(shapes, between)
         before = between.whole
         if request_id:

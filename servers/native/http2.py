@@ -149,9 +149,9 @@ class HeaderBlocks(Generic[T]):
     def read(self, block: bytes) -> T:
         """Raises `Http2Error`; the decoder's state is lost then."""
         self.decoded_fields = 0
-        known = self._known.get(block)
-        if known is not None:
-            return known
+        meaning = self._known.get(block)
+        if meaning is not None:
+            return meaning
         _check_size_updates(block)
         decoder = self._decoder
         size_before = decoder.header_table_size

@@ -352,9 +352,9 @@ def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping
     Raises `ContractError`.
     """
     datatypes = {spec.name: spec.datatype for spec in signature.outputs}
-    wanted = request.outputs or [RequestedOutput(name, request.binary_output) for name in datatypes]
+    requested = request.outputs or [RequestedOutput(name, request.binary_output) for name in datatypes]
     tensors = []
-    for output in wanted:
+    for output in requested:
         data, window = outputs[output.name], output.window
         reference: RegionReference | None = None
         if window is not None and window.on_device:

@@ -304,7 +304,7 @@ class ReceivedForm:
         base, end, count = arena.address, arena.end, len(data)
         inputs = {}
         for place, (name, dtype, shape, size) in enumerate(self._tensors):
-            addresses = [base + one[place] for one in data]
+            addresses = [base + places[place] for places in data]
             if min(addresses) < base or max(addresses) + size > end:
                 raise ValueError(f"{name} is not in the memory of requests")
             inputs[name] = HostMemory(addresses, (count * shape[0], *shape[1:]), dtype, size)

@@ -68,12 +68,12 @@ class Template:
 
         `starts` are the places in its content where the inputs outside of shared memory begin. Raises `ContractError`.
         """
-        known = signature.outputs
-        wanted = request.outputs or [RequestedOutput(spec.name, request.binary_output) for spec in known]
+        specs = signature.outputs
+        requested = request.outputs or [RequestedOutput(spec.name, request.binary_output) for spec in specs]
         if (
             "timeout" in request.parameters
-            or any(spec.datatype == "BYTES" for spec in known)
-            or not all(output.binary or output.window is not None for output in wanted)
+            or any(spec.datatype == "BYTES" for spec in specs)
+            or not all(output.binary or output.window is not None for output in requested)
             or any(item.datatype == "BYTES" or not item.data.size or _is_long(item.window) for item in request.inputs)
         ):
             return None
@@ -85,7 +85,9 @@ class Template:
             )
             for item in request.inputs
         )
-        outputs = tuple((output.name, None if output.window is None else output.window.reference) for output in wanted)
+        outputs = tuple(
+            (output.name, None if output.window is None else output.window.reference) for output in requested
+        )
         key = batch_key(((item.name, item.shape) for item in request.inputs), padding)
         return cls(rows, key, inputs, outputs)
 
@@ -194,13 +196,13 @@ class RequestTemplate(Template):
         """The bytes of the response, with the header lines `common`. Raises `ContractError`."""
         data = self.data(outputs, targets)
         shapes = self.shapes(outputs)
-        known = self._answers.get(shapes)
-        if known is None:
+        surroundings = self._answers.get(shapes)
+        if surroundings is None:
             content, json_bytes = encode_response(self.response(outputs, signature))
             document = content[:json_bytes]
-            known = _head(json_bytes, len(content)) + document, document, json_bytes, len(content)
-            self.keep_answer(shapes, known)
-        prefix, document, json_bytes, size = known
+            surroundings = _head(json_bytes, len(content)) + document, document, json_bytes, len(content)
+            self.keep_answer(shapes, surroundings)
+        prefix, document, json_bytes, size = surroundings
         if request_id:
             member = b'"id":"%b",' % request_id
             if json_bytes is not None:
@@ -251,12 +253,12 @@ class TemplateCache:
         """What is known of a header that came before with tensors of the same size."""
         size = body_bytes - len(header)
         common, request_id = split_id(header) if _ID_KEY in header else (header, b"")
-        known = self._templates.get((common, size))
-        if known is None and request_id:
-            known = self._templates.get((header, size))
-        if known is None:
+        entry = self._templates.get((common, size))
+        if entry is None and request_id:
+            entry = self._templates.get((header, size))
+        if entry is None:
             return None
-        template, fixed = known
+        template, fixed = entry
         return template, request_id if fixed is None else fixed, len(header)
 
     def keep(self, header: bytes, request: InferRequest, body_bytes: int) -> Repeated[RequestTemplate] | None:

@@ -96,13 +96,13 @@ def decode(spec: ModelSpecification, body: bytes, length: str | None) -> tuple[l
     """The inputs in the specification's order, as views of the body, and the JSON header."""
     try:
         end = int(length or len(body))
-        header, given = json.loads(body[:end]), {}
+        header, inputs = json.loads(body[:end]), {}
         for item in header["inputs"]:
             tensor = check_input(spec, item["name"], item["datatype"], item["shape"])
             array = np.frombuffer(body, tensor.dtype, math.prod(item["shape"]), end).reshape(item["shape"])
             check_values(spec, tensor.name, array, item["parameters"]["binary_data_size"])
-            given[tensor.name], end = array, end + array.nbytes
-        arrays = [given[tensor.name] for tensor in spec.inputs]
+            inputs[tensor.name], end = array, end + array.nbytes
+        arrays = [inputs[tensor.name] for tensor in spec.inputs]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
         raise HTTPException(400, f"malformed request: {exc!r}") from exc
     if end != len(body) or len(set(map(len, arrays))) != 1:

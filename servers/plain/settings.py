@@ -59,8 +59,8 @@ class PlainSettings(BaseSettings):
 
 def to_argv(settings: PlainSettings) -> tuple[str, ...]:
     """Every setting that has a value, as `--name value`."""
-    given = ((name, getattr(settings, name)) for name in PlainSettings.model_fields)
-    return tuple(part for name, value in given if value not in (None, "") for part in (flag_of(name), str(value)))
+    values = ((name, getattr(settings, name)) for name in PlainSettings.model_fields)
+    return tuple(part for name, value in values if value not in (None, "") for part in (flag_of(name), str(value)))
 
 
 def from_argv() -> PlainSettings:

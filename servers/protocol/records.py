@@ -270,7 +270,7 @@ class ModelSignature:
 
     def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
         if len(shape) != len(spec.shape) or any(
-            wanted not in (-1, got) for wanted, got in zip(spec.shape, shape, strict=True)
+            expected not in (-1, got) for expected, got in zip(spec.shape, shape, strict=True)
         ):
             raise InvalidRequestError(
                 f"unexpected shape for input '{spec.name}' for model '{self.name}', "
@@ -283,12 +283,12 @@ class ModelSignature:
             )
 
     def _check_outputs(self, names: list[str]) -> None:
-        known = [spec.name for spec in self.outputs]
+        available = [spec.name for spec in self.outputs]
         for name in names:
-            if name not in known:
+            if name not in available:
                 raise InvalidRequestError(
                     f"unexpected inference output {shown(name)} for model '{self.name}', "
-                    f"expected {', '.join(map(repr, sorted(known)))}"
+                    f"expected {', '.join(map(repr, sorted(available)))}"
                 )
         if len(set(names)) < len(names):
             raise InvalidRequestError("an output is requested more than once")

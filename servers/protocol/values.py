@@ -80,11 +80,11 @@ def add_bytes_elements(total: int, shape: Sequence[int], name: str) -> int:
     return total
 
 
-def check_byte_size(given: int, datatype: str, shape: tuple[int, ...], name: str) -> None:
+def check_byte_size(byte_size: int, datatype: str, shape: tuple[int, ...], name: str) -> None:
     """Raises `InvalidRequestError` when an input of this shape does not have `given` bytes."""
     expected = element_count(shape, name) * DATATYPES[datatype].itemsize
-    if given != expected:
-        raise InvalidRequestError(f"input '{name}' needs {expected} bytes as {datatype} of its shape, got {given}")
+    if byte_size != expected:
+        raise InvalidRequestError(f"input '{name}' needs {expected} bytes as {datatype} of its shape, got {byte_size}")
 
 
 def reshaped(flat: Array, shape: tuple[int, ...], name: str) -> Array:
