@@ -451,8 +451,8 @@ class Batcher:
                 readable.append(request)
         return readable
 
-    def _start_batch(self, batch: list[QueuedRequest]) -> None:
-        requests = self._readable(self._claim(batch))
+    def _start_batch(self, taken: list[QueuedRequest]) -> None:
+        requests = self._readable(self._claim(taken))
         batch = self._begin(requests) if requests else None
         if batch is not None:
             self._former.started(batch.start_ns, batch.rows, batch.started_ns - batch.start_ns)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from servers.engines.interface import DeviceMemory, EngineDescription, HostMemory
+from servers.engines.interface import DeviceMemory, EngineDescription
 from servers.engines.padding import BatchKey
 from servers.native.cuda_memory import CudaWindow
 from servers.protocol.errors import ContractError
@@ -55,7 +55,7 @@ class QueuedRequest:
     `waiter`, `front_end`, `engine` and `number` belong to whoever queued it; the batcher never uses them.
     """
 
-    inputs: Mapping[str, Array | HostMemory]
+    inputs: Mapping[str, Any]
     rows: int
     key: BatchKey
     deadline_ns: int | None

@@ -90,8 +90,8 @@ class Supervisor:
         for opened in (wakes, wakeup, *self._listeners):
             opened.setblocking(False)
         signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._record_signal)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, self._record_signal)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         self._inherited = [wakes, wakeup]
         for number, settings in enumerate(self._settings.of_engines()):

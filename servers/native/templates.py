@@ -92,7 +92,7 @@ class Template:
         return cls(rows, key, inputs, outputs)
 
     def queued(
-        self, content: memoryview, offset: int, find: FindWindow, deadline_ns: int | None, waiter: Waiter
+        self, content: memoryview, offset: int, find: FindWindow, deadline_ns: int | None, waiter: Waiter | None
     ) -> QueuedRequest:
         """The request with the values of `content`, of which its arrays are views; `offset`: see `Repeated`.
 

@@ -106,11 +106,12 @@ class BothProcesses:
         (channel,) = self.server._channels.values()
         return channel
 
-    async def infer(self, value: float, waiter: Any = None) -> QueuedRequest:
+    async def infer(self, value: float) -> QueuedRequest:
         array = self.memory.placed(np.full((1, 4), value, np.float32))
-        queued = QueuedRequest({"x": array}, 1, [("x", (4,))], None, Waiting())
+        waiting = Waiting()
+        queued = QueuedRequest({"x": array}, 1, [("x", (4,))], None, waiting)
         self.client.submit(0, queued)
-        await queued.waiter.event.wait()
+        await waiting.event.wait()
         return queued
 
     async def check(self) -> None:

@@ -158,8 +158,8 @@ class Harness:
     def _complete(self, entries: Sequence[QueuedRequest]) -> None:
         self.calls.append(len(entries))
         for entry in entries:
-            assert isinstance(entry.waiter, threading.Event)
-            entry.waiter.set()
+            waiter: Any = entry.waiter
+            waiter.set()
 
     def submit(
         self,
@@ -169,14 +169,15 @@ class Harness:
         window: Any = None,
     ) -> QueuedRequest:
         array = np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
-        entry = QueuedRequest({"x": array}, len(values), [("x", (width,))], deadline_ns, threading.Event())
+        waiter: Any = threading.Event()
+        entry = QueuedRequest({"x": array}, len(values), [("x", (width,))], deadline_ns, waiter)
         entry.input_windows = {} if window is None else {"x": window}
         self.batcher.submit(entry)
         return entry
 
     def answer(self, entry: QueuedRequest) -> list[float]:
-        assert isinstance(entry.waiter, threading.Event)
-        assert entry.waiter.wait(10)
+        waiter: Any = entry.waiter
+        assert waiter.wait(10)
         if entry.error is not None:
             raise entry.error
         assert entry.outputs is not None

@@ -60,7 +60,7 @@ SAMPLES: dict[type[Message], Message] = {
     ControlDone: ControlDone(2**40, None),
 }
 
-OPERATIONS = (
+OPERATIONS: tuple[Any, ...] = (
     UnregisterMemory(False, "r"),
     RegisterSystemMemory("r", "/no", 0, 8),
     RegisterCudaMemory("r", b"", 0, 8),

@@ -12,7 +12,7 @@ import pytest
 import structlog
 from structlog.testing import CapturingLogger
 
-from servers.native import errors, grpc, http
+from servers.native import errors, grpc_connection, http
 from servers.native.errors import FailureLog
 from servers.native.grpc import GrpcFrontEnd
 from servers.native.http import HttpFrontEnd
@@ -66,16 +66,17 @@ class Connection:
 
 def front_ends(settings: NativeSettings) -> list[Any]:
     memory = RequestMemory.alone(settings)
+    models: Any = SimpleNamespace(default=SimpleNamespace(statistics=None))
     http = HttpFrontEnd(None, [], None, settings, memory)  # type: ignore[arg-type]  # nobody asks it anything
     http._state = SimpleNamespace(connections=set(), tasks=set())  # type: ignore[assignment]
-    return [http, GrpcFrontEnd(SimpleNamespace(), SimpleNamespace(), settings, memory)]  # type: ignore[arg-type]
+    return [http, GrpcFrontEnd(models, models, settings, memory)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["HTTP", "gRPC"])
 def test_a_limit_that_cannot_be_applied_disables_no_other(
     place: int, monkeypatch: pytest.MonkeyPatch, logged: list[Any]
 ) -> None:
-    for module in (http, grpc):
+    for module in (http, grpc_connection):
         monkeypatch.setattr(module, "TICK_S", 0.001)
         monkeypatch.setattr(module, "log", FailureLog("test"))
 

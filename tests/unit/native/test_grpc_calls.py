@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
@@ -124,7 +125,7 @@ class Answered:
 
 
 def test_a_stream_s_messages_that_waited_are_all_answered_before_it_ends():
-    everything = Answered()
+    everything: Any = Answered()
     call = Call(everything, everything, 1, CallHead(GrpcMethod("S", True, True, 1000)), 65535)
     data = (b"\0\0\0\0\1x") * 900
     assert call.feed(data, 0, 6) == 5  # the prefix alone

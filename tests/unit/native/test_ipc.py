@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -194,7 +193,7 @@ def test_tensors_on_a_device_are_places_and_take_no_memory(memory: RequestMemory
     assert {name: tuple(place) for name, place in got.device_outputs.items()} == {"y": ("r", 0, 8)}
     same(form_of({"x": placeholder}).arrays(got.data, ARENA), {"x": placeholder})
     executed = request({})
-    executed.outputs, executed.device_outputs = {"y": np.ones((1, 2), np.float32)}, {"y": "a window"}
+    executed.outputs, executed.device_outputs = {"y": np.ones((1, 2), np.float32)}, {"y": ("r", 0, 8)}
     (done,) = received([done_message(executed, ARENA, None)])
     assert isinstance(done, RequestDone)
     assert outputs_of(done, ARENA, None)["y"].shape == (1, 2)
@@ -203,7 +202,9 @@ def test_tensors_on_a_device_are_places_and_take_no_memory(memory: RequestMemory
 names = st.text(max_size=10)
 failures = st.none() | st.tuples(names, names)
 numbers = st.integers(0, 2**63)
-operations = st.one_of(st.from_type(kind) for kind in (*get_args(EngineOperation), *get_args(FrontEndOperation)))
+operations: st.SearchStrategy[Any] = st.one_of(
+    [st.from_type(kind) for kind in (*get_args(EngineOperation), *get_args(FrontEndOperation))]
+)
 
 
 @given(

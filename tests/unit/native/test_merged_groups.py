@@ -44,7 +44,9 @@ def submit(both: BothProcesses, value: float, rows: int = 1) -> QueuedRequest:
 
 
 def batcher_of(both: BothProcesses) -> Batcher:
-    return both.server._side.hosts[0]._batcher
+    batcher = both.server._side.hosts[0]._batcher
+    assert batcher is not None
+    return batcher
 
 
 async def waiting(both: BothProcesses, count: int) -> None:
@@ -77,6 +79,7 @@ async def check_who_leaves(both: BothProcesses, places: tuple[int, ...]) -> None
     assert {since for _, since in queue[: len(stay)]} == ({came_ns} if stay else set())
     GATE.set()
     for queued in (*flying, *together, *later):
+        assert isinstance(queued.waiter, Waiting)
         await queued.waiter.event.wait()
     for place in places:
         assert isinstance(together[place].error, RequestExpiredError)
