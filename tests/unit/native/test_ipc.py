@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any, get_args
 
 import numpy as np
 import pytest
