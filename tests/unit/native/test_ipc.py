@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,16 @@ from hypothesis.extra import numpy as arrays
 from servers.native import errors as native_errors
 from servers.native.engine_link import EngineClient
 from servers.native.errors import INTERNAL_ERROR
-from servers.native.interface import EngineOperation, FrontEndOperation, QueuedRequest
+from servers.native.interface import (
+    CheckCuda,
+    CloseRegions,
+    LoadModel,
+    OpenRegion,
+    QueuedRequest,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+    UnregisterMemory,
+)
 from servers.native.ipc import (
     INLINE_BYTES,
     MAX_FORMS,
@@ -204,7 +213,13 @@ names = st.text(max_size=10)
 failures = st.none() | st.tuples(names, names)
 numbers = st.integers(0, 2**63)
 operations: st.SearchStrategy[Any] = st.one_of(
-    [st.from_type(kind) for kind in (*get_args(EngineOperation), *get_args(FrontEndOperation))]
+    st.builds(LoadModel, numbers),
+    st.builds(RegisterSystemMemory, names, names, numbers, numbers),
+    st.builds(RegisterCudaMemory, names, st.binary(), numbers, numbers),
+    st.builds(UnregisterMemory, st.booleans(), names),
+    st.builds(OpenRegion, names, st.none() | names, numbers, numbers),
+    st.builds(CloseRegions, st.lists(names).map(tuple)),
+    st.just(CheckCuda()),
 )
 
 
