@@ -69,7 +69,7 @@ def front_ends(settings: NativeSettings) -> list[Any]:
     models: Any = SimpleNamespace(default=SimpleNamespace(statistics=None))
     http = HttpFrontEnd(None, [], None, settings, memory)  # type: ignore[arg-type]  # nobody asks it anything
     http._state = SimpleNamespace(connections=set(), tasks=set())  # type: ignore[assignment]
-    return [http, GrpcFrontEnd(models, models, settings, memory)]  # type: ignore[arg-type]
+    return [http, GrpcFrontEnd(models, models, settings, memory)]
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["HTTP", "gRPC"])
