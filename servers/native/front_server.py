@@ -9,10 +9,12 @@ import asyncio
 import gc
 import importlib
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,25 +24,18 @@ import uvicorn
 
 from servers.models.specification import ModelSpecification
 from servers.native.app import create_app
-from servers.native.engine_link import LocalLink
-from servers.native.engine_process import EngineSide, Offer
+from servers.native.engine_link import EngineClient, EnginePool
 from servers.native.http import HttpFrontEnd, connection_factory
-from servers.native.inference import InferenceService, ServedModels
+from servers.native.inference import InferenceService, ServedModels, signature_of
 from servers.native.interface import ApplyStatus, EngineLink, FrontEndOpened, FrontEndOperation, OpenRegion
+from servers.native.ipc import CLOSED, GRPC
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Statistics
-from servers.native.supervisor import exit_status
 
 if TYPE_CHECKING:
     from servers.native.grpc import GrpcFrontEnd
-import signal
-from contextlib import suppress
-
-from servers.native.engine_link import EngineClient, EnginePool
-from servers.native.inference import signature_of
-from servers.native.ipc import CLOSED, GRPC
 
 log = structlog.get_logger("abserve.server")
 
@@ -288,52 +283,3 @@ def run_front_end(server: FrontProcessServer) -> int:
         signal.signal(number, signal.SIG_IGN)
     server.run(sockets=[])
     return 0
-
-
-def serve_in_one_process(
-    settings: NativeSettings,
-    offers: Sequence[Offer],
-    listener: socket.socket,
-    grpc_listener: socket.socket | None,
-    on_listening: Callable[[], None],
-) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread.
-
-    An engine thread may still be loading when this returns: the caller must not wait for it.
-    """
-    statistics = [Statistics(settings.max_batch_size) for _ in offers]
-    memory = RequestMemory.alone(settings)
-    side = EngineSide(settings, offers, statistics, memory.arena)
-    link = LocalLink(side)
-    front_ends_open = threading.Event()
-    specifications = [specification for specification, _ in offers]
-
-    def begin() -> None:
-        on_listening()
-        link.open(server.execute)
-        side.start(stop, front_ends_open)
-
-    def stop() -> None:
-        server.should_exit = True
-
-    server = NativeServer(settings, specifications, statistics, link, memory, begin, front_ends_open.set, grpc_listener)
-    received: list[int] = []
-
-    def note(signal_number: int, _frame: FrameType | None) -> None:
-        """Keep a signal that comes before uvicorn handles them: uvicorn then stops as soon as it has begun.
-
-        After its shutdown uvicorn raises its signals again, and dying of one would skip the rest of this function.
-        """
-        received.append(signal_number)
-        server.should_exit = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
-    server.run(sockets=[listener])
-    failed = side.failed
-    server.models.stop()
-    finished = side.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
-    log.info("stopped", accepted_work_finished=finished)
-    if failed:
-        return 1
-    return exit_status(received)
