@@ -51,9 +51,8 @@ def calibrate(
     from loadgen.calibration.measurement import CalibrationRequest
     from loadgen.calibration.measurement import calibrate as measure
     from loadgen.machine.calibration import CalibrationError, default_path, write_calibration
-    from loadgen.report.calibration import calibration_document
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.contents import calibration_document
+    from loadgen.report.renderers.terminal import make_console, print_document
 
     request = CalibrationRequest(
         transports=chosen,

@@ -54,7 +54,7 @@ def conformance(
     ] = False,
 ) -> None:
     """Send invalid input, overload and faults to a server, and report every answer that breaks the protocol."""
-    from loadgen.report.console import make_console
+    from loadgen.report.renderers.terminal import make_console
 
     errors = make_console(sys.stderr)
     if (url is None) == (launch is None):

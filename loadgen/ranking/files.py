@@ -9,14 +9,14 @@ import msgspec
 
 import loadgen.report.document as doc
 from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path
-from loadgen.engine_matrix.files import read_matrix
 from loadgen.engine_matrix.records import Matrix
-from loadgen.ranking.candidates import Read, from_matrix, from_result
-from loadgen.ranking.records import Ranking
+from loadgen.engine_matrix.store import read_matrix
+from loadgen.ranking.analyse import RankInput, from_matrix, from_result
+from loadgen.ranking.records import RankResult
 from loadgen.ranking.sections import CSV_OPTIONS, CSV_POINTS
-from loadgen.report.renderers.csv import render_csv
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.tables import render_csv
 from loadgen.storage.stored_run import StoredRunError
 from loadgen.verdict.analysis import readable, stored_result
 from loadgen.verdict.result_file import FILE_NAME, ResultError, read_result, write_atomically
@@ -31,17 +31,17 @@ class UnreadableError(Exception):
     """A result cannot be read; the message names it."""
 
 
-class _Peek(msgspec.Struct):
+class _SchemaOnly(msgspec.Struct):
     schema: str = ""
 
 
-def read_all(given: list[Path]) -> list[Read]:
+def read_all(paths: list[Path]) -> list[RankInput]:
     """Everything that can be ranked in these files and folders, each once. Raises `UnreadableError`."""
-    found: dict[Path, Path] = {}
-    for path in given:
-        for one in _results_in(path):
-            found.setdefault(one.resolve(), one)
-    return [_read(path) for path in found.values()]
+    results: dict[Path, Path] = {}
+    for path in paths:
+        for result in _results_in(path):
+            results.setdefault(result.resolve(), result)
+    return [_read(path) for path in results.values()]
 
 
 def _results_in(path: Path) -> Iterator[Path]:
@@ -51,15 +51,12 @@ def _results_in(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path.resolve() if path.is_symlink() else path  # a link that the user gives is followed
         return
-    own = _result_of(path)
-    inner = (
-        []
-        if own is not None
-        else [one for folder in sorted(path.rglob("*/")) if (one := _result_of(folder)) is not None]
-    )
-    if own is None and not inner:
+    result = _result_of(path)
+    inner = map(_result_of, sorted(path.rglob("*/"))) if result is None else ()
+    results = [each for each in (result, *inner) if each is not None]
+    if not results:
         raise UnreadableError(f"{path} holds no result; {_REMEDY}")
-    yield from inner if own is None else [own]
+    yield from results
 
 
 def _result_of(folder: Path) -> Path | None:
@@ -70,7 +67,7 @@ def _result_of(folder: Path) -> Path | None:
     return folder if (folder / "experiment.json").is_file() else None
 
 
-def _read(path: Path) -> Read:
+def _read(path: Path) -> RankInput:
     name = str(path.parent if path.name in (Matrix.FILE, FILE_NAME) else path)
     schema = "" if path.is_dir() else _schema(path)
     try:
@@ -88,20 +85,20 @@ def _read(path: Path) -> Read:
 
 def _schema(path: Path) -> str:
     try:
-        peek: _Peek = decode_json(read_stored(path), _Peek, most_bytes=MOST_RECORD_BYTES)
+        document: _SchemaOnly = decode_json(read_stored(path), _SchemaOnly, most_bytes=MOST_RECORD_BYTES)
     except OSError as exc:
         raise UnreadableError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
     except DocumentError as exc:
         raise UnreadableError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
-    return peek.schema
+    return document.schema
 
 
-def encode(ranking: Ranking) -> str:
+def encode(ranking: RankResult) -> str:
     """Indented JSON, schema abserve.rank/1."""
     return msgspec.json.format(msgspec.json.encode(ranking), indent=2).decode() + "\n"
 
 
-def formats(ranking: Ranking, document: doc.Document) -> dict[str, Callable[[], str]]:
+def formats(ranking: RankResult, document: doc.Document) -> dict[str, Callable[[], str]]:
     """The renderers for other programs, by name."""
     return {
         "csv": lambda: render_csv({"": document}, CSV_OPTIONS),
@@ -111,7 +108,7 @@ def formats(ranking: Ranking, document: doc.Document) -> dict[str, Callable[[], 
     }
 
 
-def write_ranking(folder: Path, ranking: Ranking, document: doc.Document) -> list[Path]:
+def write_ranking(folder: Path, ranking: RankResult, document: doc.Document) -> list[Path]:
     """Write report.html, summary.md, rank.json, options.csv and points.csv, each whole or not at all; returns their
     paths, report.html first. Raises `OSError`."""
     render = formats(ranking, document)

@@ -8,8 +8,7 @@ from pathlib import Path
 import loadgen.report.document as doc
 from loadgen.engine_matrix.records import Estimate
 from loadgen.quantities import counted, items, measured, measured_interval, per_second
-from loadgen.ranking.prices import ADD_A_PRICE
-from loadgen.ranking.records import Cost, Group, Machine, Option, Point, Ranking, Work
+from loadgen.ranking.records import ADD_A_PRICE, Cost, Machine, Point, RankedGroup, RankedOption, RankResult, Work
 from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
 
 MOST_NAMES = 6
@@ -27,18 +26,18 @@ ALONE = (
 )
 
 
-def ranking_document(ranking: Ranking) -> doc.Document:
+def ranking_document(ranking: RankResult) -> doc.Document:
     """Tables of every kind of work, machines, prices, and what was left out."""
     sections = [
         _opening(ranking),
-        *(one for group in ranking.groups for one in _group(group, ranking)),
+        *(section for group in ranking.groups for section in _group(group, ranking)),
         _machines(ranking),
         _prices(ranking),
         _left_out(ranking),
         _csv(ranking),
     ]
-    found = tuple(one for one in sections if one is not None)
-    return doc.Document("Engines and machines, ranked", (doc.Chapter("", found),), about="abserve rank")
+    shown = tuple(section for section in sections if section is not None)
+    return doc.Document("Engines and machines, ranked", (doc.Chapter("", shown),), about="abserve rank")
 
 
 def describe_work(work: Work) -> str:
@@ -50,7 +49,7 @@ def describe_work(work: Work) -> str:
     return f"{work.model} in {work.precision}{length}, served over {work.transport} as {work.payload}"
 
 
-def _opening(ranking: Ranking) -> doc.Section | None:
+def _opening(ranking: RankResult) -> doc.Section | None:
     options = sum(len(group.options) for group in ranking.groups)
     machines = counted(len(ranking.machines), "machine")
     if not options:
@@ -74,7 +73,7 @@ def _opening(ranking: Ranking) -> doc.Section | None:
     )
 
 
-def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
+def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | None]:
     unit = per_second(group.work.item)
     latency = "batch latency" if group.work.source == "engines" else "p99 latency"
     several = len({option.result for option in group.options}) > 1
@@ -111,26 +110,26 @@ def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
             else "",
             "warning",
         ),
-        *(one for currency in _currencies(group) for one in _costs(group, currency, ranking)),
+        *(block for currency in _currencies(group) for block in _costs(group, currency, ranking)),
         _unpriced(group, ranking),
         on=doc.READ,
     )
 
 
-def _titled(option: Option, names: list[tuple[str, str]]) -> str:
+def _titled(option: RankedOption, names: list[tuple[str, str]]) -> str:
     """The option's name, with its result's where another has the same name on the same machine."""
     twice = names.count((option.name, option.machine)) > 1
     return f"{option.name} [{Path(option.result).name}]" if twice else option.name
 
 
-def _currencies(group: Group) -> list[str]:
+def _currencies(group: RankedGroup) -> list[str]:
     return sorted({cost.price.currency for option in group.options for cost in option.costs})
 
 
-def _costs(group: Group, currency: str, ranking: Ranking) -> Iterator[doc.Block | None]:
+def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[doc.Block | None]:
     """The costs in one currency as a table and as a chart."""
     priced = [(option, cost) for option in group.options for cost in option.costs if cost.price.currency == currency]
-    priced.sort(key=lambda one: (one[1].rank, one[0].name, one[0].machine))
+    priced.sort(key=lambda pair: (pair[1].rank, pair[0].name, pair[0].machine))
     names = [(option.name, option.machine) for option, _ in priced]
     columns = (
         *doc.numbers("#"), *doc.names("option", "machine"),
@@ -155,38 +154,40 @@ def _costs(group: Group, currency: str, ranking: Ranking) -> Iterator[doc.Block 
     yield _chart(priced, group, currency, ranking)
 
 
-def _unpriced(group: Group, ranking: Ranking) -> doc.Text | None:
+def _unpriced(group: RankedGroup, ranking: RankResult) -> doc.Text | None:
     """Which machines of a group have no price of this kind, and how to add one."""
     names = list(dict.fromkeys(option.machine for option in group.options if not option.costs))
     if not names:
         return None
     others = sorted({price.kind for machine in ranking.machines if machine.name in names for price in machine.prices})
-    known = f" (there is {' and '.join(others)})" if others else ""
-    return doc.Text(f"No {ranking.kind} price{known} for {'; '.join(names)}: {ADD_A_PRICE}.", "warning")
+    available = f" (there is {' and '.join(others)})" if others else ""
+    return doc.Text(f"No {ranking.kind} price{available} for {'; '.join(names)}: {ADD_A_PRICE}.", "warning")
 
 
-def _chart(priced: list[tuple[Option, Cost]], group: Group, currency: str, ranking: Ranking) -> doc.Chart | None:
+def _chart(
+    priced: list[tuple[RankedOption, Cost]], group: RankedGroup, currency: str, ranking: RankResult
+) -> doc.Chart | None:
     """Cost against latency: every way to run every option, with the front as a line."""
     data: list[doc.Figure] = []
     on_front: list[tuple[float, float]] = []
     everything: list[tuple[float, float]] = []
     for place, (option, cost) in enumerate(priced):
-        found = [
+        marks = [
             (index, point, cost.points[index].value, point.latency_ms.value)
             for index, point in enumerate(option.points)
             if point.latency_ms is not None
         ]
-        everything += [(x, y) for _, _, x, y in found]
-        on_front += [(x, y) for index, _, x, y in found if index in cost.front]
+        everything += [(x, y) for _, _, x, y in marks]
+        on_front += [(x, y) for index, _, x, y in marks if index in cost.front]
         symbol = MARKERS[place % len(MARKERS)]
         colour = f"--{doc.ARM_STYLES[place % len(doc.ARM_STYLES)]}"
         data.append({
             "type": "scatter", "mode": "markers", "name": label_text(f"{option.name}, {option.machine}"),
-            "x": [rounded(x) for _, _, x, _ in found], "y": [rounded(y) for *_, y in found],
-            "text": [label_text(point.name) for _, point, _, _ in found],
+            "x": [rounded(x) for _, _, x, _ in marks], "y": [rounded(y) for *_, y in marks],
+            "text": [label_text(point.name) for _, point, _, _ in marks],
             "marker": {
-                "size": [12 if index in cost.front else 7 for index, *_ in found], "color": colour,
-                "symbol": [symbol if index in cost.front else f"{symbol}-open" for index, *_ in found],
+                "size": [12 if index in cost.front else 7 for index, *_ in marks], "color": colour,
+                "symbol": [symbol if index in cost.front else f"{symbol}-open" for index, *_ in marks],
             },
             "hovertemplate": f"%{{text}}<br>%{{x:.4g}} {currency} per million<br>%{{y:.4g}} ms",
         })  # fmt: skip
@@ -215,19 +216,21 @@ def _chart(priced: list[tuple[Option, Cost]], group: Group, currency: str, ranki
     )
 
 
-def _machines(ranking: Ranking) -> doc.Section | None:
+def _machines(ranking: RankResult) -> doc.Section | None:
     columns = (
         *doc.texts("machine"), doc.Column("CPU", "text"), *doc.numbers("cores"), *doc.texts("GPUs"),
         doc.Column("results", "number"), doc.Column("notes", "text", on=doc.PAGES),
     )  # fmt: skip
     rows = [
         (
-            one.name, one.cpu_model or "–", one.cpu_count, "; ".join(_gpus(one)) or "none", len(one.results),
-            "; ".join([*one.notes, *_whole_price(one)]),
+            machine.name, machine.cpu_model or "–", machine.cpu_count, "; ".join(_gpus(machine)) or "none",
+            len(machine.results), "; ".join([*machine.notes, *_whole_price(machine)]),
         )
-        for one in ranking.machines
+        for machine in ranking.machines
     ]  # fmt: skip
-    notes = [f"{one.name}: {note}." for one in ranking.machines for note in (*one.notes, *_whole_price(one))]
+    notes = [
+        f"{machine.name}: {note}." for machine in ranking.machines for note in (*machine.notes, *_whole_price(machine))
+    ]
     return doc.section(
         "Machines",
         doc.Table(columns, rows),
@@ -246,7 +249,7 @@ def _whole_price(machine: Machine) -> list[str]:
     return [f"its price is that of all {len(machine.gpus)} GPUs, although an option may use one"]
 
 
-def _prices(ranking: Ranking) -> doc.Section | None:
+def _prices(ranking: RankResult) -> doc.Section | None:
     columns = (
         *doc.texts("machine", "provider", "offer"), *doc.names("kind"), *doc.numbers("per hour"),
         doc.Column("currency", short=" "), doc.Column("term", on=doc.PAGES), *doc.names("date"),
@@ -270,11 +273,11 @@ def _prices(ranking: Ranking) -> doc.Section | None:
     )
 
 
-def _left_out(ranking: Ranking) -> doc.Section | None:
+def _left_out(ranking: RankResult) -> doc.Section | None:
     """What was left out, once per reason, each name once."""
     by_reason: dict[tuple[str, str], list[str]] = {}
-    for one in ranking.left_out:
-        by_reason.setdefault((one.result, one.reason), []).append(one.what)
+    for omission in ranking.left_out:
+        by_reason.setdefault((omission.result, omission.reason), []).append(omission.what)
     entries = []
     for (result, reason), what in by_reason.items():
         names = list(dict.fromkeys(what))
@@ -284,7 +287,7 @@ def _left_out(ranking: Ranking) -> doc.Section | None:
     return doc.section("Left out", doc.Items(entries), on=doc.READ)
 
 
-def _csv(ranking: Ranking) -> doc.Section | None:
+def _csv(ranking: RankResult) -> doc.Section | None:
     """Every option with its ranks and costs, and every point, in full precision."""
     work = doc.names(*_ROWS_OF_WORK)
     identity = doc.names("option", "machine", "result")
@@ -298,25 +301,25 @@ def _csv(ranking: Ranking) -> doc.Section | None:
     options: list[tuple[doc.Value, ...]] = []
     points: list[tuple[doc.Value, ...]] = []
     for group in ranking.groups:
-        own = tuple(getattr(group.work, name) for name in _ROWS_OF_WORK)
+        work_values = tuple(getattr(group.work, name) for name in _ROWS_OF_WORK)
         for option in group.options:
             who = (option.name, option.machine, option.result)
             order = (option.throughput_rank, option.latency_rank, option.energy_rank)
-            for found in option.costs or (None,):
-                paid = (None,) * len(price) if found is None else (
-                    found.price.currency, found.price.price_per_hour, found.price.kind, found.price.provider,
-                    str(found.price.date),
+            for cost_at in option.costs or (None,):
+                paid = (None,) * len(price) if cost_at is None else (
+                    cost_at.price.currency, cost_at.price.price_per_hour, cost_at.price.kind, cost_at.price.provider,
+                    str(cost_at.price.date),
                 )  # fmt: skip
-                full, slo, rank = (None, None, None) if found is None else (found.full, found.slo, found.rank)
+                full, slo, rank = (None, None, None) if cost_at is None else (cost_at.full, cost_at.slo, cost_at.rank)
                 options.append((
-                    *own, *who, option.point.name, *_figures(option.point), *order, *paid, *_bounds(full),
+                    *work_values, *who, option.point.name, *_figures(option.point), *order, *paid, *_bounds(full),
                     *_bounds(slo), rank,
                 ))  # fmt: skip
                 for place, point in enumerate(option.points):
                     points.append((
-                        *own, *who, point.name, point.kind, *_figures(point), paid[0],
-                        *_bounds(None if found is None else found.points[place]),
-                        None if found is None else place in found.front,
+                        *work_values, *who, point.name, point.kind, *_figures(point), paid[0],
+                        *_bounds(None if cost_at is None else cost_at.points[place]),
+                        None if cost_at is None else place in cost_at.front,
                     ))  # fmt: skip
     figures = (*throughput, *latency, *energy)
     return doc.section(

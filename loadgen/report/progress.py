@@ -1,13 +1,14 @@
-"""The progress of a run: what happens now, how long it still takes, and the ratios so far with narrowing intervals.
+"""What a command shows while it measures: the step, the time left, and the ratios so far with narrowing intervals.
 
-On a terminal one line is always moving, below a table of the workloads with their ratios so far; elsewhere (a log, CI)
-only finished things are printed, a line each.
+On a terminal one line is always moving, below a table of the workloads with their ratios so far. In a log or in CI only
+finished things are printed, a line each.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,9 @@ from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.documents import one_line
+from loadgen.engine_matrix.analyse import samples_ns
+from loadgen.engine_matrix.measure import MatrixProgress, described
+from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit
 from loadgen.probes.cold_start.records import ColdStart
 from loadgen.quantities import counted, number, per_second
 from loadgen.records.parity import ParityRecord
@@ -277,3 +281,50 @@ def _reach(one: LiveRatio) -> float:
     bounds = [abs(math.log(bound)) for bound in one.ci95 or ()]
     centre = abs(math.log(one.ratio)) if one.ratio else 0.0
     return max(_MIN_SPAN, centre * 1.1, min(max(bounds, default=0.0), 3.0 * max(centre, _MIN_SPAN)))
+
+
+class EngineProgress(MovingLine, MatrixProgress):
+    """What `abserve engines` shows while it measures."""
+
+    def now(self, text: str) -> None:
+        """Change the moving line; a log gets a line of preparations alone, since every visit has its own."""
+        self._now = text
+        if not self._console.is_terminal and not text.startswith("round "):
+            self._say(text)
+
+    def visit_done(self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
+        """Print one visit: its rate at the largest cell, or why it failed."""
+        self._ends_at = monotonic() + seconds_left
+        faults = [one.fault for one in visit.cells if one.fault is not None and configuration.engine != NO_MODEL]
+        text = f"{done}/{of}  {described(configuration)}: {_rates(visit, configuration.device)}"
+        left = "" if self._console.is_terminal or done == of else f"  (about {clock(seconds_left).strip()} left)"
+        self._say(text + left)
+        for problem, style in ((visit.error, "red"), (faults[0] if faults else None, "red")):
+            if problem is not None:
+                self._say(f"! {problem}", style)
+
+    def _line(self) -> Spinner:
+        text = f"{clock(self._elapsed()).strip()}{self._left()}  {self._now}"
+        self._spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
+        return self._spinner
+
+    def _say(self, text: str, style: str = "") -> None:
+        line = Text(text, style=style)
+        self._console.print(line, soft_wrap=not self._console.is_terminal)  # a log has no width
+
+
+def _rates(visit: Visit, device: str) -> str:
+    """The rates of the smallest and the largest cell of a visit."""
+    if not visit.cells:
+        return "failed"
+    ordered = sorted(visit.cells, key=lambda one: (one.length or 0, one.batch))
+    chosen = ordered[:1] if len(ordered) == 1 else [ordered[0], ordered[-1]]
+    return ", ".join(f"{_named(one)} {number(_rate(one, device))} {per_second(visit.item)}" for one in chosen)
+
+
+def _named(one: Measured) -> str:
+    return f"batch {one.batch}" + ("" if one.length is None else f" × {one.length}")
+
+
+def _rate(one: Measured, device: str) -> float:
+    return one.batch / median(samples_ns(one, device)) * 1e9

@@ -158,11 +158,11 @@ def _case(check: Check) -> tuple[str, str]:
     return name, text
 
 
-def _outcome(check: Check) -> doc.Outcome:
+def _outcome(check: Check) -> doc.RowOutcome:
     """A failure where it takes the verdict away; skipped where it is not available and only warns; else passed."""
     if not check.ok and check.severity == "invalidates":
-        return doc.Outcome("failure", "unknown" if check.ok is None else "failed")
-    return doc.Outcome("skipped" if check.ok is None else "passed")
+        return doc.RowOutcome("failure", "unknown" if check.ok is None else "failed")
+    return doc.RowOutcome("skipped" if check.ok is None else "passed")
 
 
 def _before_load(found: Sequence[Check]) -> list[Check]:

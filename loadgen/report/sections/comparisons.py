@@ -251,11 +251,11 @@ def _cases(result: Result) -> doc.Table:
     """Test cases for CI: a comparison passes with any verdict, is skipped if inconclusive, and fails if invalid."""
     rows, outcomes = [], []
     for one in result.comparisons:
-        text, outcome = claim(one), doc.Outcome("passed")
+        text, outcome = claim(one), doc.RowOutcome("passed")
         if one.verdict == "invalid":
-            text, outcome = f"no verdict: {one.reason}", doc.Outcome("failure", "invalid")
+            text, outcome = f"no verdict: {one.reason}", doc.RowOutcome("failure", "invalid")
         elif one.verdict == "inconclusive":
-            text, outcome = f"inconclusive: {one.reason}", doc.Outcome("skipped")
+            text, outcome = f"inconclusive: {one.reason}", doc.RowOutcome("skipped")
         which = f" of {_arms(result, one)}" if several(result) else ""
         rows.append((f"{METRICS[one.metric].title}{which} [{one.scenario}]", text))
         outcomes.append(outcome)
@@ -278,7 +278,7 @@ def thresholds(result: Result) -> doc.Section | None:
             [(f"fail if {one.condition} [{one.scenario}]", one.detail) for one in result.thresholds],
             name="thresholds",
             outcomes=[
-                doc.Outcome("passed") if one.state == "kept" else doc.Outcome("failure", one.state)
+                doc.RowOutcome("passed") if one.state == "kept" else doc.RowOutcome("failure", one.state)
                 for one in result.thresholds
             ],
             on=doc.JUNIT,

@@ -1,14 +1,18 @@
-"""The conditions of the run: the arms as requested and in effect, the experiment, the machine, the command."""
+"""The conditions of a run: the arms as requested and in effect, the experiment, the machine, the command."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import loadgen.report.document as doc
 from loadgen.comparison.claims import join
 from loadgen.quantities import share
+from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.payloads import inputs_in_words
-from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
+from loadgen.records.run import ArmRecord, Environment, Experiment, setting_key, shown
 from loadgen.report.charts import several
-from loadgen.report.machine import environment_rows
 from loadgen.verdict.result_file import Result
 
 
@@ -101,4 +105,28 @@ def environment(result: Result) -> doc.Section | None:
 
 def reproduce(result: Result) -> doc.Section | None:
     """The command that made the run."""
-    return doc.section("Reproduce", doc.Code(result.environment.command if result.environment else ""))
+    return doc.section("Reproduce", doc.CodeBlock(result.environment.command if result.environment else ""))
+
+
+def environment_rows(found: Environment) -> list[tuple[str, str]]:
+    """Host, GPU and packages as rows of (name, value)."""
+    rows = [("started", found.started_at), ("commit", found.git_commit or "–")]
+    for name, value in found.host.items():
+        title = name.removesuffix("_bytes").replace("_", " ")
+        if name.endswith("_bytes") and isinstance(value, int | float):
+            rows.append((title, f"{value / 2**30:.1f} GiB"))
+        elif value is not None:
+            rows.append((name.replace("_", " "), str(value)))
+    return [*rows, ("GPU", gpu_text(found.gpu)), *sorted(found.packages.items())]
+
+
+def gpu_text(document: Mapping[str, Any]) -> str:
+    """The GPU that the servers use, and of how many; where no server reports one, the machine's; without any, the
+    driver's status."""
+    used = used_gpu(document)
+    own = own_devices(document, () if used is None else (used,))
+    if used is None or [device.get("uuid") for device in own] != [used]:
+        names = Counter(str(device.get("name") or "GPU") for device in own_devices(document, ()))
+        every = [name if count == 1 else f"{count} × {name}" for name, count in names.items()]
+        return ", ".join(every) or str(document.get("status", "unknown")).replace("_", " ")
+    return f"{own[0].get('name') or 'GPU'} {used}, 1 of {len(own_devices(document, ()))}"

@@ -16,7 +16,7 @@ from loadgen.probes.ceiling.analyse import CeilingsFound
 from loadgen.probes.ceiling.measure import measure_ceilings
 from loadgen.probes.ceiling.records import Ceiling, Ceilings
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore
 from loadgen.verdict.analysis import analyse

@@ -22,7 +22,7 @@ from loadgen.bench.progress import Progress
 from loadgen.probes.cold_start.analyse import ColdStartsFound
 from loadgen.probes.gpu_proof.analyse import GpuFound
 from loadgen.records.run import ArmRequest, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import invalidating

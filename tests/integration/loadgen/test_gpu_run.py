@@ -16,7 +16,7 @@ from loadgen.probes.gpu_proof.analyse import GpuFound
 from loadgen.probes.gpu_proof.readings import read_readings
 from loadgen.probes.gpu_proof.records import EvidenceFile
 from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment

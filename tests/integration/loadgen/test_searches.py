@@ -9,7 +9,7 @@ import pytest
 from loadgen.bench.progress import Progress
 from loadgen.probes.rate_search.records import RatesFound
 from loadgen.records.run import ArmRequest, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result

@@ -18,7 +18,7 @@ from loadgen.probes.causes.records import Explanation
 from loadgen.probes.cold_start.records import ColdStart
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, blocks, make_experiment, stored

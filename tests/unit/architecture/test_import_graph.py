@@ -55,11 +55,10 @@ LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "stats", "client", "launch",
     "experiment", "generator", "locustfile", "probes.registry", *of_probes("records"), "probes.gpu_proof.readings",
     "engine_matrix.records", "storage", "comparison", "probes", "verdict", "engine_matrix", "ranking.records",
-    "ranking.prices", "ranking.candidates", "ranking.analyse", "machine", "bench", *of_probes(*MEASURING),
-    "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts", "report.machine",
-    "report.renderers", *of_probes("sections"), "engine_matrix.charts", "engine_matrix.tables",
-    "engine_matrix.sections", "engine_matrix.files", "ranking", "run", "calibration",
-    "report", "exporters", "conformance", "scenarios", "cli", "entry",
+    "ranking.analyse", "machine", "bench", *of_probes(*MEASURING), "engine_matrix.worker_process",
+    "engine_matrix.measure", "report.document", "report.charts", "report.sections.conditions", "report.renderers",
+    *of_probes("sections"), "engine_matrix.charts", "engine_matrix.sections", "engine_matrix.files", "ranking", "run",
+    "calibration", "report", "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
@@ -67,7 +66,7 @@ PURE = (
     "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals",
     *(f"probes.{probe}.analyse" for probe in PROBES if probe not in ("fairness", "answers")),
     "ranking.analyse", "probes.gpu_proof.decision", "probes.gpu_proof.signals", "probes.rate_search.search",
-    "engine_matrix.analyse", "engine_matrix.cells", "engine_matrix.break_even", "engine_matrix.questions",
+    "engine_matrix.analyse",
 )  # fmt: skip
 IMPURE = {
     "locust",
@@ -215,9 +214,9 @@ def room(module: str) -> str:
     if parts[0] == "probes" and len(parts) > 2:
         return f"probes: {(floors | {'sections': 'sections'}).get(parts[2], 'analyse')}"
     if parts[0] == "engine_matrix" and len(parts) > 1:
-        floors |= {"worker_process": "measure"} | dict.fromkeys(("sections", "charts", "tables", "files"), "sections")
+        floors |= {"worker_process": "measure"} | dict.fromkeys(("sections", "charts", "files"), "sections")
         return f"engine_matrix: {floors.get(parts[1], 'analyse')}"
-    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "machine", "renderers"):
+    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "renderers"):
         return "report: document"
     return "probes: registry" if parts[:2] == ["probes", "registry"] else parts[0]
 

@@ -11,10 +11,10 @@ import pytest
 from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
 from loadgen.conformance.rendering import markdown, print_report
 from loadgen.report.charts import label_text
-from loadgen.report.console import make_console
 from loadgen.report.document import Chapter, Document, Section, Table, names
-from loadgen.report.renderers.csv import render_csv
 from loadgen.report.renderers.markdown import escape, fenced
+from loadgen.report.renderers.tables import render_csv
+from loadgen.report.renderers.terminal import make_console
 from loadgen.verdict.analysis import analyse
 from tests.golden.synthetic_run import Plan, write_run
 from tests.hostile_names import HOSTILE, check_reports

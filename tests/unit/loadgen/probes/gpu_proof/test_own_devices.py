@@ -13,7 +13,7 @@ from loadgen.machine.fingerprint import fingerprint
 from loadgen.probes.fairness.measure import IDLE_SECONDS, as_condition, read_busy_share, read_conditions
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Label
-from loadgen.report.machine import gpu_text
+from loadgen.report.sections.conditions import gpu_text
 from loadgen.verdict.noise_floor import gpu_of
 
 HOST = {"cpu_model": "x", "cpu_count": 16}
