@@ -67,10 +67,8 @@ def conformance(
     from loadgen.conformance.cases import select
     from loadgen.conformance.cases.long_runs import GrowthPlan, fuzz_case, growth_case
     from loadgen.conformance.records import ConformanceReport, SkippedError
-    from loadgen.conformance.rendering import markdown, print_report
-    from loadgen.conformance.runner import CaseRun
-    from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, is_loopback
-    from loadgen.conformance.subject import SubjectError
+    from loadgen.conformance.runner import CaseRun, markdown, print_report
+    from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, SubjectError, is_loopback
     from loadgen.launch.work_folder import work_folder
 
     try:

@@ -237,17 +237,19 @@ class Document(msgspec.Struct, frozen=True):
 
 def section(title: str, *blocks: Block | None, on: Format = ALL, half: bool = False) -> Section | None:
     """A section of the blocks with content, in the formats `on` only; None without such blocks."""
-    found = [block for block in blocks if block is not None and block.on & on and _has_content(block)]
-    return Section(title, tuple(replace(block, on=block.on & on) for block in found), half) if found else None
+    shown = [block for block in blocks if block is not None and block.on & on and _has_content(block)]
+    return Section(title, tuple(replace(block, on=block.on & on) for block in shown), half) if shown else None
 
 
 def only(document: Document, on: Format) -> Document:
     """The part of a document that one format shows, columns included."""
     chapters = []
     for chapter in document.chapters:
-        kept = [replace(one, blocks=blocks) for one in chapter.sections if (blocks := _shown(one.blocks, on))]
-        if kept:
-            chapters.append(replace(chapter, sections=tuple(kept)))
+        sections = [
+            replace(section, blocks=blocks) for section in chapter.sections if (blocks := _shown(section.blocks, on))
+        ]
+        if sections:
+            chapters.append(replace(chapter, sections=tuple(sections)))
     return replace(document, chapters=tuple(chapters))
 
 
@@ -265,28 +267,28 @@ def _has_content(block: Block) -> bool:
 
 
 def _shown(blocks: tuple[Block, ...], on: Format) -> tuple[Block, ...]:
-    found: list[Block] = []
+    shown: list[Block] = []
     for block in blocks:
         if not block.on & on or not _has_content(block):
             continue
         if isinstance(block, Table):
-            found.append(_columns(block, on))
+            shown.append(_columns(block, on))
         elif not isinstance(block, Fold | Panel):
-            found.append(block)
+            shown.append(block)
         elif (inner := _shown(block.blocks, on)) or isinstance(block, Panel):
-            found.append(replace(block, blocks=inner))
-    return tuple(found)
+            shown.append(replace(block, blocks=inner))
+    return tuple(shown)
 
 
 def _columns(table: Table, on: Format) -> Table:
     """The table without the columns of other formats and, for a reader, without columns that are empty in every row."""
-    kept = [
+    places = [
         place
         for place, column in enumerate(table.columns)
         if column.on & on and (not on & READ or any(row[place] not in ("", None) for row in table.rows))
     ]
-    columns = tuple(table.columns[place] for place in kept)
-    return replace(table, columns=columns, rows=[[row[place] for place in kept] for row in table.rows])
+    columns = tuple(table.columns[place] for place in places)
+    return replace(table, columns=columns, rows=[[row[place] for place in places] for row in table.rows])
 
 
 def text_of(value: Value, *, short: bool = False) -> str:
