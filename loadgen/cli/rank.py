@@ -49,9 +49,8 @@ def rank(
     """
     from loadgen.experiment.plan import unknown
     from loadgen.ranking import analyse
-    from loadgen.ranking.files import UnreadableError, formats, read_all, write_ranking
     from loadgen.ranking.records import EXAMPLES, PriceError, read_prices
-    from loadgen.ranking.sections import ranking_document
+    from loadgen.ranking.report import UnreadableError, formats, ranking_document, read_all, write_ranking
     from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.storage.stored_run import StoredRunError

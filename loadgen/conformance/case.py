@@ -219,10 +219,10 @@ def problems(case: Case, answer: Response) -> list[str]:
     faults = []
     if case.expected and answer.status not in case.statuses:
         faults.append(f"{answer.status} instead of {case.expected}")
-    if not answer.came:
+    if not answer.received:
         return faults
     faults += [f"no {name} header" for name in case.headers if name.lower() not in answer.headers]
-    if answer.good:
+    if answer.succeeded:
         return faults
     text, problem = error_sentence(answer)
     if case.check_words and problem:
@@ -273,7 +273,7 @@ def describe(answers: Iterable[Response]) -> str:
     words: dict[str, str] = {}
     for answer in answers:
         counts[answer.status] += 1
-        if answer.came and not answer.good:
+        if answer.received and not answer.succeeded:
             line = " ".join(error_sentence(answer)[0].split())
             shown = line if len(line) <= _LONGEST_SHOWN else line[: _LONGEST_SHOWN - 1] + "…"
             words.setdefault(answer.status, shown)

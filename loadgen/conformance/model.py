@@ -96,7 +96,7 @@ class ServedModel:
         return sum(len(tensor_bytes(array)) for array in self.arrays(1))
 
     def rows(self, most: int) -> int:
-        """The number of rows a request may have, up to `wanted` and 20 MB."""
+        """The number of rows a request may have, up to `most` and 20 MB."""
         if not self.batches:
             return 1
         limit = min(most, self.max_batch_size or most)

@@ -49,12 +49,12 @@ class Response:
     elapsed_s: float = 0.0
 
     @property
-    def came(self) -> bool:
+    def received(self) -> bool:
         """Whether the server answered at all."""
         return self.status not in {"closed", "reset", "refused", "silent"}
 
     @property
-    def good(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether the server did what it was asked."""
         return self.status in {"200", "OK"}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import loadgen.report.document as doc
 from loadgen.comparison.claims import join
 from loadgen.engine_matrix import charts
-from loadgen.engine_matrix.analyse import has_copies, path_of
+from loadgen.engine_matrix.analyse import has_copies, path_of, worst
 from loadgen.engine_matrix.charts import ScopeView, latency_ms, scope_title, short_model, shown_length, views
 from loadgen.engine_matrix.records import (
     BreakEven,
@@ -238,15 +238,12 @@ def reproduce(matrix: Matrix) -> doc.Section | None:
     return doc.section("Reproduce", doc.CodeBlock(matrix.environment.command))
 
 
-def times(estimate: Estimate) -> str:
-    """ "1.40× (1.31–1.49)" """
+def times(estimate: Estimate | None) -> str:
+    """ "1.40× (1.31–1.49)", or "" """
+    if estimate is None:
+        return ""
     value = ratio(estimate.value, estimate.interval)
     return value + (f" ({ratio_interval(estimate.interval)})" if estimate.interval else "")
-
-
-def speedup(estimate: Estimate | None) -> str:
-    """A ratio with its interval, or "" """
-    return "" if estimate is None else times(estimate)
 
 
 def value(estimate: Estimate | None, scale: float = 1.0) -> str:
@@ -255,6 +252,10 @@ def value(estimate: Estimate | None, scale: float = 1.0) -> str:
         return ""
     scaled = estimate.scaled(scale)
     return measured(scaled.value, scaled.interval)
+
+
+def _format(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 def shape_text(batch: int, length: int | None) -> str:
@@ -282,7 +283,7 @@ def winners_table(matrix: Matrix) -> doc.Section | None:
             value(cell.items_per_second),
             latency_text(winner.device, cell),
             doc.Cell(
-                speedup(winner.ratio),
+                times(winner.ratio),
                 short="" if winner.ratio is None else ratio(winner.ratio.value, winner.ratio.interval),
             ),
             "" if winner.runner_up is None else configurations[winner.runner_up].title,
@@ -412,10 +413,10 @@ def accuracy(matrix: Matrix) -> doc.Section | None:
                 (
                     scope_title(matrix, configuration.scope),
                     configuration.title,
-                    _lowest(cells, "cosine_min", "{:.6f}"),
-                    _lowest(cells, "top1", "{:.4f}"),
-                    _highest_error(cells),
-                    speedup(best),
+                    _format(worst((cell.cosine_min for cell in cells), min), ".6f"),
+                    _format(worst((cell.top1 for cell in cells), min), ".4f"),
+                    _format(worst((cell.relative_error for cell in cells), max), ".2g"),
+                    times(best),
                     doc.Cell("not ranked" if all(cell.excluded for cell in cells) else "partly", "failed", hint=reason)
                     if reason
                     else doc.Cell("ranked", "ok"),
@@ -434,16 +435,6 @@ def accuracy(matrix: Matrix) -> doc.Section | None:
         "where the model has no classes, or no row has a clear highest one, as is usual with random weights."
     )
     return doc.section("Accuracy", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
-
-
-def _lowest(cells: Sequence[CellResult], name: str, form: str) -> str:
-    values = [getattr(cell, name) for cell in cells if getattr(cell, name) is not None]
-    return form.format(min(values)) if values else ""
-
-
-def _highest_error(cells: Sequence[CellResult]) -> str:
-    values = [cell.relative_error for cell in cells if cell.relative_error is not None]
-    return f"{max(values):.2g}" if values else ""
 
 
 def cells_table(matrix: Matrix) -> doc.Section | None:
@@ -471,12 +462,12 @@ def _cells(matrix: Matrix, view: ScopeView, on: doc.Format = doc.HTML) -> doc.Ta
             *(["" if cell.p99_ns is None else number(cell.p99_ns / 1e6)] if tails else []),
             *([value(cell.call_ns, 1e-6), value(cell.sustained_ns, 1e-6)] if on_gpu else []),
             value(cell.items_per_second),
-            speedup(cell.speedup),
+            times(cell.speedup),
             "" if cell.tflops is None else number(cell.tflops),
             number(cell.first_call_seconds),
             value(cell.joules_per_item),
-            "" if cell.cosine_min is None else f"{cell.cosine_min:.6f}",
-            "" if cell.top1 is None else f"{cell.top1:.4g}",
+            _format(cell.cosine_min, ".6f"),
+            _format(cell.top1, ".4g"),
             doc.Cell("not ranked", "failed", hint=cell.excluded) if cell.excluded else "",
         )
         for cell in view.cells

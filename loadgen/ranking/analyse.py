@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from loadgen.engine_matrix.cells import has_copies
+from loadgen.engine_matrix.analyse import has_copies
 from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix
 from loadgen.probes.gpu_proof.analyse import GpuFound
 from loadgen.probes.rate_search.records import RatesFound

@@ -121,7 +121,7 @@ def in_chunks(subject: Subject, _: Protocol, count: int, requests: int) -> Seen:
     for _request in range(requests):
         answer = subject.raw(chunks(subject, count))
         yield answer
-        if answer.status == "refused" or (not answer.came and subject.failure() is not None):
+        if answer.status == "refused" or (not answer.received and subject.failure() is not None):
             break
 
 
@@ -298,7 +298,7 @@ def echoed(identifier: str) -> Condition:
 
     def observe(_: Subject, answers: Sequence[Response]) -> Fact:
         name, answer = "the id comes back unchanged", answers[0]
-        if not answer.good:
+        if not answer.succeeded:
             return Fact(name, True, f"refused with {answer.status}")
         back: Any = None
         if answer.status == "OK":

@@ -156,11 +156,11 @@ def _round(subject: Subject, request: bytes, plan: GrowthPlan) -> Counter[bool]:
         counts: Counter[bool] = Counter()
         try:
             with subject.connect() as connection:
-                came = True
-                while came and perf_counter() < end:
+                received = True
+                while received and perf_counter() < end:
                     answer = connection.request(request, ANSWER_SECONDS)
-                    came = answer.came
-                    counts[answer.good] += 1
+                    received = answer.received
+                    counts[answer.succeeded] += 1
         except OSError:
             counts[False] += 1
         return counts

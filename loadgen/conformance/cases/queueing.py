@@ -230,7 +230,7 @@ def _flood(subject: Subject, protocol: Protocol) -> Seen:
             health += [subject.http("GET", f"/v2/health/{kind}", deadline_s=5.0) for kind in ("live", "ready")]
             sleep(0.02)
         answers = [request.wait() for request in flood]
-    refused = [answer for answer in answers if not answer.good]
+    refused = [answer for answer in answers if not answer.succeeded]
     yield from refused
     yield Fact("some are refused", bool(refused), f"{len(refused)} of {FLOOD}")
     if protocol is Protocol.HTTP:
@@ -388,9 +388,9 @@ def _ready(subject: Subject, protocol: Protocol) -> bool | None:
     """None when nothing answers."""
     if protocol is Protocol.GRPC:
         answer = subject.grpc_client().call("ServerReady", b"", 2.0)
-        return bool(answer.body) if answer.good else None  # ready: true takes two bytes, false takes no bytes
+        return bool(answer.body) if answer.succeeded else None  # ready: true takes two bytes, false takes no bytes
     answer = subject.http("GET", "/v2/health/ready", deadline_s=5.0)
-    return answer.good if answer.came else None
+    return answer.succeeded if answer.received else None
 
 
 OWN: dict[str, Any] = {"setting": OWN_SERVERS}

@@ -49,7 +49,7 @@ def _registered(subject: Subject, protocol: Protocol, key: str, offset: int, siz
     try:
         yield answer
     finally:
-        if answer.good:
+        if answer.succeeded:
             subject.http("POST", f"/v2/systemsharedmemory/region/{REGION}/unregister", body=b"")
 
 
@@ -89,7 +89,7 @@ def reading(subject: Subject, protocol: Protocol, requests: tuple[Any, ...], fir
         with path.open("r+b") as file:
             file.write(first)
         with _registered(subject, protocol, KEY, 0, count) as answer:
-            if not answer.good:
+            if not answer.succeeded:
                 raise NotApplicableError(f"a valid region cannot be registered ({answer.status})")
             for send in requests:
                 yield send(subject, protocol)
