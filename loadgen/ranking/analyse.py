@@ -42,6 +42,8 @@ from loadgen.verdict.checks.registry import complaints
 from loadgen.verdict.result_file import Result
 
 NOT_REPORTED = "not reported"
+MILLION = 1e6
+_SECONDS_PER_HOUR = 3600.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _JOINED = {"kernel": "kernels", "python": "Python versions", "virtualisation": "virtualisations"}
 """Fields of `Environment.host` that do not tell kinds of machines apart, but are named where they differ."""
@@ -272,8 +274,8 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
 
 def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point | None, str]:
     """The rate that held the bound: the geometric mean of the searches, in items."""
-    study = result.of(RatesFound)
-    searches = [rate for rate in study.rates if (rate.workload, rate.label) == (workload.name, label)]
+    rate_search = result.of(RatesFound)
+    searches = [rate for rate in rate_search.rates if (rate.workload, rate.label) == (workload.name, label)]
     rates = [search.rate_per_s * workload.batch_size for search in searches if search.rate_per_s]
     if not rates:
         return None, "no rate held the latency bound"
@@ -282,7 +284,7 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
     at_rates = {(search.round, search.rate_per_s) for search in searches}
     tails = [
         trial.p99_ms
-        for trial in study.trials
+        for trial in rate_search.trials
         if (trial.workload, trial.label) == (workload.name, label)
         and trial.held
         and trial.p99_ms is not None
@@ -308,10 +310,6 @@ def _joules(result: Result, label: Label, workload: str) -> Estimate | None:
 def _estimate(value: float, interval: Interval | None) -> Estimate:
     low, high = interval or (None, None)
     return Estimate(value=value, low=low, high=high)
-
-
-MILLION = 1e6
-_SECONDS_PER_HOUR = 3600.0
 
 
 def cost_per_million(price_per_hour: float, items_per_second: Estimate) -> Estimate:
