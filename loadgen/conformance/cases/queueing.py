@@ -37,7 +37,7 @@ MERGED_TOLERANCE = 1e-4
 MERGE_ROUNDS = 5
 
 
-class PendingHttpRequest:
+class StartedRequest:
     """One HTTP inference request on a thread: `sent` is set when its last byte has been sent."""
 
     def __init__(self, subject: Subject, data: bytes) -> None:
@@ -70,7 +70,7 @@ class PendingHttpRequest:
         self._answer = replace(answer, elapsed_s=perf_counter() - started)
 
 
-class PendingGrpcCall:
+class StartedCall:
     """One gRPC inference call."""
 
     def __init__(self, subject: Subject, request: InferenceRequest, deadline_s: float) -> None:
@@ -87,11 +87,11 @@ class PendingGrpcCall:
         return bool(self.future.done())
 
 
-def start(subject: Subject, protocol: Protocol, request: InferenceRequest) -> PendingHttpRequest | PendingGrpcCall:
+def start(subject: Subject, protocol: Protocol, request: InferenceRequest) -> StartedRequest | StartedCall:
     """Start an inference over either protocol."""
     if protocol is Protocol.GRPC:
-        return PendingGrpcCall(subject, request, CALL_SECONDS)
-    return PendingHttpRequest(subject, subject.infer_bytes(request.body()))
+        return StartedCall(subject, request, CALL_SECONDS)
+    return StartedRequest(subject, subject.infer_bytes(request.body()))
 
 
 class EngineBlocker:
@@ -112,10 +112,10 @@ class EngineBlocker:
             raise NotApplicableError(
                 f"{self.rows} rows take {self._one_s * 1e3:.0f} ms, too fast for a queue to form; use a slower engine"
             )
-        self.requests: list[PendingHttpRequest] = []
+        self.requests: list[StartedRequest] = []
 
     def __enter__(self) -> EngineBlocker:
-        self.requests = [PendingHttpRequest(self._subject, self._data) for _ in range(self._count)]
+        self.requests = [StartedRequest(self._subject, self._data) for _ in range(self._count)]
         wait_until_read(self.requests)
         sleep(min(0.1, self._one_s / 4))  # from the socket to the queue
         return self
@@ -135,7 +135,7 @@ class EngineBlocker:
         return sum(self.rows for request in self.requests if request.wait().status == "200")
 
 
-def wait_until_read(requests: Sequence[PendingHttpRequest]) -> None:
+def wait_until_read(requests: Sequence[StartedRequest]) -> None:
     """Wait up to 20 s until the server has read all of these requests, as far as the kernel knows."""
 
     def arrived() -> bool:
@@ -174,7 +174,7 @@ def _disconnect(subject: Subject, _: Protocol) -> Seen:
 
 def _cancel(subject: Subject, _: Protocol) -> Seen:
     def abandon() -> list[Response]:
-        calls = [PendingGrpcCall(subject, subject.model.request(seed=1), CALL_SECONDS) for _ in range(ABANDONED)]
+        calls = [StartedCall(subject, subject.model.request(seed=1), CALL_SECONDS) for _ in range(ABANDONED)]
         sleep(0.1)
         for call in calls:
             call.future.cancel()
@@ -186,7 +186,7 @@ def _cancel(subject: Subject, _: Protocol) -> Seen:
 def _pass_the_deadline(subject: Subject, _: Protocol) -> Seen:
     def abandon() -> list[Response]:
         request = subject.model.request(seed=1)
-        calls = [PendingGrpcCall(subject, request, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
+        calls = [StartedCall(subject, request, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
         return [call.wait() for call in calls]
 
     return _abandoned(subject, abandon)
@@ -262,7 +262,7 @@ def _nan_in_a_batch(subject: Subject, _: Protocol) -> Seen:
     changed: list[str] = []
     before = subject.statistics()["execution_count"]
     for _round in range(MERGE_ROUNDS):
-        running = [PendingHttpRequest(subject, subject.infer_bytes(body)) for body in (*bodies[:2], nan, *bodies[2:])]
+        running = [StartedRequest(subject, subject.infer_bytes(body)) for body in (*bodies[:2], nan, *bodies[2:])]
         merged = [request.wait() for request in running]
         del merged[2]
         yield from merged
@@ -332,7 +332,7 @@ def _in_flight(subject: Subject, protocol: Protocol) -> Seen:
     with _new_server(subject, ready=True) as server:
         request = server.model.request(_rows_of_a_second(server))
         running = [start(server, protocol, request) for _ in range(IN_FLIGHT)]
-        wait_until_read([request for request in running if isinstance(request, PendingHttpRequest)])
+        wait_until_read([request for request in running if isinstance(request, StartedRequest)])
         sleep(2 * SETTLED_SECONDS)
         left = sum(not request.done for request in running)
         exited = _terminate(server)
