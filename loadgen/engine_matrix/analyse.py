@@ -111,7 +111,7 @@ Cells = Mapping[tuple[int, Shape], CellRounds]
 
 
 def analyse(plan: MatrixPlan, environment: Environment, visits: Sequence[Visit], state: RunState | None) -> Matrix:
-    """Everything that the visits so far say. `state` None: the run was killed before it could write one."""
+    """Analyse the visits so far. `state` is None if the run was killed before it could write one."""
     cells = cells_of(plan, visits)
     configurations = tuple(_configuration(plan, place, visits) for place in range(len(plan.configurations)))
     return Matrix(
@@ -360,7 +360,7 @@ def as_estimate(test: RatioEstimate) -> Estimate:
 
 
 def path_of(configuration: Configuration) -> str:
-    """What the model goes through before this configuration executes it."""
+    """The conversions before this configuration executes the model: PyTorch → ONNX → TensorRT."""
     return (
         PATHS.get(configuration.engine_mode) or PATHS.get(configuration.engine) or f"PyTorch → {configuration.engine}"
     )
@@ -458,7 +458,7 @@ def items_until(costs: Sequence[float], gains: Sequence[float]) -> Estimate | No
 
 
 def parity(cell: CellRounds) -> str:
-    """What proves that the cell computes what the model in FP32 does."""
+    """The evidence that the cell computes what the model computes in FP32."""
     cosine = worst((measured.cosine_min for measured in cell.measured), min)
     top1 = worst((measured.top1 for measured in cell.measured), min)
     error = worst((measured.relative_error for measured in cell.measured), max)

@@ -89,7 +89,7 @@ def cells_csv(matrix: Matrix) -> str:
 
 
 def cells_parquet(matrix: Matrix) -> bytes:
-    """The same table as Parquet, with typed columns; what was not measured is null."""
+    """The table of cells as Parquet, with typed columns; what was not measured is null."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 

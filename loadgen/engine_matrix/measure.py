@@ -145,7 +145,8 @@ class _MatrixRun:
             self._wait_for_one(loading)
 
     def _wait_for_one(self, loading: dict[EngineProcess, int]) -> None:
-        """Wait until one of these is ready or has failed, and take it out: the oldest if none answers in time."""
+        """Wait until one of the loading processes is ready or has failed, and remove it; the oldest if none answers in
+        time."""
         answered, _, _ = select.select(list(loading), [], [], self._limits.load)
         process = answered[0] if answered else next(iter(loading))
         place = loading.pop(process)
@@ -169,8 +170,8 @@ class _MatrixRun:
         self._current = None
 
     def _prepare(self) -> None:
-        """Make the models' own answers, and the files of the configurations that are left, once each: not in an
-        engine's process, whose memory and time they would count to.
+        """Make each model's own answers, and the files of the configurations that are left, once and in processes of
+        their own, so that they do not count towards an engine's memory and time.
 
         The first preparation of each engine tells whether it executes files. Of one that does not, another is needed
         only for a model that has no other preparation.
@@ -186,7 +187,7 @@ class _MatrixRun:
             self._prepared.setdefault(key, ())
 
     def _make(self, keys: Iterable[_Files]) -> None:
-        """Prepare these, as far as they are not, up to `MADE_SIDE_BY_SIDE` at once."""
+        """Prepare those that are not prepared yet, up to `MADE_SIDE_BY_SIDE` at once."""
         for key in keys:
             if key in self._prepared:
                 continue
@@ -206,7 +207,7 @@ class _MatrixRun:
             self._finish_preparation()
 
     def _finish_preparation(self) -> None:
-        """Wait for the oldest one."""
+        """Wait for the oldest preparation."""
         key, preparation = self._preparing[0]
         try:
             has_file, self._prepared[key] = preparation.wait()
@@ -268,8 +269,8 @@ class _MatrixRun:
         return msgspec.structs.replace(base, error=error, cells=tuple(cells))
 
     def _with_costs(self, base: Visit, place: int, process: EngineProcess, prepared: tuple[Conversion, ...]) -> Visit:
-        """What the process cost until its engine was ready; with kept processes of its first visit alone. The first one
-        has the steps of the preparation, of whose file its process may know less."""
+        """Add what the process cost until its engine was ready, for a kept process only in its first visit. The first
+        visit has the steps of the preparation, because the process may not know how its file was made."""
         first, ready = place not in self._started, process.ready
         self._started.add(place)
         base = msgspec.structs.replace(base, description=ready.description, item=ready.item)

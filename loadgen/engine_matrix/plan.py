@@ -229,7 +229,7 @@ def _check(option: str, values: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _with_all(values: Sequence[str], every: Iterable[str]) -> tuple[str, ...]:
-    """The values given, with `every` in the place of all."""
+    """The values, with `all` replaced by every value."""
     every = tuple(every)
     return tuple(dict.fromkeys(name for value in values for name in (every if value == ALL else (value,))))
 

@@ -28,7 +28,7 @@ NO_MODEL = "null"
 
 
 class Scope(NamedTuple):
-    """What is compared with each other: a model on a device with a number of threads."""
+    """A model on a device with a number of threads; only configurations of one scope are compared."""
 
     model: str
     device: str
@@ -36,7 +36,7 @@ class Scope(NamedTuple):
 
 
 class Configuration(Record, frozen=True, kw_only=True):
-    """What one engine process holds, as asked for; `auto` never occurs here."""
+    """The settings of one engine process; `auto` is already resolved."""
 
     model: str
     """As `--model` takes it: torchvision:resnet50."""
@@ -50,7 +50,7 @@ class Configuration(Record, frozen=True, kw_only=True):
 
     @property
     def scope(self) -> Scope:
-        """What must be equal before two configurations are compared at all."""
+        """The scope within which it is compared."""
         return Scope(self.model, self.device, self.threads)
 
     @property
@@ -78,8 +78,8 @@ class RefusedCombination(Record, frozen=True, kw_only=True):
 
 
 class MatrixPlan(Record, frozen=True, kw_only=True):
-    """What was asked for. `settings` is the content of the matrix file in effect; `sha256` is that of it, and a run is
-    only resumed with the same."""
+    """The settings of a matrix and what follows from them. `settings` is the content of the matrix file in effect and
+    `sha256` its hash; a run is only resumed with equal settings."""
 
     FILE: ClassVar[str] = "plan.json"
 
@@ -104,7 +104,7 @@ class MatrixPlan(Record, frozen=True, kw_only=True):
 
 class Conversion(Record, frozen=True, kw_only=True):
     """One step from the model to what the engine executes, with its own cost. `made_now` is False for an artefact that
-    already lay there; its seconds are then those of its manifest."""
+    already existed; its seconds are then those of its manifest."""
 
     step: str
     """export, quantise or build."""
@@ -204,7 +204,7 @@ class CellResult(Record, frozen=True, kw_only=True):
     """Geometric mean over rounds of each round's median: on a GPU between device events, without copies to and from the
     host; on a CPU, and for an engine without device events, of the whole call."""
     call_ns: Estimate
-    """The same of the whole call by the host's clock, with every copy."""
+    """Like `latency_ns`, but of the whole call by the host's clock, with every copy."""
     p99_ns: int | None
     """Of all the times behind `latency_ns` together; None with too few for a 99th percentile."""
     items_per_second: Estimate
@@ -235,7 +235,7 @@ class CellResult(Record, frozen=True, kw_only=True):
 
 
 class ConfigurationResult(Record, frozen=True, kw_only=True):
-    """What one configuration cost before its first answer, over all rounds."""
+    """The start-up cost of one configuration, over all rounds."""
 
     configuration: Configuration
     item: str
@@ -304,7 +304,7 @@ class BreakEven(Record, frozen=True, kw_only=True):
 
 
 class Matrix(Record, frozen=True, kw_only=True):
-    """Everything measured and found. Fields are only added, with a default."""
+    """All results of a matrix. Fields are only added, with a default."""
 
     FILE: ClassVar[str] = "matrix.json"
 

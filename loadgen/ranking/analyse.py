@@ -51,7 +51,7 @@ _JOINED = {"kernel": "kernels", "python": "Python versions", "virtualisation": "
 
 @dataclass(frozen=True, slots=True)
 class RankInput:
-    """What one result holds: `environment` None means that it failed before it knew its machine."""
+    """The options of one result. `environment` is None if the run failed before it recorded its machine."""
 
     name: str
     environment: Environment | None
@@ -245,7 +245,7 @@ def _length(environment: Environment, workload: Workload) -> str | None:
 
 
 def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | None, str]:
-    """What an arm did in a workload, or why that is not ranked; no reason for a workload of another kind."""
+    """An arm's point in a workload, or why it is not ranked; the reason is empty for a workload of another kind."""
     if any(
         comparison.scenario == workload.name
         and label in (comparison.baseline, comparison.arm)
@@ -313,7 +313,7 @@ def _estimate(value: float, interval: Interval | None) -> Estimate:
 
 
 def cost_per_million(price_per_hour: float, items_per_second: Estimate) -> Estimate:
-    """The interval is that of the throughput, turned round; a bound at or below 0 gives no bound."""
+    """Cost per million items with the inverted interval of the throughput; a bound at or below 0 gives no bound."""
 
     def cost(rate: float | None) -> float | None:
         return None if rate is None or rate <= 0.0 else price_per_hour / (rate * _SECONDS_PER_HOUR) * MILLION
@@ -347,7 +347,7 @@ def rank(
     price_file: str = "",
     example_prices: bool = False,
 ) -> RankResult:
-    """Rank what results hold, only this model and precision if given."""
+    """Rank the options of results, only those of this model and precision if given."""
     machines = tuple(replace(machine, prices=prices_of(machine, prices)) for machine in join_machines(list(reads)))
     by_id = {machine.id: machine for machine in machines}
     groups: dict[Work, list[Candidate]] = {}

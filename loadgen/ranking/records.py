@@ -99,7 +99,7 @@ class Point(Record, frozen=True, kw_only=True):
 
 
 class Work(Record, frozen=True, kw_only=True):
-    """What must be equal before two options are ranked against each other."""
+    """The work that options must share to be ranked against each other."""
 
     source: Source
     """Items through an engine and items through a server are not the same work."""

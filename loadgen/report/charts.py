@@ -81,7 +81,7 @@ def label_text(text: str) -> str:
 
 
 def rounded(value: float) -> float:
-    """Six significant digits; a picture needs no more, and the file is a third smaller."""
+    """Round to six significant digits: enough for a picture, and the file is a third smaller."""
     return significant(value, 6)
 
 
@@ -114,7 +114,7 @@ def line(
 
 
 def tall(result: Result, height: int) -> int:
-    """The height of a chart whose legend names the arms, from the height for two."""
+    """The height of a chart whose legend names every arm; `height` is that for two arms."""
     return height + 22 * (len(result.experiment.arms) - 2)
 
 

@@ -206,7 +206,7 @@ class RichProgress(MovingLine, Progress):
 
 
 def clock(seconds: float) -> str:
-    """m:ss."""
+    """A duration as m:ss."""
     whole = max(0, round(seconds))
     return f"{whole // 60:2d}:{whole % 60:02d}"
 
@@ -291,7 +291,7 @@ class EngineProgress(MovingLine, MatrixProgress):
     """What `abserve engines` shows while it measures."""
 
     def now(self, text: str) -> None:
-        """Change the moving line; a log gets a line of preparations alone, since every visit has its own."""
+        """Change the moving line; a log gets a line only for preparations, because every visit has its own line."""
         self._now = text
         if not self._console.is_terminal and not text.startswith("round "):
             self._say(text)

@@ -385,7 +385,7 @@ def _before_ready(subject: Subject, protocol: Protocol) -> Seen:
 
 
 def _ready(subject: Subject, protocol: Protocol) -> bool | None:
-    """None when nothing answers."""
+    """Whether the server reports that it is ready; None when nothing answers."""
     if protocol is Protocol.GRPC:
         answer = subject.grpc_client().call("ServerReady", b"", 2.0)
         return bool(answer.body) if answer.succeeded else None  # ready: true takes two bytes, false takes no bytes

@@ -241,7 +241,7 @@ def _no_inputs(request: InferenceRequest) -> None:
 
 
 def _other_datatype(datatype: str) -> str:
-    """One whose elements have the same size, so that nothing else is wrong."""
+    """Another datatype whose elements have the same size, so that nothing else is wrong."""
     size = np.dtype(NUMPY_TYPES.get(datatype, np.float32)).itemsize
     return next(name for name, kind in NUMPY_TYPES.items() if name != datatype and np.dtype(kind).itemsize == size)
 
