@@ -330,8 +330,8 @@ def _terminate(server: Subject) -> Callable[[], Fact]:
 
 def _in_flight(subject: Subject, protocol: Protocol) -> Seen:
     with _new_server(subject, ready=True) as server:
-        request = server.model.request(_rows_of_a_second(server))
-        running = [start(server, protocol, request) for _ in range(IN_FLIGHT)]
+        content = server.model.request(_rows_of_a_second(server))
+        running = [start(server, protocol, content) for _ in range(IN_FLIGHT)]
         wait_until_read([request for request in running if isinstance(request, StartedRequest)])
         sleep(2 * SETTLED_SECONDS)
         left = sum(not request.done for request in running)
