@@ -39,7 +39,7 @@ def diff(
     from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import make_console, print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.result_file import ResultError
     from loadgen.verdict.run_difference import compare_runs

@@ -90,7 +90,7 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Matri
     from loadgen.engine_matrix.records import MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import check, read_offers
-    from loadgen.machine.environment import read_environment
+    from loadgen.run.machine import read_environment
 
     check_out(out)
     if out is not None and (out / MatrixPlan.FILE).exists():
@@ -109,10 +109,9 @@ def _stored(
     from loadgen.engine_matrix.records import MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import read_offers
-    from loadgen.machine.environment import read_environment
-    from loadgen.machine.fingerprint import fingerprint
     from loadgen.records.run import Environment
-    from loadgen.storage.store import StorageError
+    from loadgen.run.machine import fingerprint, read_environment
+    from loadgen.run.storage import StorageError
 
     store = MatrixStore(folder)
     try:
@@ -151,7 +150,7 @@ def _run(
     from loadgen.engine_matrix.measure import run_matrix
     from loadgen.report.progress import EngineProgress
     from loadgen.report.renderers.terminal import make_console
-    from loadgen.storage.store import StorageError
+    from loadgen.run.storage import StorageError
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     console.print(

@@ -53,7 +53,7 @@ def rank(
     from loadgen.ranking.report import UnreadableError, formats, ranking_document, read_all, write_ranking
     from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.terminal import make_console, print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
 
     if spot and reserved:

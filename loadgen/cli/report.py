@@ -49,7 +49,7 @@ def report(
     from loadgen.experiment.plan import unknown
     from loadgen.exporters.mlflow import ExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.result_file import ResultError
 

@@ -11,9 +11,7 @@ from loadgen.documents import DocumentError, list_inside, read_inside, read_reco
 from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.records import Matrix, MatrixPlan, Visit
 from loadgen.records.run import Environment, Record, RunState
-from loadgen.storage.run_lock import only_run
-from loadgen.storage.store import StorageError, storage_sentence, write_whole
-from loadgen.storage.stored_run import StoredRunError
+from loadgen.run.storage import StorageError, StoredRunError, only_run, storage_sentence, write_whole
 from loadgen.verdict.result_file import ResultError
 
 VISITS = "visits"

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from loadgen.engine_matrix.analyse import has_copies
 from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix
-from loadgen.probes.gpu_proof.analyse import GpuFound
-from loadgen.probes.rate_search.records import RatesFound
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.quantities import Interval
 from loadgen.ranking.records import (
     Candidate,

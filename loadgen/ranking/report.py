@@ -18,7 +18,7 @@ from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_tex
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv
-from loadgen.storage.stored_run import StoredRunError
+from loadgen.run.storage import StoredRunError
 from loadgen.verdict.analysis import readable, stored_result
 from loadgen.verdict.result_file import FILE_NAME, ResultError, read_result, write_atomically
 

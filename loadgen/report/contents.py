@@ -1,6 +1,6 @@
 """The documents of the commands: of a result, of two results beside each other, of several runs, of a calibration.
 
-A new table of a result is one function that returns a section, listed in `CONTENTS` or in the `SECTIONS` of its probe.
+A new table of a result is one function that returns a section, listed in `CONTENTS` or in the `sections` of its probe.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from loadgen.comparison.claims import join, verdict_words
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.pairs import METRICS
 from loadgen.experiment.plan import Combination
-from loadgen.probes.registry import parts
+from loadgen.probes.registry import probes
 from loadgen.quantities import number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 from loadgen.records.run import Label, Pairing, shown
@@ -38,12 +38,15 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
 def result_document(result: Result) -> doc.Document:
     """The chapters and sections of a result in their order, for all formats."""
     base, *others = titles(result).values()
-    probes = list(parts("sections", "SECTIONS"))
+    of_probes = [probe.sections(result) for probe in probes()]
 
     def sections(title: str, makers: Sequence[MakeSection | None]) -> Iterator[doc.Section]:
-        for maker in makers:
-            of_place = [maker] if maker is not PROBES else [make for probe in probes for make in probe.get(title, ())]
-            yield from (section for make in of_place if (section := make(result)) is not None)
+        for make in makers:
+            if make is PROBES:
+                made = [section for chapters in of_probes for section in chapters.get(title, ())]
+            else:
+                made = [make(result)]
+            yield from (section for section in made if section is not None)
 
     what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.gpu_proof.analyse import GpuFound
-from loadgen.probes.rate_search.records import RatesFound
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.ranking.analyse import from_result, rank
 from loadgen.ranking.records import EXAMPLES, Price, PriceMatch, read_prices
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
