@@ -7,7 +7,7 @@ import pytest
 from loadgen.client.requests import Address, AddressError, request_head
 from loadgen.conformance.model import InferenceRequest, ServedModel
 from loadgen.records.run import Access
-from servers.launch_plan import in_path
+from servers.cli.launch import in_path
 
 
 @pytest.mark.parametrize(
