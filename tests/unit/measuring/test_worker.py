@@ -128,7 +128,7 @@ def cell_of(engine: NullEngine, inputs: Mapping[str, Array]) -> tuple[dict[str, 
 
 
 def test_both_sides_name_the_same_fields() -> None:
-    assert set(RequestCheck.__struct_fields__) == set(plan_of.Checked.__struct_fields__)
+    assert set(RequestCheck.__struct_fields__) == set(plan_of.CombinationCheck.__struct_fields__)
     specification = get_specification(IMAGE)
     inputs = {"pixel_values": np.zeros((1, 3, 224, 224), np.float32)}
     cell, _ = cell_of(NullEngine(specification, EngineSettings(kind="null")), inputs)
