@@ -336,7 +336,7 @@ def test_engines_prepare_only_the_sizes_that_were_asked_for(monkeypatch: pytest.
     class Recording(TorchEngine):
         _mode = "graph"
 
-        def _start(self, build: object, rows: object, *_: object, **__: object) -> None:  # type: ignore[override]
+        def _start(self, build: object, rows: object, *_: object, **__: object) -> None:
             seen["torch"] = rows
 
         def _check(self, *_: object) -> None:
