@@ -45,11 +45,10 @@ def report(
     """
     import webbrowser
 
-    from loadgen.engine_matrix.files import is_matrix
+    from loadgen.engine_matrix.store import is_matrix
     from loadgen.experiment.plan import unknown
     from loadgen.exporters.mlflow import ExportError, check_mlflow
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
     from loadgen.verdict.result import ResultError, readable
 
@@ -100,9 +99,8 @@ class Reported(NamedTuple):
 
 def _of_comparison(directory: Path) -> Reported:
     from loadgen.exporters.mlflow import export_result
-    from loadgen.report import write_reports
     from loadgen.report.contents import result_document
-    from loadgen.report.files import formats
+    from loadgen.report.files import formats, write_reports
     from loadgen.verdict.result import stored_result
 
     result = stored_result(directory)
@@ -113,9 +111,10 @@ def _of_comparison(directory: Path) -> Reported:
 def _of_matrix(directory: Path) -> Reported:
     from loadgen.engine_matrix import files
     from loadgen.engine_matrix.sections import matrix_document
+    from loadgen.engine_matrix.store import stored_matrix
     from loadgen.exporters.mlflow import export_matrix
 
-    matrix = files.stored_matrix(directory)
+    matrix = stored_matrix(directory)
     notes = () if files.has_parquet() else (files.NO_PARQUET,)
     write = partial(files.write_reports, directory, matrix)
     export = partial(export_matrix, matrix=matrix, folder=directory)

@@ -13,9 +13,8 @@ from loadgen.metrics.registry import METRICS, Metric, has_blocks, register
 from loadgen.metrics.summaries import figure_of
 from loadgen.records.samples import NS_PER_MS, Samples
 from loadgen.report.contents import result_document
-from loadgen.report.renderers.csv import render_csv
-from loadgen.report.renderers.junit import render_junit
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.tables import render_csv, render_junit
 from loadgen.stats.percentiles import Values
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, workloads, write_run

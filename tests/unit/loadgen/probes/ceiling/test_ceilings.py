@@ -30,7 +30,7 @@ from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from servers.engines.interface import EngineDescription
-from servers.engines.measurement import BatchMeasurement
+from servers.measuring.measurement import BatchMeasurement
 from tests.golden.synthetic_run import Plan, write_run
 
 SIZES = (1, 2, 4, 8, 16, 32)
