@@ -22,14 +22,14 @@ import msgspec
 
 from loadgen.bench.arms import Arm
 from loadgen.bench.preparation import Inputs
-from loadgen.client.bodies import AnswerError, choose_items
+from loadgen.client.bodies import Variation, choose_items, find_variation
+from loadgen.client.connection import ConnectionRefused
 from loadgen.client.endpoint import Signature
-from loadgen.client.exchange import ConnectionRefused
 from loadgen.client.inputs import InputError, SampleInputs
+from loadgen.client.messages import KeptAnswer, Open, Outcome
+from loadgen.client.outputs import AnswerError
+from loadgen.client.traffic import unpacked
 from loadgen.client.transports import Target, prepare, read_answer
-from loadgen.client.variation import Variation, find_variation
-from loadgen.generator.kept_answers import unpacked
-from loadgen.generator.messages import KeptAnswer, Open, Outcome
 from loadgen.probes.answers.records import AnswersCompared
 from loadgen.records.parity import ParityCase, ParityRecord
 from loadgen.records.run import REQUEST_TIMEOUT_S, Label, Workload

@@ -14,10 +14,10 @@ import msgspec
 
 from loadgen.bench.server_statistics import ServerStatistics
 from loadgen.client.endpoint import Endpoint, EndpointError, Signature
+from loadgen.client.messages import Open, Prepare
 from loadgen.client.transports import Target
 from loadgen.documents import one_line
-from loadgen.generator.messages import Open, Prepare
-from loadgen.launch.interface import Deployment
+from loadgen.launch.deployment import Deployment
 from loadgen.records.model_config import effective_settings, read_triton, step_calls
 from loadgen.records.run import REQUEST_TIMEOUT_S, ArmRecord, ArmRequest, Experiment, Transport, Workload
 from loadgen.records.samples import NS_PER_MS

@@ -15,9 +15,9 @@ from loadgen.bench.load_runner import LoadRunner
 from loadgen.bench.preparation import READY_SECONDS, Inputs, make_deployment
 from loadgen.bench.progress import Progress
 from loadgen.client.endpoint import Signature
+from loadgen.client.generator import GeneratorProcess
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import schedule
-from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import StoredBlock

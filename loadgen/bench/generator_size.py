@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import closed_loop
-from loadgen.generator.messages import Outcome
+from loadgen.client.messages import Outcome
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
 from loadgen.records.run import Experiment, Workload
 

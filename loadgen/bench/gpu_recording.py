@@ -13,9 +13,9 @@ from time import perf_counter_ns, sleep
 import msgspec
 
 from loadgen.bench.arms import Arm
+from loadgen.child_process import ChildProcess, ProcessError
 from loadgen.documents import read_json
 from loadgen.invocation import OWN_MODULE
-from loadgen.launch.process import ChildProcess, ProcessError
 from loadgen.probes.gpu_proof.records import DEFAULT_THRESHOLDS, Window
 from loadgen.records.machine import used_gpu
 from loadgen.records.run import ArmRecord, Label

@@ -15,12 +15,12 @@ from loadgen.bench.gpu_recording import GpuRecording
 from loadgen.bench.machine_watch import MachineWatch
 from loadgen.bench.progress import Progress
 from loadgen.bench.server_statistics import Snapshot
+from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.messages import Open, Outcome
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.arrivals import schedule_seed
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import ScheduledBlock
-from loadgen.generator.messages import Open, Outcome
-from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.machine.environment import utc_now
 from loadgen.records.run import BlockRecord, Label, MachineLoad, Workload, shown
 from loadgen.records.server import StageTotals

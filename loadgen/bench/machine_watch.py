@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadgen.bench.arms import Arm
-from loadgen.client.requests import Address
+from loadgen.client.connection import Address
 from loadgen.documents import one_line
-from loadgen.launch.listeners import is_here
+from loadgen.launch.deployment import is_here
 from loadgen.records.run import MachineLoad
 
 PROC = Path("/proc")

@@ -49,7 +49,7 @@ def check_export(mlflow: str | None) -> None:
     """End the command before it measures if it could not export to MLflow."""
     if mlflow is None:
         return
-    from loadgen.exporters.mlflow import ExportError, check_mlflow
+    from loadgen.report.mlflow import ExportError, check_mlflow
 
     try:
         check_mlflow(mlflow)
@@ -68,7 +68,7 @@ def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, f
         complain(warning, style="bold yellow")
     if mlflow is None:
         return
-    from loadgen.exporters.mlflow import ExportError, export_matrix, export_result
+    from loadgen.report.mlflow import ExportError, export_matrix, export_result
 
     try:
         if isinstance(result, Result):

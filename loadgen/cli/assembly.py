@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
+from loadgen.client.connection import Address, AddressError
 from loadgen.client.grpc import parse_grpc_address
-from loadgen.client.input_files import image_folder
-from loadgen.client.inputs import InputError
-from loadgen.client.requests import Address, AddressError
+from loadgen.client.inputs import InputError, image_folder
 from loadgen.client.tls import TlsError, tls_context
 from loadgen.experiment.padding import decide_padding
 from loadgen.experiment.plan import (
@@ -153,7 +152,7 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     with the padding that every arm can do. Raises `PlanError`."""
     from loadgen.bench.preparation import make_deployment, make_inputs, model_name, prepare_inputs
     from loadgen.client.endpoint import EndpointError
-    from loadgen.launch.interface import Deployment, DeploymentError, RemoteDeployment
+    from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
     from loadgen.storage.store import RunStore
 
     checked: dict[tuple[Label, str], Deployment] = {}

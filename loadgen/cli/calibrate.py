@@ -48,12 +48,12 @@ def calibrate(
     check_files({"--out": out, "--json": json_file})
     # After the argument checks: grpc takes half a second to import.
     from loadgen.bench.interruption import interruptible
-    from loadgen.calibration.measurement import CalibrationRequest
-    from loadgen.calibration.measurement import calibrate as measure
     from loadgen.machine.calibration import CalibrationError, default_path, write_calibration
     from loadgen.report.calibration import calibration_document
     from loadgen.report.console import make_console
     from loadgen.report.renderers.terminal import print_document
+    from loadgen.run.calibrate import CalibrationRequest
+    from loadgen.run.calibrate import calibrate as measure
 
     request = CalibrationRequest(
         transports=chosen,

@@ -47,8 +47,8 @@ def report(
 
     from loadgen.engine_matrix.files import is_matrix
     from loadgen.experiment.plan import unknown
-    from loadgen.exporters.mlflow import ExportError, check_mlflow
     from loadgen.report.console import make_console
+    from loadgen.report.mlflow import ExportError, check_mlflow
     from loadgen.report.renderers.terminal import print_document
     from loadgen.storage.stored_run import StoredRunError
     from loadgen.verdict.analysis import readable
@@ -100,10 +100,10 @@ class Reported(NamedTuple):
 
 
 def _of_comparison(directory: Path) -> Reported:
-    from loadgen.exporters.mlflow import export_result
     from loadgen.report import write_reports
     from loadgen.report.contents import result_document
     from loadgen.report.files import formats
+    from loadgen.report.mlflow import export_result
     from loadgen.verdict.analysis import stored_result
 
     result = stored_result(directory)
@@ -114,7 +114,7 @@ def _of_comparison(directory: Path) -> Reported:
 def _of_matrix(directory: Path) -> Reported:
     from loadgen.engine_matrix import files
     from loadgen.engine_matrix.sections import matrix_document
-    from loadgen.exporters.mlflow import export_matrix
+    from loadgen.report.mlflow import export_matrix
 
     matrix = files.stored_matrix(directory)
     notes = () if files.has_parquet() else (files.NO_PARQUET,)

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from loadgen.client.exchange import ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.connection import Address, ConnectionRefused, Exchange
+from loadgen.client.http import HttpConnection, Request, request_head
 from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 

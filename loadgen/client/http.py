@@ -13,12 +13,28 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter_ns
+from urllib.parse import quote
 
-from loadgen.client.exchange import MOST_ANSWER_BYTES, Deadline, Exchange, find_header
-from loadgen.client.greenlet_socket import AnySocket, GreenletSocket
-from loadgen.client.requests import Address, Request, assemble, open_socket, send_parts
+from loadgen.client.connection import (
+    MOST_ANSWER_BYTES,
+    Address,
+    AnySocket,
+    Deadline,
+    Exchange,
+    GreenletSocket,
+    Pieces,
+    assemble,
+    find_header,
+    open_socket,
+    send_parts,
+)
 from loadgen.client.tls import reason
+from loadgen.headers import secret_of
+
+_UNQUOTED = "/-._~%!$&'()*+,;=:@?"
+"""Characters that are not quoted in a path whose names are quoted already."""
 
 _BUFFER_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
@@ -28,6 +44,32 @@ _NO_HEAD = b"\0"
 """The beginning of no response."""
 _MOST_DIGITS = 10
 """Most digits of a Content-Length or a chunk size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One HTTP request, ready to send. Requests to several servers share `body`; `payload_bytes` of it are tensors.
+    `pieces` are the body's if a part of it varies."""
+
+    head: bytes
+    body: bytes = b""
+    payload_bytes: int = 0
+    pieces: Pieces = ()
+
+
+def request_head(
+    method: str, path: str, address: Address, *, content_length: int = 0, headers: dict[str, str] | None = None
+) -> bytes:
+    """The request line and headers, with those of the address. They ask for `identity`, since Triton compresses if it
+    may (8.7 → 38 ms)."""
+    fields = {"Host": address.authority, "Accept-Encoding": "identity"}
+    if content_length or method == "POST":
+        fields["Content-Length"] = str(content_length)
+    fields |= headers or {}
+    fields |= {name: secret_of(value) for name, value in address.access.header.items()}
+    lines = [f"{method} {quote(address.base_path + path, safe=_UNQUOTED)} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
 class _ResponseError(Exception):

@@ -2,7 +2,7 @@
 
 Every request is written into POSIX shared memory once, before the measurement, into a slot with room for its answer
 (`SlotPool`). A measured request names the places of a slot; only the few bytes that make its inputs new are written
-(`loadgen.client.variation`).
+(`loadgen.client.bodies`).
 
 A name in /dev/shm exists only until the server has mapped it, some milliseconds; then it is unlinked, so that even a
 killed process leaves no memory behind. `sweep` removes the names that a process killed in those milliseconds leaves.
@@ -25,11 +25,10 @@ import msgspec
 import tritonclient.http as triton_http
 
 from loadgen.client.bodies import RawTensor
-from loadgen.client.exchange import ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection
-from loadgen.client.inputs import Array
-from loadgen.client.outputs import byte_size, elements_end, read_document, read_tensor
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.connection import Address, ConnectionRefused, Exchange
+from loadgen.client.http import HttpConnection, Request, request_head
+from loadgen.client.inputs import Array, elements_end
+from loadgen.client.outputs import byte_size, read_document, read_tensor
 from loadgen.documents import DocumentError, one_line
 
 FOLDER = Path("/dev/shm")

@@ -11,16 +11,22 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.bodies import AnswerError, PreparedBody, RawTensor, failure_message, prepare_body, raw_tensors
+from loadgen.client.bodies import (
+    FreshItems,
+    FreshNumbers,
+    PreparedBody,
+    RawTensor,
+    Variation,
+    prepare_body,
+    raw_tensors,
+)
+from loadgen.client.connection import MOST_ANSWER_BYTES, Address, Connection, Exchange, cut, failure_message
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.exchange import MOST_ANSWER_BYTES, Connection, Exchange
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection
+from loadgen.client.http import HttpConnection, Request
 from loadgen.client.inputs import Array, InputError, SampleInputs
-from loadgen.client.outputs import HEADER_LENGTH, byte_size, read_body, read_message
-from loadgen.client.requests import Address, Request, cut
+from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
 from loadgen.client.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
-from loadgen.client.variation import FreshItems, FreshNumbers, Variation
 from loadgen.documents import DocumentError
 from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
 

@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from loadgen.client.requests import Address, AddressError
+from loadgen.client.connection import Address, AddressError
 from loadgen.conformance.model import Model
 from loadgen.conformance.records import Answer, SkippedError
 from loadgen.conformance.subject import READY_SECONDS, Subject, SubjectError
 from loadgen.conformance.wire import GrpcClient
 from loadgen.invocation import ABSERVE
+from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import DeploymentError
 
 SMALL_BODY_BYTES = 4_000_000
 SMALL_QUEUE = 2

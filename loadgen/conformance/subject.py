@@ -22,7 +22,7 @@ from loadgen.conformance.model import HEADER, Body, Model
 from loadgen.conformance.records import Answer, NotApplicableError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
-from loadgen.launch.interface import DeploymentError, RemoteDeployment
+from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 
 GOLDEN_TOLERANCE = 1e-5
 ANSWER_SECONDS = 20.0

@@ -24,16 +24,16 @@ from loadgen.bench.interruption import interruptible, uninterrupted
 from loadgen.bench.load_runner import LoadError
 from loadgen.bench.preparation import PreparationError, describe_inputs, export_artefacts, make_inputs, prepare_inputs
 from loadgen.bench.progress import Progress
+from loadgen.child_process import ProcessError
+from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import EndpointError
+from loadgen.client.generator import GeneratorError
 from loadgen.client.inputs import InputError
-from loadgen.client.requests import AddressError
 from loadgen.experiment.padding import padding_in_words
 from loadgen.experiment.plan import sized
 from loadgen.experiment.schedule import load_workloads, schedule
-from loadgen.generator.process import GeneratorError
 from loadgen.invocation import ABSERVE
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.process import ProcessError
+from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.work_folder import work_folder
 from loadgen.machine.calibration import own_calibration
 from loadgen.machine.environment import read_environment, utc_now

@@ -13,8 +13,8 @@ from loadgen.bench.bench import Bench
 from loadgen.bench.preparation import READY_SECONDS, make_deployment, model_name
 from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.launch.compose import ComposeDeployment, require_one_way
+from loadgen.launch.deployment import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import ArmRecord, Label, option_of, shown
 from loadgen.stats.agreement import Tolerance

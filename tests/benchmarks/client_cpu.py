@@ -46,13 +46,13 @@ from pathlib import Path
 from locust import FastHttpUser, task
 from locust.env import Environment
 from locust.exception import StopUser
-from loadgen.calibration.measurement import signature, write_images
-from loadgen.client.requests import Address
+from loadgen.run.calibrate import signature, write_images
+from loadgen.client.connection import Address
 from loadgen.client.inputs import read_inputs
 from loadgen.records.samples import SampleWriter
 from loadgen.client.transports import Target, prepare
-from loadgen.generator.users import Traffic
-from loadgen.client.variation import FreshItems, FreshNumbers, find_variation
+from loadgen.client.traffic import Traffic
+from loadgen.client.bodies import FreshItems, FreshNumbers, find_variation
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")

@@ -19,14 +19,14 @@ from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, LoadRunner
 from loadgen.bench.progress import Progress
+from loadgen.child_process import ProcessError
+from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import EndpointError
+from loadgen.client.generator import GeneratorError
 from loadgen.client.inputs import InputError
-from loadgen.client.requests import AddressError
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import has_load, interleave
-from loadgen.generator.process import GeneratorError
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.process import ProcessError
+from loadgen.launch.deployment import DeploymentError
 from loadgen.probes.causes.plan import (
     changed_settings,
     fit_into,

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from loadgen.client.requests import Address
+from loadgen.client.connection import Address
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_workloads
 from loadgen.probes.causes.analyse import Pairs, difference, mean_pairs

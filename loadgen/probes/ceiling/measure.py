@@ -14,7 +14,7 @@ import msgspec
 
 from loadgen.bench.interruption import uninterrupted
 from loadgen.bench.progress import Progress
-from loadgen.launch.process import ChildProcess, ProcessError
+from loadgen.child_process import ChildProcess, ProcessError
 from loadgen.probes.ceiling.plan import NAMED, SECONDS_A_SIZE, EngineRun, plan_ceilings
 from loadgen.probes.ceiling.records import Ceiling, Ceilings, EngineDocument
 from loadgen.records.run import ArmRecord, Experiment, shown

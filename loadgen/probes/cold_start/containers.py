@@ -14,13 +14,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from loadgen.client.bodies import PreparedBody, failure_message
-from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.bodies import PreparedBody
+from loadgen.client.connection import Address, ConnectionRefused, failure_message
 from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address
-from loadgen.launch.compose import ComposeDeployment
-from loadgen.launch.containers import LogLine, wall_to_monotonic_ns
-from loadgen.launch.interface import DeploymentError
+from loadgen.launch.compose import ComposeDeployment, LogLine, wall_to_monotonic_ns
+from loadgen.launch.deployment import DeploymentError
 from loadgen.probes.cold_start.records import Caches, ContainerColdStart
 from loadgen.records.run import Label
 

@@ -13,15 +13,15 @@ from random import Random
 from loadgen.bench.arms import Arm
 from loadgen.bench.preparation import READY_SECONDS, Inputs
 from loadgen.bench.progress import Progress
-from loadgen.client.bodies import choose_items, failure_message, prepare_body
+from loadgen.client.bodies import choose_items, prepare_body
+from loadgen.client.connection import ConnectionRefused, failure_message
 from loadgen.client.endpoint import Signature
-from loadgen.client.exchange import ConnectionRefused
 from loadgen.client.transports import Body, prepare
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import arm_orders
 from loadgen.launch.compose import ComposeDeployment
+from loadgen.launch.deployment import DeploymentError, StartTimes
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import DeploymentError, StartTimes
 from loadgen.probes.cold_start.containers import measure_container_cold_start
 from loadgen.probes.cold_start.records import Caches, ColdStart, ContainerColdStart
 from loadgen.records.run import ArmRecord, Experiment, Label, shown

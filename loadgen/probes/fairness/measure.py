@@ -23,13 +23,11 @@ import psutil
 
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
-from loadgen.client.bodies import failure_message
+from loadgen.client.bodies import DIGITS, find_variation
+from loadgen.client.connection import Address, ConnectionRefused, failure_message
 from loadgen.client.endpoint import EndpointError, Signature
-from loadgen.client.exchange import ConnectionRefused
 from loadgen.client.inputs import InputError, SampleInputs
-from loadgen.client.requests import Address
 from loadgen.client.transports import Target, prepare
-from loadgen.client.variation import DIGITS, find_variation
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import has_load
 from loadgen.machine.environment import utc_now

@@ -14,11 +14,11 @@ from loadgen.bench.bench import Bench
 from loadgen.bench.gpu_recording import GpuRecording
 from loadgen.bench.load_runner import LoadError
 from loadgen.bench.preparation import READY_SECONDS, make_deployment
+from loadgen.child_process import ProcessError
 from loadgen.client.endpoint import EndpointError
+from loadgen.client.generator import GeneratorError
 from loadgen.experiment.schedule import ScheduledBlock, has_load
-from loadgen.generator.process import GeneratorError
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.process import ProcessError
+from loadgen.launch.deployment import DeploymentError
 from loadgen.probes.gpu_proof.analyse import ControlRun, assess_run
 from loadgen.probes.gpu_proof.readings import ReadingsError
 from loadgen.records.run import ArmRequest, Experiment, Label, Workload, setting_key, shown

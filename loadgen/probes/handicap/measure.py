@@ -19,12 +19,12 @@ from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, LoadRunner, closed_loop
 from loadgen.bench.progress import Progress
+from loadgen.child_process import ProcessError
 from loadgen.client.endpoint import EndpointError
+from loadgen.client.generator import GeneratorError
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import has_load, interleave, load_workloads
-from loadgen.generator.process import GeneratorError
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.process import ProcessError
+from loadgen.launch.deployment import DeploymentError
 from loadgen.probes.handicap.analyse import MIN_ROUNDS, estimate, ratios_of
 from loadgen.probes.handicap.records import BESIDE, PLAIN, TUNED, ArmTuning, HandicapProbes, Probe
 from loadgen.records.run import Experiment, Label, Workload, shown

@@ -16,10 +16,10 @@ import msgspec
 
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, closed_loop, common_fields
+from loadgen.client.messages import Open, Outcome
 from loadgen.comparison.loops import measured_answers, throughput_per_s
 from loadgen.experiment.arrivals import arrival_count, schedule_seed
 from loadgen.experiment.schedule import ScheduledBlock, search_schedule
-from loadgen.generator.messages import Open, Outcome
 from loadgen.machine.environment import utc_now
 from loadgen.probes.rate_search.analyse import rung_of, search_from
 from loadgen.probes.rate_search.records import RampRung, Trial

@@ -14,9 +14,9 @@ import pytest
 
 import loadgen.launch.compose as compose
 from loadgen.bench.progress import Progress
-from loadgen.launch.containers import LogLine, State
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.ports import PortReservation
+from loadgen.launch.compose import LogLine, State
+from loadgen.launch.deployment import DeploymentError
+from loadgen.launch.embedded import PortReservation
 from loadgen.probes.cold_start.analyse import ColdStartsFound
 from loadgen.probes.cold_start.records import ColdStart, ContainerColdStart
 from loadgen.records.run import ArmRequest, RunState, Workload

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.arms import Arm
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import RemoteDeployment
 from loadgen.records.run import ArmRecord, ArmRequest
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -23,7 +23,7 @@ import simplejpeg
 import tritonclient.http as http_client
 
 from loadgen.bench.arms import Arm
-from loadgen.launch.interface import RemoteDeployment
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.records.run import ArmRequest
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings

@@ -52,13 +52,13 @@ def of_probes(*modules: str) -> tuple[str, ...]:
 # before the storage that reads them, then what it computes, what it measures and what it shows. What needs a part of
 # every probe gets it from the registry, which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "stats", "client", "launch",
-    "experiment", "generator", "locustfile", "probes.registry", *of_probes("records"), "probes.gpu_proof.readings",
+    "quantities", "documents", "strict_yaml", "headers", "invocation", "child_process", "records", "stats",
+    "experiment", "client", "launch", "locust", "probes.registry", *of_probes("records"), "probes.gpu_proof.readings",
     "engine_matrix.records", "storage", "comparison", "probes", "verdict", "engine_matrix", "ranking.records",
     "ranking.prices", "ranking.candidates", "ranking.analyse", "machine", "bench", *of_probes(*MEASURING),
     "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts", "report.machine",
     "report.renderers", *of_probes("sections"), "engine_matrix.charts", "engine_matrix.tables",
-    "engine_matrix.sections", "engine_matrix.files", "ranking", "run", "calibration",
+    "engine_matrix.sections", "engine_matrix.files", "ranking", "run",
     "report", "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
@@ -79,7 +79,6 @@ IMPURE = {
     "threading",
     "loadgen.client",
     "loadgen.launch",
-    "loadgen.generator",
     "loadgen.bench",
     "loadgen.run",
 }

@@ -14,8 +14,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.exporters.load import BOUNDS_S, DurationCounts, LoadCollector, LoadCounts
-from loadgen.exporters.runs import SILENT_SECONDS, RunsCollector
+from loadgen.locust.metrics import BOUNDS_S, DurationCounts, LoadCollector, LoadCounts
+from loadgen.report.prometheus import SILENT_SECONDS, RunsCollector
 from loadgen.storage.run_lock import running
 
 

@@ -20,17 +20,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.input_files import write_given
-from loadgen.client.inputs import InputError
+from loadgen.client.inputs import InputError, write_given
 from loadgen.documents import MOST_RECORD_BYTES
 from loadgen.engine_matrix.files import write_reports
 from loadgen.engine_matrix.records import Visit
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.entry import build
-from loadgen.exporters.runs import RunsCollector
 from loadgen.machine.calibration import CalibrationError, read_calibration
 from loadgen.probes.gpu_proof.records import EvidenceFile
 from loadgen.records.samples import SAMPLE_DTYPE, part_path
+from loadgen.report.prometheus import RunsCollector
 from loadgen.storage.run_lock import is_running, running
 from loadgen.storage.store import StorageError, write_whole
 from loadgen.storage.stored_run import read_run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.launch.process import ChildProcess
+from loadgen.child_process import ChildProcess
 from servers.launch_plan import cause_in
 from servers.triton.log import CAUSES, relevant_lines
 

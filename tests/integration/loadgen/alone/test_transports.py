@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from loadgen.bench.answers import ParityTarget, check_parity
+from loadgen.client.connection import ConnectionRefused
 from loadgen.client.endpoint import Endpoint
-from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
+from loadgen.client.messages import Open, Outcome, Prepare
 from loadgen.client.transports import TRANSPORTS, Target, prepare, read_answer
 from loadgen.experiment.arrivals import due_offsets_ns
-from loadgen.generator.messages import Open, Outcome, Prepare
-from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.run import Transport
@@ -255,7 +255,7 @@ def test_a_killed_generator_leaves_no_memory(server: EmbeddedDeployment, samples
     open_block(generator, arm, samples, "uint8")
     assert len(registered(server.url)) == 1 + USERS, "the requests, and a slot for each user"  # type: ignore[arg-type]
     assert regions_of_load() == [], "the names are gone as soon as the server has mapped them"
-    child = next(p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline())
+    child = next(p for p in psutil.Process().children() if "loadgen.client.worker" in p.cmdline())
     child.kill()
     with pytest.raises(GeneratorError):
         generator.go(Open(url="", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=1, timeout_s=1))

@@ -17,7 +17,7 @@ from rich.console import Console
 from loadgen.bench.arms import Arm
 from loadgen.bench.machine_watch import MachineWatch
 from loadgen.bench.progress import Progress
-from loadgen.launch.interface import RemoteDeployment
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.records.run import ArmRequest, Experiment, MachineLoad, RunState, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html

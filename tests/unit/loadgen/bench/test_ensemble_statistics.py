@@ -14,7 +14,7 @@ import pytest
 from loadgen.bench.arms import Arm
 from loadgen.bench.server_statistics import ensemble_totals
 from loadgen.documents import read_record
-from loadgen.launch.interface import RemoteDeployment
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.records.run import ArmRecord, ArmRequest
 from loadgen.records.server import StageTotals, StepRecord
 from tests.hostile_server import HostileServer, hostile_server

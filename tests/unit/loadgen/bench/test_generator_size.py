@@ -11,7 +11,7 @@ from loadgen.bench import generator_size
 from loadgen.bench.bench import Bench
 from loadgen.bench.generator_size import most_processes, pilot_loads, size_generator, used_share
 from loadgen.bench.load_runner import closed_loop
-from loadgen.generator.messages import Outcome
+from loadgen.client.messages import Outcome
 from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.run import Workload
 from tests.integration.loadgen.conftest import make_experiment

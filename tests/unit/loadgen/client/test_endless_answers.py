@@ -11,11 +11,19 @@ from time import monotonic, sleep
 
 import pytest
 
-from loadgen.client.exchange import ConnectionRefused
-from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection
-from loadgen.client.http2 import CONTINUATION, DATA, HEADERS, PING, SETTINGS, WINDOW_UPDATE, frame_head
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.connection import Address, ConnectionRefused
+from loadgen.client.grpc import (
+    CONTINUATION,
+    DATA,
+    HEADERS,
+    PING,
+    SETTINGS,
+    WINDOW_UPDATE,
+    GrpcConnection,
+    GrpcRequest,
+    frame_head,
+)
+from loadgen.client.http import HttpConnection, Request, request_head
 
 TIMEOUT_S = 0.5
 PATIENT_S = 30.0

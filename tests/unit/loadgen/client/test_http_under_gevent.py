@@ -9,8 +9,8 @@ PATCHED = """
 from gevent import monkey; monkey.patch_all()
 import gevent, time
 from gevent.server import StreamServer
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.http import HttpConnection, Request, request_head
+from loadgen.client.connection import Address
 
 def serve(connection, _):
     while connection.recv(65536):

@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.bodies import AnswerError, RawTensor, failure_message
-from loadgen.client.exchange import GRPC_STATUS, Exchange
+from loadgen.client.bodies import RawTensor
+from loadgen.client.connection import GRPC_STATUS, Address, Exchange, failure_message
 from loadgen.client.grpc import GrpcConnection
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import NUMPY_TYPES
-from loadgen.client.requests import Address
+from loadgen.client.outputs import AnswerError
 from loadgen.client.shared_memory import Region, SharedMemoryConnection, SharedMemoryRequest, Slot, SlotPool
 from loadgen.client.transports import read_answer
 from loadgen.documents import DocumentError, read_json

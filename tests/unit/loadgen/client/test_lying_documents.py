@@ -17,7 +17,7 @@ from loadgen.bench.server_statistics import requests_seen, stage_totals
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
-from loadgen.launch.interface import RemoteDeployment
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.probes.fairness.measure import as_condition
 from loadgen.probes.fairness.records import Conditions
 from loadgen.probes.gpu_proof.decision import judge_placement

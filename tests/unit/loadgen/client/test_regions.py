@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.connection import ConnectionRefused
 from loadgen.client.shared_memory import FOLDER, Region, prefix, sweep
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import grpc
 import pytest
 
-from loadgen.client.exchange import Exchange, TlsRefused
+from loadgen.client.connection import Address, Exchange, TlsRefused, cut
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, cut, request_head
+from loadgen.client.http import HttpConnection, Request, request_head
 from loadgen.client.tls import TlsError, speaks_tls, tls_context
 from loadgen.headers import read_headers
 from loadgen.records.run import Access
@@ -273,8 +272,8 @@ from gevent import monkey; monkey.patch_all()
 import gevent, ssl, sys, time
 from gevent.pywsgi import WSGIServer
 from loadgen.records.run import Access
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.http import HttpConnection, Request, request_head
+from loadgen.client.connection import Address
 
 def answer(environ, start_response):
     body = environ["wsgi.input"].read()

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.bodies import choose_items
+from loadgen.client.bodies import FreshItems, FreshNumbers, Variation, choose_items, find_variation
+from loadgen.client.connection import Address, assemble
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import SampleInputs
-from loadgen.client.requests import Address, assemble
 from loadgen.client.shared_memory import SharedMemoryRequest
 from loadgen.client.transports import TRANSPORTS, prepare
-from loadgen.client.variation import FreshItems, FreshNumbers, Variation, find_variation
 from servers.models.corpus import jpeg_paths
 
 Image = pytest.importorskip("PIL.Image")  # comes with the extra `servers`

@@ -10,7 +10,7 @@ from loadgen.bench.preparation import model_name
 from loadgen.cli.assembly import default_out, plan_experiment
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.launch.interface import Deployment
+from loadgen.launch.deployment import Deployment
 from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, Experiment
 

@@ -1,6 +1,6 @@
 """Measures the load generator itself on this machine: its highest rate, its CPU per request, its timing error.
 
-The other side is the sink (`loadgen.calibration.sink`), in separate processes. It does less than the native server with
+The other side is the sink (`loadgen.client.sink`), in separate processes. It does less than the native server with
 a null engine (no tensors, no batcher, no threads), so with a core for each side the generator limits the rate. The
 record says whether it did.
 """
@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.calibration.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
+from loadgen.child_process import ChildProcess
 from loadgen.client.endpoint import Signature, TensorSignature
+from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.messages import Open, Outcome, Prepare
+from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.client.transports import TRANSPORTS
 from loadgen.comparison.loops import throughput_per_s
-from loadgen.generator.messages import Open, Outcome, Prepare
-from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
-from loadgen.launch.process import ChildProcess
 from loadgen.launch.work_folder import work_folder
 from loadgen.machine.calibration import CalibrationError, read_machine
 from loadgen.machine.environment import command_line, utc_now
@@ -69,7 +69,7 @@ class SinkProcesses:
         ports = {"port": 0, "grpc_port": 0}
         try:
             for number in range(count):
-                argv = [*OWN_MODULE, "loadgen.calibration.sink"]
+                argv = [*OWN_MODULE, "loadgen.client.sink"]
                 argv += ["--port", str(ports["port"]), "--grpc-port", str(ports["grpc_port"])]
                 process = ChildProcess(argv, log_path=folder / f"sink-{number}.log", pipes=True)
                 self._processes.append(process)

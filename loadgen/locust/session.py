@@ -16,20 +16,25 @@ from typing import Any
 import msgspec
 from locust import User
 
-from loadgen.client.bodies import choose_items
+from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
+from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, Signature
-from loadgen.client.exchange import ConnectionRefused
-from loadgen.client.expected_outputs import ExpectedOutputs
 from loadgen.client.grpc import parse_grpc_address
-from loadgen.client.input_files import image_folder, read_given
-from loadgen.client.inputs import InputError, SampleInputs, read_inputs, served_model, write_samples
-from loadgen.client.requests import Address, AddressError
+from loadgen.client.inputs import (
+    InputError,
+    SampleInputs,
+    image_folder,
+    read_given,
+    read_inputs,
+    served_model,
+    write_samples,
+)
+from loadgen.client.outputs import ExpectedOutputs
+from loadgen.client.traffic import Traffic
 from loadgen.client.transports import TRANSPORTS, Target, prepare_bodies
-from loadgen.client.variation import FreshNumbers, find_variation
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
-from loadgen.generator.users import Traffic
 from loadgen.headers import HeaderError, read_headers
-from loadgen.locustfile.workers import WorkerFile
+from loadgen.locust.workers import WorkerFile
 from loadgen.records.payloads import DEFAULT_NAME, PAYLOADS, implied_payload, inputs_in_words, reference, served_name
 from loadgen.records.run import Access, Arrivals, Transport
 from loadgen.records.samples import SampleWriter

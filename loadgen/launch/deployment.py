@@ -1,28 +1,91 @@
-"""One server of a comparison, wherever it runs: how it is started, found and stopped."""
+"""A server of a comparison: how it is started, found and stopped, wherever it runs; and a server at a URL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 
+import psutil
+
+from loadgen.child_process import cpu_ns, tree
+from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
 from loadgen.client.endpoint import Endpoint, Signature, named, unmeasurable
-from loadgen.client.exchange import ConnectionRefused, TlsRefused
 from loadgen.client.grpc import GrpcConnection, parse_grpc_address
 from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address
 from loadgen.client.tls import speaks_tls
 from loadgen.documents import one_line
-from loadgen.launch.listeners import Roots, cpu_ns, find_listeners, tree
 from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.payloads import without_backend
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
+RELAYS = frozenset(
+    {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
+     "traefik", "caddy", "kubectl", "socat"}
+)  # fmt: skip
+"""Programs that only forward requests: the process that listens is not the one that computes."""
+Roots = tuple[psutil.Process, ...]
+
 RUNNING_READY_SECONDS = 5.0
 """How long a server at a URL, which runs already, may take to be ready."""
 _POLL_SECONDS = 0.005
+
+
+def find_listeners(address: Address) -> tuple[Roots, str | None]:
+    """The processes that listen at an address; without any, the reason as the end of a sentence."""
+    if not is_here(address.host):
+        return (), "it runs on another machine"
+    try:
+        ips = [str(found[4][0]) for found in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)]
+        sockets = _listening(psutil.net_connections("tcp"), address.port)
+        chosen = next((those for ip in ips if (those := _taking(sockets, ip))), [])
+        if not chosen:
+            return (), f"no process that this program can see listens on port {address.port}"
+        if any(one.pid is None for one in chosen):
+            return (), f"the process on port {address.port} belongs to another user or is in another container"
+        roots = {_root(psutil.Process(one.pid), address.port) for one in chosen}
+        names = {root.name() for root in roots}
+    except (psutil.Error, OSError) as exc:
+        return (), f"the processes of this machine cannot be read ({exc})"
+    if RELAYS & names:
+        return (), f"{min(RELAYS & names)} listens on port {address.port} and only forwards requests"
+    if os.getpid() in {process.pid for process in tree(roots)}:  # as with a socket of systemd
+        return (), f"the process on port {address.port} is this program or a parent of it"
+    return tuple(sorted(roots, key=lambda root: root.pid)), None
+
+
+def is_here(host: str) -> bool:
+    """Whether an address belongs to this machine: a socket can only be bound to its addresses."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _listening(sockets: Sequence[Any], port: int) -> list[Any]:
+    return [one for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr[1:2] == (port,)]
+
+
+def _taking(sockets: Sequence[Any], ip: str) -> list[Any]:
+    """The sockets that take connections to an address: those bound to it, else to all addresses."""
+    wildcards = ["::"] if ":" in ip else ["0.0.0.0", "::"]
+    return next((those for bound in (ip, *wildcards) if (those := [s for s in sockets if s.laddr[0] == bound])), [])
+
+
+def _root(process: psutil.Process, port: int) -> psutil.Process:
+    """The topmost of the parents that share the socket: a server's workers inherit it."""
+    with suppress(psutil.Error):
+        while (parent := process.parent()) is not None and _listening(parent.net_connections("tcp"), port):
+            process = parent
+    return process
 
 
 class DeploymentError(Exception):

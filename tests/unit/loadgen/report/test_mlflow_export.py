@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from loadgen.cli import after
 from loadgen.cli.report import report
-from loadgen.exporters import mlflow
-from loadgen.exporters.mlflow import ExportError, check_mlflow, export_matrix, export_result, key_of
+from loadgen.report import mlflow
 from loadgen.report.contents import result_document
+from loadgen.report.mlflow import ExportError, check_mlflow, export_matrix, export_result, key_of
 from loadgen.verdict.result_file import read_result
 from tests.synthetic_matrix import cell, configuration, matrix
 

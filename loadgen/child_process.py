@@ -8,14 +8,12 @@ import re
 import select
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, perf_counter_ns
 
 import psutil
-
-from loadgen.launch.listeners import cpu_ns, tree
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -179,3 +177,23 @@ class ChildProcess:
                 with suppress(OSError):
                     pipe.close()
         psutil.wait_procs([process for process in tree if process.pid != self.pid], timeout=2.0)
+
+
+def tree(roots: Iterable[psutil.Process]) -> tuple[psutil.Process, ...]:
+    """The processes that are alive now with all their descendants."""
+    found: dict[int, psutil.Process] = {}
+    for root in roots:
+        with suppress(psutil.NoSuchProcess):
+            found |= {process.pid: process for process in (root, *root.children(recursive=True))}
+    return tuple(found.values())
+
+
+def cpu_ns(processes: Iterable[psutil.Process]) -> int | None:
+    """CPU time of the processes so far (kernel resolution: 10 ms), with that of their children that have ended, so that
+    it does not fall when one is restarted; None when they are gone."""
+    seconds = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            times = process.cpu_times()
+            seconds.append(times.user + times.system + times.children_user + times.children_system)
+    return int(sum(seconds) * 1e9) if seconds else None

@@ -1,40 +1,63 @@
-"""The work of a load generator process: it prepares bodies and runs one block of load at a time.
+"""One process of the load generator: `python -m loadgen.client.worker` reads commands, one per line, and runs blocks.
 
-Each user is a greenlet, in a process that gevent has patched. All users of a block connect first, then settle: each has
-one small request answered. Then they start together; a block ends with the last answer.
+Commands come from standard input; they and the replies are in `loadgen.client.messages`. Each user is a greenlet: this
+process is patched by gevent, its driver (`loadgen.client.generator`) is not. All users of a block connect first, then
+settle: each has one small request answered. Then they start together; a block ends with the last answer.
 """
 
+# ruff: noqa: E402 (gevent patches before anything else is imported)
 from __future__ import annotations
 
+from gevent import monkey
+
+monkey.patch_all()
+
 import gc
+import os
+import signal
 from collections.abc import Mapping, Sized
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns, process_time_ns
 
 import gevent
+import msgspec
 from gevent.event import Event
+from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
+from gevent.queue import Queue
 
-from loadgen.client.bodies import choose_items, failure_message
-from loadgen.client.exchange import Connection, ConnectionRefused
-from loadgen.client.expected_outputs import ExpectedOutputs
+from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
+from loadgen.client.connection import Connection, ConnectionRefused, failure_message
 from loadgen.client.inputs import InputError, read_inputs
+from loadgen.client.messages import (
+    CONNECT_SECONDS,
+    Abort,
+    Alive,
+    Command,
+    Done,
+    Go,
+    Message,
+    Open,
+    Outcome,
+    Prepare,
+    Refusal,
+    Reply,
+)
+from loadgen.client.outputs import ExpectedOutputs
+from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
+from loadgen.client.traffic import Claim, Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import Bodies, Target, prepare_bodies
-from loadgen.client.variation import FreshNumbers, find_variation
-from loadgen.generator.kept_answers import KeptAnswers
-from loadgen.generator.messages import CONNECT_SECONDS, Done, Go, Open, Outcome, Prepare, Refusal, Reply
-from loadgen.generator.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
-from loadgen.generator.users import Traffic
-from loadgen.generator.window import Claim, Counts, LoadWindow, shared_counts
 from loadgen.records.samples import NS_PER_S, SampleWriter
 
 _FLUSH_SECONDS = 0.5
 
 Shape = tuple[int, int | None]
 """The batch size of a body, and the length of all its items; None: of any."""
+
+_ALIVE_SECONDS = 1.0
 
 
 class BlockError(Exception):
@@ -331,3 +354,51 @@ class LocalGenerator:
             return self._block.run(command.start_ns)
         finally:
             self._block = None
+
+
+def main() -> None:
+    """Serve until standard input closes. Replies get the original standard output; other prints go to standard error,
+    where they cannot be taken for replies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what Ctrl-C does
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    generator = LocalGenerator()
+    commands: Queue[Command | None] = Queue()
+
+    def listen() -> None:
+        decoder = msgspec.json.Decoder(Command)
+        with suppress(OSError), FileObjectPosix(0, "rb") as lines:
+            for line in lines:
+                command = decoder.decode(line)
+                if isinstance(command, Abort):
+                    generator.abort(command.reason)
+                else:
+                    commands.put(command)
+        generator.abort("the program that controls the load generator has ended")
+        commands.put(None)
+
+    def say_alive() -> None:
+        while True:
+            gevent.sleep(_ALIVE_SECONDS)
+            _send(replies, Alive())
+
+    gevent.spawn(listen)
+    try:
+        while (command := commands.get()) is not None:
+            heartbeat = gevent.spawn(say_alive) if isinstance(command, Open | Go) else None
+            reply = generator.answer(command)
+            if heartbeat is not None:
+                heartbeat.kill()
+            _send(replies, reply)
+    finally:
+        generator.close()
+
+
+def _send(descriptor: int, message: Message) -> None:
+    line = memoryview(msgspec.json.encode(message) + b"\n")
+    while line:
+        line = line[os.write(descriptor, line) :]
+
+
+if __name__ == "__main__":
+    main()

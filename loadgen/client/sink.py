@@ -1,9 +1,9 @@
-"""The server of a calibration: `python -m loadgen.calibration.sink` reads requests whole and answers 2 KB.
+"""The server of a calibration: `python -m loadgen.client.sink` reads requests whole and answers 2 KB.
 
-It speaks as much HTTP and gRPC as the load generator needs and ignores the content: no model, no decoding,
-no queue, so it costs less than any server. Over gRPC it does without the gRPC library, which costs several times what
-the client does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers,
-and measures how long it kept each request, from its last byte read to just before its answer is written.
+It speaks as much HTTP and gRPC as the load generator needs and ignores the content: no model, no decoding, no queue, so
+it costs less than any server. Over gRPC it does without the gRPC library, which costs several times what the client
+does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers, and
+measures how long it kept each request, from its last byte read to just before its answer is written.
 
     --port P --grpc-port Q   0: free ports. Several processes may share them (SO_REUSEPORT)
     first line of output     {"port": …, "grpc_port": …}
@@ -24,7 +24,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.http2 import (
+from loadgen.client.grpc import (
     ACK,
     DATA,
     END_HEADERS,

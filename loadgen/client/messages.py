@@ -73,7 +73,7 @@ class Open(Message, frozen=True, kw_only=True):
     """With several workers: each takes every `parts`-th request of the same schedule, from number `part`. Numbers of
     requests are those of the whole block."""
     counts: int | None = None
-    """Descriptor of the memory in which the workers share their counts; see `loadgen.generator.window`."""
+    """Descriptor of the memory in which the workers share their counts; see `loadgen.client.traffic`."""
     first_user: int = 0
     """Number of its first user, so that no two workers' users have the same."""
     latency_bound_ns: int | None = None
