@@ -26,10 +26,10 @@ from loadgen.client.bodies import Variation, choose_items, find_variation
 from loadgen.client.connection import ConnectionRefused
 from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import InputError, SampleInputs
-from loadgen.client.messages import KeptAnswer, Open, Outcome
+from loadgen.client.messages import BlockOutcome, KeptAnswer, Open
 from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import unpacked
-from loadgen.client.transports import Target, prepare, read_answer
+from loadgen.client.transports import InferenceTarget, prepare, read_answer
 from loadgen.probes.answers.records import AnswersCompared
 from loadgen.records.parity import ParityCase, ParityRecord
 from loadgen.records.run import REQUEST_TIMEOUT_S, Label, Workload
@@ -73,7 +73,7 @@ class ParityError(Exception):
 class ParityTarget:
     """One arm in the parity check: asked over the transport of the load, with the same inputs in its payload."""
 
-    target: Target
+    target: InferenceTarget
     signature: Signature
     inputs: SampleInputs
     request_timeout_s: float = REQUEST_TIMEOUT_S
@@ -331,7 +331,7 @@ class AnswersUnderLoad:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 
-    def take(self, workload: Workload, label: Label, block: str, users: int, outcome: Outcome) -> None:
+    def take(self, workload: Workload, label: Label, block: str, users: int, outcome: BlockOutcome) -> None:
         """Take over the answers that a block of so many users has kept; `block` is its name for messages."""
         self.kept += [_Kept(workload, label, block, users, answer) for answer in outcome.answers]
 

@@ -15,7 +15,7 @@ import msgspec
 from loadgen.bench.server_statistics import ServerStatistics
 from loadgen.client.endpoint import Endpoint, EndpointError, Signature
 from loadgen.client.messages import Open, Prepare
-from loadgen.client.transports import Target
+from loadgen.client.transports import InferenceTarget
 from loadgen.documents import one_line
 from loadgen.launch.deployment import Deployment
 from loadgen.records.model_config import effective_settings, read_triton, step_calls
@@ -59,10 +59,10 @@ class Arm:
         return f"{self.model} {self.payload} {self.transport} {self.deployment.access.version} {self.signature}"
 
     @property
-    def target(self) -> Target:
+    def target(self) -> InferenceTarget:
         """The target of inference requests."""
         deployment = self.deployment
-        return Target(self.transport, deployment.url, self.model, deployment.grpc_address, deployment.access)
+        return InferenceTarget(self.transport, deployment.url, self.model, deployment.grpc_address, deployment.access)
 
     def bodies(
         self, samples: Path, signature: Signature, batch_sizes: Iterable[int], experiment: Experiment

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import closed_loop
-from loadgen.client.messages import Outcome
+from loadgen.client.messages import BlockOutcome
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
 from loadgen.records.run import Experiment, Workload
 
@@ -76,7 +76,13 @@ def _used(bench: Bench, loads: Sequence[Workload], calibration: Calibration | No
 
 
 def used_share(
-    outcome: Outcome, load: Workload, experiment: Experiment, calibration: Calibration | None, *, payload: str, of: int
+    outcome: BlockOutcome,
+    load: Workload,
+    experiment: Experiment,
+    calibration: Calibration | None,
+    *,
+    payload: str,
+    of: int,
 ) -> float:
     """The share of the ceilings of `of` processes that this load takes; 0 for a load that more processes could not
     share, because it has no more users than there are processes."""

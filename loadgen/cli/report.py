@@ -48,7 +48,7 @@ def report(
     from loadgen.engine_matrix.files import is_matrix
     from loadgen.experiment.plan import unknown
     from loadgen.report.console import make_console
-    from loadgen.report.mlflow import ExportError, check_mlflow
+    from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import print_document
     from loadgen.storage.stored_run import StoredRunError
     from loadgen.verdict.analysis import readable
@@ -68,7 +68,7 @@ def report(
                 return
             paths = found.write()
             print_document(found.document, console)
-    except (StoredRunError, ResultError, ExportError) as exc:
+    except (StoredRunError, ResultError, MlflowExportError) as exc:
         fail(str(exc))
     except OSError as exc:
         fail(
@@ -82,7 +82,7 @@ def report(
         if mlflow is not None:
             with readable(directory):
                 found.export(mlflow)
-    except (ExportError, StoredRunError) as exc:
+    except (MlflowExportError, StoredRunError) as exc:
         fail(str(exc), 1)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())

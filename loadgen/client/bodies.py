@@ -23,7 +23,7 @@ from tritonclient.utils import serialize_byte_tensor
 
 from loadgen.client.connection import Address, Pieces, cut
 from loadgen.client.endpoint import Signature, fits
-from loadgen.client.http import Request, request_head
+from loadgen.client.http import PreparedRequest, request_head
 from loadgen.client.inputs import SAMPLE_TYPES, Array, InputError, SampleInputs
 from loadgen.records.run import body_count
 
@@ -285,12 +285,12 @@ class PreparedBody:
         """Bytes of tensors in the body."""
         return len(self.body) - self.json_bytes
 
-    def request(self, address: Address, model: str) -> Request:
+    def request(self, address: Address, model: str) -> PreparedRequest:
         """The request for one server; the body is shared, not copied."""
         headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(self.json_bytes)}
         path, length = f"{address.model_path(model)}/infer", len(self.body)
         head = request_head("POST", path, address, content_length=length, headers=headers)
-        return Request(head, self.body, self.payload_bytes, self.pieces)
+        return PreparedRequest(head, self.body, self.payload_bytes, self.pieces)
 
 
 def prepare_body(

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from select import POLLIN
 from time import perf_counter_ns
-from typing import Any
-from typing import Protocol as TypingProtocol
+from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from loadgen.client.tls import Protocol, TlsError, secured, tls_context
+from loadgen.client.tls import AlpnProtocol, TlsError, secured, tls_context
 from loadgen.documents import DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
@@ -138,7 +137,7 @@ class Deadline:
         self._changed = True
 
 
-class Connection(TypingProtocol):
+class ClientConnection(Protocol):
     """One user's connection to a server: one request at a time."""
 
     @property
@@ -316,7 +315,7 @@ def model_path(model: str, version: str | None = None) -> str:
     return f"/v2/models/{quoted(model)}" + ("" if version is None else f"/versions/{quoted(version)}")
 
 
-def open_socket(address: Address, timeout_s: float, protocol: Protocol = "http/1.1") -> AnySocket:
+def open_socket(address: Address, timeout_s: float, protocol: AlpnProtocol = "http/1.1") -> AnySocket:
     """A connection without Nagle's delay, after the TLS handshake if there is one. Raises `ConnectionRefused` with a
     sentence."""
     shown = address.authority

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from loadgen.client.connection import Address, ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection, Request, request_head
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
 from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
@@ -71,9 +71,9 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     def _get(self, path: str) -> Exchange:
-        return self._send(Request(request_head("GET", path, self.address)))
+        return self._send(PreparedRequest(request_head("GET", path, self.address)))
 
-    def _send(self, request: Request) -> Exchange:
+    def _send(self, request: PreparedRequest) -> Exchange:
         """One request; a refused connection is a failed one."""
         connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=MOST_BYTES)
         try:
@@ -121,7 +121,7 @@ class Endpoint:
     def repository_index(self) -> tuple[IndexRow, ...] | None:
         """The models that the server knows, loaded or not; None if it does not list them."""
         head = request_head("POST", "/v2/repository/index", self.address, content_length=2)
-        exchange = self._send(Request(head, b"{}"))
+        exchange = self._send(PreparedRequest(head, b"{}"))
         if exchange.failure is not None or exchange.status != 200:
             return None
         try:

@@ -26,13 +26,13 @@ from loadgen.client.messages import (
     CONNECT_SECONDS,
     Abort,
     Alive,
+    BlockOutcome,
     Command,
-    Done,
+    CommandDone,
+    CommandRefusal,
     Go,
     Open,
-    Outcome,
     Prepare,
-    Refusal,
     Reply,
 )
 from loadgen.client.shared_memory import sweep
@@ -60,7 +60,7 @@ class Contribution:
     index: int
     pid: int
     command: Open
-    outcome: Outcome | None
+    outcome: BlockOutcome | None
     lost: str | None = None
 
     @property
@@ -94,7 +94,7 @@ def worker_path(path: Path, part: int) -> Path:
     return path.with_name(f"{path.stem}.worker{part}.npy")
 
 
-def merge(command: Open, parts: Sequence[Contribution]) -> Outcome:
+def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
     """One outcome, and with a `samples_path` one sample file in place of the processes' files.
 
     The samples of a lost process are kept; then the outcome has a `cut_reason`, so that the block is not complete.
@@ -114,7 +114,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> Outcome:
     workers = tuple(_record(part, samples) for part in parts)
     offsets = command.due_offsets_ns()
     first_answers = [outcome.first_answer_ns for outcome in outcomes if outcome.first_answer_ns]
-    return Outcome(
+    return BlockOutcome(
         window_start_ns=min((worker.window_start_ns for worker in workers if worker.window_start_ns), default=0),
         window_end_ns=max((worker.window_end_ns for worker in workers), default=0),
         requests=sum(worker.requests for worker in workers) if samples is None else len(samples),
@@ -228,12 +228,12 @@ class _Worker:
         """Why the block ends for the other processes too; None while this one works."""
         if self.lost is not None:
             return f"{self.name} was lost"
-        if isinstance(self.reply, Refusal):
+        if isinstance(self.reply, CommandRefusal):
             return self.reply.reason
-        return self.reply.cut_reason if isinstance(self.reply, Outcome) else None
+        return self.reply.cut_reason if isinstance(self.reply, BlockOutcome) else None
 
     def error(self) -> GeneratorError:
-        if isinstance(self.reply, Refusal):
+        if isinstance(self.reply, CommandRefusal):
             return GeneratorError(self.reply.reason)
         return GeneratorError(f"{self.name} {self.lost or f'answered {type(self.reply).__name__}'}")
 
@@ -274,7 +274,7 @@ class GeneratorProcess:
         self._ask(self._parts, limit_s, beating=True)
         self._require_done()
 
-    def go(self, command: Open) -> Outcome:
+    def go(self, command: Open) -> BlockOutcome:
         """Run the block that `command` opened; returns after its last answer. Raises `GeneratorError`."""
         start_ns = perf_counter_ns() + _LEAD_NS if len(self._parts) > 1 else None
         self._running = True
@@ -282,7 +282,7 @@ class GeneratorProcess:
         self._ask([Go(start_ns=start_ns)] * len(self._parts), limit_s, beating=True)
         return self._outcome(command)
 
-    def abort(self, command: Open, reason: str) -> Outcome | None:
+    def abort(self, command: Open, reason: str) -> BlockOutcome | None:
         """End the block early, after `go` was interrupted; None when it has not begun or gives no outcome in time."""
         if not self._running:
             return None
@@ -333,17 +333,21 @@ class GeneratorProcess:
             if worker.reply is None:
                 worker.send(Abort(reason=reason))
 
-    def _outcome(self, command: Open) -> Outcome:
+    def _outcome(self, command: Open) -> BlockOutcome:
         self._running = False
-        refused = next((worker for worker in self._asked if isinstance(worker.reply, Refusal)), None)
+        refused = next((worker for worker in self._asked if isinstance(worker.reply, CommandRefusal)), None)
         if len(self._parts) == 1 or refused is not None:
             worker = refused or self._asked[0]
-            if not isinstance(worker.reply, Outcome):
+            if not isinstance(worker.reply, BlockOutcome):
                 raise worker.error()
             return worker.reply
         contributions = [
             Contribution(
-                number, worker.child.pid, part, worker.reply if isinstance(worker.reply, Outcome) else None, worker.lost
+                number,
+                worker.child.pid,
+                part,
+                worker.reply if isinstance(worker.reply, BlockOutcome) else None,
+                worker.lost,
             )
             for number, (worker, part) in enumerate(zip(self._asked, self._parts, strict=True))
         ]
@@ -351,5 +355,5 @@ class GeneratorProcess:
 
     def _require_done(self) -> None:
         for worker in self._asked:
-            if not isinstance(worker.reply, Done):
+            if not isinstance(worker.reply, CommandDone):
                 raise worker.error()

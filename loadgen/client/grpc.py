@@ -87,7 +87,7 @@ _OF_HTTP = {b"400": INTERNAL, b"401": 16, b"403": 7, b"404": 12, b"429": UNAVAIL
 _PREFIX = Struct(">BI")
 
 
-class Http2Error(Exception):
+class Http2ConnectionError(Exception):
     """The connection cannot be used any more; the message says why."""
 
 
@@ -102,11 +102,11 @@ def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
 
 
 class Http2Connection:
-    """One connection. After an `Http2Error`, an `OSError` or a `TimeoutError` it can only be closed."""
+    """One connection. After an `Http2ConnectionError`, an `OSError` or a `TimeoutError` it can only be closed."""
 
     def __init__(self, connection: AnySocket, *, timeout_s: float, most_bytes: int) -> None:
         """Takes over a connected socket. `timeout_s` bounds the greeting and each request, `most_bytes` a response.
-        Raises `Http2Error`, `OSError` when the server does not speak HTTP/2."""
+        Raises `Http2ConnectionError`, `OSError` when the server does not speak HTTP/2."""
         self._socket = connection
         self._deadline = Deadline(timeout_s)
         self._most_bytes = most_bytes
@@ -162,7 +162,7 @@ class Http2Connection:
                 self.receive()
         except BlockingIOError:
             return not self.leaving and self._next_stream < _LAST_STREAM
-        except (Http2Error, OSError):
+        except (Http2ConnectionError, OSError):
             return False
         return False  # it never stops sending
 
@@ -208,11 +208,11 @@ class Http2Connection:
             self._send([frame_head(RST_STREAM, 0, stream, 4), _NUMBER.pack(CANCEL)])
 
     def receive(self) -> None:
-        """Read once and process every complete frame. Raises `Http2Error`, `OSError`, `TimeoutError`."""
+        """Read once and process every complete frame. Raises `Http2ConnectionError`, `OSError`, `TimeoutError`."""
         connection = self._socket
         count = connection.recv_into(self._view[self._filled :])
         if count == 0:
-            raise Http2Error("connection closed by the server")
+            raise Http2ConnectionError("connection closed by the server")
         self._filled += count
         place = 0
         while self._filled - place >= _FRAME_BYTES:
@@ -220,19 +220,21 @@ class Http2Connection:
             start = place + _FRAME_BYTES
             end = start + (high << 8 | low)
             if end - start > _DEFAULT_FRAME:
-                raise Http2Error("the server does not speak HTTP/2, or sends frames larger than allowed")
+                raise Http2ConnectionError("the server does not speak HTTP/2, or sends frames larger than allowed")
             if end > self._filled:
                 break
             if not self._settled and kind != SETTINGS:
-                raise Http2Error("the server does not begin with HTTP/2 settings")
+                raise Http2ConnectionError("the server does not begin with HTTP/2 settings")
             if kind != DATA or start == end:
                 self._idle_frames += 1
                 if self._idle_frames > _MOST_IDLE_FRAMES:
-                    raise Http2Error(f"the server sends more than {_MOST_IDLE_FRAMES:,} frames that are not a response")
+                    raise Http2ConnectionError(
+                        f"the server sends more than {_MOST_IDLE_FRAMES:,} frames that are not a response"
+                    )
             try:
                 self._take(kind, flags, stream & _WINDOW, self._view[start:end])
             except (IndexError, struct.error) as exc:
-                raise Http2Error("the server sends frames that are too short for their type") from exc
+                raise Http2ConnectionError("the server sends frames that are too short for their type") from exc
             place = end
         left = self._filled - place
         if place and left:
@@ -261,19 +263,19 @@ class Http2Connection:
         elif kind == GOAWAY:
             self.leaving = True
             if not self.ended and _NUMBER.unpack_from(content)[0] & _WINDOW < self._stream:
-                raise Http2Error("the server closes the connection and has not processed the request")
+                raise Http2ConnectionError("the server closes the connection and has not processed the request")
 
     def _take_settings(self, content: memoryview) -> None:
         for place in range(0, len(content) - 5, _SETTING.size):
             name, value = _SETTING.unpack_from(content, place)
             if name == _INITIAL_WINDOW_SIZE:
                 if value > _WINDOW:
-                    raise Http2Error("the server sets a window that HTTP/2 does not allow")
+                    raise Http2ConnectionError("the server sets a window that HTTP/2 does not allow")
                 self._stream_window += value - self._initial_window
                 self._initial_window = value
             elif name == _MAX_FRAME_SIZE:
                 if not _DEFAULT_FRAME <= value <= _LARGEST_FRAME:
-                    raise Http2Error("the server sets a frame size that HTTP/2 does not allow")
+                    raise Http2ConnectionError("the server sets a frame size that HTTP/2 does not allow")
                 self._max_frame = value
         self._settled = True
         self._send([frame_head(SETTINGS, ACK, 0, 0)])
@@ -285,7 +287,7 @@ class Http2Connection:
             self._taken = 0
         self._room -= len(content) + _FRAME_COST_BYTES
         if self._room < 0:
-            raise Http2Error(f"the response is larger than the limit of {self._most_bytes:,} bytes")
+            raise Http2ConnectionError(f"the response is larger than the limit of {self._most_bytes:,} bytes")
         if stream != self._stream or self.ended:
             return
         self.answered = True
@@ -304,7 +306,7 @@ class Http2Connection:
                 content = content[5:]
         self._blocks += content
         if len(self._blocks) > _MOST_HEADER_BYTES:
-            raise Http2Error(f"the server sends more than {_MOST_HEADER_BYTES:,} bytes of headers")
+            raise Http2ConnectionError(f"the server sends more than {_MOST_HEADER_BYTES:,} bytes of headers")
         if not flags & END_HEADERS or stream != self._stream or self.ended:
             return
         self.answered = True
@@ -318,7 +320,7 @@ class Http2Connection:
             try:
                 known = dict(self._decoder.decode(block, raw=True))
             except HPACKError as exc:
-                raise Http2Error("the server's headers cannot be decoded") from exc
+                raise Http2ConnectionError("the server's headers cannot be decoded") from exc
             if len(self._known) < _MOST_KNOWN_BLOCKS:
                 self._known[block] = known
         return known
@@ -327,7 +329,7 @@ class Http2Connection:
         try:
             send_parts(self._socket, parts, self._deadline)
         except BlockingIOError:  # in `usable`: a frame would be sent in part
-            raise Http2Error("the server does not read") from None
+            raise Http2ConnectionError("the server does not read") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -397,7 +399,7 @@ class GrpcConnection:
         opened = open_socket(self._peer, self.timeout_s, "h2")
         try:
             self._connection = Http2Connection(opened, timeout_s=self.timeout_s, most_bytes=self._most_bytes)
-        except (Http2Error, OSError) as exc:
+        except (Http2ConnectionError, OSError) as exc:
             opened.close()
             words = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else reason(exc)
             raise ConnectionRefused(f"the server at {self.address} does not speak gRPC: {words}") from None
@@ -434,7 +436,7 @@ class GrpcConnection:
             self._finish(exchange, connection)
         except TimeoutError:
             self._fail(exchange, DEADLINE_EXCEEDED, f"no complete response within {self.timeout_s:g} s", midway=True)
-        except Http2Error as exc:
+        except Http2ConnectionError as exc:
             self._fail(exchange, UNAVAILABLE, str(exc), midway=True)
         except OSError as exc:
             self._fail(exchange, UNAVAILABLE, reason(exc), midway=True)

@@ -47,7 +47,7 @@ _MOST_DIGITS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PreparedRequest:
     """One HTTP request, ready to send. Requests to several servers share `body`; `payload_bytes` of it are tensors.
     `pieces` are the body's if a part of it varies."""
 
@@ -111,7 +111,7 @@ class HttpConnection:
             self._socket.close()
             self._socket = None
 
-    def send(self, request: Request, patches: Sequence[bytes] = ()) -> Exchange:
+    def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
         """Send one request, with the patches at the places that vary, and read its response; a failure is in the
         result. Raises `ConnectionRefused`, before anything is sent, when a connection is needed and cannot be made."""
         parts = assemble(request.head, request.pieces or ((request.body,) if request.body else ()), patches)

@@ -52,19 +52,19 @@ class AnswerError(Exception):
     """An inference failed, or its response breaks the protocol; the message says how."""
 
 
-class Parameters(msgspec.Struct):
+class OutputParameters(msgspec.Struct):
     """Parameters of an output; other parameters are not read."""
 
     binary_data_size: Size | None = None
 
 
-class Output(msgspec.Struct):
+class ResponseOutput(msgspec.Struct):
     """One output as the response's JSON describes it."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     datatype: str
     shape: Annotated[list[Size], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
-    parameters: Parameters | None = None
+    parameters: OutputParameters | None = None
     data: list[Any] | None = None
     """Values in the JSON. They are never read, because binary outputs are requested."""
 
@@ -78,16 +78,16 @@ class Output(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    outputs: list[Output]
+    outputs: list[ResponseOutput]
 
 
-def read_document(content: bytes | memoryview) -> list[Output]:
+def read_document(content: bytes | memoryview) -> list[ResponseOutput]:
     """The outputs in a response's JSON, with different names. Raises `DocumentError`."""
     document: _Document = decode_json(content, _Document, most_bytes=_MOST_JSON_BYTES)
     return _with_different_names(document.outputs)
 
 
-def _with_different_names(outputs: list[Output]) -> list[Output]:
+def _with_different_names(outputs: list[ResponseOutput]) -> list[ResponseOutput]:
     names = [output.name for output in outputs]
     if odd := next((name for name in names if not name.isprintable() or len(name) > MOST_CHARACTERS), None):
         raise DocumentError(f"the name of output {one_line(odd, 40)} cannot be printed")
@@ -125,7 +125,7 @@ def read_body(body: memoryview, header_length: str | None) -> dict[str, Array]:
 
 def read_message(message: Any) -> dict[str, Array]:
     """The outputs of a gRPC `ModelInferResponse`. Raises `DocumentError`."""
-    outputs = [Output(output.name, output.datatype, list(output.shape)) for output in message.outputs]
+    outputs = [ResponseOutput(output.name, output.datatype, list(output.shape)) for output in message.outputs]
     raw = message.raw_output_contents
     if raw and len(raw) != len(outputs):
         raise DocumentError(f"{len(raw)} of its {len(outputs)} outputs are binary")
@@ -155,7 +155,7 @@ def typed_values(output: Any) -> Sequence[Any]:
     return values
 
 
-def _read_values(output: Output, values: Sequence[Any]) -> Array:
+def _read_values(output: ResponseOutput, values: Sequence[Any]) -> Array:
     if output.datatype == "BYTES":
         return byte_array(list(values)).reshape(output.shape)
     found = exact_array(values, output.datatype)
@@ -172,7 +172,7 @@ def byte_size(datatype: str, shape: Sequence[int]) -> int | None:
     return math.prod(shape) * np.dtype(numpy_type).itemsize
 
 
-def read_tensor(output: Output, data: memoryview) -> Array:
+def read_tensor(output: ResponseOutput, data: memoryview) -> Array:
     """A copy of the tensor in the protocol's binary form. Raises `DocumentError`."""
     if output.datatype == "BYTES":
         return _read_bytes(output, data)
@@ -187,7 +187,7 @@ def read_tensor(output: Output, data: memoryview) -> Array:
     return values.reshape(output.shape)
 
 
-def _read_bytes(output: Output, data: memoryview) -> Array:
+def _read_bytes(output: ResponseOutput, data: memoryview) -> Array:
     expected = math.prod(output.shape)
     if expected > _MOST_ELEMENTS:
         raise DocumentError(f"output {output} has more than {_MOST_ELEMENTS:,} elements")

@@ -26,7 +26,7 @@ import tritonclient.http as triton_http
 
 from loadgen.client.bodies import RawTensor
 from loadgen.client.connection import Address, ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection, Request, request_head
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
 from loadgen.client.inputs import Array, elements_end
 from loadgen.client.outputs import byte_size, read_document, read_tensor
 from loadgen.documents import DocumentError, one_line
@@ -73,7 +73,7 @@ def sweep(process_id: int) -> list[str]:
     return left
 
 
-class Region:
+class ClientRegion:
     """One object, mapped here. The server knows it under the same name."""
 
     def __init__(self, kind: str, byte_size: int) -> None:
@@ -115,14 +115,14 @@ KeptOutputs = tuple[SharedMemoryRequest, bytes]
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class RequestSlot:
     """The place of one request and its answer in a region."""
 
-    region: Region
+    region: ClientRegion
     start: int
     holds: SharedMemoryRequest | None = None
     """The request whose inputs it contains."""
-    sent: Request | None = None
+    sent: PreparedRequest | None = None
     """The HTTP request for it."""
     places: tuple[int, ...] = ()
     """Where its inputs vary, in the region's memory."""
@@ -147,9 +147,9 @@ class SlotPool:
         self._model = model
         self._requests = tuple(dict.fromkeys(requests))
         self._slot_bytes = max((one.input_starts()[-1] + one.output_starts()[-1] for one in self._requests), default=0)
-        self._regions: list[Region] = []
+        self._regions: list[ClientRegion] = []
         self._slots = self._users = 0
-        self._free: dict[SharedMemoryRequest | None, list[Slot]] = {}
+        self._free: dict[SharedMemoryRequest | None, list[RequestSlot]] = {}
         """The slots that no user has, by the request that they hold."""
         self._lock = Lock()
         self.writes = 0
@@ -170,7 +170,7 @@ class SlotPool:
         """The last user unregisters and unmaps everything."""
         with self._lock:
             self._users -= 1
-            regions: list[Region] = []
+            regions: list[ClientRegion] = []
             if self._users == 0:
                 regions, self._regions = self._regions, regions
                 self._free, self._slots = {}, 0
@@ -184,7 +184,7 @@ class SlotPool:
             for region in regions:
                 region.close()
 
-    def take(self, request: SharedMemoryRequest) -> Slot:
+    def take(self, request: SharedMemoryRequest) -> RequestSlot:
         """A slot that holds this request, until `give_back`."""
         free = self._free.get(request) or self._free.get(None) or max(self._free.values(), key=len)
         slot = free.pop()
@@ -192,21 +192,21 @@ class SlotPool:
             self._write(slot, request)
         return slot
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: RequestSlot) -> None:
         self._free.setdefault(slot.holds, []).append(slot)
 
-    def _add_slots(self, connection: HttpConnection, number: int) -> list[Slot]:
+    def _add_slots(self, connection: HttpConnection, number: int) -> list[RequestSlot]:
         """Slots that hold nothing, in a new region that is registered."""
-        region = Region("slots", number * self._slot_bytes)
+        region = ClientRegion("slots", number * self._slot_bytes)
         self._regions.append(region)
         try:
             _register(connection, self.address, region)
         finally:
             region.unlink()
         self._slots += number
-        return [Slot(region, place * self._slot_bytes) for place in range(number)]
+        return [RequestSlot(region, place * self._slot_bytes) for place in range(number)]
 
-    def _write(self, slot: Slot, request: SharedMemoryRequest) -> None:
+    def _write(self, slot: RequestSlot, request: SharedMemoryRequest) -> None:
         self.writes += 1
         memory, places = slot.region.memory, list[int]()
         for raw, start in zip(request.inputs, request.input_starts(), strict=False):
@@ -217,7 +217,7 @@ class SlotPool:
         slot.outputs_start = slot.start + request.input_starts()[-1]
         slot.sent = self._http_request(slot, request)
 
-    def _http_request(self, slot: Slot, request: SharedMemoryRequest) -> Request:
+    def _http_request(self, slot: RequestSlot, request: SharedMemoryRequest) -> PreparedRequest:
         tensors, outputs = [], []
         for raw, start in zip(request.inputs, request.input_starts(), strict=False):
             tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
@@ -240,7 +240,7 @@ class SharedMemoryConnection:
         self._pool = pool
         self._http = HttpConnection(pool.address, timeout_s=timeout_s)
         self._joined = False
-        self._slot: Slot | None = None
+        self._slot: RequestSlot | None = None
         """The slot of the last request, until the next one."""
 
     @property
@@ -313,7 +313,7 @@ class SharedMemoryConnection:
         self._http.close()
 
 
-def _register(connection: HttpConnection, address: Address, region: Region) -> None:
+def _register(connection: HttpConnection, address: Address, region: ClientRegion) -> None:
     document = {"key": f"/{region.name}", "offset": 0, "byte_size": region.byte_size}
     exchange = connection.send(_post(address, f"{_REGIONS}/{region.name}/register", msgspec.json.encode(document)))
     if exchange.status != 200:
@@ -324,10 +324,10 @@ def _register(connection: HttpConnection, address: Address, region: Region) -> N
         )
 
 
-def _post(address: Address, path: str, body: bytes, payload_bytes: int = 0) -> Request:
+def _post(address: Address, path: str, body: bytes, payload_bytes: int = 0) -> PreparedRequest:
     headers = {"Content-Type": "application/json"}
     head = request_head("POST", path, address, content_length=len(body), headers=headers)
-    return Request(head + body, payload_bytes=payload_bytes)  # one part costs less to send than two
+    return PreparedRequest(head + body, payload_bytes=payload_bytes)  # one part costs less to send than two
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from loadgen.records.run import Access
 
-Protocol = Literal["http/1.1", "h2"]
+AlpnProtocol = Literal["http/1.1", "h2"]
 """The application protocol to negotiate (ALPN, RFC 7301)."""
 _RECORD_BYTES = 16 * 1024
 _MOST_BYTES = 16 * _RECORD_BYTES
@@ -70,7 +70,7 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
 
-def tls_context(access: Access, protocol: Protocol) -> ssl.SSLContext:
+def tls_context(access: Access, protocol: AlpnProtocol) -> ssl.SSLContext:
     """The context of connections with these files. Raises `TlsError` when one cannot be used."""
     return _context(access.ca, access.insecure, access.cert, access.key, protocol)
 
@@ -106,7 +106,7 @@ def _no_password() -> str:
     return ""
 
 
-def secured(connection: socket.socket, context: ssl.SSLContext, host: str, protocol: Protocol) -> ssl.SSLSocket:
+def secured(connection: socket.socket, context: ssl.SSLContext, host: str, protocol: AlpnProtocol) -> ssl.SSLSocket:
     """The connection after its handshake; it is closed when that fails. Raises `TlsError`, `TimeoutError`."""
     try:
         made = context.wrap_socket(connection, server_hostname=host)

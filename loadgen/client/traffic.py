@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 
 from loadgen.client.bodies import FreshItems
-from loadgen.client.connection import Connection, ConnectionRefused, Exchange, failure_message
+from loadgen.client.connection import ClientConnection, ConnectionRefused, Exchange, failure_message
 from loadgen.client.inputs import Array, byte_array
 from loadgen.client.messages import KeptAnswer, KeptTensor
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
-from loadgen.client.transports import Sendable, Target, keep_answer
+from loadgen.client.transports import InferenceTarget, Sendable, keep_answer
 from loadgen.records.samples import SampleWriter
 
 FAILURES_IN_A_ROW = 100
@@ -241,7 +241,7 @@ class Traffic:
     """The target, the requests and the sample file that the users of one block share."""
 
     def __init__(
-        self, target: Target, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
+        self, target: InferenceTarget, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), fresh: FreshItems | None = None,
         expected: ExpectedOutputs | None = None, kept: KeptAnswers | None = None, first_body: int = 0,
     ) -> None:  # fmt: skip
@@ -268,9 +268,9 @@ class Traffic:
         self._request_numbers = count()
         self._sendable = (*requests, *others)
         self._memory = target.memory(self._sendable)
-        self._connections: list[Connection] = []
+        self._connections: list[ClientConnection] = []
 
-    def connection(self) -> Connection:
+    def connection(self) -> ClientConnection:
         """A new connection; `close` closes it if its user does not."""
         made = self.target.connection(self._sendable, timeout_s=self.timeout_s, memory=self._memory)
         self._connections.append(made)
@@ -282,7 +282,7 @@ class Traffic:
             self._connections.pop().close()
 
     def infer(
-        self, connection: Connection, user: int, intended_ns: int | None = None, *, measured: bool = True
+        self, connection: ClientConnection, user: int, intended_ns: int | None = None, *, measured: bool = True
     ) -> tuple[Exchange, str | None]:
         """Send the next body, due at `intended_ns` in an open loop, and wait for its answer; returns it with the reason
         when it failed. Together the users send the bodies in turn. If not `measured`, only a failure is recorded.

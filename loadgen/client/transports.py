@@ -20,10 +20,10 @@ from loadgen.client.bodies import (
     prepare_body,
     raw_tensors,
 )
-from loadgen.client.connection import MOST_ANSWER_BYTES, Address, Connection, Exchange, cut, failure_message
+from loadgen.client.connection import MOST_ANSWER_BYTES, Address, ClientConnection, Exchange, cut, failure_message
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection, Request
+from loadgen.client.http import HttpConnection, PreparedRequest
 from loadgen.client.inputs import Array, InputError, SampleInputs
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
 from loadgen.client.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
@@ -38,11 +38,11 @@ _VARIABLE_SIZE = 1024
 Body = PreparedBody | GrpcRequest | SharedMemoryRequest
 """A request that does not depend on the server."""
 Answer = Mapping[str, Array]
-Sendable = Request | GrpcRequest | SharedMemoryRequest
+Sendable = PreparedRequest | GrpcRequest | SharedMemoryRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class InferenceTarget:
     """Where and how inference requests are sent. Only the transport grpc needs `grpc_address`."""
 
     transport: Transport
@@ -68,7 +68,7 @@ class Target:
 
     def connection(
         self, requests: Sequence[Sendable], *, timeout_s: float, memory: SlotPool | None = None
-    ) -> Connection:
+    ) -> ClientConnection:
         """A connection, not yet open. Over shared memory it can send only these requests, through `memory` if several
         users share it. Raises `AddressError`."""
         if self.transport == "grpc":
@@ -137,7 +137,7 @@ def _output_bytes(output: TensorSignature, inputs: Sequence[RawTensor], signatur
 
 
 @dataclass(frozen=True, slots=True)
-class Bodies:
+class PreparedBodies:
     """The requests of one batch size, and the numbers that make their items new each time they are sent."""
 
     requests: tuple[Body, ...]
@@ -152,13 +152,13 @@ def prepare_bodies(
     variation: Variation | None,
     chosen: tuple[tuple[int, ...], ...],
     numbers: FreshNumbers,
-) -> Bodies:
+) -> PreparedBodies:
     """One request for each group of items. Raises `InputError` as `prepare` does."""
     requests = tuple(prepare(transport, inputs, signature, items, variation) for items in chosen)
-    return Bodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
+    return PreparedBodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
 
 
-def keep_answer(connection: Connection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:
+def keep_answer(connection: ClientConnection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:
     """Copy the connection's last response; the returned function reads it later, as `read_answer` does."""
     kept = connection.keep_outputs() if isinstance(connection, SharedMemoryConnection) else None
     copied = exchange.copy()
@@ -166,7 +166,7 @@ def keep_answer(connection: Connection, exchange: Exchange, *, batched: bool = T
 
 
 def read_answer(
-    connection: Connection, exchange: Exchange, kept: KeptOutputs | None = None, *, batched: bool = True
+    connection: ClientConnection, exchange: Exchange, kept: KeptOutputs | None = None, *, batched: bool = True
 ) -> Answer:
     """Copies of the outputs of the connection's last response, or of one that was kept, with a batch dimension also
     where the response has none. Raises `AnswerError`."""
@@ -176,7 +176,7 @@ def read_answer(
     return found if batched else {name: array[np.newaxis] for name, array in found.items()}
 
 
-def _read(connection: Connection, exchange: Exchange, kept: KeptOutputs | None) -> Answer:
+def _read(connection: ClientConnection, exchange: Exchange, kept: KeptOutputs | None) -> Answer:
     try:
         if isinstance(connection, SharedMemoryConnection):
             return connection.read_outputs(exchange, kept)

@@ -30,26 +30,26 @@ from gevent.lock import Semaphore
 from gevent.queue import Queue
 
 from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
-from loadgen.client.connection import Connection, ConnectionRefused, failure_message
+from loadgen.client.connection import ClientConnection, ConnectionRefused, failure_message
 from loadgen.client.inputs import InputError, read_inputs
 from loadgen.client.messages import (
     CONNECT_SECONDS,
     Abort,
     Alive,
+    BlockOutcome,
     Command,
-    Done,
+    CommandDone,
+    CommandRefusal,
+    GeneratorMessage,
     Go,
-    Message,
     Open,
-    Outcome,
     Prepare,
-    Refusal,
     Reply,
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.client.traffic import Claim, Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
-from loadgen.client.transports import Bodies, Target, prepare_bodies
+from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.records.samples import NS_PER_S, SampleWriter
 
 _FLUSH_SECONDS = 0.5
@@ -67,9 +67,11 @@ class BlockError(Exception):
 class Block:
     """One block of load: `gather`, then `run` once, or `discard`."""
 
-    def __init__(self, command: Open, prepared: Prepare, bodies: Mapping[Shape, Bodies], counts: Counts | None) -> None:
+    def __init__(
+        self, command: Open, prepared: Prepare, bodies: Mapping[Shape, PreparedBodies], counts: Counts | None
+    ) -> None:
         """Raises `OSError` when something cannot be opened."""
-        target = Target(
+        target = InferenceTarget(
             prepared.transport, command.url, prepared.signature.model, command.grpc_address, command.access,
             prepared.signature.batched,
         )  # fmt: skip
@@ -106,7 +108,7 @@ class Block:
         """Set when all users start."""
         self._greenlets: list[gevent.Greenlet] = []
         self._command = command
-        self._connected: list[Connection] = []
+        self._connected: list[ClientConnection] = []
         self._turns = Semaphore(0)
         """How many more users may settle now."""
         self._first_answers_ns: list[int] = []
@@ -153,7 +155,7 @@ class Block:
                 raise BlockError(f"after {limit_s:.3g} s only {len(there)} of {len(self._users)} users {what}")
             gevent.sleep(0.001)
 
-    def run(self, start_at_ns: int | None = None) -> Outcome:
+    def run(self, start_at_ns: int | None = None) -> BlockOutcome:
         """Run the window, from now or from a later moment, without garbage collection. What ends it otherwise than by
         an outcome leaves no user behind."""
         flusher = gevent.spawn(self._flush)
@@ -165,7 +167,7 @@ class Block:
         finally:
             flusher.kill()
 
-    def _run(self, start_at_ns: int | None) -> Outcome:
+    def _run(self, start_at_ns: int | None) -> BlockOutcome:
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -187,7 +189,7 @@ class Block:
             self._writer.close()
         except OSError as exc:
             self._storage_failed(exc)
-        return Outcome(
+        return BlockOutcome(
             window_start_ns=start_ns,
             window_end_ns=max(start_ns, self._traffic.last_end_ns),
             requests=self._writer.count,
@@ -261,7 +263,7 @@ class Block:
         except Exception as exc:  # noqa: BLE001 (gevent would only print it, and the sample would be missing)
             self.window.cut(f"the load generator failed: {exc!r}")
 
-    def _settle(self) -> Connection:
+    def _settle(self) -> ClientConnection:
         """A connection on which one request was answered. Raises `BlockError`, `ConnectionRefused`."""
         connection, began_ns = self._traffic.connection(), perf_counter_ns()
         connection.connect()
@@ -274,7 +276,7 @@ class Block:
         self._first_answers_ns.append(connected_ns + exchange.end_ns - exchange.send_ns)
         return connection
 
-    def _send(self, connection: Connection, number: int) -> None:
+    def _send(self, connection: ClientConnection, number: int) -> None:
         window, pacer, traffic = self.window, self._pacer, self._traffic
         while True:
             intended_ns, claim = None, None
@@ -291,7 +293,7 @@ class LocalGenerator:
     """Holds the bodies and at most one block."""
 
     def __init__(self) -> None:
-        self._prepared: dict[str, tuple[Prepare, dict[Shape, Bodies]]] = {}
+        self._prepared: dict[str, tuple[Prepare, dict[Shape, PreparedBodies]]] = {}
         self._numbers = FreshNumbers()
         self._block: Block | None = None
         self._counts: Counts | None = None
@@ -307,7 +309,7 @@ class LocalGenerator:
                 case Go():
                     return self._go(command)
         except (BlockError, InputError, OSError, ValueError) as exc:
-            return Refusal(reason=str(exc))
+            return CommandRefusal(reason=str(exc))
 
     def abort(self, reason: str) -> None:
         """End the running block early, if there is one."""
@@ -320,7 +322,7 @@ class LocalGenerator:
             self._block.discard()
             self._block = None
 
-    def _prepare(self, command: Prepare) -> Done:
+    def _prepare(self, command: Prepare) -> CommandDone:
         self._prepared.pop(command.key, None)
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
         variation = find_variation(inputs, signature)
@@ -329,9 +331,9 @@ class LocalGenerator:
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
         self._prepared[command.key] = command, bodies
-        return Done()
+        return CommandDone()
 
-    def _open(self, command: Open) -> Done:
+    def _open(self, command: Open) -> CommandDone:
         self.close()
         prepared, bodies = self._prepared.get(command.key, (None, {}))
         if prepared is None or (command.batch_size, command.length) not in bodies:
@@ -345,9 +347,9 @@ class LocalGenerator:
         except BlockError:
             self._block = None
             raise
-        return Done()
+        return CommandDone()
 
-    def _go(self, command: Go) -> Outcome:
+    def _go(self, command: Go) -> BlockOutcome:
         if self._block is None:
             raise BlockError("no block is open")
         try:
@@ -394,7 +396,7 @@ def main() -> None:
         generator.close()
 
 
-def _send(descriptor: int, message: Message) -> None:
+def _send(descriptor: int, message: GeneratorMessage) -> None:
     line = memoryview(msgspec.json.encode(message) + b"\n")
     while line:
         line = line[os.write(descriptor, line) :]

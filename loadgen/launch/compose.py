@@ -49,7 +49,7 @@ class LogLine:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ContainerState:
     """The state of a container. `restarts` counts restarts by its restart policy."""
 
     status: str
@@ -73,12 +73,12 @@ class ServiceContainer:
             image = self._container.image
             return f"{(image.tags or ['untagged'])[0]} {image.short_id}"
 
-    def state(self) -> State:
+    def state(self) -> ContainerState:
         """Ask the engine, which takes about 2 ms of its CPU: not for a tight loop."""
         with _translated():
             self._container.reload()
         state = self._container.attrs["State"]
-        return State(
+        return ContainerState(
             status=str(state["Status"]),
             exit_code=int(state["ExitCode"]),
             restarts=int(self._container.attrs["RestartCount"]),

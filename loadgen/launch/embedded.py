@@ -110,7 +110,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
+class PrintedLaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The line that `--print-launch` prints. Other fields in it are ignored."""
 
     argv: tuple[str, ...]
@@ -197,7 +197,7 @@ class EmbeddedDeployment(Deployment):
             self._ports.release()
             self._ports = None
 
-    def _make_plan(self) -> LaunchPlan:
+    def _make_plan(self) -> PrintedLaunchPlan:
         """The plan of a server that accepts the largest batch of the load."""
         serve = f"abserve serve {self._kind}"
         try:
@@ -219,7 +219,7 @@ class EmbeddedDeployment(Deployment):
         if done.returncode != 0:
             raise DeploymentError(f"{serve} cannot start: {_last_line(done.stderr or done.stdout)}")
         try:
-            plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LaunchPlan)
+            plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=PrintedLaunchPlan)
         except ValueError as exc:
             raise DeploymentError(f"{serve} --print-launch printed no launch plan ({exc})") from exc
         if plan.cannot_measure is not None:

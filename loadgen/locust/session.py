@@ -31,7 +31,7 @@ from loadgen.client.inputs import (
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.traffic import Traffic
-from loadgen.client.transports import TRANSPORTS, Target, prepare_bodies
+from loadgen.client.transports import TRANSPORTS, InferenceTarget, prepare_bodies
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.headers import HeaderError, read_headers
 from loadgen.locust.workers import WorkerFile
@@ -147,7 +147,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             return f"--rate {self.rate:g} is not possible; give 0 to {RATE_LIMIT_PER_S:g} requests per second"
         return None
 
-    def target(self, address: Address, model: str) -> Target:
+    def target(self, address: Address, model: str) -> InferenceTarget:
         """The server for inference. Raises `AddressError`."""
         grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
         if self.protocol == "grpc":
@@ -156,7 +156,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             raise AddressError(
                 f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
             )
-        return Target(self.protocol, address.url, model, grpc, self.access)
+        return InferenceTarget(self.protocol, address.url, model, grpc, self.access)
 
 
 class FailedRequestError(Exception):
@@ -325,7 +325,7 @@ class Session:
 
 def idle_traffic() -> Traffic:
     """The traffic of users that cannot send, or cannot send yet: it has no requests, and its address is never used."""
-    return Traffic(Target("http", "http://127.0.0.1", ""), (), 1, SampleWriter(None))
+    return Traffic(InferenceTarget("http", "http://127.0.0.1", ""), (), 1, SampleWriter(None))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 from loadgen.child_process import ChildProcess
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.generator import GeneratorError, GeneratorProcess
-from loadgen.client.messages import Open, Outcome, Prepare
+from loadgen.client.messages import BlockOutcome, Open, Prepare
 from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.client.transports import TRANSPORTS
 from loadgen.comparison.loops import throughput_per_s
@@ -228,7 +228,7 @@ class _Measurement:
             p99_us=_difference(reported_us, kept_us, 0.99),
         )
 
-    def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> Outcome:
+    def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> BlockOutcome:
         """Run one block; afterwards the sinks hold only the times of its requests. Raises `GeneratorError`."""
         self._samples.unlink(missing_ok=True)
         command = Open(

@@ -50,14 +50,14 @@ from loadgen.run.calibrate import signature, write_images
 from loadgen.client.connection import Address
 from loadgen.client.inputs import read_inputs
 from loadgen.records.samples import SampleWriter
-from loadgen.client.transports import Target, prepare
+from loadgen.client.transports import InferenceTarget, prepare
 from loadgen.client.traffic import Traffic
 from loadgen.client.bodies import FreshItems, FreshNumbers, find_variation
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")
 inputs = read_inputs(folder / "samples", "fp32")
-targets = {name: Target(name, url, "sink", grpc_address) for name in ("http", "grpc", "shm")}
+targets = {name: InferenceTarget(name, url, "sink", grpc_address) for name in ("http", "grpc", "shm")}
 targets["shm, new inputs"] = targets["shm"]
 variation = find_variation(inputs, signature("fp32"))
 varied = {"shm, new inputs": variation}

@@ -27,7 +27,7 @@ from loadgen.client.bodies import DIGITS, find_variation
 from loadgen.client.connection import Address, ConnectionRefused, failure_message
 from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.client.inputs import InputError, SampleInputs
-from loadgen.client.transports import Target, prepare
+from loadgen.client.transports import InferenceTarget, prepare
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import has_load
 from loadgen.machine.environment import utc_now
@@ -167,7 +167,7 @@ def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature) -> CachePr
 
 
 def _probe_times(
-    target: Target, inputs: SampleInputs, signature: Signature, timeout_s: float
+    target: InferenceTarget, inputs: SampleInputs, signature: Signature, timeout_s: float
 ) -> tuple[list[int], list[int]]:
     variation = find_variation(inputs, signature)
     if variation is None or variation.capacity < GROUPS + REPEATS:

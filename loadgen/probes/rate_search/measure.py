@@ -16,7 +16,7 @@ import msgspec
 
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, closed_loop, common_fields
-from loadgen.client.messages import Open, Outcome
+from loadgen.client.messages import BlockOutcome, Open
 from loadgen.comparison.loops import measured_answers, throughput_per_s
 from loadgen.experiment.arrivals import arrival_count, schedule_seed
 from loadgen.experiment.schedule import ScheduledBlock, search_schedule
@@ -151,13 +151,13 @@ class _Searches:
                 rungs[entry.label].append(rung_of(trial))
             step += 1
 
-    def _load(self, entry: ScheduledBlock, command: Open) -> Outcome:
+    def _load(self, entry: ScheduledBlock, command: Open) -> BlockOutcome:
         self._loads += 1
         return self._runner.load(entry, command, self._loads, "trial")
 
     def _trial(
         self, entry: ScheduledBlock, step: int, asked: Workload, *, late_allowed: int = 0
-    ) -> tuple[Trial, Outcome]:
+    ) -> tuple[Trial, BlockOutcome]:
         """Run one stretch of load and return its record, which is not stored yet. Raises `LoadError`."""
         bench = self._bench
         index, path = bench.store.next_trial()
@@ -185,7 +185,7 @@ class _Searches:
         )
         return trial, outcome
 
-    def _store(self, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> None:
+    def _store(self, entry: ScheduledBlock, trial: Trial, outcome: BlockOutcome) -> None:
         """Store a trial. Raises `StorageError`, and `LoadError` if anything but late answers cut it short."""
         bench = self._bench
         bench.store.trial(trial)

@@ -15,7 +15,7 @@ import pytest
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.client.messages import Open, Outcome, Prepare
+from loadgen.client.messages import BlockOutcome, Open, Prepare
 from loadgen.experiment.arrivals import due_offsets_ns
 from tests.integration.loadgen.conftest import await_true
 
@@ -56,7 +56,7 @@ def command(url: str, path: Path | None, **changes: object) -> Open:
     return Open(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def run(generator: GeneratorProcess, block: Open) -> Outcome:
+def run(generator: GeneratorProcess, block: Open) -> BlockOutcome:
     generator.open(block)
     return generator.go(block)
 

@@ -15,7 +15,7 @@ import pytest
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.client.messages import Open, Outcome, Prepare
+from loadgen.client.messages import BlockOutcome, Open, Prepare
 from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true
 
 
@@ -51,7 +51,7 @@ def block(
     batch_size: int = 1,
     concurrency: int = 1,
     requests: int,
-) -> Outcome:
+) -> BlockOutcome:
     command = Open(
         url=url,
         batch_size=batch_size,

@@ -21,8 +21,8 @@ from loadgen.client.connection import ConnectionRefused
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
-from loadgen.client.messages import Open, Outcome, Prepare
-from loadgen.client.transports import TRANSPORTS, Target, prepare, read_answer
+from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.transports import TRANSPORTS, InferenceTarget, prepare, read_answer
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
@@ -68,7 +68,7 @@ def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
 
 def question(deployment: EmbeddedDeployment, samples: Path, transport: Transport, payload: str) -> ParityTarget:
     name = variant_name(MODEL, payload)
-    target = Target(transport, deployment.url, name, deployment.grpc_address)
+    target = InferenceTarget(transport, deployment.url, name, deployment.grpc_address)
     return ParityTarget(target, Endpoint(deployment.url).signature(name), read_inputs(samples, payload))
 
 
@@ -141,7 +141,7 @@ def test_users_do_not_wait_for_each_other(
     arm = question(server, samples, transport, payload)
     path = tmp_path / "0000.npy"
     command = open_block(generator, arm, samples, payload, samples_path=str(path))
-    outcome: Outcome = generator.go(command)
+    outcome: BlockOutcome = generator.go(command)
     rate = outcome.requests / ((outcome.window_end_ns - outcome.window_start_ns) / 1e9)
     assert (outcome.requests, outcome.errors, outcome.transport) == (REQUESTS, 0, transport)
     assert rate > 2 / DELAY_S, "the users waited for each other"
