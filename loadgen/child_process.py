@@ -29,8 +29,8 @@ class ProcessError(Exception):
 
 def cause_in(log: str, causes: Sequence[str]) -> str | None:
     """Why a server ended, by its log and the `causes` of its launch plan; None if the log does not say."""
-    found = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
-    return next((match["cause"].strip() for match in found if match), None)
+    matches = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
+    return next((match["cause"].strip() for match in matches if match), None)
 
 
 class ChildProcess:
@@ -181,11 +181,11 @@ class ChildProcess:
 
 def tree(roots: Iterable[psutil.Process]) -> tuple[psutil.Process, ...]:
     """The processes that are alive now with all their descendants."""
-    found: dict[int, psutil.Process] = {}
+    processes: dict[int, psutil.Process] = {}
     for root in roots:
         with suppress(psutil.NoSuchProcess):
-            found |= {process.pid: process for process in (root, *root.children(recursive=True))}
-    return tuple(found.values())
+            processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
+    return tuple(processes.values())
 
 
 def cpu_ns(processes: Iterable[psutil.Process]) -> int | None:

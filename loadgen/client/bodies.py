@@ -24,15 +24,13 @@ from tritonclient.utils import serialize_byte_tensor
 from loadgen.client.connection import Address, Pieces, cut
 from loadgen.client.endpoint import Signature, fits
 from loadgen.client.http import PreparedRequest, request_head
-from loadgen.client.inputs import SAMPLE_TYPES, Array, InputError, SampleInputs
+from loadgen.client.inputs import BYTES_PREFIX, SAMPLE_TYPES, Array, InputError, SampleInputs
 from loadgen.records.run import body_count
 
 DIGITS = 5
 """Digits of a number, one byte each: 10¹² different items."""
 _LEVELS = 256
 _BITS = 8
-_LENGTH_BYTES = 4
-"""Size of the length before each element of the datatype BYTES."""
 _LETTERS = re.compile(rb"[A-Za-z]{2,}")
 _IN_LETTERS = tuple(bytes((97 + (level >> 4), 97 + (level & 15))) for level in range(_LEVELS))
 """A digit as two letters from a to p."""
@@ -58,7 +56,7 @@ class Variation:
 
     @property
     def capacity(self) -> int:
-        """How many different items can be made from one."""
+        """How many different items can be made from a single item."""
         return int(_LEVELS ** len(self.tables[0]))
 
     def patch(self, item: int, number: int) -> bytes:
@@ -73,8 +71,8 @@ class Variation:
         offsets, start = [], 0
         for row, item in enumerate(items):
             encoded = chosen.dtype.hasobject
-            offsets.append(start + self.places[item % len(self.places)] + (_LENGTH_BYTES if encoded else 0))
-            start += sum(_LENGTH_BYTES + len(part) for part in chosen[row].flat) if encoded else chosen[row].nbytes
+            offsets.append(start + self.places[item % len(self.places)] + (BYTES_PREFIX if encoded else 0))
+            start += sum(BYTES_PREFIX + len(part) for part in chosen[row].flat) if encoded else chosen[row].nbytes
         return tuple(offsets)
 
     def varied(self, inputs: SampleInputs, item: int, number: int) -> SampleInputs:
@@ -125,8 +123,8 @@ class FreshItems:
 def find_variation(inputs: SampleInputs, signature: Signature) -> Variation | None:
     """The variation of the input that can vary most, whatever order a server names them in; None if none can."""
     names = sorted(tensor.name for tensor in signature.inputs if tensor.name in inputs.arrays)
-    found = [_of_input(name, inputs) for name in names]
-    return max((one for one in found if one is not None), key=lambda one: (one.capacity, -one.byte_size), default=None)
+    variations = [variation for name in names if (variation := _of_input(name, inputs)) is not None]
+    return max(variations, key=lambda variation: (variation.capacity, -variation.byte_size), default=None)
 
 
 def _of_input(name: str, inputs: SampleInputs) -> Variation | None:
@@ -134,8 +132,8 @@ def _of_input(name: str, inputs: SampleInputs) -> Variation | None:
     if array.dtype.hasobject:
         elements = [bytes(row.flat[0]) for row in array if row.size]
         return (_of_jpegs(name, elements) or _of_texts(name, elements)) if len(elements) == len(array) else None
-    own = min(_leading(inputs.own_shape(name, item), array.shape[1:]) for item in range(len(array)))
-    digits, place = min(DIGITS, own), 0
+    leading = min(_leading(inputs.own_shape(name, item), array.shape[1:]) for item in range(len(array)))
+    digits, place = min(DIGITS, leading), 0
     if array.dtype.kind == "f":
         finite = array[np.isfinite(array)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -145,13 +143,13 @@ def _of_input(name: str, inputs: SampleInputs) -> Variation | None:
         table = tuple(bytes([level]) for level in range(_LEVELS))
     elif array.dtype.kind != "b" and (integers := _integers(name, inputs)) is not None:
         table = tuple(level.tobytes() for level in integers)
-        if own > 2:  # the first and the last token of a text have a meaning of their own
-            digits, place = min(DIGITS, own - 2), array.itemsize
+        if leading > 2:  # the first and the last token of a text have a meaning of their own
+            digits, place = min(DIGITS, leading - 2), array.itemsize
     else:  # one bit of the digit per element
         two = np.array([0, 1] if array.dtype.kind == "b" else [array.min(), array.max()], dtype=array.dtype)
         bits = ([level >> bit & 1 for bit in range(_BITS)] for level in range(_LEVELS))
         table = tuple(two[chosen].tobytes() for chosen in bits)
-        digits = 0 if two[0] == two[1] or inputs.axis is not None else min(DIGITS, own // _BITS)
+        digits = 0 if two[0] == two[1] or inputs.axis is not None else min(DIGITS, leading // _BITS)
     return Variation(name, ((table,) * digits,), (place,)) if digits else None
 
 
@@ -184,9 +182,9 @@ def _of_texts(name: str, texts: Sequence[bytes]) -> Variation | None:
     words = [max(_LETTERS.finditer(text), key=lambda word: len(word[0]), default=None) for text in texts]
     if any(word is None or not _is_text(text) for word, text in zip(words, texts, strict=True)):
         return None
-    found = [word for word in words if word is not None]
-    digits = min(DIGITS, *(len(word[0]) // 2 for word in found))
-    return Variation(name, ((_IN_LETTERS,) * digits,), tuple(word.start() for word in found))
+    matches = [word for word in words if word is not None]
+    digits = min(DIGITS, *(len(word[0]) // 2 for word in matches))
+    return Variation(name, ((_IN_LETTERS,) * digits,), tuple(word.start() for word in matches))
 
 
 def _is_text(text: bytes) -> bool:
@@ -197,7 +195,7 @@ def _is_text(text: bytes) -> bool:
 
 
 def _of_jpegs(name: str, files: Sequence[bytes]) -> Variation | None:
-    """None if a file has no quantisation table of whole bytes."""
+    """The quantisation table of each file varies. None if a file has no table of whole bytes."""
     places = tuple(place for file in files if (place := _quantisation(file)) is not None)
     if len(places) < len(files):
         return None
@@ -206,7 +204,7 @@ def _of_jpegs(name: str, files: Sequence[bytes]) -> Variation | None:
 
 
 def _quantisers(steps: bytes) -> Tables:
-    """Each step of the table unchanged, or one larger."""
+    """The tables that leave each step of a quantisation table unchanged, or make it one larger."""
     return tuple(
         tuple(
             bytes(min(step, 254) + (level >> bit & 1) for bit, step in enumerate(steps[start : start + _BITS]))
@@ -217,7 +215,7 @@ def _quantisers(steps: bytes) -> Tables:
 
 
 def _quantisation(file: bytes) -> int | None:
-    """Where the steps of the first table begin, after that of the mean (ISO/IEC 10918-1, B.2.4.1)."""
+    """Where the steps of a JPEG's first quantisation table begin, after that of the mean (ISO/IEC 10918-1, B.2.4.1)."""
     place = 2
     while file[place : place + 1] == b"\xff" and place + 4 < len(file):
         length = int.from_bytes(file[place + 2 : place + 4], "big")

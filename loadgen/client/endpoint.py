@@ -1,4 +1,4 @@
-"""Requests other than inference to a server of the Open Inference Protocol: health, metadata, statistics."""
+"""Asks a server of the Open Inference Protocol about itself: health, models, metadata, configuration, statistics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from loadgen.client.http import HttpConnection, PreparedRequest, request_head
 from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
-_MOST_VALUES = 2**28
-"""Values of one item of one input or output."""
+MOST_VALUES = 2**28
+"""Most values of a tensor: one item of an input or output in the metadata, or all items of generated inputs."""
 _MOST_DIGITS = 20
 _MOST_NAMES, _MOST_NAME = 8, 80
 
@@ -142,20 +142,21 @@ class Endpoint:
         """The model's metadata. Raises `EndpointError` when the server or the model cannot be reached."""
         document, version = self.document(self.address.model_path(model)), self.address.access.version
         if document is None:
-            known = "" if self.live() else ", which does not answer /v2/health/live either"
-            wanted = f"model {model}" if version is None else f"version {version} of model {model}"
+            state = "" if self.live() else ", which does not answer /v2/health/live either"
             if served := self.served_models():
-                known = f", which serves {named(served)}"
-            raise EndpointError(f"no {wanted} at {self.address.url}{known}; name another with --model")
+                state = f", which serves {named(served)}"
+            raise EndpointError(
+                f"no {versioned(model, version)} at {self.address.url}{state}; name another with --model"
+            )
         try:
             inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
         except EndpointError as exc:
             raise EndpointError(f"model {model} at {self.address.url}: {exc}") from exc
         config = self._config_if_any(model)
-        optional = _optional_inputs(config) & {one.name for one in inputs}
+        optional = _optional_inputs(config) & {tensor.name for tensor in inputs}
         largest = config.get("max_batch_size")
         unbatched = type(largest) is int and largest == 0
-        if unbatched or not all(one.shape and one.shape[0] in (-1, 1) for one in inputs):
+        if unbatched or not all(tensor.shape and tensor.shape[0] in (-1, 1) for tensor in inputs):
             return Signature(model, _items_of(inputs), _items_of(outputs), version, optional, batched=False)
         return Signature(model, inputs, outputs, version, optional)
 
@@ -173,9 +174,12 @@ class Endpoint:
             document = self.document(f"{self.address.model_path(model)}/stats")
         except EndpointError:
             return None
-        entries = (document or {}).get("model_stats")
-        found = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        return max(found, key=_version, default=None)
+        return max(_objects((document or {}).get("model_stats")), key=_version, default=None)
+
+
+def _objects(entries: object) -> list[dict[str, Any]]:
+    """The JSON objects in what should be a list of them."""
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def _version(entry: Mapping[str, Any]) -> int:
@@ -186,9 +190,7 @@ def _version(entry: Mapping[str, Any]) -> int:
 
 def _optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
     """The names of the inputs that Triton's configuration calls optional."""
-    inputs = config.get("input")
-    described = [one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else []
-    return frozenset(str(one.get("name")) for one in described if one.get("optional") is True)
+    return frozenset(str(entry.get("name")) for entry in _objects(config.get("input")) if entry.get("optional") is True)
 
 
 def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:
@@ -204,6 +206,11 @@ def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:
     return None
 
 
+def versioned(model: str, version: str | None) -> str:
+    """A model, or a version of it, for a message."""
+    return f"model {model}" if version is None else f"version {version} of model {model}"
+
+
 def named(models: Sequence[str]) -> str:
     """The names of models on a server for a message: the first of many, without control characters."""
     shown = [one_line(name, _MOST_NAME) for name in models[:_MOST_NAMES]]
@@ -214,31 +221,32 @@ def named(models: Sequence[str]) -> str:
 def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
     """Whether a shape is one that the metadata allow."""
     return len(shape) == len(expected) and all(
-        size >= 0 and wanted in (-1, size) for size, wanted in zip(shape, expected, strict=True)
+        size >= 0 and allowed in (-1, size) for size, allowed in zip(shape, expected, strict=True)
     )
 
 
 def _items_of(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:
-    """With a batch dimension before the shapes."""
-    return tuple(msgspec.structs.replace(one, shape=(-1, *one.shape)) for one in tensors)
+    """The tensors with a batch dimension before their shapes."""
+    return tuple(msgspec.structs.replace(tensor, shape=(-1, *tensor.shape)) for tensor in tensors)
 
 
 def read_tensors(document: Mapping[str, Any], key: str) -> tuple[TensorSignature, ...]:
     """The inputs or outputs in a model's metadata: at least one, with different names and sizes that fit into a
     request. Raises `EndpointError`."""
     try:
-        found: tuple[TensorSignature, ...] = msgspec.convert(
+        tensors: tuple[TensorSignature, ...] = msgspec.convert(
             document.get(key), tuple[TensorSignature, ...], strict=False
         )
     except ValueError as exc:
         raise EndpointError(f"the model's metadata has no usable {key}: {exc}") from exc
-    if not found:
+    if not tensors:
         raise EndpointError(
             f"the model's metadata has no {key}, so there is nothing to send or to compare; declare the tensors in the "
             "model's configuration on that server"
         )
-    if len({tensor.name for tensor in found}) != len(found):
+    if len({tensor.name for tensor in tensors}) != len(tensors):
         raise EndpointError(f"two {key} in the model's metadata have the same name")
-    if large := next((one for one in found if math.prod(size for size in one.shape if size > 0) > _MOST_VALUES), None):
-        raise EndpointError(f"the model's metadata gives {large.name} a shape of more than {_MOST_VALUES:,} values")
-    return found
+    for tensor in tensors:
+        if math.prod(size for size in tensor.shape if size > 0) > MOST_VALUES:
+            raise EndpointError(f"the model's metadata gives {tensor.name} a shape of more than {MOST_VALUES:,} values")
+    return tensors

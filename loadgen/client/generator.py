@@ -73,7 +73,7 @@ def shares(command: Open, workers: int) -> list[Open]:
     parts = min(workers, command.concurrency)
     if parts == 1:
         return [command]
-    users = _even(command.concurrency, parts)
+    users = [command.concurrency // parts + (part < command.concurrency % parts) for part in range(parts)]
     return [
         msgspec.structs.replace(
             command,
@@ -118,7 +118,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
         window_start_ns=min((worker.window_start_ns for worker in workers if worker.window_start_ns), default=0),
         window_end_ns=max((worker.window_end_ns for worker in workers), default=0),
         requests=sum(worker.requests for worker in workers) if samples is None else len(samples),
-        errors=sum(one.errors for one in outcomes) if samples is None else int((samples["error"] >= 0).sum()),
+        errors=sum(outcome.errors for outcome in outcomes) if samples is None else int((samples["error"] >= 0).sum()),
         error_messages=tuple(messages),
         cpu_ns=sum(worker.cpu_ns for worker in workers),
         spin_ns=sum(worker.spin_ns for worker in workers),
@@ -143,11 +143,11 @@ def _store(path: Path, parts: Sequence[Contribution], messages: list[str]) -> Sa
     for the failures of a lost process."""
     pieces = []
     for part in parts:
-        own = part.samples_path
         if part.outcome is not None:
-            pieces.append(with_errors_of(read_samples(own), part.outcome.error_messages, messages))
-        elif own.exists() or part_path(own).exists():  # else it was lost before it could open its file
-            piece = read_samples(own)
+            piece = read_samples(part.samples_path)
+            pieces.append(with_errors_of(piece, part.outcome.error_messages, messages))
+        elif part.samples_path.exists() or part_path(part.samples_path).exists():  # else lost before it opened its file
+            piece = read_samples(part.samples_path)
             if (piece["error"] >= 0).any() and LOST_MESSAGE not in messages:
                 messages.append(LOST_MESSAGE)
             pieces.append(with_errors_of(piece, [LOST_MESSAGE] if LOST_MESSAGE in messages else [], messages))
@@ -161,31 +161,22 @@ def _store(path: Path, parts: Sequence[Contribution], messages: list[str]) -> Sa
 
 
 def _record(part: Contribution, samples: Samples | None) -> WorkerRecord:
+    """What a worker did; of a lost one as far as its samples say."""
     common: dict[str, Any] = {"index": part.index, "host": socket.gethostname(), "pid": part.pid, "lost": part.lost}
-    if part.outcome is not None:
-        return WorkerRecord(
-            **common,
-            requests=part.outcome.requests,
-            cpu_ns=part.outcome.cpu_ns,
-            spin_ns=part.outcome.spin_ns,
-            window_start_ns=part.outcome.window_start_ns,
-            window_end_ns=part.outcome.window_end_ns,
-        )
+    if (outcome := part.outcome) is not None:
+        fields = ("requests", "cpu_ns", "spin_ns", "window_start_ns", "window_end_ns")
+        return WorkerRecord(**common, **{name: getattr(outcome, name) for name in fields})
     first = part.command.first_user
-    own = np.empty(0, dtype=SAMPLE_DTYPE)
+    stored = np.empty(0, dtype=SAMPLE_DTYPE)
     if samples is not None:
-        own = samples[(samples["user"] >= first) & (samples["user"] < first + part.command.concurrency)]
+        stored = samples[(samples["user"] >= first) & (samples["user"] < first + part.command.concurrency)]
     return WorkerRecord(
         **common,
-        requests=len(own),
+        requests=len(stored),
         cpu_ns=0,
-        window_start_ns=int(own["intended_ns"].min()) if len(own) else 0,
-        window_end_ns=int(own["end_ns"].max()) if len(own) else 0,
+        window_start_ns=int(stored["intended_ns"].min()) if len(stored) else 0,
+        window_end_ns=int(stored["end_ns"].max()) if len(stored) else 0,
     )
-
-
-def _even(total: int, parts: int) -> list[int]:
-    return [total // parts + (1 if part < total % parts else 0) for part in range(parts)]
 
 
 class GeneratorError(Exception):

@@ -59,7 +59,7 @@ _MOST_IDLE_FRAMES = 10_000
 after each frame, and again whenever they are used up."""
 _UPDATES_PER_FRAME = _UPDATES_PER_WAIT = 4
 _MOST_HEADER_BYTES = 64 * 1024
-_MOST_KNOWN_BLOCKS = 64
+_MOST_DECODED_BLOCKS = 64
 _FRAME_COST_BYTES = 64
 """Memory of a DATA frame besides its content."""
 _MOST_READS_BETWEEN = 16
@@ -110,7 +110,7 @@ class Http2Connection:
         self._socket = connection
         self._deadline = Deadline(timeout_s)
         self._most_bytes = most_bytes
-        self._room = 0
+        self._bytes_left = 0
         self._idle_frames = 0
         self._buffer = bytearray(4 * _DEFAULT_FRAME)
         self._view = memoryview(self._buffer)
@@ -119,11 +119,11 @@ class Http2Connection:
         self._initial_window = _DEFAULT_WINDOW
         self._stream_window = 0
         self._max_frame = _DEFAULT_FRAME
-        self._taken = 0
+        self._unacknowledged = 0
         self._next_stream = 1
         self._stream = 0
-        self._settled = False
-        self.leaving = False
+        self._has_settings = False
+        self.going_away = False
         """The server accepts no more streams on this connection."""
         self.answered = False
         """A byte of the current stream's response has come."""
@@ -135,7 +135,7 @@ class Http2Connection:
         """The code with which the server reset the current stream."""
         self._blocks = b""
         self._block_ends_stream = False
-        self._known: dict[bytes, dict[bytes, bytes]] = {}
+        self._decoded_blocks: dict[bytes, dict[bytes, bytes]] = {}
         self._decoder = Decoder(_MOST_HEADER_BYTES)
         self._decoder.header_table_size = self._decoder.max_allowed_table_size = 0
         settings = _SETTING.pack(_HEADER_TABLE_SIZE, 0) + _SETTING.pack(_ENABLE_PUSH, 0)
@@ -146,7 +146,7 @@ class Http2Connection:
             + frame_head(SETTINGS, 0, 0, len(settings)) + settings
             + frame_head(WINDOW_UPDATE, 0, 0, 4) + _NUMBER.pack(_WINDOW - _DEFAULT_WINDOW)
         )  # fmt: skip
-        while not self._settled:
+        while not self._has_settings:
             self.receive()
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Http2Connection:
             for _ in range(_MOST_READS_BETWEEN):
                 self.receive()
         except BlockingIOError:
-            return not self.leaving and self._next_stream < _LAST_STREAM
+            return not self.going_away and self._next_stream < _LAST_STREAM
         except (Http2ConnectionError, OSError):
             return False
         return False  # it never stops sending
@@ -170,7 +170,7 @@ class Http2Connection:
         """Open a stream and send the pieces on it, until all are sent or the server has responded. Then `receive` until
         `ended`. The deadline counts from `now_ns`."""
         self._deadline.begin(self._socket, now_ns)
-        self._room = self._most_bytes
+        self._bytes_left = self._most_bytes
         sent, total = 0, sum(map(len, pieces))
         self._idle_frames = -_UPDATES_PER_FRAME * (total // self._max_frame)
         stream, self._next_stream = self._next_stream, self._next_stream + 2
@@ -223,7 +223,7 @@ class Http2Connection:
                 raise Http2ConnectionError("the server does not speak HTTP/2, or sends frames larger than allowed")
             if end > self._filled:
                 break
-            if not self._settled and kind != SETTINGS:
+            if not self._has_settings and kind != SETTINGS:
                 raise Http2ConnectionError("the server does not begin with HTTP/2 settings")
             if kind != DATA or start == end:
                 self._idle_frames += 1
@@ -232,7 +232,7 @@ class Http2Connection:
                         f"the server sends more than {_MOST_IDLE_FRAMES:,} frames that are not a response"
                     )
             try:
-                self._take(kind, flags, stream & _WINDOW, self._view[start:end])
+                self._process(kind, flags, stream & _WINDOW, self._view[start:end])
             except (IndexError, struct.error) as exc:
                 raise Http2ConnectionError("the server sends frames that are too short for their type") from exc
             place = end
@@ -240,14 +240,14 @@ class Http2Connection:
         if place and left:
             self._view[:left] = bytes(self._view[place : self._filled])
         self._filled = left
-        if not self.ended or not self._settled:
+        if not self.ended or not self._has_settings:
             self._deadline.check(connection)
 
-    def _take(self, kind: int, flags: int, stream: int, content: memoryview) -> None:
+    def _process(self, kind: int, flags: int, stream: int, content: memoryview) -> None:
         if kind == DATA:
-            self._take_data(flags, stream, content)
+            self._process_data(flags, stream, content)
         elif kind in (HEADERS, CONTINUATION):
-            self._take_headers(kind, flags, stream, content)
+            self._process_headers(kind, flags, stream, content)
         elif kind == WINDOW_UPDATE:
             increment = _NUMBER.unpack_from(content)[0] & _WINDOW
             if stream == 0:
@@ -255,17 +255,17 @@ class Http2Connection:
             elif stream == self._stream:
                 self._stream_window += increment
         elif kind == SETTINGS and not flags & ACK:
-            self._take_settings(content)
+            self._process_settings(content)
         elif kind == PING and not flags & ACK:
             self._send([frame_head(PING, ACK, 0, len(content)), bytes(content)])
         elif kind == RST_STREAM and stream == self._stream:
             self.reset, self.ended = _NUMBER.unpack_from(content)[0], True
         elif kind == GOAWAY:
-            self.leaving = True
+            self.going_away = True
             if not self.ended and _NUMBER.unpack_from(content)[0] & _WINDOW < self._stream:
                 raise Http2ConnectionError("the server closes the connection and has not processed the request")
 
-    def _take_settings(self, content: memoryview) -> None:
+    def _process_settings(self, content: memoryview) -> None:
         for place in range(0, len(content) - 5, _SETTING.size):
             name, value = _SETTING.unpack_from(content, place)
             if name == _INITIAL_WINDOW_SIZE:
@@ -277,16 +277,16 @@ class Http2Connection:
                 if not _DEFAULT_FRAME <= value <= _LARGEST_FRAME:
                     raise Http2ConnectionError("the server sets a frame size that HTTP/2 does not allow")
                 self._max_frame = value
-        self._settled = True
+        self._has_settings = True
         self._send([frame_head(SETTINGS, ACK, 0, 0)])
 
-    def _take_data(self, flags: int, stream: int, content: memoryview) -> None:
-        self._taken += len(content)
-        if self._taken > _WINDOW // 2:
-            self._send([frame_head(WINDOW_UPDATE, 0, 0, 4), _NUMBER.pack(self._taken)])
-            self._taken = 0
-        self._room -= len(content) + _FRAME_COST_BYTES
-        if self._room < 0:
+    def _process_data(self, flags: int, stream: int, content: memoryview) -> None:
+        self._unacknowledged += len(content)
+        if self._unacknowledged > _WINDOW // 2:
+            self._send([frame_head(WINDOW_UPDATE, 0, 0, 4), _NUMBER.pack(self._unacknowledged)])
+            self._unacknowledged = 0
+        self._bytes_left -= len(content) + _FRAME_COST_BYTES
+        if self._bytes_left < 0:
             raise Http2ConnectionError(f"the response is larger than the limit of {self._most_bytes:,} bytes")
         if stream != self._stream or self.ended:
             return
@@ -296,7 +296,7 @@ class Http2Connection:
         self.body.append(bytes(content))
         self.ended = bool(flags & END_STREAM)
 
-    def _take_headers(self, kind: int, flags: int, stream: int, content: memoryview) -> None:
+    def _process_headers(self, kind: int, flags: int, stream: int, content: memoryview) -> None:
         if kind == HEADERS:
             self._blocks = b""
             self._block_ends_stream = bool(flags & END_STREAM)
@@ -315,15 +315,15 @@ class Http2Connection:
 
     def _decoded(self, block: bytes) -> dict[bytes, bytes]:
         """Without a dynamic table equal blocks mean the same, and a server sends few different ones."""
-        known = self._known.get(block)
-        if known is None:
+        fields = self._decoded_blocks.get(block)
+        if fields is None:
             try:
-                known = dict(self._decoder.decode(block, raw=True))
+                fields = dict(self._decoder.decode(block, raw=True))
             except HPACKError as exc:
                 raise Http2ConnectionError("the server's headers cannot be decoded") from exc
-            if len(self._known) < _MOST_KNOWN_BLOCKS:
-                self._known[block] = known
-        return known
+            if len(self._decoded_blocks) < _MOST_DECODED_BLOCKS:
+                self._decoded_blocks[block] = fields
+        return fields
 
     def _send(self, parts: list[bytes | memoryview]) -> None:
         try:

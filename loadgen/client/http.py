@@ -94,10 +94,10 @@ class HttpConnection:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._exchange = Exchange()
-        self._known_head = _NO_HEAD
+        self._last_head = _NO_HEAD
         """The head of an earlier response, with its form in lower case, its status and the end of its response: a
-        server's answers to one kind of request mostly begin with the same bytes."""
-        self._known_lower, self._known_status, self._known_end = b"", 0, 0
+        server's answers to requests of a kind mostly begin with the same bytes."""
+        self._last_lower, self._last_status, self._last_end = b"", 0, 0
 
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
@@ -136,7 +136,7 @@ class HttpConnection:
                 sent_whole = False
             self._receive(connection, exchange)
             exchange.end_ns = perf_counter_ns()
-            if not sent_whole or (exchange.head is not self._known_lower and _closes(exchange.head)):
+            if not sent_whole or (exchange.head is not self._last_lower and _closes(exchange.head)):
                 self.close()
             self._server_closed = self._socket is None
         except _ResponseError as exc:
@@ -173,13 +173,13 @@ class HttpConnection:
         return True
 
     def _receive(self, connection: AnySocket, exchange: Exchange) -> None:
-        filled, known = self._read(connection, exchange, 0), self._known_head
-        if filled >= len(known) and self._buffer.startswith(known):
-            exchange.head, exchange.status = self._known_lower, self._known_status
-            if filled == self._known_end:  # the usual case, in a few steps
-                exchange.body, exchange.response_bytes = self._view[len(known) : filled], filled
+        filled, head = self._read(connection, exchange, 0), self._last_head
+        if filled >= len(head) and self._buffer.startswith(head):
+            exchange.head, exchange.status = self._last_lower, self._last_status
+            if filled == self._last_end:  # the usual case, in a few steps
+                exchange.body, exchange.response_bytes = self._view[len(head) : filled], filled
             else:
-                self._receive_counted(connection, exchange, len(known), filled, self._known_end)
+                self._receive_counted(connection, exchange, len(head), filled, self._last_end)
             return
         filled, head_end = self._receive_head(connection, exchange, filled)
         for _ in range(_MOST_INTERIM):
@@ -208,8 +208,8 @@ class HttpConnection:
                 raise _ResponseError("malformed response: impossible Content-Length")
             end = head_end + int(length)
             if not _closes(head):
-                self._known_head, self._known_lower = bytes(self._view[:head_end]), head
-                self._known_status, self._known_end = status, end
+                self._last_head, self._last_lower = bytes(self._view[:head_end]), head
+                self._last_status, self._last_end = status, end
             self._receive_counted(connection, exchange, head_end, filled, end)
         else:
             self._receive_until_closed(connection, exchange, head_end, filled)

@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.client.endpoint import Signature, TensorSignature, fits
+from loadgen.client.endpoint import MOST_VALUES, Signature, TensorSignature, fits
 from loadgen.documents import (
     one_line,
     open_named,
@@ -48,16 +48,14 @@ from loadgen.documents import (
 from loadgen.invocation import ABSERVE
 from loadgen.records.payloads import OWN_TENSORS
 
-_BYTES_PREFIX = 4
-
 Array = npt.NDArray[np.generic]
 Shape = tuple[int, ...]
 
 SYNTHETIC_ITEMS = 16
 MANIFEST, SCHEMA = "samples.json", "abserve.samples/2"
 PHOTOGRAPHS, RANDOM, GIVEN = "photographs", "random values", "given"
-_MOST_VALUES = 2**28
-"""Limit for all items of an input together."""
+BYTES_PREFIX = 4
+"""Size of the length before each element of the datatype BYTES."""
 
 NUMPY_TYPES: Mapping[str, str] = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
@@ -216,41 +214,41 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _variant(directory: Path, payload: str) -> Mapping[str, Any]:
-    """What the samples say of their model with a payload; empty if that is nothing."""
+    """What the samples say about their model with a payload; empty if they say nothing."""
     variants = read_manifest(directory).get("variants")
-    known = [variants.get(name) for name in _names_of(payload)] if isinstance(variants, dict) else []
-    return next((one for one in known if isinstance(one, dict)), {})
+    named = [variants.get(name) for name in _names_of(payload)] if isinstance(variants, dict) else []
+    return next((variant for variant in named if isinstance(variant, dict)), {})
 
 
 def served_model(directory: Path, payload: str) -> str | None:
     """The name under which our servers serve the samples' model for a payload, if the samples say so."""
-    found = _variant(directory, payload).get("model")
-    return None if found is None else str(found)
+    model = _variant(directory, payload).get("model")
+    return None if model is None else str(model)
 
 
 def signature_of(directory: Path, payload: str) -> Signature | None:
     """The inputs of the samples' model for a payload, if the samples say so."""
-    found = _variant(directory, payload)
+    variant = _variant(directory, payload)
     try:
-        inputs = [{**one, "shape": [-1, *one["item_shape"]]} for one in found["inputs"]]
-        return Signature(str(found["model"]), msgspec.convert(tuple(inputs), tuple[TensorSignature, ...]), ())
+        inputs = [{**tensor, "shape": [-1, *tensor["item_shape"]]} for tensor in variant["inputs"]]
+        return Signature(str(variant["model"]), msgspec.convert(tuple(inputs), tuple[TensorSignature, ...]), ())
     except (TypeError, KeyError, msgspec.ValidationError):
         return None
 
 
-def as_model_inputs(inputs: SampleInputs, known: SampleInputs, directory: Path) -> SampleInputs:
-    """The user's own inputs with what is known from the samples of the model in a folder: what an item is, the kinds of
-    the outputs, and each item's length. Raises `InputError` for an item that has several lengths, or that is longer
-    than the model takes."""
-    inputs = replace(inputs, item=known.item, kinds=known.kinds, axis=known.axis)
+def as_model_inputs(inputs: SampleInputs, samples: SampleInputs, directory: Path) -> SampleInputs:
+    """The user's own inputs, described as the samples of the model in a folder are: what an item is, the kinds of the
+    outputs, and each item's length. Raises `InputError` for an item that has several lengths, or that is longer than
+    the model takes."""
+    inputs = replace(inputs, item=samples.item, kinds=samples.kinds, axis=samples.axis)
     axis, largest = read_manifest(directory).get("axis") or {}, largest_length(directory)
     places = {name: int(at) - 1 for name, at in axis.get("places", {}).items() if name in inputs.arrays}
     lengths = []
     for item in range(inputs.count) if places else ():
         sizes = {name: inputs.own_shape(name, item)[at] for name, at in places.items()}
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise InputError(f"item {item + 1} has several lengths along the {axis['name']} axis: {told}")
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise InputError(f"item {item + 1} has several lengths along the {axis['name']} axis: {listed}")
         lengths.append(max(sizes.values()))
         if lengths[-1] > largest:
             raise InputError(f"item {item + 1} has the length {lengths[-1]}, and the model takes at most {largest}")
@@ -386,7 +384,7 @@ def write_synthetic(signature: Signature, directory: Path, payload: str, seed: i
             if tensor.datatype not in NUMPY_TYPES:
                 raise InputError(f"input {tensor.name} is {tensor.datatype}, for which no values can be generated")
             shape = (SYNTHETIC_ITEMS, *(16 if size < 0 else size for size in tensor.shape[1:]))
-            if math.prod(shape) > _MOST_VALUES:
+            if math.prod(shape) > MOST_VALUES:
                 raise InputError(f"input {tensor.name} has the shape {list(tensor.shape)}, too large to generate")
             dtype = np.dtype(NUMPY_TYPES[tensor.datatype])
             values: Array = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
@@ -442,16 +440,16 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
             case _:
                 items, ignored = _read_json(path, signature)
                 source += f" ({ignored} ignored)" if ignored else ""
-        stacked = {name: _stack([item[name] for item in items]) for name in _given(items, signature)}
+        stacked = {name: _stack([item[name] for item in items]) for name in _input_names(items, signature)}
         arrays = {name: array for name, (array, _) in stacked.items()}
-        shapes = {name: own for name, (_, own) in stacked.items() if len(set(own)) > 1}
+        shapes = {name: of_items for name, (_, of_items) in stacked.items() if len(set(of_items)) > 1}
         write_folder(directory, payload, arrays, {"kind": GIVEN, "source": source, "shapes": shapes})
     except (InputError, OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         raise InputError(f"--inputs {path}: {one_line(reason, 400)}") from exc
 
 
-def _given(items: Items, signature: Signature) -> list[str]:
+def _input_names(items: Items, signature: Signature) -> list[str]:
     """The inputs that the items have: all of the model, except for optional ones that none has. Raises `InputError`."""
     names = []
     for tensor in signature.inputs:
@@ -485,10 +483,11 @@ def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
 
 def _read_npz(path: Path, signature: Signature) -> Items:
     with open_named(path) as file, np.load(file, allow_pickle=False) as content:
-        if (unpacked := sum(one.file_size for one in content.zip.infolist())) > MOST_INPUT_BYTES:
+        if (unpacked := sum(entry.file_size for entry in content.zip.infolist())) > MOST_INPUT_BYTES:
             raise InputError(f"its arrays have {unpacked:,} bytes, more than the limit of {MOST_INPUT_BYTES:,}")
         _check_names(content.files, signature, "the file")
-        arrays = {one.name: _of_npz(content[one.name], one) for one in signature.inputs if one.name in content.files}
+        tensors = [tensor for tensor in signature.inputs if tensor.name in content.files]
+        arrays = {tensor.name: _of_npz(content[tensor.name], tensor) for tensor in tensors}
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) > 1:
         raise InputError(f"its arrays have different numbers of items: {counts}")
@@ -499,13 +498,13 @@ def _of_npz(array: Array, tensor: TensorSignature) -> Array:
     if tensor.datatype == "BYTES" and array.dtype.kind in "SU":
         array = (np.char.encode(array.astype(str), "utf-8") if array.dtype.kind == "U" else array).astype(object)
     _check_datatype(tensor)
-    wanted = SAMPLE_TYPES[tensor.datatype]
+    dtype = SAMPLE_TYPES[tensor.datatype]
     if array.ndim == 0:
         raise InputError(f"the array {tensor.name} is a single value; its first dimension must be the items")
-    if array.dtype != wanted:
+    if array.dtype != dtype:
         raise InputError(
             f"the model's input {tensor.name} is {tensor.datatype}, and the array is {array.dtype}; convert it with "
-            f"astype({np.dtype('S' if wanted == 'O' else wanted).name!r})"
+            f"astype({np.dtype('S' if dtype == 'O' else dtype).name!r})"
         )
     if tensor.datatype == "BOOL" and array.view("u1").max(initial=0) > 1:
         raise InputError(f"input {tensor.name} has values that BOOL cannot hold; its bytes are 0 or 1")
@@ -574,24 +573,24 @@ def _item(content: object, signature: Signature, place: str) -> dict[str, Array]
     if not isinstance(content, dict):
         raise InputError(f"{place} is not an object of inputs")
     _check_names(content, signature, place)
-    given = [tensor for tensor in signature.inputs if tensor.name in content]
-    return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in given}
+    tensors = [tensor for tensor in signature.inputs if tensor.name in content]
+    return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in tensors}
 
 
-def _check_names(found: Sequence[str] | Mapping[str, object], signature: Signature, place: str) -> None:
-    wanted = [tensor.name for tensor in signature.inputs]
-    if missing := [name for name in wanted if name not in found and name not in signature.optional]:
-        raise InputError(f"{place} has no input {missing[0]}; the model takes {', '.join(wanted)}")
-    if odd := sorted(set(found) - set(wanted)):
-        raise InputError(f"{place} has {odd[0]}, which the model does not take; its inputs are {', '.join(wanted)}")
+def _check_names(names: Sequence[str] | Mapping[str, object], signature: Signature, place: str) -> None:
+    expected = [tensor.name for tensor in signature.inputs]
+    if missing := [name for name in expected if name not in names and name not in signature.optional]:
+        raise InputError(f"{place} has no input {missing[0]}; the model takes {', '.join(expected)}")
+    if odd := sorted(set(names) - set(expected)):
+        raise InputError(f"{place} has {odd[0]}, which the model does not take; its inputs are {', '.join(expected)}")
 
 
-def _values(given: object, tensor: TensorSignature, place: str) -> Array:
+def _values(entry: object, tensor: TensorSignature, place: str) -> Array:
     """One item's values of one input."""
-    content, shape = given, None
-    if isinstance(given, dict):
-        content = given.get("content", given)
-        shape = given.get("shape")
+    content, shape = entry, None
+    if isinstance(entry, dict):
+        content = entry.get("content", entry)
+        shape = entry.get("shape")
         if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
             raise InputError(f"{place}input {tensor.name}: the shape {shape} is not a list of whole numbers")
     if isinstance(content, dict):
@@ -639,9 +638,9 @@ def _numbers(values: list[Any], tensor: TensorSignature, place: str) -> Array:
 
 def _check_datatype(tensor: TensorSignature, place: str = "") -> None:
     if tensor.datatype not in SAMPLE_TYPES:
-        known = ", ".join(SAMPLE_TYPES)
         raise InputError(
-            f"{place}input {tensor.name} is {tensor.datatype}, which abserve cannot send; it sends inputs of {known}"
+            f"{place}input {tensor.name} is {tensor.datatype}, which abserve cannot send; it sends inputs of "
+            f"{', '.join(SAMPLE_TYPES)}"
         )
 
 
@@ -700,20 +699,20 @@ def elements_end(data: memoryview, count: int) -> int | None:
     """Where the last of `count` elements of BYTES ends; None if they do not fit."""
     end = 0
     for _ in range(count):
-        if end + _BYTES_PREFIX > len(data):
+        if end + BYTES_PREFIX > len(data):
             return None
-        end += _BYTES_PREFIX + int.from_bytes(data[end : end + _BYTES_PREFIX], "little")
+        end += BYTES_PREFIX + int.from_bytes(data[end : end + BYTES_PREFIX], "little")
     return end if end <= len(data) else None
 
 
 def read_elements(data: bytes | memoryview) -> list[bytes] | None:
     """The elements of BYTES in the protocol's binary form: each follows its length, four bytes in little-endian order.
     None if the data end in the middle of one."""
-    found, place = [], 0
+    elements, place = [], 0
     while place < len(data):
-        start = place + _BYTES_PREFIX
+        start = place + BYTES_PREFIX
         place = start + int.from_bytes(data[place:start], "little")
         if start > len(data) or place > len(data):
             return None
-        found.append(bytes(data[start:place]))
-    return found
+        elements.append(bytes(data[start:place]))
+    return elements

@@ -45,7 +45,9 @@ _CONTENTS = {
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
-_MOST_KNOWN = 1_000
+_MOST_HEADS = 1_000
+"""Most beginnings of good responses that are remembered."""
+_NOT_BINARY = "is not binary, although binary outputs were requested; use --transport grpc if the server has it"
 
 
 class AnswerError(Exception):
@@ -106,21 +108,18 @@ def read_body(body: memoryview, header_length: str | None) -> dict[str, Array]:
         end = int(header_length)
         if end > len(body):
             raise DocumentError(f"Inference-Header-Content-Length is {end:,}, but the body has {len(body):,} bytes")
-    found = {}
+    arrays = {}
     for output in read_document(body[:end]):
         size = output.binary_bytes
         if size is None:
-            raise DocumentError(
-                f"output {output} is not binary, although binary outputs were requested; use --transport grpc if the "
-                "server has it"
-            )
+            raise DocumentError(f"output {output} {_NOT_BINARY}")
         if end + size > len(body):
             raise DocumentError(f"output {output} declares {size:,} bytes, but {len(body) - end:,} are left")
-        found[output.name] = read_tensor(output, body[end : end + size])
+        arrays[output.name] = read_tensor(output, body[end : end + size])
         end += size
     if header_length is not None and end < len(body):
         raise DocumentError(f"{len(body) - end:,} bytes follow its outputs")
-    return found
+    return arrays
 
 
 def read_message(message: Any) -> dict[str, Array]:
@@ -129,15 +128,15 @@ def read_message(message: Any) -> dict[str, Array]:
     raw = message.raw_output_contents
     if raw and len(raw) != len(outputs):
         raise DocumentError(f"{len(raw)} of its {len(outputs)} outputs are binary")
-    found = {}
+    arrays = {}
     for number, output in enumerate(_with_different_names(outputs)):
         if len(output.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 2**31 for size in output.shape):
             raise DocumentError(f"output {one_line(output.name)} has an impossible shape")
         if raw:
-            found[output.name] = read_tensor(output, memoryview(raw[number]))
+            arrays[output.name] = read_tensor(output, memoryview(raw[number]))
         else:
-            found[output.name] = _read_values(output, typed_values(message.outputs[number]))
-    return found
+            arrays[output.name] = _read_values(output, typed_values(message.outputs[number]))
+    return arrays
 
 
 def typed_values(output: Any) -> Sequence[Any]:
@@ -158,10 +157,10 @@ def typed_values(output: Any) -> Sequence[Any]:
 def _read_values(output: ResponseOutput, values: Sequence[Any]) -> Array:
     if output.datatype == "BYTES":
         return byte_array(list(values)).reshape(output.shape)
-    found = exact_array(values, output.datatype)
-    if found is None:
+    array = exact_array(values, output.datatype)
+    if array is None:
         raise DocumentError(f"output {output} has a value that its datatype cannot hold")
-    return found.reshape(output.shape)
+    return array.reshape(output.shape)
 
 
 def byte_size(datatype: str, shape: Sequence[int]) -> int | None:
@@ -191,12 +190,12 @@ def _read_bytes(output: ResponseOutput, data: memoryview) -> Array:
     expected = math.prod(output.shape)
     if expected > _MOST_ELEMENTS:
         raise DocumentError(f"output {output} has more than {_MOST_ELEMENTS:,} elements")
-    found = read_elements(data)
-    if found is None:
+    elements = read_elements(data)
+    if elements is None:
         raise DocumentError(f"output {output} ends in the middle of an element")
-    if len(found) != expected:
-        raise DocumentError(f"output {output} has {len(found):,} elements, but its shape needs {expected:,}")
-    return byte_array(found).reshape(output.shape)
+    if len(elements) != expected:
+        raise DocumentError(f"output {output} has {len(elements):,} elements, but its shape needs {expected:,}")
+    return byte_array(elements).reshape(output.shape)
 
 
 class ExpectedOutputs:
@@ -215,7 +214,9 @@ class ExpectedOutputs:
             for output in signature.outputs
         }
         self._transport = transport
-        self._known: set[tuple[bytes, int]] = set()
+        self._good_heads: set[tuple[bytes, int]] = set()
+        """The bytes before the tensors of good responses, with the number of bytes of the tensors (over gRPC: before
+        them)."""
         sizes = [byte_size(*output) for output in self._outputs.values()]
         self._raw_heads: list[tuple[int, bytes]] = []
         """The field number and length before each tensor of a gRPC message, with its place after the first."""
@@ -238,7 +239,7 @@ class ExpectedOutputs:
         length, body = exchange.header(HEADER_LENGTH), exchange.body
         json_bytes = int(length) if length is not None and length.isdigit() and len(length) < 12 else len(body)
         key = bytes(body[:json_bytes]), len(body) - json_bytes
-        if key in self._known:
+        if key in self._good_heads:
             return None
         outputs, left = read_document(key[0]), key[1]
         wrong = self._shapes_fault([(output.name, output.datatype, tuple(output.shape)) for output in outputs])
@@ -249,16 +250,13 @@ class ExpectedOutputs:
                 continue
             sent = output.binary_bytes
             if sent is None:
-                return (
-                    f"output {output.name} is not binary, although binary outputs were requested; use --transport grpc "
-                    "if the server has it"
-                )
+                return f"output {output.name} {_NOT_BINARY}"
             wrong = wrong or _size_fault(output.name, output.datatype, tuple(output.shape), sent)
             left -= sent
         if wrong is None and left:
             wrong = f"its outputs end {abs(left):,} bytes {'before' if left > 0 else 'after'} the body does"
-        if wrong is None and len(self._known) < _MOST_KNOWN:
-            self._known.add(key)
+        if wrong is None and len(self._good_heads) < _MOST_HEADS:
+            self._good_heads.add(key)
         return wrong
 
     def _grpc_fault(self, exchange: Exchange) -> str | None:
@@ -266,7 +264,7 @@ class ExpectedOutputs:
         start = len(body) - self._raw_bytes
         placed = self._raw_bytes > 0 and start >= 0
         placed = placed and all(body[start + at : start + at + len(head)] == head for at, head in self._raw_heads)
-        if placed and (bytes(body[:start]), start) in self._known:
+        if placed and (bytes(body[:start]), start) in self._good_heads:
             return None
         message = service_pb2.ModelInferResponse.FromString(bytes(body))
         outputs = [(output.name, output.datatype, tuple(output.shape)) for output in message.outputs]
@@ -280,15 +278,15 @@ class ExpectedOutputs:
         for described, raw in zip(outputs, message.raw_output_contents, strict=False):
             wrong = wrong or _size_fault(*described, len(raw))
         in_order = [name for name, _, _ in outputs] == list(self._outputs)
-        if wrong is None and placed and in_order and len(self._known) < _MOST_KNOWN:
-            self._known.add((bytes(body[:start]), start))
+        if wrong is None and placed and in_order and len(self._good_heads) < _MOST_HEADS:
+            self._good_heads.add((bytes(body[:start]), start))
         return wrong
 
-    def _shapes_fault(self, found: list[tuple[str, str, tuple[int, ...]]]) -> str | None:
-        names = sorted(name for name, _, _ in found)
+    def _shapes_fault(self, outputs: list[tuple[str, str, tuple[int, ...]]]) -> str | None:
+        names = sorted(name for name, _, _ in outputs)
         if names != sorted(self._outputs):
             return one_line(f"its outputs are {names} instead of {sorted(self._outputs)}")
-        for name, datatype, shape in found:
+        for name, datatype, shape in outputs:
             expected_type, expected = self._outputs[name]
             if datatype != expected_type or not fits(shape, expected):
                 return one_line(

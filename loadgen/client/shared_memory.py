@@ -1,4 +1,4 @@
-"""The shared-memory client for measured requests: tensors in memory that the server maps, and a short HTTP request.
+"""Sends measured requests through shared memory: tensors in memory that the server maps, and a short HTTP request.
 
 Every request is written into POSIX shared memory once, before the measurement, into a slot with room for its answer
 (`SlotPool`). A measured request names the places of a slot; only the few bytes that make its inputs new are written
@@ -74,7 +74,7 @@ def sweep(process_id: int) -> list[str]:
 
 
 class ClientRegion:
-    """One object, mapped here. The server knows it under the same name."""
+    """One POSIX shared-memory object, mapped here. The server knows it under the same name."""
 
     def __init__(self, kind: str, byte_size: int) -> None:
         """Raises `ConnectionRefused` when there is no room for it."""
@@ -110,13 +110,13 @@ class ClientRegion:
         self.memory.close()
 
 
-KeptOutputs = tuple[SharedMemoryRequest, bytes]
+CopiedOutputs = tuple[SharedMemoryRequest, bytes]
 """A request and a copy of its outputs' memory."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestSlot:
-    """The place of one request and its answer in a region."""
+    """The memory of a request and its answer in a region."""
 
     region: ClientRegion
     start: int
@@ -146,7 +146,8 @@ class SlotPool:
         self.address = address
         self._model = model
         self._requests = tuple(dict.fromkeys(requests))
-        self._slot_bytes = max((one.input_starts()[-1] + one.output_starts()[-1] for one in self._requests), default=0)
+        sizes = [request.input_starts()[-1] + request.output_starts()[-1] for request in self._requests]
+        self._slot_bytes = max(sizes, default=0)
         self._regions: list[ClientRegion] = []
         self._slots = self._users = 0
         self._free: dict[SharedMemoryRequest | None, list[RequestSlot]] = {}
@@ -279,18 +280,18 @@ class SharedMemoryConnection:
         exchange.send_ns = send_ns
         return exchange
 
-    def keep_outputs(self) -> KeptOutputs:
+    def copy_outputs(self) -> CopiedOutputs:
         """A copy of the outputs' memory after the last response."""
         assert self._slot is not None
         assert self._slot.holds is not None
         return self._slot.holds, self._slot.outputs()
 
-    def read_outputs(self, exchange: Exchange, kept: KeptOutputs | None = None) -> dict[str, Array]:
-        """Copies of the outputs of the last, good response, or of one that was kept. The response describes them, the
+    def read_outputs(self, exchange: Exchange, copied: CopiedOutputs | None = None) -> dict[str, Array]:
+        """Copies of the outputs of the last, good response, or of a copied one. The response describes them, the
         request determined their places. Raises `DocumentError`."""
-        request, memory = self.keep_outputs() if kept is None else kept
+        request, memory = self.copy_outputs() if copied is None else copied
         starts = dict(zip(request.output_bytes, request.output_starts(), strict=False))
-        found = {}
+        arrays = {}
         for output in read_document(exchange.body):
             place = request.output_bytes.get(output.name, -1)
             start = starts.get(output.name, 0)
@@ -299,8 +300,8 @@ class SharedMemoryConnection:
                 used = elements_end(memoryview(memory[start : start + max(place, 0)]), math.prod(output.shape))
             if used is None or used > place or output.data is not None:
                 raise DocumentError(f"output {one_line(output.name)} is not in the shared memory")
-            found[output.name] = read_tensor(output, memoryview(memory[start : start + used]))
-        return found
+            arrays[output.name] = read_tensor(output, memoryview(memory[start : start + used]))
+        return arrays
 
     def close(self) -> None:
         """Close the connection, and with the last one of the pool its memory. Idempotent."""

@@ -1,6 +1,6 @@
-"""TLS for the clients (https:// and grpcs://): the settings of a connection, its socket, and sentences about failures.
+"""TLS for https:// and grpcs:// connections: their settings, their socket, and sentences about failures.
 
-A connection is encrypted by the `ssl` module, which copies every byte; the plain socket stays in use without TLS.
+The `ssl` module encrypts a connection and copies every byte; connections without TLS use the plain socket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TlsError(OSError):
 
 
 class TlsSocket(ssl.SSLSocket):
-    """Offers what the clients use of a plain socket: sending in parts, looking for a close, reading without waiting."""
+    """A TLS socket that sends parts, notices a close and reads without waiting, as the clients do with a plain one."""
 
     def sendmsg(self, parts: Sequence[bytes | memoryview], *_: Any) -> int:  # type: ignore[override]  # without ancillary data
         """Send the first bytes of the parts: small ones together in one record, a large one without joining."""
@@ -157,16 +157,16 @@ def reason(exc: Exception, host: str = "the server") -> str:
         return f"the server's certificate cannot be verified: {exc.verify_message}"
     if not isinstance(exc, ssl.SSLError):
         return (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
-    found = exc.reason or ""
-    if found in _NOT_TLS:
+    ssl_reason = exc.reason or ""
+    if ssl_reason in _NOT_TLS:
         return "the server does not speak TLS; give its address with http:// or grpc://"
-    if "CERTIFICATE_REQUIRED" in found or found.endswith("ALERT_HANDSHAKE_FAILURE"):
+    if "CERTIFICATE_REQUIRED" in ssl_reason or ssl_reason.endswith("ALERT_HANDSHAKE_FAILURE"):
         return "TLS alert: the server refuses the handshake; it may want a client certificate (options cert and key)"
-    if "ALERT" in found and ("CERTIFICATE" in found or "UNKNOWN_CA" in found):
+    if "ALERT" in ssl_reason and ("CERTIFICATE" in ssl_reason or "UNKNOWN_CA" in ssl_reason):
         return "TLS alert: the server does not accept the client certificate (options cert and key)"
     if isinstance(exc, ssl.SSLEOFError):
         return "the server closed the connection in the TLS handshake; it may not speak TLS"
-    return f"TLS alert: {_words(exc)}" if "ALERT" in found else f"TLS failed: {_words(exc)}"
+    return f"TLS alert: {_words(exc)}" if "ALERT" in ssl_reason else f"TLS failed: {_words(exc)}"
 
 
 def _words(exc: OSError) -> str:

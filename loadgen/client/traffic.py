@@ -188,17 +188,15 @@ class KeptAnswers:
 
     def read(self) -> tuple[KeptAnswer, ...]:
         """Decode the kept answers, with the rows that are compared."""
-        found: list[KeptAnswer] = []
+        answers: list[KeptAnswer] = []
         left = _MOST_BYTES
-        for kept in self._slots:
-            if kept is None:
-                continue
-            answer = kept[1]()
+        for _, decode in filter(None, self._slots):
+            answer = decode()
             left -= sum(len(tensor.data) for tensor in answer.outputs)
-            if left < 0 and found:
+            if left < 0 and answers:
                 break
-            found.append(answer)
-        return tuple(found)
+            answers.append(answer)
+        return tuple(answers)
 
     def _decode(
         self, request: int, user: int, body: int, first: int, read: Callable[[], Mapping[str, Array]]
@@ -243,7 +241,7 @@ class Traffic:
     def __init__(
         self, target: InferenceTarget, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), fresh: FreshItems | None = None,
-        expected: ExpectedOutputs | None = None, kept: KeptAnswers | None = None, first_body: int = 0,
+        expected: ExpectedOutputs | None = None, answers: KeptAnswers | None = None, first_body: int = 0,
     ) -> None:  # fmt: skip
         """`others` are further requests that a user may send. Without `fresh` the same bodies are sent again and again;
         without `expected` every answer with a good status is good."""
@@ -261,7 +259,7 @@ class Traffic:
         self.last_end_ns = 0
         self.user_numbers = count()
         """Numbers users whose caller does not."""
-        self.kept = kept or KeptAnswers(0, 0)
+        self.answers = answers or KeptAnswers(0, 0)
         self._fresh = fresh
         self._expected = expected
         self._first_body = first_body
@@ -272,9 +270,9 @@ class Traffic:
 
     def connection(self) -> ClientConnection:
         """A new connection; `close` closes it if its user does not."""
-        made = self.target.connection(self._sendable, timeout_s=self.timeout_s, memory=self._memory)
-        self._connections.append(made)
-        return made
+        connection = self.target.connection(self._sendable, timeout_s=self.timeout_s, memory=self._memory)
+        self._connections.append(connection)
+        return connection
 
     def close(self) -> None:
         """Close every connection: an open channel would keep the process alive, an open region its memory."""
@@ -291,7 +289,7 @@ class Traffic:
         """
         number = next(self._request_numbers)
         body = (self._first_body + number) % len(self.requests)
-        slot = self.kept.slot(number) if measured else None
+        slot = self.answers.slot(number) if measured else None
         first, patches = (0, ()) if self._fresh is None else self._fresh.patches(body)
         try:
             exchange = connection.send(self.requests[body], patches)
@@ -312,7 +310,7 @@ class Traffic:
             self.unmeasured_ns += exchange.end_ns - exchange.send_ns
             self.last_end_ns = exchange.end_ns
         if slot is not None and fault is None:
-            self.kept.keep(
+            self.answers.keep(
                 slot, number, user, body, first, keep_answer(connection, exchange, batched=self.target.batched)
             )
         return exchange, fault
@@ -330,9 +328,9 @@ class Traffic:
 
     def _error_index(self, message: str) -> int:
         """The index of `message` among the distinct ones; beyond a limit all count as "other errors"."""
-        known = self.error_messages
-        if message not in known:
-            message = message if len(known) < _MOST_MESSAGES - 1 else "other errors"
-            if message not in known:
-                known.append(message)
-        return known.index(message)
+        messages = self.error_messages
+        if message not in messages:
+            message = message if len(messages) < _MOST_MESSAGES - 1 else "other errors"
+            if message not in messages:
+                messages.append(message)
+        return messages.index(message)

@@ -1,4 +1,4 @@
-"""The three transports http, grpc and shm: how a request is encoded for each, and which client sends it."""
+"""The transports http, grpc and shm: how each encodes a request, which connection sends it, how its answer is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from loadgen.client.grpc import GrpcConnection, GrpcRequest
 from loadgen.client.http import HttpConnection, PreparedRequest
 from loadgen.client.inputs import Array, InputError, SampleInputs
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
-from loadgen.client.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
+from loadgen.client.shared_memory import CopiedOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.documents import DocumentError
 from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
 
@@ -105,7 +105,7 @@ def prepare(
 
 
 def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
-    """Where a message varies: the tensors are its last fields, each after its tag and its length."""
+    """Where a serialised message varies: the tensors are its last fields, each after its tag and its length."""
     places: list[int] = []
     end = len(message)
     for tensor in reversed(tensors):
@@ -116,15 +116,15 @@ def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
 
 
 def _output_bytes(output: TensorSignature, inputs: Sequence[RawTensor], signature: Signature, batch_size: int) -> int:
-    """The place for an output. Where its size is not fixed, a variable dimension counts as the largest variable
-    dimension of the inputs, and an element of BYTES as `_ELEMENT_BYTES`."""
+    """Bytes of shared memory for an output. Where its size is not fixed, a variable dimension counts as the largest
+    variable dimension of the inputs, and an element of BYTES as `_ELEMENT_BYTES`."""
     shapes = {tensor.name: tensor.shape for tensor in inputs}
     variable = [
         size
         for expected in signature.inputs
         if expected.name in shapes
-        for wanted, size in zip(expected.shape[1:], shapes[expected.name][1 - len(expected.shape) :], strict=False)
-        if wanted < 0
+        for fixed, size in zip(expected.shape[1:], shapes[expected.name][1 - len(expected.shape) :], strict=False)
+        if fixed < 0
     ]
     longest = max(variable, default=_VARIABLE_SIZE)
     shape = (batch_size, *(longest if size < 0 else size for size in output.shape[1:]))
@@ -159,29 +159,26 @@ def prepare_bodies(
 
 
 def keep_answer(connection: ClientConnection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:
-    """Copy the connection's last response; the returned function reads it later, as `read_answer` does."""
-    kept = connection.keep_outputs() if isinstance(connection, SharedMemoryConnection) else None
+    """Copy the connection's last response; the returned function reads the copy later, as `read_answer` does."""
+    memory = connection.copy_outputs() if isinstance(connection, SharedMemoryConnection) else None
     copied = exchange.copy()
-    return lambda: read_answer(connection, copied, kept, batched=batched)
+    return lambda: read_answer(connection, copied, memory, batched=batched)
 
 
 def read_answer(
-    connection: ClientConnection, exchange: Exchange, kept: KeptOutputs | None = None, *, batched: bool = True
+    connection: ClientConnection, exchange: Exchange, memory: CopiedOutputs | None = None, *, batched: bool = True
 ) -> Answer:
-    """Copies of the outputs of the connection's last response, or of one that was kept, with a batch dimension also
-    where the response has none. Raises `AnswerError`."""
+    """Copies of the outputs of the connection's last response, or of a copied one with its outputs' `memory`, with a
+    batch dimension also where the response has none. Raises `AnswerError`."""
     if not exchange.good:
         raise AnswerError(failure_message(exchange))
-    found = _read(connection, exchange, kept)
-    return found if batched else {name: array[np.newaxis] for name, array in found.items()}
-
-
-def _read(connection: ClientConnection, exchange: Exchange, kept: KeptOutputs | None) -> Answer:
     try:
         if isinstance(connection, SharedMemoryConnection):
-            return connection.read_outputs(exchange, kept)
-        if isinstance(connection, GrpcConnection):
-            return read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
-        return read_body(exchange.body, exchange.header(HEADER_LENGTH))
+            outputs = connection.read_outputs(exchange, memory)
+        elif isinstance(connection, GrpcConnection):
+            outputs = read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
+        else:
+            outputs = read_body(exchange.body, exchange.header(HEADER_LENGTH))
     except (DecodeError, DocumentError) as exc:
         raise AnswerError(f"the response cannot be read: {exc}") from exc
+    return outputs if batched else {name: array[np.newaxis] for name, array in outputs.items()}

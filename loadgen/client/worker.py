@@ -54,7 +54,7 @@ from loadgen.records.samples import NS_PER_S, SampleWriter
 
 _FLUSH_SECONDS = 0.5
 
-Shape = tuple[int, int | None]
+BodyShape = tuple[int, int | None]
 """The batch size of a body, and the length of all its items; None: of any."""
 
 _ALIVE_SECONDS = 1.0
@@ -68,7 +68,7 @@ class Block:
     """One block of load: `gather`, then `run` once, or `discard`."""
 
     def __init__(
-        self, command: Open, prepared: Prepare, bodies: Mapping[Shape, PreparedBodies], counts: Counts | None
+        self, command: Open, prepared: Prepare, bodies: Mapping[BodyShape, PreparedBodies], counts: Counts | None
     ) -> None:
         """Raises `OSError` when something cannot be opened."""
         target = InferenceTarget(
@@ -101,7 +101,7 @@ class Block:
                 target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
                 timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
                 expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
-                kept=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
+                answers=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
             )  # fmt: skip
             undo.pop_all()
         self._go = Event()
@@ -208,7 +208,7 @@ class Block:
             offered=None if self._offsets_ns is None else len(self._offsets_ns),
             due_span_ns=self._offsets_ns[-1] - self._offsets_ns[0] if self._offsets_ns else None,
             late=self.window.late,
-            answers=self._traffic.kept.read(),
+            answers=self._traffic.answers.read(),
         )
 
     def _reconnects(self) -> int:
@@ -293,7 +293,7 @@ class LocalGenerator:
     """Holds the bodies and at most one block."""
 
     def __init__(self) -> None:
-        self._prepared: dict[str, tuple[Prepare, dict[Shape, PreparedBodies]]] = {}
+        self._prepared: dict[str, tuple[Prepare, dict[BodyShape, PreparedBodies]]] = {}
         self._numbers = FreshNumbers()
         self._block: Block | None = None
         self._counts: Counts | None = None

@@ -179,17 +179,16 @@ def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
             f"no Docker engine answers ({reason}); start it, then run: {UP}; without Docker leave --deployment out"
         ) from exc
     with _translated():
-        found = [
+        containers = [
             container
             for name in (service, f"{service}-cpu")
             for container in client.containers.list(
                 all=True, filters={"label": [f"{_PROJECT_LABEL}={project}", f"{_SERVICE_LABEL}={name}"]}
             )
         ]
-    if not found:
+    if not containers:
         raise DeploymentError(f"no container of the service {service} in the compose project {project}; run: {UP}")
-    found.sort(key=lambda container: container.status != "running")
-    return ServiceContainer(found[0])
+    return ServiceContainer(min(containers, key=lambda container: container.status != "running"))
 
 
 def _innermost(exc: BaseException) -> BaseException:
@@ -331,12 +330,12 @@ class ComposeDeployment(Deployment):
         names = Endpoint(self.url).served_models()
         if names is None:
             raise DeploymentError(f"{self.container.service} does not list its models")
-        service, found = self.container.service, f"it serves {', '.join(names) or 'nothing'}"
+        service, served_names = self.container.service, f"it serves {', '.join(names) or 'nothing'}"
         if self._backend is not None:
-            if (wanted := asked_for + BACKEND_ENDINGS[self._backend]) in names:
-                return wanted
+            if (variant := asked_for + BACKEND_ENDINGS[self._backend]) in names:
+                return variant
             raise DeploymentError(
-                f"{service} has no model {wanted} for backend={self._backend}, but {found}; set MODEL and "
+                f"{service} has no model {variant} for backend={self._backend}, but {served_names}; set MODEL and "
                 f"TRITON_BACKENDS in .env, then: {UP}"
             )
         if asked_for in names:
@@ -348,7 +347,8 @@ class ComposeDeployment(Deployment):
         choice = " or ".join(f"backend={variants[name]}" for name in served)
         remedy = f"choose one with an option of that arm, {choice}" if served else f"set MODEL in .env, then: {UP}"
         raise DeploymentError(
-            f"{service} must serve exactly one variant of {asked_for}, or the arm must name one, but {found}; {remedy}"
+            f"{service} must serve exactly one variant of {asked_for}, or the arm must name one, but {served_names}; "
+            f"{remedy}"
         )
 
     def _find_addresses(self) -> None:
@@ -382,9 +382,9 @@ class ComposeDeployment(Deployment):
 def require_one_way(deployments: Sequence[object]) -> None:
     """Raises `DeploymentError` when containers are reached by different ways: docker's proxy process before one server
     alone would make that server look slow."""
-    found = [d for d in deployments if isinstance(d, ComposeDeployment)]
-    if len({d.via for d in found}) > 1:
-        ways = " and ".join(f"{d.container.service} by its {d.via}" for d in found)
+    servers = [deployment for deployment in deployments if isinstance(deployment, ComposeDeployment)]
+    if len({server.via for server in servers}) > 1:
+        ways = " and ".join(f"{server.container.service} by its {server.via}" for server in servers)
         raise DeploymentError(
             f"the arms are reached in different ways: {ways}; publish both ports, or run this where both containers' "
             "networks can be reached"

@@ -15,7 +15,7 @@ import psutil
 
 from loadgen.child_process import cpu_ns, tree
 from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
-from loadgen.client.endpoint import Endpoint, Signature, named, unmeasurable
+from loadgen.client.endpoint import Endpoint, Signature, named, unmeasurable, versioned
 from loadgen.client.grpc import GrpcConnection, parse_grpc_address
 from loadgen.client.http import HttpConnection
 from loadgen.client.tls import speaks_tls
@@ -41,14 +41,14 @@ def find_listeners(address: Address) -> tuple[Roots, str | None]:
     if not is_here(address.host):
         return (), "it runs on another machine"
     try:
-        ips = [str(found[4][0]) for found in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)]
+        entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         sockets = _listening(psutil.net_connections("tcp"), address.port)
-        chosen = next((those for ip in ips if (those := _taking(sockets, ip))), [])
-        if not chosen:
+        listeners = next((those for entry in entries if (those := _taking(sockets, str(entry[4][0])))), [])
+        if not listeners:
             return (), f"no process that this program can see listens on port {address.port}"
-        if any(one.pid is None for one in chosen):
+        if any(listener.pid is None for listener in listeners):
             return (), f"the process on port {address.port} belongs to another user or is in another container"
-        roots = {_root(psutil.Process(one.pid), address.port) for one in chosen}
+        roots = {_root(psutil.Process(listener.pid), address.port) for listener in listeners}
         names = {root.name() for root in roots}
     except (psutil.Error, OSError) as exc:
         return (), f"the processes of this machine cannot be read ({exc})"
@@ -71,7 +71,7 @@ def is_here(host: str) -> bool:
 
 
 def _listening(sockets: Sequence[Any], port: int) -> list[Any]:
-    return [one for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr[1:2] == (port,)]
+    return [entry for entry in sockets if entry.status == psutil.CONN_LISTEN and entry.laddr[1:2] == (port,)]
 
 
 def _taking(sockets: Sequence[Any], ip: str) -> list[Any]:
@@ -158,12 +158,11 @@ class Deployment:
             endpoint.live, deadline_s, lambda: f"the server at {self.url} is not live {late} ({endpoint.silence()})"
         )
         live_ns = perf_counter_ns()
-        version = endpoint.address.access.version
-        wanted = f"model {model}" if version is None else f"version {version} of model {model}"
+        model_text = versioned(model, endpoint.address.access.version)
         self.wait_until(
             lambda: endpoint.ready(model),
             deadline_s,
-            lambda: f"the server at {self.url} is live, but {wanted} is not ready {late}",
+            lambda: f"the server at {self.url} is live, but {model_text} is not ready {late}",
         )
         return StartTimes(started_ns, live_ns, perf_counter_ns())
 

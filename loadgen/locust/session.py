@@ -1,4 +1,4 @@
-"""One test of the locustfile: its options, the request bodies, the sample files."""
+"""The options, the user class and the session of the locustfile: what one test sends and stores in one process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from locust import User
+from msgspec import Meta
 
 from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
@@ -43,49 +44,45 @@ logger = logging.getLogger("abserve")
 
 
 _MOST_TIMEOUT_S = 3600.0
-_HELP = {
-    "model": "The model's name on the server, or its reference, such as transformers:bert-base-uncased.",
-    "batch_size": "Inputs per request in the scenario Batched.",
-    "payload": "What a request carries; default: an image's or the model's own tensors.",
-    "protocol": "Transport.",
-    "grpc": "HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port.",
-    "inputs": "Your inputs: a folder, a file, or random.",
-    "sequence_length": "Length of the inputs of a model of text: text (default), a number, or a list.",
-    "samples_dir": "Inputs to send, from `abserve samples --out DIR`; default: made for the test.",
-    "samples_out": "Folder for raw samples, one .npy file per user class and process; default: none.",
-    "rate": "Requests per second in the scenario OpenLoop, over all workers.",
-    "arrivals": "Arrival process of OpenLoop.",
-    "request_timeout": "Seconds until a request counts as failed.",
-    "header": "NAME=VALUE, sent with every request; the value may be $VARIABLE; repeatable.",
-    "ca": "CA certificates to trust, a PEM file.",
-    "insecure": "Do not verify the server's certificate.",
-    "cert": "Client certificate, a PEM file.",
-    "key": "Key of that certificate, if it is in another PEM file.",
-    "model_version": "Version of the model; default: the server chooses.",
-}
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
-    """The options that the locustfile adds to Locust's, with their defaults."""
+    """The options that the locustfile adds to Locust's, with their help and defaults."""
 
-    model: str = DEFAULT_NAME
-    batch_size: int = 8
-    payload: str = ""
-    protocol: Transport = "http"
-    grpc: str = ""
-    inputs: str = ""
-    sequence_length: str = ""
-    samples_dir: str = ""
-    samples_out: str = ""
-    rate: float = 0.0
-    arrivals: Arrivals = "poisson"
-    request_timeout: float = 60.0
-    header: tuple[str, ...] = ()
-    ca: str = ""
-    insecure: bool = False
-    cert: str = ""
-    key: str = ""
-    model_version: str = ""
+    model: Annotated[
+        str,
+        Meta(description="The model's name on the server, or its reference, such as transformers:bert-base-uncased."),
+    ] = DEFAULT_NAME
+    batch_size: Annotated[int, Meta(description="Inputs per request in the scenario Batched.")] = 8
+    payload: Annotated[
+        str, Meta(description="What a request carries; default: an image's or the model's own tensors.")
+    ] = ""
+    protocol: Annotated[Transport, Meta(description="Transport.")] = "http"
+    grpc: Annotated[
+        str, Meta(description="HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port.")
+    ] = ""
+    inputs: Annotated[str, Meta(description="Your inputs: a folder, a file, or random.")] = ""
+    sequence_length: Annotated[
+        str, Meta(description="Length of the inputs of a model of text: text (default), a number, or a list.")
+    ] = ""
+    samples_dir: Annotated[
+        str, Meta(description="Inputs to send, from `abserve samples --out DIR`; default: made for the test.")
+    ] = ""
+    samples_out: Annotated[
+        str, Meta(description="Folder for raw samples, one .npy file per user class and process; default: none.")
+    ] = ""
+    rate: Annotated[float, Meta(description="Requests per second in the scenario OpenLoop, over all workers.")] = 0.0
+    arrivals: Annotated[Arrivals, Meta(description="Arrival process of OpenLoop.")] = "poisson"
+    request_timeout: Annotated[float, Meta(description="Seconds until a request counts as failed.")] = 60.0
+    header: Annotated[
+        tuple[str, ...],
+        Meta(description="NAME=VALUE, sent with every request; the value may be $VARIABLE; repeatable."),
+    ] = ()
+    ca: Annotated[str, Meta(description="CA certificates to trust, a PEM file.")] = ""
+    insecure: Annotated[bool, Meta(description="Do not verify the server's certificate.")] = False
+    cert: Annotated[str, Meta(description="Client certificate, a PEM file.")] = ""
+    key: Annotated[str, Meta(description="Key of that certificate, if it is in another PEM file.")] = ""
+    model_version: Annotated[str, Meta(description="Version of the model; default: the server chooses.")] = ""
 
     @classmethod
     def add_to(cls, parser: Any) -> None:
@@ -104,7 +101,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
         extra["insecure"] = {"action": "store_true"}
         for field in msgspec.structs.fields(cls):
             default = [] if field.default == () else field.default
-            add(field.name, default, _HELP[field.name], **extra.get(field.name, {}))
+            _, meta = get_args(field.type)
+            add(field.name, default, meta.description, **extra.get(field.name, {}))
         hidden = {"include_in_web_ui": False}
         add("metrics_port", 0, "Port of the generator's Prometheus metrics; 0: no metrics.", **hidden)
         add("metrics_host", "127.0.0.1", "Address of the generator's Prometheus metrics.", **hidden)
@@ -112,8 +110,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, environment: Any) -> LoadOptions:
         """The current values: the web page may have changed them."""
-        given = vars(environment.parsed_options)
-        return msgspec.convert({name: given[name] for name in cls.__struct_fields__}, cls, strict=False)
+        values = vars(environment.parsed_options)
+        return msgspec.convert({name: values[name] for name in cls.__struct_fields__}, cls, strict=False)
 
     @property
     def carried(self) -> str:
@@ -129,7 +127,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
     def access(self) -> Access:
         """How the server is reached. Raises `AddressError` for a header that cannot be sent."""
         try:
-            header = read_headers({name: value for name, _, value in (one.partition("=") for one in self.header)})
+            header = read_headers({name: value for name, _, value in (text.partition("=") for text in self.header)})
         except HeaderError as exc:
             raise AddressError(f"--header: {exc}") from None
         return Access(

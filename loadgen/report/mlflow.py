@@ -26,6 +26,7 @@ EXPERIMENT = "abserve"
 INSTALL = "pip install 'abserve[mlflow]'"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _FILES = ("report.html", "summary.md", FILE_NAME, Matrix.FILE, "experiment.yaml")
+_CONFIGURATION = ("model", "engine", "precision", "mode", "device", "threads")
 _MOST_PARAM = 500
 _MOST_PARAMS, _MOST_METRICS = 100, 1000
 """MLflow's limits of one call."""
@@ -84,36 +85,36 @@ def export_result(uri: str, result: Result, folder: Path) -> str:
         "model": experiment.model, "weights": experiment.weights, "payload": experiment.payload,
         "transport": experiment.transport, "preset": experiment.preset, "seed": experiment.seed,
         "threads": experiment.threads, "precision": experiment.precision, "deployment": experiment.deployment,
-        "workloads": ", ".join(one.name for one in experiment.workloads),
+        "workloads": ", ".join(workload.name for workload in experiment.workloads),
     }  # fmt: skip
     params |= {f"settings.{name}": value for name, value in (experiment.settings or {}).items()}
     overall = [LoggedMetric("valid", float(result.valid))]
-    for one in result.comparisons:
-        if one.ratio is not None:
-            base = f"ratio.{one.metric}.{one.scenario}.{one.arm}_over_{one.baseline}"
-            overall += _bounds(base, one.ratio, *(one.ci95 or (None, None)))
+    for row in result.comparisons:
+        if row.ratio is not None:
+            base = f"ratio.{row.metric}.{row.scenario}.{row.arm}_over_{row.baseline}"
+            overall += _bounds(base, row.ratio, *(row.ci95 or (None, None)))
     tags = {"schema": result.schema, "verdict": result.verdict.sentence}
     return _export(uri, "compare", folder, params, result.environment, tags, overall, list(_arms(result)))
 
 
 def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
-    """Export an engine matrix and the reports in `folder`; returns the id of the parent run. Raises `MlflowExportError`."""
+    """Export an engine matrix and the reports in `folder`; returns the parent run's id. Raises `MlflowExportError`."""
     plan = matrix.plan
     params = {f"settings.{name}": value for name, value in plan.settings.items()}
     params |= {"rounds": plan.rounds, "seed": plan.seed, "baseline": plan.baseline, "processes": plan.processes}
     nested = []
-    for place, found in enumerate(matrix.configurations):
-        own = found.configuration
+    for place, measured in enumerate(matrix.configurations):
+        configuration = measured.configuration
         about: dict[str, object] = {
-            "model": own.model, "engine": own.engine, "precision": own.precision, "mode": own.mode,
-            "device": own.device, "threads": own.threads,
-            **{f"engine.{name}": value for name, value in found.description.items()},
-        }  # fmt: skip
+            **{name: getattr(configuration, name) for name in _CONFIGURATION},
+            **{f"engine.{name}": value for name, value in measured.description.items()},
+        }
         metrics = [metric for cell in matrix.cells if cell.configuration == place for metric in _cell(cell)]
-        if found.load_seconds is not None:
-            metrics += _estimate("load_seconds", found.load_seconds)
-        metrics += [LoggedMetric(f"conversion_seconds.{one.step}", one.seconds) for one in found.conversions]
-        nested.append(NestedRun(f"{own.model} {configuration_name(found)} {own.precision}", about, metrics))
+        if measured.load_seconds is not None:
+            metrics += _estimate("load_seconds", measured.load_seconds)
+        metrics += [LoggedMetric(f"conversion_seconds.{step.step}", step.seconds) for step in measured.conversions]
+        title = f"{configuration.model} {configuration_name(measured)} {configuration.precision}"
+        nested.append(NestedRun(title, about, metrics))
     return _export(uri, "engines", folder, params, matrix.environment, {"schema": matrix.schema}, [], nested)
 
 
@@ -126,7 +127,7 @@ def _arms(result: Result) -> Iterator[NestedRun]:
             "server_version": arm.server_version, **{f"in_effect.{name}": v for name, v in arm.in_effect.items()},
         }  # fmt: skip
         metrics: list[LoggedMetric] = []
-        for summary in (one for one in result.summaries if one.label == arm.label):
+        for summary in (summary for summary in result.summaries if summary.label == arm.label):
             where = summary.workload
             if summary.throughput_per_s is not None:
                 limits = summary.throughput_ci95 or (None, None)
@@ -170,19 +171,19 @@ def _estimate(name: str, estimate: Estimate, step: int = 0) -> list[LoggedMetric
 
 
 def _bounds(name: str, value: float, low: float | None, high: float | None, step: int = 0) -> list[LoggedMetric]:
-    named = ((name, value), (f"{name}.low", low), (f"{name}.high", high))
-    return [LoggedMetric(own, number, step) for own, number in named if number is not None]
+    numbers = {name: value, f"{name}.low": low, f"{name}.high": high}
+    return [LoggedMetric(key, number, step) for key, number in numbers.items() if number is not None]
 
 
 def _about_machine(environment: Environment | None) -> dict[str, object]:
     if environment is None:
         return {}
     devices = environment.gpu.get("devices")
-    names = [str(one.get("name")) for one in devices if isinstance(one, dict)] if isinstance(devices, list) else []
+    listed = [device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
     nvml = environment.gpu.get("nvml")
     return {
         "git_commit": environment.git_commit,
-        "machine.gpus": ", ".join(names) or "none",
+        "machine.gpus": ", ".join(str(device.get("name")) for device in listed) or "none",
         "machine.driver": nvml.get("driver_version") if isinstance(nvml, dict) else None,
         **{f"machine.{name}": value for name, value in environment.host.items()},
         **{f"version.{name}": value for name, value in environment.packages.items()},
@@ -230,18 +231,18 @@ def _write(
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
-    known = client.get_experiment_by_name(EXPERIMENT)
-    experiment = client.create_experiment(EXPERIMENT, _artefacts_of(uri)) if known is None else known.experiment_id
+    stored = client.get_experiment_by_name(EXPERIMENT)
+    experiment = client.create_experiment(EXPERIMENT, _artefacts_of(uri)) if stored is None else stored.experiment_id
     name = f"{command} {folder.resolve().name}"
     parent = client.create_run(experiment, run_name=name, tags={"abserve.command": command}).info.run_id
     status = "FAILED"
     try:
         _log(client, parent, params, overall, tags)
-        for one in nested:
+        for nested_run in nested:
             child = client.create_run(
-                experiment, run_name=one.name, tags={"mlflow.parentRunId": parent, "abserve.command": command}
+                experiment, run_name=nested_run.name, tags={"mlflow.parentRunId": parent, "abserve.command": command}
             ).info.run_id
-            _log(client, child, one.params, one.metrics, {})
+            _log(client, child, nested_run.params, nested_run.metrics, {})
             client.set_terminated(child)
         for file in _FILES:
             path = stored_path(folder / file)
@@ -266,7 +267,7 @@ def _log(
     parts = [entities.Param(name, value) for name, value in texts.items()]
     for start in range(0, len(parts), _MOST_PARAMS):
         client.log_batch(run, params=parts[start : start + _MOST_PARAMS])
-    numbers = [entities.Metric(key_of(one.name), one.value, 0, one.step) for one in metrics]
+    numbers = [entities.Metric(key_of(metric.name), metric.value, 0, metric.step) for metric in metrics]
     for start in range(0, len(numbers), _MOST_METRICS):
         client.log_batch(run, metrics=numbers[start : start + _MOST_METRICS])
     if tags:

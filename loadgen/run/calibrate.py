@@ -216,7 +216,7 @@ class _Measurement:
         self._sinks.delay(delay_ms)
         self._run(1, users, _TIMING_REQUESTS, seconds / 2)
         reported_us = latencies_ms(good(read_samples(self._samples))) * 1000.0
-        kept_us = np.array(self._sinks.held_ns()) / 1000.0
+        held_us = np.array(self._sinks.held_ns()) / 1000.0
         rate = throughput_per_s(read_samples(self._samples)) or 0.0
         return TimingError(
             concurrency=users,
@@ -224,8 +224,8 @@ class _Measurement:
             requests_per_s=rate,
             ceiling_share=rate / ceiling,
             samples=len(reported_us),
-            p50_us=_difference(reported_us, kept_us, 0.5),
-            p99_us=_difference(reported_us, kept_us, 0.99),
+            p50_us=_difference(reported_us, held_us, 0.5),
+            p99_us=_difference(reported_us, held_us, 0.99),
         )
 
     def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> BlockOutcome:
@@ -251,8 +251,8 @@ class _Measurement:
         return outcome
 
 
-def _difference(reported: np.ndarray[Any, Any], kept: np.ndarray[Any, Any], quantile: float) -> float | None:
-    high, low = percentile(reported, quantile), percentile(kept, quantile)
+def _difference(reported: np.ndarray[Any, Any], held: np.ndarray[Any, Any], quantile: float) -> float | None:
+    high, low = percentile(reported, quantile), percentile(held, quantile)
     return None if high is None or low is None else high - low
 
 

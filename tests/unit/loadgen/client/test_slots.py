@@ -164,7 +164,7 @@ def test_a_kept_answer_outlives_the_next_request(server: Digests) -> None:
     pool, requests = pool_of(server, 2)
     user = SharedMemoryConnection(pool)
     exchange = user.send(requests[0])
-    kept, copied = user.keep_outputs(), exchange.copy()
+    kept, copied = user.copy_outputs(), exchange.copy()
     ask(user, requests[1])
     assert user.read_outputs(copied, kept)["y"].tobytes() == digest_of(requests[0])
     user.close()
