@@ -15,7 +15,6 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 from locust import User
-from msgspec import Meta
 
 from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
@@ -50,39 +49,29 @@ class LoadOptions(msgspec.Struct, frozen=True):
     """The options that the locustfile adds to Locust's, with their help and defaults."""
 
     model: Annotated[
-        str,
-        Meta(description="The model's name on the server, or its reference, such as transformers:bert-base-uncased."),
+        str, "The model's name on the server, or its reference, such as transformers:bert-base-uncased."
     ] = DEFAULT_NAME
-    batch_size: Annotated[int, Meta(description="Inputs per request in the scenario Batched.")] = 8
-    payload: Annotated[
-        str, Meta(description="What a request carries; default: an image's or the model's own tensors.")
-    ] = ""
-    protocol: Annotated[Transport, Meta(description="Transport.")] = "http"
-    grpc: Annotated[
-        str, Meta(description="HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port.")
-    ] = ""
-    inputs: Annotated[str, Meta(description="Your inputs: a folder, a file, or random.")] = ""
-    sequence_length: Annotated[
-        str, Meta(description="Length of the inputs of a model of text: text (default), a number, or a list.")
-    ] = ""
-    samples_dir: Annotated[
-        str, Meta(description="Inputs to send, from `abserve samples --out DIR`; default: made for the test.")
-    ] = ""
-    samples_out: Annotated[
-        str, Meta(description="Folder for raw samples, one .npy file per user class and process; default: none.")
-    ] = ""
-    rate: Annotated[float, Meta(description="Requests per second in the scenario OpenLoop, over all workers.")] = 0.0
-    arrivals: Annotated[Arrivals, Meta(description="Arrival process of OpenLoop.")] = "poisson"
-    request_timeout: Annotated[float, Meta(description="Seconds until a request counts as failed.")] = 60.0
+    batch_size: Annotated[int, "Inputs per request in the scenario Batched."] = 8
+    payload: Annotated[str, "What a request carries; default: an image's or the model's own tensors."] = ""
+    protocol: Annotated[Transport, "Transport."] = "http"
+    grpc: Annotated[str, "HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port."] = ""
+    inputs: Annotated[str, "Your inputs: a folder, a file, or random."] = ""
+    sequence_length: Annotated[str, "Length of the inputs of a model of text: text (default), a number, or a list."] = (
+        ""
+    )
+    samples_dir: Annotated[str, "Inputs to send, from `abserve samples --out DIR`; default: made for the test."] = ""
+    samples_out: Annotated[str, "Folder for raw samples, one .npy file per user class and process; default: none."] = ""
+    rate: Annotated[float, "Requests per second in the scenario OpenLoop, over all workers."] = 0.0
+    arrivals: Annotated[Arrivals, "Arrival process of OpenLoop."] = "poisson"
+    request_timeout: Annotated[float, "Seconds until a request counts as failed."] = 60.0
     header: Annotated[
-        tuple[str, ...],
-        Meta(description="NAME=VALUE, sent with every request; the value may be $VARIABLE; repeatable."),
+        tuple[str, ...], "NAME=VALUE, sent with every request; the value may be $VARIABLE; repeatable."
     ] = ()
-    ca: Annotated[str, Meta(description="CA certificates to trust, a PEM file.")] = ""
-    insecure: Annotated[bool, Meta(description="Do not verify the server's certificate.")] = False
-    cert: Annotated[str, Meta(description="Client certificate, a PEM file.")] = ""
-    key: Annotated[str, Meta(description="Key of that certificate, if it is in another PEM file.")] = ""
-    model_version: Annotated[str, Meta(description="Version of the model; default: the server chooses.")] = ""
+    ca: Annotated[str, "CA certificates to trust, a PEM file."] = ""
+    insecure: Annotated[bool, "Do not verify the server's certificate."] = False
+    cert: Annotated[str, "Client certificate, a PEM file."] = ""
+    key: Annotated[str, "Key of that certificate, if it is in another PEM file."] = ""
+    model_version: Annotated[str, "Version of the model; default: the server chooses."] = ""
 
     @classmethod
     def add_to(cls, parser: Any) -> None:
@@ -101,8 +90,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
         extra["insecure"] = {"action": "store_true"}
         for field in msgspec.structs.fields(cls):
             default = [] if field.default == () else field.default
-            _, meta = get_args(field.type)
-            add(field.name, default, meta.description, **extra.get(field.name, {}))
+            _, text = get_args(field.type)
+            add(field.name, default, text, **extra.get(field.name, {}))
         hidden = {"include_in_web_ui": False}
         add("metrics_port", 0, "Port of the generator's Prometheus metrics; 0: no metrics.", **hidden)
         add("metrics_host", "127.0.0.1", "Address of the generator's Prometheus metrics.", **hidden)
