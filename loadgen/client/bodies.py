@@ -21,7 +21,7 @@ import numpy as np
 import tritonclient.http as triton_http
 from tritonclient.utils import serialize_byte_tensor
 
-from loadgen.client.connection import Address, Pieces, cut
+from loadgen.client.connection import Address, Pieces, split_at
 from loadgen.client.endpoint import Signature, fits
 from loadgen.client.http import PreparedRequest, request_head
 from loadgen.client.inputs import BYTES_PREFIX, SAMPLE_TYPES, Array, InputError, SampleInputs
@@ -90,7 +90,7 @@ class Variation:
 
 
 class FreshNumbers:
-    """Numbers the items that one process sends, so that no item is sent twice.
+    """The numbers of the items that a process sends, so that no item is sent twice.
 
     The first number is random: a server that outlives a run may remember the items of an earlier run with the same
     seed.
@@ -154,7 +154,7 @@ def _of_input(name: str, inputs: SampleInputs) -> Variation | None:
 
 
 def _leading(shape: Sequence[int], padded: Sequence[int]) -> int:
-    """How many elements an item has before the first that padding may move or replace."""
+    """The number of elements at an item's beginning that padding neither moves nor replaces."""
     count = 1
     for size, whole in zip(reversed(shape), reversed(padded), strict=True):
         count *= size
@@ -164,8 +164,8 @@ def _leading(shape: Sequence[int], padded: Sequence[int]) -> int:
 
 
 def _integers(name: str, inputs: SampleInputs) -> Array | None:
-    """As many integers as a digit has values, between the smallest and the largest inside the items; None if there are
-    not so many."""
+    """256 integers between the smallest and the largest inside the items, one for each value of a digit; None if there
+    are fewer."""
     array = inputs.arrays[name]
     values = np.concatenate(
         [array[item][tuple(map(slice, inputs.own_shape(name, item)))].ravel() for item in range(len(array))]
@@ -177,8 +177,8 @@ def _integers(name: str, inputs: SampleInputs) -> Array | None:
 
 
 def _of_texts(name: str, texts: Sequence[bytes]) -> Variation | None:
-    """The longest word of each text varies. None for texts without two letters, for JSON, whose names have a meaning,
-    and for other bytes."""
+    """A variation of the longest word of each text. None for texts without two letters, for JSON, whose names have a
+    meaning, and for other bytes."""
     words = [max(_LETTERS.finditer(text), key=lambda word: len(word[0]), default=None) for text in texts]
     if any(word is None or not _is_text(text) for word, text in zip(words, texts, strict=True)):
         return None
@@ -195,7 +195,7 @@ def _is_text(text: bytes) -> bool:
 
 
 def _of_jpegs(name: str, files: Sequence[bytes]) -> Variation | None:
-    """The quantisation table of each file varies. None if a file has no table of whole bytes."""
+    """A variation of each file's quantisation table. None if a file has no table of whole bytes."""
     places = tuple(place for file in files if (place := _quantisation(file)) is not None)
     if len(places) < len(files):
         return None
@@ -306,7 +306,7 @@ def prepare_body(
     outputs = [triton_http.InferRequestedOutput(output.name, binary_data=True) for output in signature.outputs]
     encoded, json_bytes = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
     body = bytes(encoded)
-    pieces = () if variation is None else cut(body, [json_bytes + place for place in places], variation.byte_size)
+    pieces = () if variation is None else split_at(body, [json_bytes + place for place in places], variation.byte_size)
     return PreparedBody(body, json_bytes, pieces)
 
 

@@ -16,7 +16,7 @@ from time import perf_counter_ns
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from loadgen.client.tls import AlpnProtocol, TlsError, secured, tls_context
+from loadgen.client.tls import AlpnProtocol, TlsError, tls_context, wrapped_socket
 from loadgen.documents import DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
@@ -101,7 +101,7 @@ def find_header(head: bytes, key: bytes) -> bytes | None:
 
 
 class Deadline:
-    """Bounds a whole request; the timeout of a socket bounds single reads and writes only.
+    """The time limit of a whole request; a socket's timeout limits single reads and writes only.
 
     Early in a request the socket keeps its full timeout and nothing is set, because a system call for every read would
     cost more than the read. So the last wait ends at most a sixteenth of the timeout late.
@@ -161,8 +161,8 @@ def is_patched() -> bool:
 
 
 class GreenletSocket:
-    """The part of a socket's interface that the clients use. One greenlet at a time; a wait past the timeout raises
-    `TimeoutError`, and with a timeout of 0 nothing waits but `BlockingIOError` is raised."""
+    """A TCP socket for one greenlet at a time, with the methods that the clients use. A wait past the timeout raises
+    `TimeoutError`; with a timeout of 0 a call that would wait raises `BlockingIOError`."""
 
     def __init__(self, connected: Any) -> None:
         """Takes over a socket of gevent, which cannot be used afterwards."""
@@ -249,7 +249,8 @@ class AddressError(ValueError):
 
 
 def is_host(name: str) -> bool:
-    """Whether the socket module takes it as a host: it refuses empty labels and those of more than 63 characters."""
+    """Whether the socket module accepts a name as a host: it refuses empty labels and those of more than 63
+    characters."""
     try:
         return b"\0" not in name.encode("idna")
     except UnicodeError:
@@ -329,12 +330,12 @@ def open_socket(address: Address, timeout_s: float, protocol: AlpnProtocol = "ht
     if not address.tls:
         return GreenletSocket(connection) if is_patched() else connection
     try:
-        return secured(connection, tls_context(address.access, protocol), address.host, protocol)
+        return wrapped_socket(connection, tls_context(address.access, protocol), address.host, protocol)
     except (TlsError, TimeoutError) as exc:
         raise TlsRefused(f"no connection to {shown}: {exc}") from None
 
 
-def cut(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:
+def split_at(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:
     """Views of the body: constant, varying, constant, …; `byte_size` bytes vary at each of the places."""
     view, start, pieces = memoryview(body), 0, []
     for place in places:

@@ -44,8 +44,8 @@ class Signature:
     optional: frozenset[str] = frozenset()
     """Inputs that a request may leave out, by the server's configuration of the model."""
     batched: bool = True
-    """Whether requests have a batch dimension. Without one the shapes here begin with -1 all the same, and a request,
-    which takes one item, leaves it out."""
+    """Whether requests have a batch dimension. If not, the shapes here begin with -1 all the same; a request then has
+    one item and leaves that dimension out."""
 
 
 class IndexRow(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class IndexRow(msgspec.Struct, frozen=True):
 
 
 class Endpoint:
-    """Requests other than inference, each on a new connection; not for measurements."""
+    """A server's answers about itself, each on a new connection; not for measurements."""
 
     def __init__(self, url: str, *, timeout_s: float = 10.0, access: Access = DEFAULT_ACCESS) -> None:
         """Raises `AddressError`."""
@@ -74,7 +74,7 @@ class Endpoint:
         return self._send(PreparedRequest(request_head("GET", path, self.address)))
 
     def _send(self, request: PreparedRequest) -> Exchange:
-        """One request; a refused connection is a failed one."""
+        """Send one request; a refused connection counts as a failed request."""
         connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=MOST_BYTES)
         try:
             return connection.send(request)
@@ -109,8 +109,8 @@ class Endpoint:
         """Whether the process answers."""
         return self.status("/v2/health/live") == 200
 
-    def silence(self) -> str:
-        """Why it is not live, from one more request, for a message."""
+    def why_not_live(self) -> str:
+        """Why the server is not live, from another request, for a message."""
         exchange = self._get("/v2/health/live")
         return exchange.failure or f"/v2/health/live answers {exchange.status}"
 
@@ -144,7 +144,7 @@ class Endpoint:
         if document is None:
             state = "" if self.live() else ", which does not answer /v2/health/live either"
             if served := self.served_models():
-                state = f", which serves {named(served)}"
+                state = f", which serves {model_names(served)}"
             raise EndpointError(
                 f"no {versioned(model, version)} at {self.address.url}{state}; name another with --model"
             )
@@ -157,7 +157,9 @@ class Endpoint:
         largest = config.get("max_batch_size")
         unbatched = type(largest) is int and largest == 0
         if unbatched or not all(tensor.shape and tensor.shape[0] in (-1, 1) for tensor in inputs):
-            return Signature(model, _items_of(inputs), _items_of(outputs), version, optional, batched=False)
+            return Signature(
+                model, _with_batch_dimension(inputs), _with_batch_dimension(outputs), version, optional, batched=False
+            )
         return Signature(model, inputs, outputs, version, optional)
 
     def _config_if_any(self, model: str) -> Mapping[str, Any]:
@@ -168,8 +170,8 @@ class Endpoint:
             return {}
 
     def statistics(self, model: str) -> dict[str, Any] | None:
-        """One entry of the statistics extension's `model_stats`: without a version that of the latest, which answers
-        requests. None if the server does not have it."""
+        """The model's entry in `model_stats` of the statistics extension: without a version the latest one's, which
+        answers requests. None if the server does not have the extension."""
         try:
             document = self.document(f"{self.address.model_path(model)}/stats")
         except EndpointError:
@@ -211,7 +213,7 @@ def versioned(model: str, version: str | None) -> str:
     return f"model {model}" if version is None else f"version {version} of model {model}"
 
 
-def named(models: Sequence[str]) -> str:
+def model_names(models: Sequence[str]) -> str:
     """The names of models on a server for a message: the first of many, without control characters."""
     shown = [one_line(name, _MOST_NAME) for name in models[:_MOST_NAMES]]
     more = len(models) - len(shown)
@@ -225,7 +227,7 @@ def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
     )
 
 
-def _items_of(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:
+def _with_batch_dimension(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:
     """The tensors with a batch dimension before their shapes."""
     return tuple(msgspec.structs.replace(tensor, shape=(-1, *tensor.shape)) for tensor in tensors)
 

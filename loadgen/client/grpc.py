@@ -36,7 +36,7 @@ from loadgen.client.connection import (
     open_socket,
     send_parts,
 )
-from loadgen.client.tls import reason
+from loadgen.client.tls import failure_reason
 from loadgen.documents import one_line
 from loadgen.headers import secret_of
 from loadgen.records.run import DEFAULT_ACCESS, Access
@@ -401,7 +401,7 @@ class GrpcConnection:
             self._connection = Http2Connection(opened, timeout_s=self.timeout_s, most_bytes=self._most_bytes)
         except (Http2ConnectionError, OSError) as exc:
             opened.close()
-            words = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else reason(exc)
+            words = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else failure_reason(exc)
             raise ConnectionRefused(f"the server at {self.address} does not speak gRPC: {words}") from None
 
     def close(self) -> None:
@@ -439,7 +439,7 @@ class GrpcConnection:
         except Http2ConnectionError as exc:
             self._fail(exchange, UNAVAILABLE, str(exc), midway=True)
         except OSError as exc:
-            self._fail(exchange, UNAVAILABLE, reason(exc), midway=True)
+            self._fail(exchange, UNAVAILABLE, failure_reason(exc), midway=True)
         return exchange
 
     def _finish(self, exchange: Exchange, connection: Http2Connection) -> None:

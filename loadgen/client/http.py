@@ -30,7 +30,7 @@ from loadgen.client.connection import (
     open_socket,
     send_parts,
 )
-from loadgen.client.tls import reason
+from loadgen.client.tls import failure_reason
 from loadgen.headers import secret_of
 
 _UNQUOTED = "/-._~%!$&'()*+,;=:@?"
@@ -146,7 +146,7 @@ class HttpConnection:
         except ConnectionResetError:
             self._fail(exchange, "connection reset by the server")
         except OSError as exc:
-            self._fail(exchange, f"connection failed: {reason(exc)}")
+            self._fail(exchange, f"connection failed: {failure_reason(exc)}")
         return exchange
 
     def _fail(self, exchange: Exchange, message: str) -> None:

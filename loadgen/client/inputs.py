@@ -81,8 +81,8 @@ class InputError(Exception):
 
 
 def exact_array(values: Sequence[Any], datatype: str) -> Array | None:
-    """Python's numbers as a flat array of a datatype, changed by it only through rounding; None if it cannot hold one
-    of them, also for a number of another kind: a fraction in a datatype of integers, true in one of numbers.
+    """Python's numbers as a flat array of a datatype, changed only by rounding. None if the datatype cannot hold one of
+    them, also for a number of another kind: a fraction in a datatype of integers, true in one of numbers.
 
     NumPy alone would make floats of large integers in a list, infinity of floats that are too large, and wrap others.
     """
@@ -417,8 +417,8 @@ def image_folder(inputs: str | None) -> Path | None:
 
 
 def read_given(inputs: str | None, signature: Signature, directory: Path, payload: str, seed: int) -> SampleInputs:
-    """The user's inputs or random values, as the model's metadata demand, by way of a folder of samples. Raises
-    `InputError`."""
+    """The user's inputs or random values, checked against the model's metadata; they are written as a folder of samples
+    and read back. Raises `InputError`."""
     if inputs is None or inputs == RANDOM_INPUTS:
         write_synthetic(signature, directory, payload, seed)
     else:
@@ -450,7 +450,8 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
 
 
 def _input_names(items: Items, signature: Signature) -> list[str]:
-    """The inputs that the items have: all of the model, except for optional ones that none has. Raises `InputError`."""
+    """The names of the inputs that the items have: all of the model's, except optional ones that no item has. Raises
+    `InputError`."""
     names = []
     for tensor in signature.inputs:
         missing = [number for number, item in enumerate(items, start=1) if tensor.name not in item]
@@ -467,7 +468,7 @@ def _input_names(items: Items, signature: Signature) -> list[str]:
 
 
 def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
-    """All items of an input in one array, with the shape of each; smaller ones have zeros behind. Raises `InputError`
+    """All items of an input in one array, padded with zeros to the largest, and the shape of each. Raises `InputError`
     without any."""
     if not items:
         raise InputError("it holds no items")
@@ -538,8 +539,8 @@ def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
 
 
 def _parse(text: str | bytes) -> Any:
-    """JSON in which a number beyond a float of 64 bits stays one that no datatype holds, instead of infinity. Raises
-    `ValueError`."""
+    """Parse JSON; a number too large for a 64-bit float becomes a `Decimal`, which no datatype holds, instead of
+    infinity. Raises `ValueError`."""
 
     def number(text: str) -> float | Decimal:
         value = float(text)
@@ -552,7 +553,7 @@ def _parse(text: str | bytes) -> Any:
 
 
 def _steps(data: Sequence[object]) -> Iterator[object]:
-    """The items, also those inside streams."""
+    """The items of perf_analyzer's data, also those inside streams."""
     for entry in data:
         yield from entry if isinstance(entry, list) else (entry,)
 

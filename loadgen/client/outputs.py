@@ -199,7 +199,7 @@ def _read_bytes(output: ResponseOutput, data: memoryview) -> Array:
 
 
 class ExpectedOutputs:
-    """The outputs of one batch size over one transport. Not thread-safe."""
+    """The outputs that responses to requests of one batch size must have over one transport. Not thread-safe."""
 
     def __init__(self, transport: Transport, signature: Signature, batch_size: int) -> None:
         self._outputs = {

@@ -60,7 +60,7 @@ class Sink:
         self.delay_s = 0.0
         self.held_ns: list[int] = []
 
-    def whole(self, send: Callable[[], None]) -> None:
+    def respond(self, send: Callable[[], None]) -> None:
         """Answer a complete request, after the delay if there is one."""
         since_ns = perf_counter_ns()
         if self.delay_s:
@@ -101,7 +101,7 @@ _MEMORY_ANSWER = http_answer({"model_name": MODEL, "outputs": [_TENSOR]})
 _EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
-class _Protocol(asyncio.BufferedProtocol):
+class _SinkProtocol(asyncio.BufferedProtocol):
     """One connection with one receive buffer."""
 
     def __init__(self, sink: Sink) -> None:
@@ -123,8 +123,8 @@ class _Protocol(asyncio.BufferedProtocol):
             self._transport.write(content)
 
 
-class HttpSink(_Protocol):
-    """HTTP: requests one after the other. Requests other than inference get an empty answer."""
+class HttpSink(_SinkProtocol):
+    """HTTP without pipelining. Requests other than inference get an empty answer."""
 
     _answer = _EMPTY
     _is_inference = False
@@ -142,7 +142,7 @@ class HttpSink(_Protocol):
         if self._left:
             return
         if self._is_inference:
-            self._sink.whole(lambda: self._write(self._answer))
+            self._sink.respond(lambda: self._write(self._answer))
         else:
             self._write(self._answer)
 
@@ -163,9 +163,8 @@ class HttpSink(_Protocol):
         return _EMPTY
 
 
-class GrpcSink(_Protocol):
-    """gRPC for abserve's client only: requests one after the other, their headers are not read. It answers the
-    end of each stream with the same message."""
+class GrpcSink(_SinkProtocol):
+    """gRPC for abserve's client only: it reads no headers and answers the end of each stream with the same message."""
 
     def __init__(self, sink: Sink, answer: bytes) -> None:
         super().__init__(sink)
@@ -210,7 +209,7 @@ class GrpcSink(_Protocol):
             self._transport.write(frame_head(SETTINGS, ACK, 0, 0))
         elif self._kind in (DATA, HEADERS) and self._flags & END_STREAM:
             stream = self._stream
-            self._sink.whole(lambda: self._answer(stream))
+            self._sink.respond(lambda: self._answer(stream))
 
     def _answer(self, stream: int) -> None:
         parts = [

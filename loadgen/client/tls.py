@@ -106,7 +106,9 @@ def _no_password() -> str:
     return ""
 
 
-def secured(connection: socket.socket, context: ssl.SSLContext, host: str, protocol: AlpnProtocol) -> ssl.SSLSocket:
+def wrapped_socket(
+    connection: socket.socket, context: ssl.SSLContext, host: str, protocol: AlpnProtocol
+) -> ssl.SSLSocket:
     """The connection after its handshake; it is closed when that fails. Raises `TlsError`, `TimeoutError`."""
     try:
         made = context.wrap_socket(connection, server_hostname=host)
@@ -117,7 +119,7 @@ def secured(connection: socket.socket, context: ssl.SSLContext, host: str, proto
         ) from None
     except (OSError, ValueError) as exc:
         connection.close()
-        raise TlsError(reason(exc, host)) from None
+        raise TlsError(failure_reason(exc, host)) from None
     if protocol == "h2" and made.selected_alpn_protocol() != "h2":
         made.close()
         raise TlsError("it does not offer HTTP/2 over TLS (ALPN h2), which gRPC needs; give its gRPC address")
@@ -128,7 +130,7 @@ def speaks_tls(host: str, port: int, timeout_s: float) -> bool:
     """Whether a server answers a TLS handshake, whatever its certificate."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as connection:
-            secured(connection, _context(None, True, None, None, "http/1.1"), host, "http/1.1").close()
+            wrapped_socket(connection, _context(None, True, None, None, "http/1.1"), host, "http/1.1").close()
     except TlsError as exc:
         return "TLS alert" in str(exc)
     except OSError:
@@ -136,7 +138,7 @@ def speaks_tls(host: str, port: int, timeout_s: float) -> bool:
     return True
 
 
-def reason(exc: Exception, host: str = "the server") -> str:
+def failure_reason(exc: Exception, host: str = "the server") -> str:
     """Why a connection failed, in a few words; for failures of TLS with the remedy."""
     if isinstance(exc, ssl.SSLCertVerificationError):
         code = exc.verify_code

@@ -64,12 +64,12 @@ def counts_bytes(processes: int) -> int:
 
 
 def shared_counts(descriptor: int) -> Counts:
-    """The counts in memory that several processes map. Zero it before each block. Raises `OSError`."""
+    """The counts in a memory that several processes map; zero the memory before each block. Raises `OSError`."""
     return memoryview(mmap.mmap(descriptor, 0)).cast("q")
 
 
 class LoadWindow:
-    """Hands out requests until the block has enough: `requests` requests and `seconds`, at most `max_seconds`.
+    """Lets users send until the block has enough: `requests` requests and `seconds`, at most `max_seconds`.
 
     It is cut short by `cut`, by FAILURES_IN_A_ROW failures without a good answer between them, and with a latency bound
     as soon as more requests than allowed were late or failed. Requests, late ones included, are those of all processes

@@ -20,7 +20,7 @@ from loadgen.client.bodies import (
     prepare_body,
     raw_tensors,
 )
-from loadgen.client.connection import MOST_ANSWER_BYTES, Address, ClientConnection, Exchange, cut, failure_message
+from loadgen.client.connection import MOST_ANSWER_BYTES, Address, ClientConnection, Exchange, failure_message, split_at
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
 from loadgen.client.http import HttpConnection, PreparedRequest
@@ -100,7 +100,7 @@ def prepare(
     for output in signature.outputs:
         message.outputs.add(name=output.name)
     serialised = message.SerializeToString()
-    pieces = () if variation is None else cut(serialised, _places(serialised, tensors), variation.byte_size)
+    pieces = () if variation is None else split_at(serialised, _places(serialised, tensors), variation.byte_size)
     return GrpcRequest(serialised, sum(len(tensor.data) for tensor in tensors), pieces)
 
 

@@ -156,8 +156,8 @@ class Block:
             gevent.sleep(0.001)
 
     def run(self, start_at_ns: int | None = None) -> BlockOutcome:
-        """Run the window, from now or from a later moment, without garbage collection. What ends it otherwise than by
-        an outcome leaves no user behind."""
+        """Run the block, from now or from a later moment, without garbage collection. If that fails, all users are
+        ended."""
         flusher = gevent.spawn(self._flush)
         try:
             return self._run(start_at_ns)
@@ -212,7 +212,8 @@ class Block:
         )
 
     def _reconnects(self) -> int:
-        """Also before the window a server may close connections, of users that wait for the others to settle."""
+        """Reconnects of all users so far: a server may close connections also before the window, while users wait for
+        the others to settle."""
         return sum(connection.reconnects for connection in self._connected)
 
     def _await(self, start_at_ns: int | None) -> int:
@@ -290,7 +291,7 @@ class Block:
 
 
 class LocalGenerator:
-    """Holds the bodies and at most one block."""
+    """The prepared bodies of this process and its block, if one is open."""
 
     def __init__(self) -> None:
         self._prepared: dict[str, tuple[Prepare, dict[BodyShape, PreparedBodies]]] = {}

@@ -15,7 +15,7 @@ import psutil
 
 from loadgen.child_process import cpu_ns, tree
 from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
-from loadgen.client.endpoint import Endpoint, Signature, named, unmeasurable, versioned
+from loadgen.client.endpoint import Endpoint, Signature, model_names, unmeasurable, versioned
 from loadgen.client.grpc import GrpcConnection, parse_grpc_address
 from loadgen.client.http import HttpConnection
 from loadgen.client.tls import speaks_tls
@@ -43,7 +43,7 @@ def find_listeners(address: Address) -> tuple[Roots, str | None]:
     try:
         entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         sockets = _listening(psutil.net_connections("tcp"), address.port)
-        listeners = next((those for entry in entries if (those := _taking(sockets, str(entry[4][0])))), [])
+        listeners = next((those for entry in entries if (those := _accepting(sockets, str(entry[4][0])))), [])
         if not listeners:
             return (), f"no process that this program can see listens on port {address.port}"
         if any(listener.pid is None for listener in listeners):
@@ -74,7 +74,7 @@ def _listening(sockets: Sequence[Any], port: int) -> list[Any]:
     return [entry for entry in sockets if entry.status == psutil.CONN_LISTEN and entry.laddr[1:2] == (port,)]
 
 
-def _taking(sockets: Sequence[Any], ip: str) -> list[Any]:
+def _accepting(sockets: Sequence[Any], ip: str) -> list[Any]:
     """The sockets that take connections to an address: those bound to it, else to all addresses."""
     wildcards = ["::"] if ":" in ip else ["0.0.0.0", "::"]
     return next((those for bound in (ip, *wildcards) if (those := [s for s in sockets if s.laddr[0] == bound])), [])
@@ -155,7 +155,9 @@ class Deployment:
         deadline_s = monotonic() + timeout_s
         late = f"after {timeout_s:g} s"
         self.wait_until(
-            endpoint.live, deadline_s, lambda: f"the server at {self.url} is not live {late} ({endpoint.silence()})"
+            endpoint.live,
+            deadline_s,
+            lambda: f"the server at {self.url} is not live {late} ({endpoint.why_not_live()})",
         )
         live_ns = perf_counter_ns()
         model_text = versioned(model, endpoint.address.access.version)
@@ -255,7 +257,7 @@ class RemoteDeployment(Deployment):
         """Wait until the server is ready; the error says what its owner can do."""
         address = self._address
         if address.tls:
-            self._shake_hands()
+            self._check_tls()
         try:
             return super().wait_ready(model, timeout_s)
         except DeploymentError as exc:
@@ -277,10 +279,10 @@ class RemoteDeployment(Deployment):
             return f"the server at {self.url} serves no model; load {model} there"
         alike = [name for name in served if without_backend(name) == model]
         close = alike or get_close_matches(model, served, n=1) or served
-        remedy = f"add {self._model_option} {named(close)}"
+        remedy = f"add {self._model_option} {model_names(close)}"
         if len(close) > 1:
             remedy = f"name one of them with {self._model_option}"
-        return f"the server at {self.url} serves {named(served)}, not {model}; {remedy}"
+        return f"the server at {self.url} serves {model_names(served)}, not {model}; {remedy}"
 
     def pids(self) -> tuple[int, ...]:
         """The processes that listen on its port, if it runs on this machine, with their descendants."""
@@ -295,7 +297,7 @@ class RemoteDeployment(Deployment):
             self._listeners, self.processes_unknown = find_listeners(self._address)
         return self._listeners
 
-    def _shake_hands(self) -> None:
+    def _check_tls(self) -> None:
         """Raises `DeploymentError` for what would fail on every connection, without waiting for the server."""
         connection = HttpConnection(self._address, timeout_s=RUNNING_READY_SECONDS)
         try:

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from loadgen.client.connection import Address, Exchange, TlsRefused, cut
+from loadgen.client.connection import Address, Exchange, TlsRefused, split_at
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
 from loadgen.client.http import HttpConnection, PreparedRequest, request_head
 from loadgen.client.tls import TlsError, speaks_tls, tls_context
@@ -108,7 +108,7 @@ def say_nothing(connection: socket.socket) -> None:
 
 def post(address: Address, body: bytes = BODY, places: tuple[int, ...] = ()) -> PreparedRequest:
     head = request_head("POST", "/", address, content_length=len(body))
-    return PreparedRequest(head, body, len(body), cut(body, places, 4) if places else ())
+    return PreparedRequest(head, body, len(body), split_at(body, places, 4) if places else ())
 
 
 def asked(address: Address) -> Exchange:
