@@ -105,21 +105,6 @@ class FreshNumbers:
         return first
 
 
-@dataclass(frozen=True, slots=True)
-class FreshItems:
-    """The items of each body, and the numbers that make them new."""
-
-    variation: Variation
-    items: tuple[tuple[int, ...], ...]
-    numbers: FreshNumbers
-
-    def patches(self, body: int) -> tuple[int, list[bytes]]:
-        """The number of the body's first item, and the bytes for each of its items, which are numbered from there."""
-        items, patch = self.items[body], self.variation.patch
-        first = self.numbers.take(len(items))
-        return first, [patch(item, first + row) for row, item in enumerate(items)]
-
-
 def find_variation(inputs: SampleInputs, signature: Signature) -> Variation | None:
     """The variation of the input that can vary most, whatever order a server names them in; None if none can."""
     names = sorted(tensor.name for tensor in signature.inputs if tensor.name in inputs.arrays)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from struct import Struct
 from time import perf_counter_ns
 from urllib.parse import unquote
 
@@ -43,14 +42,14 @@ from loadgen.records.run import DEFAULT_ACCESS, Access
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
-_HEADER_TABLE_SIZE, _ENABLE_PUSH, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 1, 2, 4, 5
+_HEADER_TABLE_SIZE, _ENABLE_PUSH, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 1, 2, 4, 5
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_FRAME = struct.Struct(">HBBBI")
-_SETTING = struct.Struct(">HI")
-_NUMBER = struct.Struct(">I")
-_FRAME_BYTES = 9
-_WINDOW = 2**31 - 1
-_DEFAULT_WINDOW = 65_535
+FRAME = struct.Struct(">HBBBI")
+SETTING = struct.Struct(">HI")
+NUMBER = struct.Struct(">I")
+_FRAME_HEAD_BYTES = 9
+MOST_WINDOW = 2**31 - 1
+DEFAULT_WINDOW = 65_535
 _DEFAULT_FRAME = 16_384
 _LARGEST_FRAME = 2**24 - 1
 _LAST_STREAM = 2**31 - 1
@@ -69,9 +68,6 @@ SERVICE = "/inference.GRPCInferenceService/"
 MOST_ADDRESS_BYTES = 126
 """Longer than any real host and port."""
 MOST_PORT = 65_535
-FRAME_BYTES = 5
-"""gRPC's compression flag and length before every message."""
-
 STATUS_NAMES = (
     "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
     "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
@@ -84,7 +80,9 @@ other is INTERNAL."""
 _OF_HTTP = {b"400": INTERNAL, b"401": 16, b"403": 7, b"404": 12, b"429": UNAVAILABLE, b"502": UNAVAILABLE,
             b"503": UNAVAILABLE, b"504": UNAVAILABLE}  # fmt: skip
 """HTTP's status → gRPC's, for a response without one; any other is UNKNOWN."""
-_PREFIX = Struct(">BI")
+PREFIX = struct.Struct(">BI")
+_PREFIX_BYTES = 5
+"""gRPC's compression flag and length before a message."""
 
 
 class Http2ConnectionError(Exception):
@@ -98,7 +96,7 @@ def header_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
     """The nine bytes before a frame's content."""
-    return _FRAME.pack(length >> 8, length & 0xFF, kind, flags, stream)
+    return FRAME.pack(length >> 8, length & 0xFF, kind, flags, stream)
 
 
 class Http2Connection:
@@ -115,8 +113,8 @@ class Http2Connection:
         self._buffer = bytearray(4 * _DEFAULT_FRAME)
         self._view = memoryview(self._buffer)
         self._filled = 0
-        self._send_window = _DEFAULT_WINDOW
-        self._initial_window = _DEFAULT_WINDOW
+        self._send_window = DEFAULT_WINDOW
+        self._initial_window = DEFAULT_WINDOW
         self._stream_window = 0
         self._max_frame = _DEFAULT_FRAME
         self._unacknowledged = 0
@@ -138,13 +136,13 @@ class Http2Connection:
         self._decoded_blocks: dict[bytes, dict[bytes, bytes]] = {}
         self._decoder = Decoder(_MOST_HEADER_BYTES)
         self._decoder.header_table_size = self._decoder.max_allowed_table_size = 0
-        settings = _SETTING.pack(_HEADER_TABLE_SIZE, 0) + _SETTING.pack(_ENABLE_PUSH, 0)
-        settings += _SETTING.pack(_INITIAL_WINDOW_SIZE, _WINDOW)
+        settings = SETTING.pack(_HEADER_TABLE_SIZE, 0) + SETTING.pack(_ENABLE_PUSH, 0)
+        settings += SETTING.pack(INITIAL_WINDOW_SIZE, MOST_WINDOW)
         self._deadline.begin(connection, perf_counter_ns())
         self._socket.sendall(
             _PREFACE
             + frame_head(SETTINGS, 0, 0, len(settings)) + settings
-            + frame_head(WINDOW_UPDATE, 0, 0, 4) + _NUMBER.pack(_WINDOW - _DEFAULT_WINDOW)
+            + frame_head(WINDOW_UPDATE, 0, 0, 4) + NUMBER.pack(MOST_WINDOW - DEFAULT_WINDOW)
         )  # fmt: skip
         while not self._has_settings:
             self.receive()
@@ -205,7 +203,7 @@ class Http2Connection:
         if parts:
             self._send(parts)
         if sent < total:  # the server does not want the rest
-            self._send([frame_head(RST_STREAM, 0, stream, 4), _NUMBER.pack(CANCEL)])
+            self._send([frame_head(RST_STREAM, 0, stream, 4), NUMBER.pack(CANCEL)])
 
     def receive(self) -> None:
         """Read once and process every complete frame. Raises `Http2ConnectionError`, `OSError`, `TimeoutError`."""
@@ -215,9 +213,9 @@ class Http2Connection:
             raise Http2ConnectionError("connection closed by the server")
         self._filled += count
         place = 0
-        while self._filled - place >= _FRAME_BYTES:
-            high, low, kind, flags, stream = _FRAME.unpack_from(self._buffer, place)
-            start = place + _FRAME_BYTES
+        while self._filled - place >= _FRAME_HEAD_BYTES:
+            high, low, kind, flags, stream = FRAME.unpack_from(self._buffer, place)
+            start = place + _FRAME_HEAD_BYTES
             end = start + (high << 8 | low)
             if end - start > _DEFAULT_FRAME:
                 raise Http2ConnectionError("the server does not speak HTTP/2, or sends frames larger than allowed")
@@ -232,7 +230,7 @@ class Http2Connection:
                         f"the server sends more than {_MOST_IDLE_FRAMES:,} frames that are not a response"
                     )
             try:
-                self._process(kind, flags, stream & _WINDOW, self._view[start:end])
+                self._process(kind, flags, stream & MOST_WINDOW, self._view[start:end])
             except (IndexError, struct.error) as exc:
                 raise Http2ConnectionError("the server sends frames that are too short for their type") from exc
             place = end
@@ -249,7 +247,7 @@ class Http2Connection:
         elif kind in (HEADERS, CONTINUATION):
             self._process_headers(kind, flags, stream, content)
         elif kind == WINDOW_UPDATE:
-            increment = _NUMBER.unpack_from(content)[0] & _WINDOW
+            increment = NUMBER.unpack_from(content)[0] & MOST_WINDOW
             if stream == 0:
                 self._send_window += increment
             elif stream == self._stream:
@@ -259,21 +257,21 @@ class Http2Connection:
         elif kind == PING and not flags & ACK:
             self._send([frame_head(PING, ACK, 0, len(content)), bytes(content)])
         elif kind == RST_STREAM and stream == self._stream:
-            self.reset, self.ended = _NUMBER.unpack_from(content)[0], True
+            self.reset, self.ended = NUMBER.unpack_from(content)[0], True
         elif kind == GOAWAY:
             self.going_away = True
-            if not self.ended and _NUMBER.unpack_from(content)[0] & _WINDOW < self._stream:
+            if not self.ended and NUMBER.unpack_from(content)[0] & MOST_WINDOW < self._stream:
                 raise Http2ConnectionError("the server closes the connection and has not processed the request")
 
     def _process_settings(self, content: memoryview) -> None:
-        for place in range(0, len(content) - 5, _SETTING.size):
-            name, value = _SETTING.unpack_from(content, place)
-            if name == _INITIAL_WINDOW_SIZE:
-                if value > _WINDOW:
+        for place in range(0, len(content) - 5, SETTING.size):
+            name, value = SETTING.unpack_from(content, place)
+            if name == INITIAL_WINDOW_SIZE:
+                if value > MOST_WINDOW:
                     raise Http2ConnectionError("the server sets a window that HTTP/2 does not allow")
                 self._stream_window += value - self._initial_window
                 self._initial_window = value
-            elif name == _MAX_FRAME_SIZE:
+            elif name == MAX_FRAME_SIZE:
                 if not _DEFAULT_FRAME <= value <= _LARGEST_FRAME:
                     raise Http2ConnectionError("the server sets a frame size that HTTP/2 does not allow")
                 self._max_frame = value
@@ -282,8 +280,8 @@ class Http2Connection:
 
     def _process_data(self, flags: int, stream: int, content: memoryview) -> None:
         self._unacknowledged += len(content)
-        if self._unacknowledged > _WINDOW // 2:
-            self._send([frame_head(WINDOW_UPDATE, 0, 0, 4), _NUMBER.pack(self._unacknowledged)])
+        if self._unacknowledged > MOST_WINDOW // 2:
+            self._send([frame_head(WINDOW_UPDATE, 0, 0, 4), NUMBER.pack(self._unacknowledged)])
             self._unacknowledged = 0
         self._bytes_left -= len(content) + _FRAME_COST_BYTES
         if self._bytes_left < 0:
@@ -414,7 +412,7 @@ class GrpcConnection:
         """Call `ModelInfer` once, with the patches at the places that vary. Raises `ConnectionRefused` when the server
         accepts no connection."""
         message = request.message
-        pieces = assemble(_PREFIX.pack(0, len(message)), request.pieces or (memoryview(message),), patches)
+        pieces = assemble(PREFIX.pack(0, len(message)), request.pieces or (memoryview(message),), patches)
         due_ns = perf_counter_ns()
         if self._connection is not None and not self._connection.usable():
             self.close()
@@ -424,7 +422,7 @@ class GrpcConnection:
         connection = self._connection
         assert connection is not None
         exchange = self._exchange
-        exchange.begin(due_ns, len(message) + FRAME_BYTES)
+        exchange.begin(due_ns, len(message) + _PREFIX_BYTES)
         try:
             connection.request(self._head, pieces, due_ns)
             while not connection.ended:
@@ -457,12 +455,12 @@ class GrpcConnection:
             self._fail(exchange, int(status), unquote(fields.get(b"grpc-message", b"").decode("latin-1")))
         else:
             body = connection.body[0] if len(connection.body) == 1 else b"".join(connection.body)
-            if len(body) < FRAME_BYTES or _PREFIX.unpack_from(body) != (0, len(body) - FRAME_BYTES):
+            if len(body) < _PREFIX_BYTES or PREFIX.unpack_from(body) != (0, len(body) - _PREFIX_BYTES):
                 self._fail(exchange, INTERNAL, "the response is not one uncompressed message")
                 return
             exchange.status = GRPC_STATUS
             exchange.response_bytes = len(body)
-            exchange.body = memoryview(body)[FRAME_BYTES:]
+            exchange.body = memoryview(body)[_PREFIX_BYTES:]
 
     def _fail(self, exchange: Exchange, code: int, words: str, *, midway: bool = False) -> None:
         if midway:  # the server may still send parts of the response, so the connection cannot be used again

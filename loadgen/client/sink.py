@@ -18,7 +18,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
-from struct import Struct
 from time import perf_counter_ns
 from typing import Any
 
@@ -27,9 +26,17 @@ from tritonclient.grpc import service_pb2
 from loadgen.client.grpc import (
     ACK,
     DATA,
+    DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
+    FRAME,
     HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_FRAME_SIZE,
+    MOST_WINDOW,
+    NUMBER,
+    PREFIX,
+    SETTING,
     SETTINGS,
     WINDOW_UPDATE,
     frame_head,
@@ -43,12 +50,6 @@ ANSWER_BYTES = 2048
 
 _RECEIVE_BYTES = 1 << 20
 _PREFACE_BYTES = 24
-_FRAME = Struct(">HBBBI")
-_WINDOW = 2**31 - 1
-_NUMBER = Struct(">I")
-_PREFIX = Struct(">BI")
-_SETTING = Struct(">HI")
-_INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 4, 5
 _GRPC_HEAD = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _GRPC_TRAILER = header_block([(b"grpc-status", b"0")])
 
@@ -168,17 +169,17 @@ class GrpcSink(_SinkProtocol):
 
     def __init__(self, sink: Sink, answer: bytes) -> None:
         super().__init__(sink)
-        self._message = _PREFIX.pack(0, len(answer)) + answer
+        self._message = PREFIX.pack(0, len(answer)) + answer
         self._left = _PREFACE_BYTES
         self._kind, self._flags, self._stream = -1, 0, 0
         self._unacknowledged = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        settings = _SETTING.pack(_INITIAL_WINDOW_SIZE, _WINDOW) + _SETTING.pack(_MAX_FRAME_SIZE, 2**24 - 1)
+        settings = SETTING.pack(INITIAL_WINDOW_SIZE, MOST_WINDOW) + SETTING.pack(MAX_FRAME_SIZE, 2**24 - 1)
         self._transport.write(
             frame_head(SETTINGS, 0, 0, len(settings)) + settings
-            + frame_head(WINDOW_UPDATE, 0, 0, 4) + _NUMBER.pack(_WINDOW - 65_535)
+            + frame_head(WINDOW_UPDATE, 0, 0, 4) + NUMBER.pack(MOST_WINDOW - DEFAULT_WINDOW)
         )  # fmt: skip
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -196,7 +197,7 @@ class GrpcSink(_SinkProtocol):
             self._head += memoryview(self._buffer)[place : place + taken]
             place += taken
             if len(self._head) == 9:
-                high, low, self._kind, self._flags, self._stream = _FRAME.unpack(self._head)
+                high, low, self._kind, self._flags, self._stream = FRAME.unpack(self._head)
                 self._head.clear()
                 self._left = high << 8 | low
                 if self._kind == DATA:
@@ -220,8 +221,8 @@ class GrpcSink(_SinkProtocol):
             frame_head(HEADERS, END_HEADERS | END_STREAM, stream, len(_GRPC_TRAILER)),
             _GRPC_TRAILER,
         ]
-        if self._unacknowledged > _WINDOW // 4:
-            parts += [frame_head(WINDOW_UPDATE, 0, 0, 4), _NUMBER.pack(self._unacknowledged)]
+        if self._unacknowledged > MOST_WINDOW // 4:
+            parts += [frame_head(WINDOW_UPDATE, 0, 0, 4), NUMBER.pack(self._unacknowledged)]
             self._unacknowledged = 0
         self._write(b"".join(parts))
 

@@ -23,12 +23,11 @@ from time import perf_counter_ns
 import msgspec
 import numpy as np
 
-from loadgen.client.bodies import FreshItems
 from loadgen.client.connection import ClientConnection, ConnectionRefused, Exchange, failure_message
 from loadgen.client.inputs import Array, byte_array
 from loadgen.client.messages import KeptAnswer, KeptTensor
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
-from loadgen.client.transports import InferenceTarget, Sendable, keep_answer
+from loadgen.client.transports import InferenceTarget, PreparedBodies, Sendable, keep_answer
 from loadgen.records.samples import SampleWriter
 
 FAILURES_IN_A_ROW = 100
@@ -239,14 +238,14 @@ class Traffic:
     """The target, the requests and the sample file that the users of one block share."""
 
     def __init__(
-        self, target: InferenceTarget, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
-        *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), fresh: FreshItems | None = None,
-        expected: ExpectedOutputs | None = None, answers: KeptAnswers | None = None, first_body: int = 0,
+        self, target: InferenceTarget, bodies: PreparedBodies, batch_size: int, writer: SampleWriter,
+        *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), expected: ExpectedOutputs | None = None,
+        answers: KeptAnswers | None = None, first_body: int = 0,
     ) -> None:  # fmt: skip
-        """`others` are further requests that a user may send. Without `fresh` the same bodies are sent again and again;
-        without `expected` every answer with a good status is good."""
+        """`others` are further requests that a user may send. Without `expected` every answer with a good status is
+        good."""
         self.target = target
-        self.requests = requests
+        self.requests = tuple(target.sendable(body) for body in bodies.requests)
         self.batch_size = batch_size
         self.writer = writer
         self.timeout_s = timeout_s
@@ -260,11 +259,11 @@ class Traffic:
         self.user_numbers = count()
         """Numbers users whose caller does not."""
         self.answers = answers or KeptAnswers(0, 0)
-        self._fresh = fresh
+        self._bodies = bodies
         self._expected = expected
         self._first_body = first_body
         self._request_numbers = count()
-        self._sendable = (*requests, *others)
+        self._sendable = (*self.requests, *others)
         self._memory = target.memory(self._sendable)
         self._connections: list[ClientConnection] = []
 
@@ -290,7 +289,7 @@ class Traffic:
         number = next(self._request_numbers)
         body = (self._first_body + number) % len(self.requests)
         slot = self.answers.slot(number) if measured else None
-        first, patches = (0, ()) if self._fresh is None else self._fresh.patches(body)
+        first, patches = self._bodies.patches(body)
         try:
             exchange = connection.send(self.requests[body], patches)
         except ConnectionRefused as refused:

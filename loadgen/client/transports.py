@@ -12,7 +12,6 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from loadgen.client.bodies import (
-    FreshItems,
     FreshNumbers,
     PreparedBody,
     RawTensor,
@@ -141,8 +140,19 @@ class PreparedBodies:
     """The requests of one batch size, and the numbers that make their items new each time they are sent."""
 
     requests: tuple[Body, ...]
-    fresh: FreshItems | None
-    """None if the inputs cannot vary: then the same requests are sent again."""
+    items: tuple[tuple[int, ...], ...]
+    """The items of each request."""
+    variation: Variation | None
+    """None if the inputs cannot vary: then the same bytes are sent again."""
+    numbers: FreshNumbers
+
+    def patches(self, body: int) -> tuple[int, Sequence[bytes]]:
+        """The number of the body's first item, and the bytes for each of its items, which are numbered from there."""
+        if self.variation is None:
+            return 0, ()
+        items, patch = self.items[body], self.variation.patch
+        first = self.numbers.take(len(items))
+        return first, [patch(item, first + row) for row, item in enumerate(items)]
 
 
 def prepare_bodies(
@@ -155,7 +165,7 @@ def prepare_bodies(
 ) -> PreparedBodies:
     """One request for each group of items. Raises `InputError` as `prepare` does."""
     requests = tuple(prepare(transport, inputs, signature, items, variation) for items in chosen)
-    return PreparedBodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
+    return PreparedBodies(requests, chosen, variation, numbers)
 
 
 def keep_answer(connection: ClientConnection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:

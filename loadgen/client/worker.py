@@ -90,7 +90,6 @@ class Block:
         self._users = range(command.first_user, command.first_user + command.concurrency)
         self._settling = target.sendable(bodies[1, None].requests[0])
         """The request that every user has answered before the window."""
-        chosen = bodies[command.batch_size, command.length]
         with ExitStack() as undo:  # what was opened before something cannot be
             self._pacer = None if self._offsets_ns is None else Pacer(self.window)
             self._timer = MonotonicTimer() if self._pacer is None else self._pacer.timer
@@ -98,8 +97,8 @@ class Block:
             self._writer = SampleWriter(self._path)
             undo.callback(self._writer.abandon)
             self._traffic = Traffic(
-                target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
-                timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
+                target, bodies[command.batch_size, command.length], command.batch_size, self._writer,
+                timeout_s=command.timeout_s, others=(self._settling,),
                 expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
                 answers=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
             )  # fmt: skip

@@ -31,7 +31,7 @@ from loadgen.client.inputs import (
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.traffic import Traffic
-from loadgen.client.transports import TRANSPORTS, InferenceTarget, prepare_bodies
+from loadgen.client.transports import TRANSPORTS, InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.headers import HeaderError, read_headers
 from loadgen.locust.workers import WorkerFile
@@ -268,11 +268,10 @@ class Session:
         writer = SampleWriter(path)
         traffic = Traffic(
             target,
-            tuple(target.sendable(body) for body in prepared.requests),
+            prepared,
             batch_size,
             writer,
             timeout_s=self.options.request_timeout,
-            fresh=prepared.fresh,
             expected=ExpectedOutputs(transport, signature, batch_size),
         )
         self._open.append((name, path, traffic))
@@ -312,7 +311,8 @@ class Session:
 
 def idle_traffic() -> Traffic:
     """The traffic of users that cannot send, or cannot send yet: it has no requests, and its address is never used."""
-    return Traffic(InferenceTarget("http", "http://127.0.0.1", ""), (), 1, SampleWriter(None))
+    bodies = PreparedBodies((), (), None, FreshNumbers())
+    return Traffic(InferenceTarget("http", "http://127.0.0.1", ""), bodies, 1, SampleWriter(None))
 
 
 @contextmanager
