@@ -5,15 +5,14 @@ it costs less than any server. Over gRPC it does without the gRPC library, which
 does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers, and
 measures how long it kept each request, from its last byte read to just before its answer is written.
 
-    --port P --grpc-port Q   0: free ports. Several processes may share them (SO_REUSEPORT)
-    first line of output     {"port": …, "grpc_port": …}
+    argument                 {"port": …, "grpc_port": …}; 0: free ports. Several processes may share them (SO_REUSEPORT)
+    first line of output     the same with the ports in use
     delay MS  on input       delay all answers from now on                            → {}
     held      on input       ns for which it kept each request since the last `held`  → {"held_ns": […]}
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -258,11 +257,7 @@ def _say(document: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--grpc-port", type=int, default=0)
-    options = parser.parse_args()
-    asyncio.run(_serve(options.port, options.grpc_port))
+    asyncio.run(_serve(**json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -69,8 +69,7 @@ class SinkProcesses:
         ports = {"port": 0, "grpc_port": 0}
         try:
             for number in range(count):
-                argv = [*OWN_MODULE, "loadgen.client.sink"]
-                argv += ["--port", str(ports["port"]), "--grpc-port", str(ports["grpc_port"])]
+                argv = [*OWN_MODULE, "loadgen.client.sink", msgspec.json.encode(ports).decode()]
                 process = ChildProcess(argv, log_path=folder / f"sink-{number}.log", pipes=True)
                 self._processes.append(process)
                 ports = _read(process)
