@@ -1,9 +1,4 @@
-"""What the connections of every transport share: addresses, sockets, deadlines, and the outcome of a request.
-
-In a process that gevent has patched a `GreenletSocket` stands in for gevent's own socket, which reads before it waits,
-though a response cannot be there right after its request, and makes a new timer object for every wait. This one waits
-first after it has sent, and has one timer. gevent is imported only in a process that it has patched.
-"""
+"""What the connections of every transport share: addresses, sockets, deadlines, and the outcome of a request."""
 
 from __future__ import annotations
 
@@ -22,22 +17,87 @@ from loadgen.records.run import DEFAULT_ACCESS, Access
 
 GRPC_STATUS = 1000
 """Added to a gRPC status, so that it differs from every HTTP status: OK is 1000, UNAVAILABLE 1014."""
-
 MOST_ANSWER_BYTES = 2**28
 """The largest response that is read, so that a server that never stops sending cannot fill the client's memory."""
-
-
-_EMPTY = memoryview(b"")
-
-_READ, _WRITE = 1, 2
-"""The events of libev's watchers."""
 _IN_A_NAME = "!$&'()*+,;=:@"
 """Characters of RFC 3986's path segments that stay as they are in a model's name or version."""
 _MOST_PARTS = 1_000
 """Most parts per `sendmsg`; the kernel takes 1,024."""
+_READ, _WRITE = 1, 2
+"""The events of libev's watchers."""
+_EMPTY = memoryview(b"")
 
 
-Pieces = tuple[bytes | memoryview, ...]
+class AddressError(ValueError):
+    """A server's address cannot be used; the message shows a valid one."""
+
+
+def is_host(name: str) -> bool:
+    """Whether the socket module accepts a name as a host: it refuses empty labels and those of more than 63
+    characters."""
+    try:
+        return b"\0" not in name.encode("idna")
+    except UnicodeError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, from a URL such as http://127.0.0.1:8100, and how it is reached there."""
+
+    host: str
+    port: int
+    base_path: str = ""
+    tls: bool = False
+    access: Access = DEFAULT_ACCESS
+
+    @classmethod
+    def parse(cls, url: str, access: Access = DEFAULT_ACCESS) -> Address:
+        """Raises `AddressError` for anything but HTTP with a host."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+        except ValueError as exc:
+            raise AddressError(f"{url} is not an address ({exc}); give one like http://127.0.0.1:8100") from None
+        if parts.username is not None:
+            raise AddressError("an address with a user name or a password would be stored; send them with a header")
+        if parts.scheme not in ("http", "https") or not parts.hostname or not is_host(parts.hostname):
+            raise AddressError(f"{url} is not an http:// or https:// address; give one like http://127.0.0.1:8100")
+        tls = parts.scheme == "https"
+        try:
+            port = parts.port or (443 if tls else 80)
+        except ValueError:
+            raise AddressError(f"{url} has no valid port; give one like http://127.0.0.1:8100") from None
+        return cls(parts.hostname, port, parts.path.rstrip("/"), tls, access)
+
+    @property
+    def authority(self) -> str:
+        """The value of the Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is this machine's loopback address."""
+        return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
+
+    @property
+    def url(self) -> str:
+        """The normalised URL, without a trailing slash."""
+        return f"{'https' if self.tls else 'http'}://{self.authority}{self.base_path}"
+
+    def model_path(self, model: str) -> str:
+        """The path of a model, or of its version, below which its requests go."""
+        return model_path(model, self.access.version)
+
+
+def quoted(name: str) -> str:
+    """A name as one segment of a path, whatever characters it holds."""
+    return quote(name, safe=_IN_A_NAME)
+
+
+def model_path(model: str, version: str | None = None) -> str:
+    """The path of a model, or of its version, below which its requests go."""
+    return f"/v2/models/{quoted(model)}" + ("" if version is None else f"/versions/{quoted(version)}")
 
 
 class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branch on, named after ECONNREFUSED)
@@ -48,113 +108,6 @@ class TlsRefused(ConnectionRefused):
     """No connection could be made because of TLS; trying again does not help."""
 
 
-class Exchange:
-    """The outcome of a connection's last request. Reused: it and its `body` are valid until the next request.
-
-    `status` is HTTP's, or gRPC's + 1000; 0 and a `failure` if there was no complete response. Times are
-    `perf_counter_ns`; `first_byte_ns` is 0 if no byte came. `request_bytes` and `response_bytes` count bytes on the
-    wire: over HTTP with the headers, over gRPC the message and its 5 bytes of length without HTTP/2's compressed
-    headers and frames.
-    """
-
-    __slots__ = ("body", "end_ns", "failure", "first_byte_ns", "head", "request_bytes", "response_bytes", "send_ns",
-                 "status")  # fmt: skip
-
-    def __init__(self) -> None:
-        self.end_ns = 0
-        self.begin(0, 0)
-
-    def begin(self, send_ns: int, request_bytes: int) -> None:
-        """Start a new request; forget the last response."""
-        self.send_ns = send_ns
-        self.request_bytes = request_bytes
-        self.status = self.first_byte_ns = self.response_bytes = 0
-        self.failure: str | None = None
-        self.head = b""
-        self.body = _EMPTY
-
-    def copy(self) -> Exchange:
-        """A copy of the response that stays valid after the next request."""
-        copied = Exchange()
-        copied.status, copied.failure, copied.head = self.status, self.failure, self.head
-        copied.body = memoryview(bytes(self.body))
-        return copied
-
-    @property
-    def good(self) -> bool:
-        """Whether the response is the model's outputs."""
-        return self.status in (200, GRPC_STATUS)
-
-    def header(self, name: str) -> str | None:
-        """The value of a response header, by its name in lower case; None if there is none."""
-        value = find_header(self.head, b"\r\n" + name.encode("latin-1") + b":")
-        return None if value is None else value.decode("latin-1")
-
-
-def find_header(head: bytes, key: bytes) -> bytes | None:
-    """The value of the header line that begins with `key`, its line break included; None if there is none."""
-    start = head.find(key)
-    if start < 0:
-        return None
-    start += len(key)
-    return head[start : head.index(b"\r\n", start)].strip()
-
-
-class Deadline:
-    """The time limit of a whole request; a socket's timeout limits single reads and writes only.
-
-    Early in a request the socket keeps its full timeout and nothing is set, because a system call for every read would
-    cost more than the read. So the last wait ends at most a sixteenth of the timeout late.
-    """
-
-    __slots__ = ("_changed", "_end_ns", "_timeout_ns", "_young_until_ns")
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_ns = int(timeout_s * 1e9)
-        self._changed = True
-        self._end_ns = self._young_until_ns = 0
-
-    def begin(self, connection: AnySocket, now_ns: int) -> None:
-        """Start the time of a request on this socket."""
-        if self._changed:
-            connection.settimeout(self._timeout_ns / 1e9)
-            self._changed = False
-        self._young_until_ns = now_ns + (self._timeout_ns >> 4)
-        self._end_ns = now_ns + self._timeout_ns
-
-    def check(self, connection: AnySocket) -> None:
-        """Call it after a read or a write, before the next one. Raises `TimeoutError` when the time is up."""
-        now_ns = perf_counter_ns()
-        if now_ns < self._young_until_ns:
-            return
-        if now_ns >= self._end_ns:
-            raise TimeoutError
-        self._changed = True
-        connection.settimeout((self._end_ns - now_ns) / 1e9)
-
-    def reset(self) -> None:
-        """Call it when the socket is new or its timeout was changed elsewhere."""
-        self._changed = True
-
-
-class ClientConnection(Protocol):
-    """One user's connection to a server: one request at a time."""
-
-    @property
-    def reconnects(self) -> int:
-        """Connections that the server had closed and that were made again for a request, inside its latency."""
-
-    def connect(self) -> None:
-        """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
-
-    def send(self, request: Any, patches: Sequence[bytes] = (), /) -> Exchange:
-        """Send one prepared request of this transport, with the patches at the places that vary, and wait for the
-        response; a failure is in the result. Raises `ConnectionRefused` when nothing could be sent."""
-
-    def close(self) -> None:
-        """Free everything. Idempotent."""
-
-
 def is_patched() -> bool:
     """Whether gevent has replaced this process's sockets."""
     return "gevent" in sys.modules and socket.socket.__module__.startswith("gevent")
@@ -162,7 +115,12 @@ def is_patched() -> bool:
 
 class GreenletSocket:
     """A TCP socket for one greenlet at a time, with the methods that the clients use. A wait past the timeout raises
-    `TimeoutError`; with a timeout of 0 a call that would wait raises `BlockingIOError`."""
+    `TimeoutError`; with a timeout of 0 a call that would wait raises `BlockingIOError`.
+
+    In a process that gevent has patched it stands in for gevent's own socket, which reads before it waits, though a
+    response cannot be there right after its request, and makes a new timer object for every wait. This one waits first
+    after it has sent, and has one timer. gevent is imported only in a process that it has patched.
+    """
 
     def __init__(self, connected: Any) -> None:
         """Takes over a socket of gevent, which cannot be used afterwards."""
@@ -244,78 +202,6 @@ class GreenletSocket:
 AnySocket = socket.socket | GreenletSocket
 
 
-class AddressError(ValueError):
-    """A server's address cannot be used; the message shows a valid one."""
-
-
-def is_host(name: str) -> bool:
-    """Whether the socket module accepts a name as a host: it refuses empty labels and those of more than 63
-    characters."""
-    try:
-        return b"\0" not in name.encode("idna")
-    except UnicodeError:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server listens, from a URL such as http://127.0.0.1:8100, and how it is reached there."""
-
-    host: str
-    port: int
-    base_path: str = ""
-    tls: bool = False
-    access: Access = DEFAULT_ACCESS
-
-    @classmethod
-    def parse(cls, url: str, access: Access = DEFAULT_ACCESS) -> Address:
-        """Raises `AddressError` for anything but HTTP with a host."""
-        try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-        except ValueError as exc:
-            raise AddressError(f"{url} is not an address ({exc}); give one like http://127.0.0.1:8100") from None
-        if parts.username is not None:
-            raise AddressError("an address with a user name or a password would be stored; send them with a header")
-        if parts.scheme not in ("http", "https") or not parts.hostname or not is_host(parts.hostname):
-            raise AddressError(f"{url} is not an http:// or https:// address; give one like http://127.0.0.1:8100")
-        tls = parts.scheme == "https"
-        try:
-            port = parts.port or (443 if tls else 80)
-        except ValueError:
-            raise AddressError(f"{url} has no valid port; give one like http://127.0.0.1:8100") from None
-        return cls(parts.hostname, port, parts.path.rstrip("/"), tls, access)
-
-    @property
-    def authority(self) -> str:
-        """The value of the Host header."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is this machine's loopback address."""
-        return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
-
-    @property
-    def url(self) -> str:
-        """The normalised URL, without a trailing slash."""
-        return f"{'https' if self.tls else 'http'}://{self.authority}{self.base_path}"
-
-    def model_path(self, model: str) -> str:
-        """The path of a model, or of its version, below which its requests go."""
-        return model_path(model, self.access.version)
-
-
-def quoted(name: str) -> str:
-    """A name as one segment of a path, whatever characters it holds."""
-    return quote(name, safe=_IN_A_NAME)
-
-
-def model_path(model: str, version: str | None = None) -> str:
-    """The path of a model, or of its version, below which its requests go."""
-    return f"/v2/models/{quoted(model)}" + ("" if version is None else f"/versions/{quoted(version)}")
-
-
 def open_socket(address: Address, timeout_s: float, protocol: AlpnProtocol = "http/1.1") -> AnySocket:
     """A connection without Nagle's delay, after the TLS handshake if there is one. Raises `ConnectionRefused` with a
     sentence."""
@@ -333,6 +219,46 @@ def open_socket(address: Address, timeout_s: float, protocol: AlpnProtocol = "ht
         return wrapped_socket(connection, tls_context(address.access, protocol), address.host, protocol)
     except (TlsError, TimeoutError) as exc:
         raise TlsRefused(f"no connection to {shown}: {exc}") from None
+
+
+class Deadline:
+    """The time limit of a whole request; a socket's timeout limits single reads and writes only.
+
+    Early in a request the socket keeps its full timeout and nothing is set, because a system call for every read would
+    cost more than the read. So the last wait ends at most a sixteenth of the timeout late.
+    """
+
+    __slots__ = ("_changed", "_end_ns", "_timeout_ns", "_young_until_ns")
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._changed = True
+        self._end_ns = self._young_until_ns = 0
+
+    def begin(self, connection: AnySocket, now_ns: int) -> None:
+        """Start the time of a request on this socket."""
+        if self._changed:
+            connection.settimeout(self._timeout_ns / 1e9)
+            self._changed = False
+        self._young_until_ns = now_ns + (self._timeout_ns >> 4)
+        self._end_ns = now_ns + self._timeout_ns
+
+    def check(self, connection: AnySocket) -> None:
+        """Call it after a read or a write, before the next one. Raises `TimeoutError` when the time is up."""
+        now_ns = perf_counter_ns()
+        if now_ns < self._young_until_ns:
+            return
+        if now_ns >= self._end_ns:
+            raise TimeoutError
+        self._changed = True
+        connection.settimeout((self._end_ns - now_ns) / 1e9)
+
+    def reset(self) -> None:
+        """Call it when the socket is new or its timeout was changed elsewhere."""
+        self._changed = True
+
+
+Pieces = tuple[bytes | memoryview, ...]
 
 
 def split_at(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:
@@ -371,6 +297,58 @@ def send_parts(connection: AnySocket, parts: list[bytes | memoryview], deadline:
             deadline.check(connection)
 
 
+class Exchange:
+    """The outcome of a connection's last request. Reused: it and its `body` are valid until the next request.
+
+    `status` is HTTP's, or gRPC's + 1000; 0 and a `failure` if there was no complete response. Times are
+    `perf_counter_ns`; `first_byte_ns` is 0 if no byte came. `request_bytes` and `response_bytes` count bytes on the
+    wire: over HTTP with the headers, over gRPC the message and its 5 bytes of length without HTTP/2's compressed
+    headers and frames.
+    """
+
+    __slots__ = ("body", "end_ns", "failure", "first_byte_ns", "head", "request_bytes", "response_bytes", "send_ns",
+                 "status")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.end_ns = 0
+        self.begin(0, 0)
+
+    def begin(self, send_ns: int, request_bytes: int) -> None:
+        """Start a new request; forget the last response."""
+        self.send_ns = send_ns
+        self.request_bytes = request_bytes
+        self.status = self.first_byte_ns = self.response_bytes = 0
+        self.failure: str | None = None
+        self.head = b""
+        self.body = _EMPTY
+
+    def copy(self) -> Exchange:
+        """A copy of the response that stays valid after the next request."""
+        copied = Exchange()
+        copied.status, copied.failure, copied.head = self.status, self.failure, self.head
+        copied.body = memoryview(bytes(self.body))
+        return copied
+
+    @property
+    def good(self) -> bool:
+        """Whether the response is the model's outputs."""
+        return self.status in (200, GRPC_STATUS)
+
+    def header(self, name: str) -> str | None:
+        """The value of a response header, by its name in lower case; None if there is none."""
+        value = find_header(self.head, b"\r\n" + name.encode("latin-1") + b":")
+        return None if value is None else value.decode("latin-1")
+
+
+def find_header(head: bytes, key: bytes) -> bytes | None:
+    """The value of the header line that begins with `key`, its line break included; None if there is none."""
+    start = head.find(key)
+    if start < 0:
+        return None
+    start += len(key)
+    return head[start : head.index(b"\r\n", start)].strip()
+
+
 def failure_message(exchange: Exchange) -> str:
     """One line for a failed request: the transport's failure, or the status with the server's error."""
     if exchange.failure is not None:
@@ -380,3 +358,21 @@ def failure_message(exchange: Exchange) -> str:
     except (DocumentError, KeyError, TypeError):
         words = bytes(exchange.body[:80]).decode("utf-8", "replace")
     return f"HTTP {exchange.status}: {one_line(words)}"
+
+
+class ClientConnection(Protocol):
+    """One user's connection to a server: one request at a time."""
+
+    @property
+    def reconnects(self) -> int:
+        """Connections that the server had closed and that were made again for a request, inside its latency."""
+
+    def connect(self) -> None:
+        """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
+
+    def send(self, request: Any, patches: Sequence[bytes] = (), /) -> Exchange:
+        """Send one prepared request of this transport, with the patches at the places that vary, and wait for the
+        response; a failure is in the result. Raises `ConnectionRefused` when nothing could be sent."""
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""

@@ -24,68 +24,16 @@ from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.payloads import without_backend
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
+RUNNING_READY_SECONDS = 5.0
+"""How long a server at a URL, which runs already, may take to be ready."""
+_POLL_SECONDS = 0.005
+
 RELAYS = frozenset(
     {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
      "traefik", "caddy", "kubectl", "socat"}
 )  # fmt: skip
 """Programs that only forward requests: the process that listens is not the one that computes."""
 Roots = tuple[psutil.Process, ...]
-
-RUNNING_READY_SECONDS = 5.0
-"""How long a server at a URL, which runs already, may take to be ready."""
-_POLL_SECONDS = 0.005
-
-
-def find_listeners(address: Address) -> tuple[Roots, str | None]:
-    """The processes that listen at an address; without any, the reason as the end of a sentence."""
-    if not is_here(address.host):
-        return (), "it runs on another machine"
-    try:
-        entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        sockets = _listening(psutil.net_connections("tcp"), address.port)
-        listeners = next((those for entry in entries if (those := _accepting(sockets, str(entry[4][0])))), [])
-        if not listeners:
-            return (), f"no process that this program can see listens on port {address.port}"
-        if any(listener.pid is None for listener in listeners):
-            return (), f"the process on port {address.port} belongs to another user or is in another container"
-        roots = {_root(psutil.Process(listener.pid), address.port) for listener in listeners}
-        names = {root.name() for root in roots}
-    except (psutil.Error, OSError) as exc:
-        return (), f"the processes of this machine cannot be read ({exc})"
-    if RELAYS & names:
-        return (), f"{min(RELAYS & names)} listens on port {address.port} and only forwards requests"
-    if os.getpid() in {process.pid for process in tree(roots)}:  # as with a socket of systemd
-        return (), f"the process on port {address.port} is this program or a parent of it"
-    return tuple(sorted(roots, key=lambda root: root.pid)), None
-
-
-def is_here(host: str) -> bool:
-    """Whether an address belongs to this machine: a socket can only be bound to its addresses."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-def _listening(sockets: Sequence[Any], port: int) -> list[Any]:
-    return [entry for entry in sockets if entry.status == psutil.CONN_LISTEN and entry.laddr[1:2] == (port,)]
-
-
-def _accepting(sockets: Sequence[Any], ip: str) -> list[Any]:
-    """The sockets that take connections to an address: those bound to it, else to all addresses."""
-    wildcards = ["::"] if ":" in ip else ["0.0.0.0", "::"]
-    return next((those for bound in (ip, *wildcards) if (those := [s for s in sockets if s.laddr[0] == bound])), [])
-
-
-def _root(process: psutil.Process, port: int) -> psutil.Process:
-    """The topmost of the parents that share the socket: a server's workers inherit it."""
-    with suppress(psutil.Error):
-        while (parent := process.parent()) is not None and _listening(parent.net_connections("tcp"), port):
-            process = parent
-    return process
 
 
 class DeploymentError(Exception):
@@ -315,3 +263,55 @@ def _tls_remedy(address: Address, scheme: str) -> str:
     if address.tls or not speaks_tls(address.host, address.port, RUNNING_READY_SECONDS):
         return ""
     return f"; it speaks TLS: give {scheme}://{address.authority}{address.base_path}"
+
+
+def find_listeners(address: Address) -> tuple[Roots, str | None]:
+    """The processes that listen at an address; without any, the reason as the end of a sentence."""
+    if not is_here(address.host):
+        return (), "it runs on another machine"
+    try:
+        entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        sockets = _listening(psutil.net_connections("tcp"), address.port)
+        listeners = next((those for entry in entries if (those := _accepting(sockets, str(entry[4][0])))), [])
+        if not listeners:
+            return (), f"no process that this program can see listens on port {address.port}"
+        if any(listener.pid is None for listener in listeners):
+            return (), f"the process on port {address.port} belongs to another user or is in another container"
+        roots = {_root(psutil.Process(listener.pid), address.port) for listener in listeners}
+        names = {root.name() for root in roots}
+    except (psutil.Error, OSError) as exc:
+        return (), f"the processes of this machine cannot be read ({exc})"
+    if RELAYS & names:
+        return (), f"{min(RELAYS & names)} listens on port {address.port} and only forwards requests"
+    if os.getpid() in {process.pid for process in tree(roots)}:  # as with a socket of systemd
+        return (), f"the process on port {address.port} is this program or a parent of it"
+    return tuple(sorted(roots, key=lambda root: root.pid)), None
+
+
+def is_here(host: str) -> bool:
+    """Whether an address belongs to this machine: a socket can only be bound to its addresses."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _listening(sockets: Sequence[Any], port: int) -> list[Any]:
+    return [entry for entry in sockets if entry.status == psutil.CONN_LISTEN and entry.laddr[1:2] == (port,)]
+
+
+def _accepting(sockets: Sequence[Any], ip: str) -> list[Any]:
+    """The sockets that take connections to an address: those bound to it, else to all addresses."""
+    wildcards = ["::"] if ":" in ip else ["0.0.0.0", "::"]
+    return next((those for bound in (ip, *wildcards) if (those := [s for s in sockets if s.laddr[0] == bound])), [])
+
+
+def _root(process: psutil.Process, port: int) -> psutil.Process:
+    """The topmost of the parents that share the socket: a server's workers inherit it."""
+    with suppress(psutil.Error):
+        while (parent := process.parent()) is not None and _listening(parent.net_connections("tcp"), port):
+            process = parent
+    return process
