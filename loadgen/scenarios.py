@@ -320,7 +320,7 @@ def _problem(environment: Any) -> str | None:
         return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
     try:
         session, endpoint = Session(environment, options), Endpoint(environment.host, access=options.access)
-        if options.served is None:
+        if options.served_model is None:
             session.load_inputs()
         model = session.model
         options.target(endpoint.address, model)

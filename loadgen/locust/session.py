@@ -103,14 +103,14 @@ class LoadOptions(msgspec.Struct, frozen=True):
         return msgspec.convert({name: values[name] for name in cls.__struct_fields__}, cls, strict=False)
 
     @property
-    def carried(self) -> str:
+    def payload_in_effect(self) -> str:
         """The payload in effect."""
         return self.payload or implied_payload(self.model)
 
     @property
-    def served(self) -> str | None:
+    def served_model(self) -> str | None:
         """The model's name on the server; None for a reference, whose samples tell it."""
-        return served_name(self.model, self.carried)
+        return served_name(self.model, self.payload_in_effect)
 
     @property
     def access(self) -> Access:
@@ -201,14 +201,14 @@ class Session:
         self._open: list[tuple[str, Path | None, Traffic]] = []
         self._signature: Signature | None = None
         self._inputs: SampleInputs | None = None
-        self._sampled: str | None = None
+        self._model_of_samples: str | None = None
         """The model's name on our servers, by the samples."""
         self._numbers = FreshNumbers()
 
     @property
     def model(self) -> str:
         """The model's name on the server. Raises `InputError` when neither the options nor the samples tell it."""
-        name = self.options.served or self._sampled
+        name = self.options.served_model or self._model_of_samples
         if name is None:
             raise InputError(f"--model {self.options.model} is not a name on a server; give the name that it has there")
         return name
@@ -235,8 +235,8 @@ class Session:
             self._read(folder)
 
     def _read(self, folder: Path) -> None:
-        self._inputs = read_inputs(folder, self.options.carried)
-        self._sampled = served_model(folder, self.options.carried)
+        self._inputs = read_inputs(folder, self.options.payload_in_effect)
+        self._model_of_samples = served_model(folder, self.options.payload_in_effect)
 
     def signature(self) -> Signature:
         """The model's metadata. Raises `EndpointError`, `InputError`."""
@@ -252,7 +252,9 @@ class Session:
         signature = self.signature()
         if self._inputs is None:
             with _temporary_folder() as folder:
-                self._inputs = read_given(self.options.inputs, signature, folder, self.options.carried, seed=0)
+                self._inputs = read_given(
+                    self.options.inputs, signature, folder, self.options.payload_in_effect, seed=0
+                )
         if not self._open:
             logger.info(f"inputs: {inputs_in_words(self._inputs.describe())}")
         transport, inputs = self.options.protocol, self._inputs
@@ -297,7 +299,7 @@ class Session:
                 about = {
                     "url": self._address.url,
                     "model": self.model,
-                    "payload": self.options.carried,
+                    "payload": self.options.payload_in_effect,
                     "transport": self.options.protocol,
                     "inputs": self._inputs.describe() if self._inputs else None,
                     "batch_size": traffic.batch_size,
