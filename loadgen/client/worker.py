@@ -289,8 +289,8 @@ class Block:
             window.answered(fault is None, 0 if intended_ns is None else exchange.end_ns - intended_ns, claim)
 
 
-class LocalGenerator:
-    """The prepared bodies of this process and its block, if one is open."""
+class BlockRunner:
+    """Carries out the commands: holds the prepared bodies and the block, if one is open."""
 
     def __init__(self) -> None:
         self._prepared: dict[str, tuple[Prepare, dict[BodyShape, PreparedBodies]]] = {}
@@ -364,7 +364,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what Ctrl-C does
     replies = os.dup(1)
     os.dup2(2, 1)
-    generator = LocalGenerator()
+    generator = BlockRunner()
     commands: Queue[Command | None] = Queue()
 
     def listen() -> None:
