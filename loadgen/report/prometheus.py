@@ -127,8 +127,8 @@ class RunsCollector(Collector):
             if (evidence := self._read(folder, "evidence.json", _Evidence)) is not None:
                 for finding in evidence.records:
                     if not finding.control:
-                        labels = (run, finding.label, finding.workload or "all", finding.finding, finding.code or "")
-                        show(1.0, "abserve_run_gpu_evidence", *labels)
+                        place = (finding.label, finding.workload or "all")
+                        show(1.0, "abserve_run_gpu_evidence", run, *place, finding.finding, finding.code or "")
         for name, (text, label_names) in GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=label_names)
             for (metric, *values), value in samples.items():
