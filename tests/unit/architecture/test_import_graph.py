@@ -305,11 +305,6 @@ def test_pynvml_is_imported_in_one_place() -> None:
     assert users == {"servers.gpu.nvml"}
 
 
-def test_modules_stay_small() -> None:
-    long = {name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 800}
-    assert long == {}
-
-
 def test_modules_that_a_program_in_a_string_imports_exist() -> None:
     """mypy does not see them, and most such programs are in tests that only `make test-slow` runs."""
     imported = re.compile(
