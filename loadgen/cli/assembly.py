@@ -34,7 +34,7 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, ExperimentSettings
-from loadgen.probes.ceiling.plan import has_own_engines
+from loadgen.probes.ceiling_analysis import has_own_engines
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
 from loadgen.verdict.thresholds import plan_conditions
 
@@ -150,10 +150,10 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
     the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
     with the padding that every arm can do. Raises `PlanError`."""
-    from loadgen.bench.preparation import make_deployment, make_inputs, model_name, prepare_inputs
     from loadgen.client.endpoint import EndpointError
     from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
-    from loadgen.storage.store import RunStore
+    from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs
+    from loadgen.run.storage import RunStore
 
     checked: dict[tuple[Label, str], Deployment] = {}
     decided = []

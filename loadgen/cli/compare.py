@@ -149,14 +149,14 @@ def _reason(error: Exception) -> str:
 def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None) -> tuple[int, Result | None]:
     """One comparison with its reports, the summary of a CI step, and the export to MLflow if `mlflow` says where: its
     exit status, and its result unless nothing could be stored."""
-    from loadgen.bench.live_ratios import LiveRatios
     from loadgen.report import write_reports
     from loadgen.report.console import make_console
     from loadgen.report.contents import result_document
     from loadgen.report.progress import RichProgress
     from loadgen.report.renderers.terminal import print_document
+    from loadgen.run.progress import LiveRatios
     from loadgen.run.runner import run_experiment
-    from loadgen.storage.store import StorageError
+    from loadgen.run.storage import StorageError
     from loadgen.verdict.analysis import analyse
 
     console = make_console(sys.stdout)

@@ -63,7 +63,6 @@ def conformance(
         fail(f"--launch {launch} is unknown; give native or triton")
     check_files({"--json": json_file, "--markdown": markdown_file})
     # After the argument checks, because importing grpc takes half a second.
-    from loadgen.bench.interruption import interruptible
     from loadgen.conformance.cases import select
     from loadgen.conformance.cases.long_runs import GrowthPlan, fuzz_case, growth_case
     from loadgen.conformance.records import ConformanceReport, SkippedError
@@ -72,6 +71,7 @@ def conformance(
     from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, is_loopback
     from loadgen.conformance.subject import SubjectError
     from loadgen.launch.work_folder import work_folder
+    from loadgen.run.interruption import interruptible
 
     try:
         cases = [

@@ -40,7 +40,7 @@ def diff(
     from loadgen.report.difference import difference
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.result_file import ResultError
     from loadgen.verdict.run_difference import compare_runs

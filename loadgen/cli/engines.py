@@ -90,7 +90,7 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Plan,
     from loadgen.engine_matrix.records import Plan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import check, read_offers
-    from loadgen.machine.environment import read_environment
+    from loadgen.run.machine import read_environment
 
     check_out(out)
     if out is not None and (out / Plan.FILE).exists():
@@ -108,9 +108,8 @@ def _stored(
     from loadgen.engine_matrix.plan import difference
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import read_offers
-    from loadgen.machine.environment import read_environment
-    from loadgen.machine.fingerprint import fingerprint
-    from loadgen.storage.store import StorageError
+    from loadgen.run.machine import fingerprint, read_environment
+    from loadgen.run.storage import StorageError
 
     store = MatrixStore(folder)
     try:
@@ -149,7 +148,7 @@ def _run(
     from loadgen.engine_matrix.measure import run_matrix
     from loadgen.report.console import make_console
     from loadgen.report.engine_progress import EngineProgress
-    from loadgen.storage.store import StorageError
+    from loadgen.run.storage import StorageError
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     console.print(

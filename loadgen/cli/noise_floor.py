@@ -55,8 +55,8 @@ def noise_floor(
 
     Exit status: 0 stored, 1 not stored, 2 an option or a file is wrong, 130 interrupted.
     """
-    from loadgen.machine.noise_floor import NoiseFloorError, make_floor, store_floor
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.run.noise_floor import NoiseFloorError, make_floor, store_floor
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.noise_floor import COMMAND
 

@@ -55,7 +55,7 @@ def rank(
     from loadgen.report.console import make_console
     from loadgen.report.job_summary import append_job_summary
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
 
     if spot and reserved:

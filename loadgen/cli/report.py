@@ -50,7 +50,7 @@ def report(
     from loadgen.report.console import make_console
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.result_file import ResultError
 

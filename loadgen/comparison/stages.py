@@ -23,7 +23,7 @@ from loadgen.quantities import number
 from loadgen.records.run import Label, Pairing, Record
 from loadgen.records.samples import NS_PER_MS, good, latencies_ms
 from loadgen.records.server import StageTotals
-from loadgen.storage.stored_run import StoredBlock
+from loadgen.run.storage import StoredBlock
 
 STAGES = (
     "send_delay",

@@ -24,7 +24,7 @@ from loadgen.records.run import Environment, RunState
 from loadgen.report.renderers.csv import field
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.storage.stored_run import StoredRunError
+from loadgen.run.storage import StoredRunError
 from loadgen.verdict.result_file import ResultError, write_atomically
 
 R = TypeVar("R")

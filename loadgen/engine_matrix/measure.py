@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from loadgen.bench.interruption import interruptible, uninterrupted
 from loadgen.engine_matrix.plan import Cell, Turn, schedule
 from loadgen.engine_matrix.progress import Progress, name_of
 from loadgen.engine_matrix.records import Configuration, Conversion, Measured, Plan, Visit
@@ -27,9 +26,10 @@ from loadgen.engine_matrix.worker_process import (
     Preparation,
     WorkerError,
 )
-from loadgen.machine.environment import utc_now
 from loadgen.records.run import RunState
-from loadgen.storage.store import StorageError
+from loadgen.run.interruption import interruptible, uninterrupted
+from loadgen.run.machine import utc_now
+from loadgen.run.storage import StorageError
 
 CORES = len(os.sched_getaffinity(0))
 MADE_SIDE_BY_SIDE = max(1, CORES // 2)

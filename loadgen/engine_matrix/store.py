@@ -10,8 +10,7 @@ from typing import Any
 from loadgen.documents import DocumentError, list_inside, read_inside, read_record
 from loadgen.engine_matrix.records import Plan, Visit
 from loadgen.records.run import Environment, Record, RunState
-from loadgen.storage.run_lock import only_run
-from loadgen.storage.store import StorageError, storage_sentence, write_whole
+from loadgen.run.storage import StorageError, only_run, storage_sentence, write_whole
 
 VISITS = "visits"
 

@@ -12,8 +12,8 @@ import msgspec
 
 from loadgen.engine_matrix.cells import has_copies
 from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix
-from loadgen.probes.gpu_proof.analyse import GpuFound
-from loadgen.probes.rate_search.records import RatesFound
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.quantities import Interval
 from loadgen.ranking.records import Candidate, LeftOut, Machine, Point, Work
 from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of, shown

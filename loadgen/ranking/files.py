@@ -17,7 +17,7 @@ from loadgen.ranking.sections import CSV_OPTIONS, CSV_POINTS
 from loadgen.report.renderers.csv import render_csv
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.storage.stored_run import StoredRunError
+from loadgen.run.storage import StoredRunError
 from loadgen.verdict.analysis import readable, stored_result
 from loadgen.verdict.result_file import FILE_NAME, ResultError, read_result, write_atomically
 

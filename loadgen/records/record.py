@@ -11,4 +11,5 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything stored: immutable; unknown fields are refused."""
 
     FILE: ClassVar[str]
-    """Path of the record, or of the list of all records of this kind, relative to DIR."""
+    """Path relative to DIR: of the record, of the list of all records of this kind, or of a folder with a numbered file
+    for each."""

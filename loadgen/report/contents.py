@@ -1,6 +1,6 @@
 """The report of a result: its chapters and sections in their order, for all formats.
 
-A new table is one function that returns a section, listed here or in the `SECTIONS` of its study.
+A new table is one function that returns a section, listed here or in the `sections` of its probe.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import loadgen.report.document as doc
 from loadgen.comparison.claims import join
-from loadgen.probes.registry import parts
+from loadgen.probes.registry import probes
 from loadgen.report.charts import several, titles
 from loadgen.report.sections import checks, comparisons, conditions, verdict
 from loadgen.verdict.result_file import Result
 
 MakeSection = Callable[[Result], doc.Section | None]
-STUDIES = None
-"""The place of the studies' sections in a chapter."""
+PROBES = None
+"""The place of the probes' sections in a chapter."""
 CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
     ("", (verdict.verdict, verdict.overview, verdict.brief_why, verdict.brief_proof)),
     ("Comparisons", (comparisons.comparisons, comparisons.ranking, comparisons.thresholds)),
-    ("Why", (STUDIES,)),
-    ("Detail", (STUDIES,)),
-    ("Proof", (STUDIES, checks.same_answers, checks.checks)),
+    ("Why", (PROBES,)),
+    ("Detail", (PROBES,)),
+    ("Proof", (PROBES, checks.same_answers, checks.checks)),
     ("Conditions", (conditions.arms, conditions.experiment, conditions.environment, conditions.reproduce)),
 )
 
@@ -30,12 +30,15 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
 def result_document(result: Result) -> doc.Document:
     """The document of a result."""
     base, *others = titles(result).values()
-    studies = list(parts("sections", "SECTIONS"))
+    of_probes = [probe.sections(result) for probe in probes()]
 
     def sections(title: str, makers: Sequence[MakeSection | None]) -> Iterator[doc.Section]:
         for make in makers:
-            own = [make] if make is not STUDIES else [one for study in studies for one in study.get(title, ())]
-            yield from (section for one in own if (section := one(result)) is not None)
+            if make is PROBES:
+                made = [section for chapters in of_probes for section in chapters.get(title, ())]
+            else:
+                made = [make(result)]
+            yield from (section for section in made if section is not None)
 
     what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(

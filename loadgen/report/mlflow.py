@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from loadgen.documents import is_stored, one_line, stored_path
 from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
-from loadgen.probes.gpu_proof.analyse import GpuFound
+from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.ranking.candidates import configuration_name
 from loadgen.records.run import Environment
 from loadgen.verdict.result_file import FILE_NAME, Result

@@ -19,18 +19,17 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.bench.live_ratios import LiveRatio, LiveRatios
-from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.documents import one_line
-from loadgen.probes.cold_start.records import ColdStart
 from loadgen.quantities import counted, number, per_second
 from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
+from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, BlockRecord, Pairing, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
+from loadgen.run.progress import LiveRatio, LiveRatios, RunProgress
 from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.checks.run import parity_figures
 
@@ -77,7 +76,7 @@ class MovingLine:
         return f", about {clock(remaining).strip()} left" if remaining > 0 else ", almost done"
 
 
-class RichProgress(MovingLine, Progress):
+class RichProgress(MovingLine, RunProgress):
     """What `abserve compare` shows while it measures."""
 
     def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
@@ -123,7 +122,7 @@ class RichProgress(MovingLine, Progress):
         self._unit = per_second(str(about.get("item", "item")))
         self._say(f"inputs: {inputs_in_words(about)}")
 
-    def cold_start_done(self, record: ColdStart) -> None:
+    def cold_start_done(self, record: ServerStart) -> None:
         """Print one cold start."""
         if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
             self._say(f"{shown(record.label)}  did not start: {record.error}", style="red")

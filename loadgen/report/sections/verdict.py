@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
 from loadgen.comparison.comparisons import leading_comparisons
-from loadgen.probes.gpu_proof.sections import ALL_SCENARIOS, findings
+from loadgen.probes.gpu.probe import ALL_SCENARIOS, findings
 from loadgen.quantities import counted, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import padding_in_effect

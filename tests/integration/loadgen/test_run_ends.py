@@ -93,7 +93,7 @@ def ignore_hangup() -> None:
 
 NOHUP = """
 import os, signal
-from loadgen.bench.interruption import interruptible
+from loadgen.run.interruption import interruptible
 with interruptible():
     os.kill(os.getpid(), signal.SIGHUP)
     print("goes on", flush=True)
@@ -164,7 +164,7 @@ FULL_STORE = """
 import resource, sys
 from pathlib import Path
 from loadgen.records.run import RunState
-from loadgen.storage.store import RunStore, StorageError
+from loadgen.run.storage import RunStore, StorageError
 store = RunStore(Path(sys.argv[1]))
 store.write(RunState(state="running", phase="first"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

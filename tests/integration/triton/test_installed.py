@@ -22,9 +22,9 @@ import pytest
 import simplejpeg
 import tritonclient.http as http_client
 
-from loadgen.bench.arms import Arm
 from loadgen.launch.deployment import RemoteDeployment
 from loadgen.records.run import ArmRequest
+from loadgen.run.arms import Arm
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.launch_plan import LaunchPlan

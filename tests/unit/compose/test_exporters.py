@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadgen.locust.metrics import BOUNDS_S, DurationCounts, LoadCollector, LoadCounts
 from loadgen.report.prometheus import SILENT_SECONDS, RunsCollector
-from loadgen.storage.run_lock import running
+from loadgen.run.storage import running
 
 
 def scraped(collector: Any) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -159,9 +159,9 @@ def test_buckets_hold_every_duration_once() -> None:
     values = [10 ** chance.uniform(-6, 2.5) for _ in range(500)]
     for value in values:
         counts.add(value)
-    cumulative = list(counts.cumulative())
-    assert cumulative[-1] == ("+Inf", 500.0)
-    for bound_s, (_, count) in zip(BOUNDS_S, cumulative, strict=False):
+    cumulated = list(counts.cumulated())
+    assert cumulated[-1] == ("+Inf", 500.0)
+    for bound_s, (_, count) in zip(BOUNDS_S, cumulated, strict=False):
         assert count == sum(value <= bound_s for value in values)
 
 

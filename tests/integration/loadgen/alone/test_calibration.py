@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
 from loadgen.entry import build
-from loadgen.machine.calibration import default_path, own_calibration, read_calibration, write_calibration
 from loadgen.records.machine import Calibration, ceiling_images_per_s
 from loadgen.run.calibrate import CalibrationRequest, SinkProcesses, calibrate
+from loadgen.run.machine import default_path, own_calibration, read_calibration, write_calibration
 
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

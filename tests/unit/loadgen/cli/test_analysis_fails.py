@@ -15,7 +15,7 @@ from loadgen.engine_matrix.store import MatrixStore
 from loadgen.entry import build
 from loadgen.experiment.plan import Combination
 from loadgen.records.run import RunState
-from loadgen.storage.stored_run import read_run
+from loadgen.run.storage import read_run
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration, matrix
 

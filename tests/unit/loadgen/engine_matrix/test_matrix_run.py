@@ -18,7 +18,7 @@ from loadgen.engine_matrix.records import Configuration, Plan, Visit
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import Limits
 from loadgen.records.run import RunState
-from loadgen.storage.store import StorageError
+from loadgen.run.storage import StorageError
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 LIMITS = Limits(prepare=30, load=30, cell=30, stop=5)
@@ -204,7 +204,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_stored(tmp_path: Path, monk
 def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     store = MatrixStore(tmp_path)
     program = (
-        "import sys; from pathlib import Path; from loadgen.storage.store import StorageError\n"
+        "import sys; from pathlib import Path; from loadgen.run.storage import StorageError\n"
         "from loadgen.engine_matrix.store import MatrixStore\n"
         "try:\n    with MatrixStore(Path(sys.argv[1])).open(): print('alone')\n"
         "except StorageError as exc: print(exc)\n"

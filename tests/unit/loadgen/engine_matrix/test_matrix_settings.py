@@ -27,8 +27,8 @@ from loadgen.engine_matrix.records import (
 )
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.entry import Command
-from loadgen.machine.environment import read_environment
 from loadgen.report.document import Document
+from loadgen.run.machine import read_environment
 
 OFFERS = {
     "device": "cpu",

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.preparation import model_name
 from loadgen.cli.assembly import default_out, plan_experiment
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.launch.deployment import Deployment
 from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, Experiment
+from loadgen.run.preparation import model_name
 
 URLS = {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}
 

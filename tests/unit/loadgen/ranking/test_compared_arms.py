@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.gpu_proof.analyse import GpuFound
-from loadgen.probes.rate_search.records import RatesFound
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.ranking.analyse import rank
 from loadgen.ranking.candidates import from_result
 from loadgen.ranking.prices import EXAMPLES, read_prices
