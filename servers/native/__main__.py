@@ -14,14 +14,14 @@ def main() -> int:
 
     from pydantic import ValidationError
 
+    from servers.cli.launch import ListenerError, bind
+    from servers.cli.options import validation_sentence
     from servers.engines.padding import padding_of
     from servers.engines.processors import wait_policy
     from servers.engines.settings import EngineError, parse_spinning
-    from servers.listener import ListenerError, bind
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
     from servers.native.settings import from_argv
-    from servers.options import validation_sentence
 
     try:
         given = from_argv(sys.argv[1:])

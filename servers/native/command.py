@@ -12,23 +12,21 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from servers.defaults import ARTEFACTS
+from servers.cli.defaults import ARTEFACTS, TuningError
+from servers.cli.launch import LaunchPlan, ListenerError, bind, check_free, host_in_url
+from servers.cli.options import fail, takes_settings, tuning_of, validation_sentence, with_tuning
 from servers.engines.environment import enter_environment_of
 from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
 from servers.engines.padding import padding_of
 from servers.engines.settings import engine_kind
-from servers.export.errors import ExportError
-from servers.launch_plan import LaunchPlan, host_in_url
-from servers.listener import ListenerError, bind, check_free
-from servers.models.atomic_folder import FolderError
+from servers.export.manifest import ExportError
+from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.native.settings import NativeSettings, artefact_field, to_argv
-from servers.options import fail, takes_settings, tuning_of, validation_sentence, with_tuning
-from servers.tuning import TuningError
 
 CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
 """How this server's log says why it ended."""

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import batch_key, padding_of
-from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
+from servers.models.images import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
 from servers.native.arena import RequestMemory
 from servers.native.errors import (

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import structlog
 
+from servers.cli.launch import host_in_url
 from servers.engines.interface import Engine
 from servers.engines.settings import EngineSettings, engine_kind
-from servers.launch_plan import host_in_url
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource

@@ -9,14 +9,13 @@ from typing import Annotated
 
 import typer
 
+from servers.cli.defaults import TuningError
+from servers.cli.launch import LaunchPlan, ListenerError, bind, host_in_url
+from servers.cli.options import checked, fail, takes_settings, to_argument, tuning_of, with_tuning
 from servers.engines.settings import EngineError, EngineSettings
-from servers.launch_plan import LaunchPlan, host_in_url
-from servers.listener import ListenerError, bind
 from servers.models.registry import UnknownModelError
 from servers.models.weights import WeightsError, parse_weights, pin
-from servers.options import checked, fail, takes_settings, tuning_of, with_tuning
-from servers.plain.settings import PlainSettings, to_argv
-from servers.tuning import TuningError
+from servers.plain.settings import PlainSettings
 
 PrintLaunch = Annotated[
     bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
@@ -46,7 +45,7 @@ def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> N
     url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
     assert settings.max_batch_size is not None
     plan = LaunchPlan(
-        argv=(sys.executable, "-m", f"servers.plain.{kind}_server", *to_argv(settings)),
+        argv=(sys.executable, "-m", f"servers.plain.{kind}_server", to_argument(settings)),
         env={},
         http_url=url,
         grpc_address=None,

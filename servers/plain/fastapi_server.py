@@ -18,9 +18,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from servers.cli.options import from_argument
 from servers.models.specification import ModelSpecification
 from servers.plain.report import DTYPES, Report, check_input, check_values, module_of, read_runtime
-from servers.plain.settings import PlainSettings, from_argv
+from servers.plain.settings import PlainSettings
 from servers.protocol.tensors import Array
 
 LENGTH = "Inference-Header-Content-Length"
@@ -133,7 +134,7 @@ def add_routes(app: FastAPI, spec: ModelSpecification, report: Report) -> None:
 
 
 def main() -> None:
-    model = Model(settings := from_argv())
+    model = Model(settings := from_argument(PlainSettings))
     runtime = read_runtime(settings, model.module, model.infer)
     batcher, app = Batcher(model, settings.max_queue_delay_us), FastAPI()
     add_routes(app, model.spec, Report("fastapi", settings, lambda: runtime))

@@ -12,9 +12,8 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 
-from servers.models.corpus import jpeg_paths
-from servers.models.image_decoder import Decoding, DecodingSettings
-from servers.models.preprocessing import ImageError
+from servers.models.images import Decoding, DecodingSettings, ImageError
+from servers.models.items import jpeg_paths
 from servers.models.registry import get_variant
 from servers.native.arena import RequestMemory
 from servers.native.errors import QueueFullError, RequestExpiredError

@@ -17,7 +17,7 @@ from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import SampleInputs
 from loadgen.client.shared_memory import SharedMemoryRequest
 from loadgen.client.transports import TRANSPORTS, PreparedBodies, prepare
-from servers.models.corpus import jpeg_paths
+from servers.models.items import jpeg_paths
 
 Image = pytest.importorskip("PIL.Image")  # comes with the extra `servers`
 RNG = np.random.default_rng(0)
