@@ -24,10 +24,10 @@ def main() -> int:
     from servers.native.settings import from_argv
 
     try:
-        given = from_argv(sys.argv[1:])
-        os.environ.update(wait_policy(parse_spinning(given.spinning)))
-        specifications = get_variants(given.model, given.payloads)
-        settings = given.resolved(specifications[0])
+        requested = from_argv(sys.argv[1:])
+        os.environ.update(wait_policy(parse_spinning(requested.spinning)))
+        specifications = get_variants(requested.model, requested.payloads)
+        settings = requested.resolved(specifications[0])
         settings.engine_settings().check()
         padding_of(specifications[0], settings.pad_sizes)
         weights = parse_weights(settings.weights, specifications[0].default_weights)

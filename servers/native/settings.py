@@ -185,16 +185,16 @@ class NativeSettings(BaseSettings):
         chosen."""
         engine = "torch" if specification.file is None else "onnxruntime"
         chosen = "max_batch_size" in self.model_fields_set
-        known = self.model_copy(
+        resolved = self.model_copy(
             update={
                 "engine": engine if self.engine == "auto" else self.engine,
                 "max_batch_size": self.max_batch_size if chosen else specification.max_batch_size,
             }
         )
-        return known.model_copy(
+        return resolved.model_copy(
             update={
-                "precision": known.engine_settings().precision,
-                "fronts": known._fronts_here() if known.fronts is None else known.fronts,
+                "precision": resolved.engine_settings().precision,
+                "fronts": resolved._fronts_here() if resolved.fronts is None else resolved.fronts,
             }
         )
 
@@ -286,5 +286,5 @@ def from_argv(argv: Sequence[str]) -> NativeSettings:
     parser = argparse.ArgumentParser("servers.native", description="The native server process.", allow_abbrev=False)
     for name, field in NativeSettings.model_fields.items():
         parser.add_argument(flag_of(name), dest=name, help=field.description)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    return NativeSettings(**given)
+    options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    return NativeSettings(**options)

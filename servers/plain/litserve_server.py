@@ -16,7 +16,7 @@ from fastapi import Depends, Request, Response
 
 from servers.cli.options import from_argument
 from servers.gpu.info import Runtime
-from servers.plain.fastapi_server import LENGTH, Model, add_routes, decode, encode
+from servers.plain.fastapi_server import LENGTH, PlainModel, add_routes, decode, encode
 from servers.plain.report import Report, read_runtime
 from servers.plain.settings import PlainSettings
 from servers.protocol.tensors import Array
@@ -42,7 +42,7 @@ class ProtocolAPI(litserve.LitAPI):  # type: ignore[misc,unused-ignore]  # LitSe
 
     def setup(self, device: str) -> None:  # noqa: ARG002 - it is that of the settings
         """Load and warm up, in the worker."""
-        self.model = Model(self.settings)
+        self.model = PlainModel(self.settings)
         self.report["runtime"] = read_runtime(self.settings, self.model.module, self.model.infer)
 
     def decode_request(self, request: Annotated[Decoded, Depends(read_request)]) -> Decoded:

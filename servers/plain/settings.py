@@ -46,11 +46,11 @@ class PlainSettings(BaseSettings):
 
     def specification(self) -> ModelSpecification:
         """The one model with its largest batch. Raises `UnknownModelError` for what a plain server does not serve."""
-        found = get_variants(self.model, self.payloads)
-        if len(found) > 1:
+        variants = get_variants(self.model, self.payloads)
+        if len(variants) > 1:
             raise UnknownModelError(f"--payloads {self.payloads}: a plain server serves one payload; give one of them")
-        if found[0].payload == "jpeg":
+        if variants[0].payload == "jpeg":
             raise UnknownModelError("a plain server decodes no JPEG files; use --payloads uint8, or serve native")
-        if found[0].file is not None:
-            raise UnknownModelError(f"a plain server executes torch modules, and {found[0].label} is a file")
-        return replace(found[0], max_batch_size=self.max_batch_size or found[0].max_batch_size)
+        if variants[0].file is not None:
+            raise UnknownModelError(f"a plain server executes torch modules, and {variants[0].label} is a file")
+        return replace(variants[0], max_batch_size=self.max_batch_size or variants[0].max_batch_size)

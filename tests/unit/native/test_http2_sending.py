@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from servers.native import http2_frames as http2
-from servers.native.grpc_answers import Answers
+from servers.native import http2
+from servers.native.http2 import OutgoingMessages
 
 
 class WaitingCall:
-    """As much of a `Call` as `Answers` uses; it counts how often its window is read."""
+    """As much of a `Call` as `OutgoingMessages` uses; it counts how often its window is read."""
 
     headers_sent = True
     trailers: bytes | None = None
@@ -46,11 +46,11 @@ def written() -> list[bytes]:
 
 
 @pytest.fixture
-def answers(written) -> Answers:
-    return Answers(written.append, lambda _: None)
+def answers(written) -> OutgoingMessages:
+    return OutgoingMessages(written.append, lambda _: None)
 
 
-def waiting(answers: Answers, count: int, window: int) -> list[Any]:
+def waiting(answers: OutgoingMessages, count: int, window: int) -> list[Any]:
     """Calls with an answer that does not fit, after the connection's window has been used up."""
     calls: list[Any] = [WaitingCall(2 * number + 1, window) for number in range(count)]
     for call in calls:

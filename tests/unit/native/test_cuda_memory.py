@@ -6,20 +6,20 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion
-from servers.native.engine_side import EngineSide
-from servers.native.limits import ByteBudget
-from servers.native.one_process import LocalLink
-from servers.native.region_register import DeviceWindow
-from servers.native.regions import DeviceRegion, RegionTable
+from servers.native.cuda_memory import NO_CUDA_MEMORY, CudaAccess, CudaRegion, CudaWindow
+from servers.native.engine_link import LocalLink
+from servers.native.engine_process import EngineSide
+from servers.native.interface import CloseRegions, OpenRegion
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
+from servers.native.shared_memory import RegionTable
 from servers.protocol.codec import window_array
 from servers.protocol.errors import (
     InternalError,
@@ -28,7 +28,7 @@ from servers.protocol.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from servers.protocol.records import RegionReference, Window
+from servers.protocol.records import RegionReference, RegionWindow
 
 
 @pytest.mark.parametrize("library", ["libabserve_absent.so.1", "libc.so.6"])  # no such file; none of its functions
@@ -74,10 +74,13 @@ def table(max_input_bytes=1000, held_bytes=1000):
     link = LocalLink(EngineSide(settings, [], [], memory.arena))
     regions = RegionTable(settings, memory, link)
 
-    async def states(_states):
-        """No model is served."""
+    async def execute(operation):
+        if isinstance(operation, OpenRegion):
+            regions.open(operation)
+        elif isinstance(operation, CloseRegions):
+            regions.close(operation.names)
 
-    link.open({"states": states, "open": regions.open, "forget": regions.forget})
+    link.open(execute)
     return regions
 
 
@@ -92,7 +95,7 @@ def region(driver):
 
 
 def window(region, size=8):
-    return DeviceWindow(region, 0, size, np.empty(size, np.uint8))
+    return CudaWindow(region, 0, size, np.empty(size, np.uint8))
 
 
 def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
@@ -130,7 +133,7 @@ def no_host_memory(_size):
 
 
 def test_an_input_on_a_device_takes_no_memory_of_the_front_end(region):
-    piece = Window(DeviceRegion("r", 0, 64), RegionReference("r", 8, 0), no_host_memory)
+    piece = RegionWindow(None, RegionReference("r", 8, 0), no_host_memory)
     array = window_array(piece, "FP32", (1, 2), "x")
     assert (array.shape, array.dtype) == ((1, 2), np.dtype(np.float32))
     with pytest.raises(InvalidRequestError, match="needs 12 bytes"):
@@ -143,15 +146,15 @@ def test_the_host_memory_of_inputs_is_bounded_and_counted():
     async def run() -> None:
         regions = table(40, 60)
         budget = regions._memory.budget
-        memory = DeviceRegion("r", 0, 64)  # any memory that is there
+        memory = SimpleNamespace(check=lambda: None)
         with pytest.raises(TooLargeError, match="41 bytes, the server takes at most 40"):
-            Window(memory, RegionReference("r", 41, 0), regions.allocate).view()
-        first = Window(memory, RegionReference("r", 40, 0), regions.allocate)
+            RegionWindow(memory, RegionReference("r", 41, 0), regions.allocate).view()
+        first = RegionWindow(memory, RegionReference("r", 40, 0), regions.allocate)
         view = first.view()
         del first
         assert budget.held == 40
         with pytest.raises(UnavailableError, match="memory for requests"):
-            Window(memory, RegionReference("r", 40, 0), regions.allocate).view()
+            RegionWindow(memory, RegionReference("r", 40, 0), regions.allocate).view()
         del view
         assert budget.held == 0
 
@@ -184,10 +187,10 @@ def test_a_name_is_taken_while_its_region_is_opened_and_a_client_that_leaves_los
         for other in others:
             with pytest.raises(InvalidRequestError, match="registered already"):
                 await other
-        assert regions.rows(DeviceRegion, "") == [{"name": "r", "device_id": 0, "byte_size": 64}]
+        assert regions.rows("", on_device=True) == [{"name": "r", "device_id": 0, "byte_size": 64}]
         assert not driver.closed
-        await regions.unregister(DeviceRegion, "r")
-        assert regions.rows(DeviceRegion, "") == []
+        await regions.unregister("r", on_device=True)
+        assert regions.rows("", on_device=True) == []
         assert driver.closed == 1
 
     asyncio.run(run())
@@ -198,7 +201,7 @@ def test_a_region_that_a_front_end_cannot_open_is_closed_again(region, driver, m
 
     async def run() -> None:
         regions = table()
-        monkeypatch.setattr("servers.native.regions.DeviceRegion", refuse)
+        monkeypatch.setattr(regions, "open", refuse)
         with pytest.raises(InvalidRequestError, match="planted"):
             await regions.register_cuda("r", b"", 0, 64)
         assert driver.closed == 1

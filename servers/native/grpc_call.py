@@ -1,27 +1,22 @@
-"""gRPC calls over HTTP/2: what a call's headers say, its messages one after the other, and its status at the end."""
+"""gRPC calls: a call's messages one after the other, and its status at the end."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import quote
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError, grpc_status
-from servers.native.http2_frames import NUMBER, header_block
-from servers.native.message_memory import Message
+from servers.native import http2
+from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError
+from servers.native.http2 import TRAILERS_OK, CallHead, CallStatus, status_of
+from servers.native.memory import GrpcMessage
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
 
 PREFIX_BYTES = 5
 STREAM_WINDOW = 8 * 2**20
 """Bytes that a client may send on a call before it is told that it may send more: a batch of 32 small images fits."""
-MAX_METADATA_BYTES = 16 * 1024
-MAX_DETAILS = 1000
-"""Characters of an error message: a client takes 8 KiB of trailers, where a character may need twelve bytes."""
 PRESSED_S = 5.0
 """How long a message may take while others wait for room, if the read timeout allows it."""
 MANY_WAITING = 256
@@ -36,120 +31,88 @@ MANY_ARRIVING = 64
 """Messages of one connection that arrive at once; more do not displace others when memory is short."""
 NEVER = float("inf")
 
-STATUS_CODES = {
-    "OK": 0, "CANCELLED": 1, "UNKNOWN": 2, "INVALID_ARGUMENT": 3, "DEADLINE_EXCEEDED": 4, "NOT_FOUND": 5,
-    "RESOURCE_EXHAUSTED": 8, "UNIMPLEMENTED": 12, "INTERNAL": 13, "UNAVAILABLE": 14,
-}  # fmt: skip
-ENCODINGS = ("identity", "gzip", "deflate")
 
-_FIELDS = (
-    (b":status", b"200"),
-    (b"content-type", b"application/grpc"),
-    (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
-)
-RESPONSE_HEADERS = header_block(_FIELDS)
-TRAILERS_OK = header_block([(b"grpc-status", b"0")])
-_TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
-LONGEST_NS = 24 * 3_600_000_000_000
-"""A call's deadline is at most a day from now: eight digits of hours are beyond 64 bits of nanoseconds."""
-_UNIT_NS = {b"H": 3_600_000_000_000, b"M": 60_000_000_000, b"S": 1_000_000_000, b"m": 1_000_000, b"u": 1000, b"n": 1}
-_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+class MessageAnswer(Protocol):
+    """What answers one message of a call."""
+
+    def begin(self) -> None:
+        """Begin to answer; the call may have its answer before this returns."""
+
+    def stop(self, reason: str) -> None:
+        """Nobody waits for the answer any more, for this reason; "": because the client has left."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """How a call ends without having been carried out. With an HTTP status the client does not speak gRPC."""
+class CallConnection(Protocol):
+    """The part of a connection that its calls need."""
 
-    status: str
-    details: str
-    http_status: int = 200
-
-    def block(self, *, alone: bool) -> bytes:
-        """Its trailers; `alone`, they are the headers, too."""
-        fields = [
-            (b"grpc-status", b"%d" % STATUS_CODES[self.status]),
-            (b"grpc-message", quote(shortened(self.details), safe=_PRINTABLE).encode()),
-        ]
-        if self.http_status != 200:
-            return header_block([(b":status", b"%d" % self.http_status)])
-        return header_block([*_FIELDS, *fields] if alone else fields)
-
-
-def refusal_of(error: ContractError) -> Refusal:
-    """The refusal that a client gets for an error."""
-    return Refusal(grpc_status(error), str(error))
-
-
-def shortened(details: str) -> str:
-    """A message that is never too long to arrive."""
-    return details if len(details) <= MAX_DETAILS else details[: MAX_DETAILS - 1] + "…"
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A method of the service; `answer` is None for the two that infer."""
-
-    name: str
-    streams: bool
-    max_message_bytes: int
-    answer: Any = None
+    waiting_messages: int
+    """Complete messages of its calls that wait for the answers before them."""
 
     @property
-    def infers(self) -> bool:
-        return self.answer is None
+    def arriving_messages(self) -> int:
+        """How many messages are not complete."""
+
+    def grant(self, call: Call, increment: int) -> None:
+        """Let the client send `increment` bytes more on this call."""
+
+    def has_room(self, count: int) -> bool:
+        """Whether an answer of `count` bytes may wait for the client to read it; it counts as held until it has."""
+
+    def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
+        """Send a message with its prefix, as soon as the client's windows allow it; the `last` one ends the call."""
+
+    def take_turns(self, answer: Callable[[], None]) -> None:
+        """Call this in a later turn, behind those that wait already."""
+
+    def credit_answer(self) -> None:
+        """A message has been answered, if only by an error."""
+
+    def finish(self, call: Call, trailers: bytes) -> None:
+        """End the call with these trailers, behind what still waits to be sent."""
+
+    def reset(self, call: Call) -> None:
+        """End the call at once: its client does not take its answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallHead:
-    """What the headers of a call say."""
+class CallServer(Protocol):
+    """The part of the front end that calls need."""
 
-    method: Method | None = None
-    timeout_ns: int | None = None
-    encoding: str = "identity"
-    refusal: Refusal | None = None
+    settings: NativeSettings
 
+    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
+        """Memory for a call's message; None if none is free."""
 
-def read_call_head(fields: list[tuple[bytes, bytes]], methods: dict[bytes, Method]) -> CallHead:
-    """Read a call's headers, which are not trusted."""
-    given = dict(fields)
-    if sum(len(name) + len(value) + 32 for name, value in fields) > MAX_METADATA_BYTES:
-        most = f"the call's metadata has more than {MAX_METADATA_BYTES} bytes"
-        return CallHead(refusal=Refusal("RESOURCE_EXHAUSTED", most))
-    if given.get(b":method") != b"POST":
-        return CallHead(refusal=Refusal("UNIMPLEMENTED", "gRPC calls are POST requests", 405))
-    if not given.get(b"content-type", b"").startswith(b"application/grpc"):
-        return CallHead(refusal=Refusal("UNIMPLEMENTED", "the content type must be application/grpc", 415))
-    method = methods.get(given.get(b":path", b""))
-    if method is None:
-        return CallHead(refusal=Refusal("UNIMPLEMENTED", "the service has no such method"))
-    encoding = given.get(b"grpc-encoding", b"identity").decode("latin-1")
-    if encoding not in ENCODINGS:
-        return CallHead(refusal=Refusal("UNIMPLEMENTED", "messages may be compressed with gzip or deflate"))
-    timeout = given.get(b"grpc-timeout")
-    match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
-    if timeout is not None and match is None:
-        return CallHead(refusal=Refusal("INTERNAL", "grpc-timeout must be up to eight digits and a unit"))
-    timeout_ns = None if match is None else min(int(match[1]) * _UNIT_NS[match[2]], LONGEST_NS)
-    return CallHead(method, timeout_ns, encoding)
+    def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
+        """Make what answers a message."""
+
+    def count_failure(self, error: ContractError, start_ns: int) -> None:
+        """Count an inference without a message."""
+
+    def count_disconnect(self) -> None:
+        """Count a client that left before its message was complete."""
 
 
-class Call:
-    """One call of a connection: it takes the bytes of its messages and has them answered, one at a time."""
+class Call(http2.OutgoingStream):
+    """One call of a connection: receives the bytes of its messages and has them answered, one at a time."""
 
     __slots__ = (
-        "_begun", "_connection", "_deadline", "_front_end", "_going_on", "_idle", "_inbox", "_last_arrival", "_prefix",
-        "answering", "blocked_since", "closed", "deadline_ns", "ending", "head", "headers_sent", "message", "method",
-        "receive_window", "remote_closed", "send_window", "sent_blocked", "start_ns", "stream", "stream_bytes",
-        "trailers", "unsent", "unsent_bytes",
+        "_begun", "_connection", "_deadline", "_going_on", "_idle", "_inbox", "_last_arrival", "_prefix", "_server",
+        "answering", "closed", "deadline_ns", "ending", "head", "message", "method", "receive_window",
+        "remote_closed", "start_ns",
     )  # fmt: skip
 
-    def __init__(self, connection: Any, front_end: Any, stream: int, head: CallHead, send_window: int) -> None:
-        """`connection` is a `Connection` and `front_end` a `GrpcFrontEnd`, whose modules import this one."""
+    def __init__(
+        self,
+        connection: CallConnection,
+        server: CallServer,
+        stream: int,
+        head: CallHead,
+        send_window: int,
+    ) -> None:
         assert head.method is not None
         self._connection = connection
-        self._front_end = front_end
-        self.stream = stream
-        self.stream_bytes = NUMBER.pack(stream)
+        self._server = server
+        super().__init__(stream, send_window)
         self.head = head
         self.method = head.method
         self.start_ns = time.perf_counter_ns()
@@ -158,26 +121,18 @@ class Call:
         self._last_arrival = NEVER
         self._begun = self._idle = time.monotonic()
         self._prefix = b""
-        self.message: Message | None = None
+        self.message: GrpcMessage | None = None
         """The message that is arriving."""
-        self._inbox: deque[Message] = deque()
-        self.answering: Any = None
-        """What answers the present message, with a method `stop`; None while there is no message."""
+        self._inbox: deque[GrpcMessage] = deque()
+        self.answering: MessageAnswer | None = None
+        """What answers the present message; None while there is no message."""
         self._going_on = False
         self.ending = False
         """The present frame is the client's last on this call."""
         self.remote_closed = False
         """The client's last frame has been used."""
         self.closed = False
-        self.headers_sent = False
         self.receive_window = STREAM_WINDOW
-        self.send_window = send_window
-        self.unsent: deque[memoryview] = deque()
-        self.unsent_bytes = 0
-        """Messages, or their rest, that wait for the client's windows; behind them come the trailers."""
-        self.trailers: bytes | None = None
-        self.blocked_since = 0.0
-        self.sent_blocked = 0
 
     # The client's bytes
 
@@ -219,7 +174,7 @@ class Call:
         count = len(self._inbox)
         if not count or self.unsent:
             return False
-        return count >= MANY_WAITING or bool(self._connection.waiting_messages >= MOST_TOGETHER)
+        return count >= MANY_WAITING or self._connection.waiting_messages >= MOST_TOGETHER
 
     @property
     def arriving(self) -> bool:
@@ -243,15 +198,15 @@ class Call:
         self._prefix = b""
         most = self.method.max_message_bytes
         if flag > 1 or (flag and self.head.encoding == "identity"):
-            self.finish(Refusal("INTERNAL", "the message is compressed in a way that the call does not name"))
+            self.finish(CallStatus("INTERNAL", "the message is compressed in a way that the call does not name"))
         elif size > most and self.method.infers:
             error = TooLargeError(f"the message has {size} bytes, the server takes at most {most}")
-            self._front_end.count_failure(error, self.start_ns)
-            self.finish(Refusal("RESOURCE_EXHAUSTED", str(error)))
+            self._server.count_failure(error, self.start_ns)
+            self.finish(CallStatus("RESOURCE_EXHAUSTED", str(error)))
         elif size > most:
             self.refuse(InvalidRequestError(f"a {self.method.name}Request has at most {most} bytes, got {size}"))
         else:
-            message = self._front_end.take(self, size, compressed=bool(flag))
+            message = self._server.allocate_message(self, size, compressed=bool(flag))
             if message is None:
                 self.refuse(UnavailableError(HOLDS_ENOUGH))
                 return
@@ -263,7 +218,7 @@ class Call:
             if not size:
                 self._complete(message)
 
-    def _complete(self, message: Message) -> None:
+    def _complete(self, message: GrpcMessage) -> None:
         self.message = None
         message.receive_ns = time.perf_counter_ns() - message.start_ns
         if not self._free and not message.hold(WAITING_BYTES):
@@ -276,10 +231,10 @@ class Call:
             self._connection.reset(self)
         self.go_on()
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: GrpcMessage) -> None:
         if self.method.streams and self.receive_window < STREAM_WINDOW // 2:
             self._connection.grant(self, STREAM_WINDOW - self.receive_window)
-        self.answering = answering = self._front_end.answering(self, message)
+        self.answering = answering = self._server.answering(self, message)
         answering.begin()
 
     # The answers
@@ -320,7 +275,7 @@ class Call:
         """Whether nothing stands before the next message's answer."""
         return self.answering is None and not self.unsent and not self.closed
 
-    def failed(self, refusal: Refusal) -> None:
+    def failed(self, refusal: CallStatus) -> None:
         """The present message has no answer but an error."""
         self.answering = None
         self._connection.credit_answer()
@@ -329,10 +284,10 @@ class Call:
     def refuse(self, error: ContractError) -> None:
         """End the call before a whole message has come, and count that."""
         if self.method.infers and self.arriving:
-            self._front_end.count_failure(error, self.start_ns)
-        self.finish(refusal_of(error))
+            self._server.count_failure(error, self.start_ns)
+        self.finish(status_of(error))
 
-    def finish(self, refusal: Refusal) -> None:
+    def finish(self, refusal: CallStatus) -> None:
         """End the call with an error. Idempotent."""
         if not self.closed:
             self._connection.finish(self, refusal.block(alone=not self.headers_sent))
@@ -357,7 +312,7 @@ class Call:
     def cancel(self) -> None:
         """The client has left the call."""
         if self.method.infers and self.message is not None and self.answering is None:
-            self._front_end.count_disconnect()
+            self._server.count_disconnect()
         self.close()
 
     # Memory, as a `Receiver`
@@ -365,11 +320,11 @@ class Call:
     @property
     def greedy(self) -> bool:
         """Whether many messages of its connection arrive."""
-        return bool(self._connection.arriving_messages > MANY_ARRIVING)
+        return self._connection.arriving_messages > MANY_ARRIVING
 
     def late(self, now: float) -> bool:
         """Whether the message arrives more slowly than it must."""
-        settings: NativeSettings = self._front_end.settings
+        settings = self._server.settings
         arrived = 0 if self.message is None else self.message.filled
         return arrived < (now - self._begun) * settings.min_body_bytes_per_s
 
@@ -385,7 +340,7 @@ class Call:
         If room is `scarce`, a client must take its answers sooner if messages wait behind them. For the last `unread_s`
         seconds the server has not read what the client sent.
         """
-        settings = self._front_end.settings
+        settings = self._server.settings
         self._begun += unread_s
         if self.blocked_since:
             longest_s = settings.read_timeout_s + self.sent_blocked / settings.min_body_bytes_per_s
@@ -395,7 +350,7 @@ class Call:
                 self._connection.reset(self)
         elif now >= self._deadline:
             self._stop_answering("expired")
-            self.finish(Refusal("DEADLINE_EXCEEDED", "the call's deadline passed"))
+            self.finish(CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed"))
         elif self.arriving:
             arrived = 0 if self.message is None else self.message.filled
             longest_s = settings.read_timeout_s + arrived / settings.min_body_bytes_per_s

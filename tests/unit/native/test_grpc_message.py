@@ -7,9 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.limits import ByteBudget
-from servers.native.message_memory import Message
+from servers.native.memory import Arena, ByteBudget, GrpcMessage, Layout, RequestMemory
 
 MIB = 2**20
 
@@ -22,7 +20,7 @@ class Announced:
     """A receiver that is late and makes way by giving its message back."""
 
     greedy = False
-    message: Message | None = None
+    message: GrpcMessage | None = None
 
     def late(self, now: float) -> bool:
         return True
@@ -32,8 +30,8 @@ class Announced:
         self.message.release()
 
 
-def message(memory: RequestMemory, size: int, aligned_at: int = 0) -> Message:
-    return Message(memory, Announced(), size, compressed=False, aligned_at=aligned_at, spare=9)
+def message(memory: RequestMemory, size: int, aligned_at: int = 0) -> GrpcMessage:
+    return GrpcMessage(memory, Announced(), size, compressed=False, aligned_at=aligned_at, spare=9)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4000, 150_528, 3 * MIB])

@@ -17,11 +17,10 @@ import numpy as np
 from servers.engines.interface import HostMemory
 from servers.engines.padding import Padding, batch_key
 from servers.native import errors as native_errors
-from servers.native.arena import ALIGNMENT, Arena, RequestMemory
-from servers.native.errors import INTERNAL_ERROR
-from servers.native.failure_log import FailureLog
-from servers.native.queued_request import QueuedRequest
-from servers.protocol import errors as contract_errors
+from servers.native.errors import INTERNAL_ERROR, FailureLog
+from servers.native.interface import DevicePlace, EngineOperation, FrontEndOperation, QueuedRequest
+from servers.native.memory import ALIGNMENT, Arena, RequestMemory
+from servers.protocol import errors as protocol_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.tensors import Array, like
 
@@ -39,8 +38,6 @@ STOP_BY = struct.Struct("d")
 """Tells the engine's process to stop, and when it must have finished, in `time.monotonic` seconds."""
 
 _LENGTH = struct.Struct("<Q")
-Place = tuple[str, int, int]
-"""Region, offset and size of a tensor in device memory."""
 Failure = tuple[str, str]
 """An error's class and its message."""
 
@@ -84,8 +81,8 @@ class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
     deadline_ns: int | None
     data: list[int | list[bytes] | None]
     room: tuple[int, int] | None = None
-    device_inputs: dict[str, Place] | None = None
-    device_outputs: dict[str, Place] | None = None
+    device_inputs: dict[str, DevicePlace] | None = None
+    device_outputs: dict[str, DevicePlace] | None = None
 
 
 class SubmitMany(msgspec.Struct, array_like=True, tag=6, gc=False):
@@ -98,12 +95,12 @@ class SubmitMany(msgspec.Struct, array_like=True, tag=6, gc=False):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Take a request back if it still waits; either way it will be `Done`."""
+    """Take a request back if it still waits; either way it will be `RequestDone`."""
 
     number: int
 
 
-class Done(msgspec.Struct, array_like=True, tag=2, gc=False):
+class RequestDone(msgspec.Struct, array_like=True, tag=2, gc=False):
     """The engine does not read the request's memory any more."""
 
     number: int
@@ -111,34 +108,33 @@ class Done(msgspec.Struct, array_like=True, tag=2, gc=False):
     failure: Failure | None = None
 
 
-class DoneMany(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """The same for requests of one `SubmitMany`: their outputs one after the other."""
+class RequestsDone(msgspec.Struct, array_like=True, tag=7, gc=False):
+    """Requests of one `SubmitMany` have been executed: their outputs one after the other."""
 
     numbers: list[int]
     outputs: list[Tensor]
 
 
-class Ask(msgspec.Struct, array_like=True, tag=3):
-    """Do something else; answered by `Answer` with the same number, after it is done."""
+class Control(msgspec.Struct, array_like=True, tag=3):
+    """Execute a control operation; answered by `ControlDone` with the same number."""
 
     number: int
-    method: str
-    arguments: list[Any] = []
+    operation: EngineOperation | FrontEndOperation
 
 
-class Answer(msgspec.Struct, array_like=True, tag=4):
-    """What was asked is done, or has failed."""
+class ControlDone(msgspec.Struct, array_like=True, tag=4):
+    """The operation is done, or has failed."""
 
     number: int
     failure: Failure | None = None
 
 
-Message = Form | Submit | SubmitMany | Cancel | Done | DoneMany | Ask | Answer
-REQUESTS = (Submit, SubmitMany, Ask)
+Message = Form | Submit | SubmitMany | Cancel | RequestDone | RequestsDone | Control | ControlDone
+REQUESTS = (Submit, SubmitMany, Control)
 """Messages that the other side replies to."""
 
 
-class Unusable(NamedTuple):
+class UnusableMessage(NamedTuple):
     """A message of this kind about these requests that cannot be encoded, or has a field of another type."""
 
     kind: type[Message] | None
@@ -158,14 +154,14 @@ def encode(messages: Sequence[Message]) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-def encode_all(messages: Sequence[Message]) -> tuple[bytes, list[Unusable]]:
+def encode_all(messages: Sequence[Message]) -> tuple[bytes, list[UnusableMessage]]:
     """One frame of the messages that can be encoded, and the others."""
     try:
         return encode(messages), []
     except Exception:
         log.exception("a message to another process cannot be encoded")
     encoded: list[Message] = []
-    unusable: list[Unusable] = []
+    unusable: list[UnusableMessage] = []
     for message in messages:
         try:
             _ENCODER.encode(message)
@@ -176,25 +172,27 @@ def encode_all(messages: Sequence[Message]) -> tuple[bytes, list[Unusable]]:
     return encode(encoded), unusable
 
 
-def unusable_of(message: Message | Unusable) -> Unusable:
+def unusable_of(message: Message | UnusableMessage) -> UnusableMessage:
     """A message that only fails what it is about."""
-    if isinstance(message, Unusable):
+    if isinstance(message, UnusableMessage):
         return message
-    return _unusable(type(message), message.numbers if isinstance(message, SubmitMany | DoneMany) else message.number)
+    return _unusable(
+        type(message), message.numbers if isinstance(message, SubmitMany | RequestsDone) else message.number
+    )
 
 
-def _unusable(kind: type[Message] | None, about: object) -> Unusable:
+def _unusable(kind: type[Message] | None, about: object) -> UnusableMessage:
     """`about`: the field with the number or numbers, whatever it holds."""
     numbers = about if isinstance(about, list) else [about]
-    return Unusable(kind, [number for number in numbers if type(number) is int and -(2**63) <= number < 2**64])
+    return UnusableMessage(kind, [number for number in numbers if type(number) is int and -(2**63) <= number < 2**64])
 
 
-def failed(unusable: Unusable, failure: Failure) -> list[Message]:
+def failed(unusable: UnusableMessage, failure: Failure) -> list[Message]:
     """The replies that end what an unusable message asks for; or what takes its place, if it is a reply itself."""
-    if unusable.kind in (Submit, SubmitMany, Done, DoneMany):
-        return [Done(number, [], failure) for number in unusable.numbers]
-    if unusable.kind in (Ask, Answer):
-        return [Answer(number, failure) for number in unusable.numbers]
+    if unusable.kind in (Submit, SubmitMany, RequestDone, RequestsDone):
+        return [RequestDone(number, [], failure) for number in unusable.numbers]
+    if unusable.kind in (Control, ControlDone):
+        return [ControlDone(number, failure) for number in unusable.numbers]
     return []
 
 
@@ -204,11 +202,11 @@ class FrameReader:
     def __init__(self) -> None:
         self._unread = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> list[Message | Unusable]:
+    def feed(self, data: bytes | memoryview) -> list[Message | UnusableMessage]:
         """The messages that are complete with `data`."""
         unread = self._unread
         unread += data
-        messages: list[Message | Unusable] = []
+        messages: list[Message | UnusableMessage] = []
         start = 0
         while len(unread) - start >= _LENGTH.size:
             end = start + _LENGTH.size + _LENGTH.unpack_from(unread, start)[0]
@@ -220,7 +218,7 @@ class FrameReader:
         return messages
 
 
-def _decoded(content: memoryview) -> Sequence[Message | Unusable]:
+def _decoded(content: memoryview) -> Sequence[Message | UnusableMessage]:
     try:
         return _DECODER.decode(content)
     except msgspec.ValidationError:
@@ -228,7 +226,7 @@ def _decoded(content: memoryview) -> Sequence[Message | Unusable]:
     return [_one_decoded(bytes(raw)) for raw in _RAW_DECODER.decode(content)]
 
 
-def _one_decoded(content: bytes) -> Message | Unusable:
+def _one_decoded(content: bytes) -> Message | UnusableMessage:
     try:
         return _ONE_DECODER.decode(content)
     except msgspec.ValidationError:
@@ -246,7 +244,7 @@ def failure_of(error: Exception) -> Failure:
 def error_of(failure: Failure) -> ContractError:
     """The error that the other process had."""
     name, message = failure
-    kind = getattr(native_errors, name, None) or getattr(contract_errors, name, None)
+    kind = getattr(native_errors, name, None) or getattr(protocol_errors, name, None)
     if isinstance(kind, type) and issubclass(kind, ContractError):
         return kind(message)
     return InternalError(INTERNAL_ERROR)
@@ -269,7 +267,7 @@ class SentForms:
             self._numbers.clear()
         number = self._numbers[kind] = self._next
         self._next = (number + 1) % MAX_FORMS
-        return number, Form(number, model, [(name, one.dtype.str, one.shape) for name, one in inputs.items()])
+        return number, Form(number, model, [(name, array.dtype.str, array.shape) for name, array in inputs.items()])
 
     def forget(self) -> None:
         """Send every form again: the engine's side does not have one of them."""
@@ -294,8 +292,8 @@ class ReceivedForm:
     def arrays(self, data: Sequence[int | list[bytes] | None], arena: Arena) -> dict[str, Array]:
         """The inputs of a request, as views over the arena."""
         return {
-            name: _array(one, shape, dtype, arena)
-            for (name, dtype, shape, _), one in zip(self._tensors, data, strict=True)
+            name: _array(place, shape, dtype, arena)
+            for (name, dtype, shape, _), place in zip(self._tensors, data, strict=True)
         }
 
     def addresses(self, data: Sequence[Sequence[Any]], arena: Arena) -> dict[str, HostMemory]:
@@ -304,25 +302,25 @@ class ReceivedForm:
         Raises `ValueError` for addresses outside of it.
         """
         base, end, count = arena.address, arena.end, len(data)
-        found = {}
+        inputs = {}
         for place, (name, dtype, shape, size) in enumerate(self._tensors):
-            addresses = [base + one[place] for one in data]
+            addresses = [base + places[place] for places in data]
             if min(addresses) < base or max(addresses) + size > end:
                 raise ValueError(f"{name} is not in the memory of requests")
-            found[name] = HostMemory(addresses, (count * shape[0], *shape[1:]), dtype, size)
-        return found
+            inputs[name] = HostMemory(addresses, (count * shape[0], *shape[1:]), dtype, size)
+        return inputs
 
 
 def submit_message(
     number: int, form: int, queued: QueuedRequest, memory: RequestMemory, answer_bytes: int
 ) -> tuple[Submit, list[Array]]:
-    """The message for a request, and the memory that must be kept until it is `Done`.
+    """The message for a request, and the memory that must be kept until it is `RequestDone`.
 
     Inputs outside of the arena are copied into it. `answer_bytes` is the size of the answers, 0 if it is not known.
     Raises `UnavailableError` when there is no room.
     """
     arena = memory.arena
-    kept: list[Array] = []
+    in_use: list[Array] = []
     data: list[int | list[bytes] | None] = []
     for name, array in queued.inputs.items():
         if name in queued.device_inputs:
@@ -334,24 +332,24 @@ def submit_message(
             if offset is None:
                 array = memory.placed(array)
                 offset = arena.offset_of(array)
-            kept.append(array)
+            in_use.append(array)
             data.append(offset)
     message = Submit(number, form, queued.rows, queued.deadline_ns, data)
     if queued.device_inputs or queued.device_outputs:
         message.device_inputs, message.device_outputs = dict(queued.device_inputs), dict(queued.device_outputs)
     if answer_bytes > INLINE_BYTES:
         room = memory.allocate(answer_bytes + ALIGNMENT * 16)
-        kept.append(room)
+        in_use.append(room)
         start = arena.offset_of(room)
         assert start is not None
         message.room = start, room.nbytes
-    return message, kept
+    return message, in_use
 
 
-def done_message(queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None) -> Done:
+def done_message(queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None) -> RequestDone:
     """The message for a complete request; its large outputs are copied to its room."""
     if queued.error is not None:
-        return Done(queued.number, [], failure_of(queued.error))
+        return RequestDone(queued.number, [], failure_of(queued.error))
     tensors = []
     start, left = (0, 0) if room is None else room
     for name, array in (queued.outputs or {}).items():
@@ -364,15 +362,15 @@ def done_message(queued: QueuedRequest, arena: Arena, room: tuple[int, int] | No
             start, left = start + taken, left - taken
         else:
             tensors.append(_inline(name, array))
-    return Done(queued.number, tensors)
+    return RequestDone(queued.number, tensors)
 
 
-def done_many_message(numbers: list[int], outputs: Mapping[str, Array]) -> DoneMany:
+def done_many_message(numbers: list[int], outputs: Mapping[str, Array]) -> RequestsDone:
     """The message for requests that were executed as one."""
-    return DoneMany(numbers, [_inline(name, array) for name, array in outputs.items()])
+    return RequestsDone(numbers, [_inline(name, array) for name, array in outputs.items()])
 
 
-def divided(message: DoneMany) -> Iterator[tuple[int, dict[str, Array]]]:
+def divided(message: RequestsDone) -> Iterator[tuple[int, dict[str, Array]]]:
     """Each request's number and outputs."""
     count = len(message.numbers)
     whole: dict[str, Array] = {}
@@ -390,7 +388,7 @@ def _inline(name: str, array: Array) -> Tensor:
     return Tensor(name, array.dtype.str, array.shape, array.tobytes())
 
 
-def outputs_of(message: Done, arena: Arena, room: Array | None) -> dict[str, Array]:
+def outputs_of(message: RequestDone, arena: Arena, room: Array | None) -> dict[str, Array]:
     """The outputs of an executed request; those in its room keep it."""
     outputs = {}
     for tensor in message.outputs:

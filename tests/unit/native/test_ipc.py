@@ -14,26 +14,34 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from servers.native import errors as native_errors
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.engine_client import EngineClient
+from servers.native.engine_link import EngineClient
 from servers.native.errors import INTERNAL_ERROR
-from servers.native.limits import ByteBudget
-from servers.native.messages import (
+from servers.native.interface import (
+    CheckCuda,
+    CloseRegions,
+    LoadModel,
+    OpenRegion,
+    QueuedRequest,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+    UnregisterMemory,
+)
+from servers.native.ipc import (
     INLINE_BYTES,
     MAX_FORMS,
-    Answer,
-    Ask,
     Cancel,
-    Done,
-    DoneMany,
+    Control,
+    ControlDone,
     Form,
     FrameReader,
     Message,
     ReceivedForm,
+    RequestDone,
+    RequestsDone,
     SentForms,
     Submit,
     SubmitMany,
-    Unusable,
+    UnusableMessage,
     divided,
     done_many_message,
     done_message,
@@ -43,8 +51,8 @@ from servers.native.messages import (
     outputs_of,
     submit_message,
 )
-from servers.native.queued_request import QueuedRequest
-from servers.protocol import errors as contract_errors
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
+from servers.protocol import errors as protocol_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
@@ -53,7 +61,7 @@ HELD = 2**20
 ARENA = Arena(Layout.of(1, HELD, HELD))
 ERRORS = [
     kind
-    for module in (contract_errors, native_errors)
+    for module in (protocol_errors, native_errors)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, ContractError) and kind is not ContractError
 ]
@@ -70,7 +78,7 @@ def received(messages: Iterable[Message], cuts: Iterable[int] = ()) -> list[Mess
     reader, found = FrameReader(), list[Message]()
     edges = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
     for start, end in itertools.pairwise(edges):
-        found += [message for message in reader.feed(stream[start:end]) if not isinstance(message, Unusable)]
+        found += [message for message in reader.feed(stream[start:end]) if not isinstance(message, UnusableMessage)]
     return found
 
 
@@ -133,7 +141,7 @@ def test_every_array_survives_the_way_to_the_engine_and_back(data: st.DataObject
     executed = request(at_engine)
     executed.number, executed.outputs = got.number, outputs
     (done,) = received([done_message(executed, ARENA, got.room)], cuts)
-    assert isinstance(done, Done)
+    assert isinstance(done, RequestDone)
     assert done.number == 7
     answer = outputs_of(done, ARENA, kept[-1] if got.room else None)
     same(answer, outputs)
@@ -195,25 +203,33 @@ def test_tensors_on_a_device_are_places_and_take_no_memory(memory: RequestMemory
     assert {name: tuple(place) for name, place in got.device_outputs.items()} == {"y": ("r", 0, 8)}
     same(form_of({"x": placeholder}).arrays(got.data, ARENA), {"x": placeholder})
     executed = request({})
-    executed.outputs, executed.device_outputs = {"y": np.ones((1, 2), np.float32)}, {"y": "a window"}
+    executed.outputs, executed.device_outputs = {"y": np.ones((1, 2), np.float32)}, {"y": ("r", 0, 8)}
     (done,) = received([done_message(executed, ARENA, None)])
-    assert isinstance(done, Done)
+    assert isinstance(done, RequestDone)
     assert outputs_of(done, ARENA, None)["y"].shape == (1, 2)
 
 
 names = st.text(max_size=10)
-arguments: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | names | st.binary()
 failures = st.none() | st.tuples(names, names)
 numbers = st.integers(0, 2**63)
+operations: st.SearchStrategy[Any] = st.one_of(
+    st.builds(LoadModel, numbers),
+    st.builds(RegisterSystemMemory, names, names, numbers, numbers),
+    st.builds(RegisterCudaMemory, names, st.binary(), numbers, numbers),
+    st.builds(UnregisterMemory, st.booleans(), names),
+    st.builds(OpenRegion, names, st.none() | names, numbers, numbers),
+    st.builds(CloseRegions, st.lists(names).map(tuple)),
+    st.just(CheckCuda()),
+)
 
 
 @given(
     st.lists(
         st.one_of(
             st.builds(Cancel, numbers),
-            st.builds(Done, numbers, st.just([]), failures),
-            st.builds(Ask, numbers, names, st.lists(arguments, max_size=4)),
-            st.builds(Answer, numbers, failures),
+            st.builds(RequestDone, numbers, st.just([]), failures),
+            st.builds(Control, numbers, operations),
+            st.builds(ControlDone, numbers, failures),
         ),
         max_size=10,
     ),
@@ -230,7 +246,7 @@ def test_an_error_keeps_its_class_and_its_message(kind: type[ContractError]) -> 
     queued = request({})
     queued.error = kind("what a client is told: ü")
     (done,) = received([done_message(queued, ARENA, None)])
-    assert isinstance(done, Done)
+    assert isinstance(done, RequestDone)
     assert done.failure is not None
     error = error_of(done.failure)
     assert (type(error), str(error)) == (kind, "what a client is told: ü")
@@ -266,7 +282,7 @@ def test_several_requests_are_one_tensor_of_pieces_and_divided_again(memory: Req
     assert [address - ARENA.address for address in together.addresses] == [offset for (offset,) in offsets]
     outputs = {"y": np.concatenate(arrays_sent), "z": np.arange(6, dtype=np.int64)}
     (done,) = received([done_many_message([5, 9, 6], outputs)])
-    assert isinstance(done, DoneMany)
+    assert isinstance(done, RequestsDone)
     answers = dict(divided(done))
     assert list(answers) == [5, 9, 6]
     for place, number in enumerate(answers):

@@ -1,4 +1,4 @@
-"""CUDA shared memory that clients have registered: device memory of another process, opened by its IPC handle.
+"""CUDA shared memory on the side of the engine: device memory of clients, opened by its IPC handle.
 
 An engine on the same device copies inputs and outputs there itself (`borrow`). For every other engine the batcher
 copies an input to the host right before its batch is started, and an output back before its answer is sent. A region's
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from servers.engines.interface import DeviceMemory
 from servers.gpu.cuda_library import CudaError, CudaLibrary
 from servers.protocol.errors import InternalError, InvalidRequestError, UnsupportedError
 from servers.protocol.records import shown
@@ -39,7 +40,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_NON_BLOCKING = 1
 
 
-class _Handle(ctypes.Structure):
+class _IpcHandle(ctypes.Structure):
     """CUipcMemHandle, which is passed by value."""
 
     _fields_ = (("reserved", c_char * HANDLE_BYTES),)
@@ -52,7 +53,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamSynchronize": (c_void_p,),
-    "cuIpcOpenMemHandle_v2": (POINTER(_POINTER), _Handle, c_uint),
+    "cuIpcOpenMemHandle_v2": (POINTER(_POINTER), _IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (_POINTER,),
     "cuMemGetAddressRange_v2": (POINTER(_POINTER), POINTER(c_size_t), _POINTER),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _POINTER, c_size_t, c_void_p),
@@ -61,7 +62,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Device:
+class _DeviceStreams:
     context: c_void_p
     reading: c_void_p
     writing: c_void_p
@@ -81,15 +82,15 @@ class CudaDriver:
         self.device_count = self._library.count()
         if self.device_count < 1:
             raise CudaError("the driver sees no device")
-        self._devices: dict[int, _Device] = {}
+        self._devices: dict[int, _DeviceStreams] = {}
         self._lock = threading.Lock()
 
     def open(self, device: int, handle: bytes) -> int:
         """Map memory that another process exported, and return its address here. Raises `CudaError`."""
         address = _POINTER()
         with self._current(device):
-            own_handle = _Handle.from_buffer_copy(handle)
-            self._call("cuIpcOpenMemHandle_v2", byref(address), own_handle, _LAZY_ENABLE_PEER_ACCESS)
+            ipc_handle = _IpcHandle.from_buffer_copy(handle)
+            self._call("cuIpcOpenMemHandle_v2", byref(address), ipc_handle, _LAZY_ENABLE_PEER_ACCESS)
         return address.value
 
     def bytes_behind(self, device: int, address: int) -> int:
@@ -106,30 +107,30 @@ class CudaDriver:
 
     def read(self, device: int, address: int, destination: int, size: int) -> None:
         """Copy device memory to the host address `destination`; returns when it is there. Raises `CudaError`."""
-        with self._current(device) as own:
-            self._call("cuMemcpyDtoHAsync_v2", destination, address, size, own.reading)
-            self._call("cuStreamSynchronize", own.reading)
+        with self._current(device) as streams:
+            self._call("cuMemcpyDtoHAsync_v2", destination, address, size, streams.reading)
+            self._call("cuStreamSynchronize", streams.reading)
 
     def write(self, device: int, address: int, source: int, size: int) -> None:
         """Copy from the host address `source`; returns when every process sees it. Raises `CudaError`."""
-        with self._current(device) as own:
-            self._call("cuMemcpyHtoDAsync_v2", address, source, size, own.writing)
-            self._call("cuStreamSynchronize", own.writing)
+        with self._current(device) as streams:
+            self._call("cuMemcpyHtoDAsync_v2", address, source, size, streams.writing)
+            self._call("cuStreamSynchronize", streams.writing)
 
     @contextmanager
-    def _current(self, device: int) -> Iterator[_Device]:
-        own = self._device(device)
-        self._call("cuCtxPushCurrent_v2", own.context)
+    def _current(self, device: int) -> Iterator[_DeviceStreams]:
+        streams = self._device(device)
+        self._call("cuCtxPushCurrent_v2", streams.context)
         try:
-            yield own
+            yield streams
         finally:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
-    def _device(self, index: int) -> _Device:
+    def _device(self, index: int) -> _DeviceStreams:
         with self._lock:
-            known = self._devices.get(index)
-            if known is not None:
-                return known
+            streams = self._devices.get(index)
+            if streams is not None:
+                return streams
             context, reading, writing = c_void_p(), c_void_p(), c_void_p()
             self._call("cuDevicePrimaryCtxRetain", byref(context), self._library.device(index))
             self._call("cuCtxPushCurrent_v2", context)
@@ -138,7 +139,7 @@ class CudaDriver:
                     self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
             finally:
                 self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
-            self._devices[index] = _Device(context, reading, writing)
+            self._devices[index] = _DeviceStreams(context, reading, writing)
             return self._devices[index]
 
 
@@ -190,9 +191,7 @@ class CudaAccess:
 
 
 class CudaRegion:
-    """A `Region` of device memory, with the number of copies that use it now; any thread."""
-
-    on_device = True
+    """A region of device memory, with the number of copies that use it now; any thread."""
 
     def __init__(self, name: str, driver: CudaDriver, device: int, address: int, byte_size: int) -> None:
         self.name = name
@@ -205,15 +204,8 @@ class CudaRegion:
         self.is_closing = False
         self._closed = threading.Event()
 
-    def check(self) -> None:
-        """Checks nothing: lost device memory shows only when it is read."""
-
-    def row(self) -> dict[str, object]:
-        """The region as a status shows it, without its handle."""
-        return {"name": self.name, "device_id": self.device, "byte_size": self.byte_size}
-
     def read(self, offset: int, destination: Array) -> None:
-        """See `Region`; blocks."""
+        """Copy to `destination`, an array of bytes; blocks. Raises `InvalidRequestError`."""
         with self._used("its input was read"):
             try:
                 self._driver.read(self.device, self._address + offset, destination.ctypes.data, destination.nbytes)
@@ -222,7 +214,7 @@ class CudaRegion:
                 raise InvalidRequestError(message) from exc
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """See `Region`; blocks, so not for the event loop."""
+        """Copy from `data`; blocks. Raises `ContractError`."""
         if not data:
             return
         source = np.frombuffer(data, np.uint8)
@@ -279,3 +271,51 @@ class CudaRegion:
             log.warning("a CUDA shared-memory region could not be closed", region=shown(self.name), reason=str(exc))
         finally:
             self._closed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class CudaWindow:
+    """The piece of a region of device memory that one tensor of a request has.
+
+    Its shape and type are those of `like`, which has no content; without it they are not known before the execution.
+    """
+
+    region: CudaRegion
+    offset: int
+    byte_size: int
+    like: Array | None = None
+
+    def read(self) -> Array:
+        """A copy of the input on the host; blocks. Raises `ContractError` if the region is gone.
+
+        It does not count as held: of each model at most the batches in flight have copies, and one that is formed.
+        """
+        assert self.like is not None
+        array = np.empty(self.like.shape, self.like.dtype)
+        self.region.read(self.offset, array.reshape(-1).view(np.uint8))
+        return array
+
+    def write(self, array: Array) -> None:
+        """Write an output; blocks. Raises `ContractError`, also when the output does not fit."""
+        self._check_fits(array)
+        self.region.write(self.offset, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def on(self, device: int | None) -> bool:
+        """Whether an engine on this device can use the memory itself."""
+        return self.region.device == device and self.like is not None
+
+    def borrow(self) -> DeviceMemory:
+        """The memory itself, which stays open until `release`. Raises `ContractError`."""
+        assert self.like is not None
+        self._check_fits(self.like)
+        return DeviceMemory(self.region.borrow(self.offset), self.region.device, self.like.shape, self.like.dtype)
+
+    def release(self) -> None:
+        """The engine does not use the memory any more."""
+        self.region.release()
+
+    def _check_fits(self, array: Array) -> None:
+        if array.nbytes > self.byte_size:
+            raise InvalidRequestError(
+                f"the output has {array.nbytes} bytes, but the request gives it {self.byte_size} bytes"
+            )

@@ -11,28 +11,51 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servers.native.arena import RequestMemory
-from servers.native.engine_pool import EnginePool, combined
-from servers.native.messages import (
-    Answer,
-    Ask,
+from servers.engines.interface import EngineDescription
+from servers.native.engine_link import EnginePool, combined
+from servers.native.interface import (
+    ApplyStatus,
+    CheckCuda,
+    CloseRegions,
+    EngineOperation,
+    FrontEndOperation,
+    LoadModel,
+    ModelState,
+    ModelStatus,
+    OpenRegion,
+    QueuedRequest,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+    UnloadModel,
+    UnregisterMemory,
+)
+from servers.native.ipc import (
     Cancel,
-    Done,
+    Control,
+    ControlDone,
     FrameReader,
     Message,
+    RequestDone,
     Submit,
     SubmitMany,
-    Unusable,
+    UnusableMessage,
     encode,
 )
-from servers.native.queued_request import QueuedRequest
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
 from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import TensorSpec
 
 SIGNATURE = ModelSignature("m", "1", (), (TensorSpec("y", "FP32", (-1, 1)),), 64)
-READY, LOADING = ("ready", {"kind": "k", "device": "cuda:0"}), ("loading", None)
+
+
+def description(kind: str, device: str) -> EngineDescription:
+    return EngineDescription(kind, "1", "fp32", "graph", device, None, 64, "none")
+
+
+READY = ModelStatus(ModelState.READY, description("k", "cuda:0"))
+LOADING = ModelStatus(ModelState.LOADING, None)
 
 
 class EngineEnd:
@@ -42,7 +65,7 @@ class EngineEnd:
         connected.setblocking(False)
         self.socket = connected
         self._reader = FrameReader()
-        self.received: list[Message | Unusable] = []
+        self.received: list[Message | UnusableMessage] = []
 
     async def messages(self, count: int) -> list[Any]:
         """All messages, of which there are at least so many."""
@@ -54,8 +77,8 @@ class EngineEnd:
     def send(self, *messages: Message) -> None:
         self.socket.send(encode(messages))
 
-    async def asked(self, count: int) -> list[Ask]:
-        return [one for one in await self.messages(count) if isinstance(one, Ask)]
+    async def asked(self, count: int) -> list[Control]:
+        return [one for one in await self.messages(count) if isinstance(one, Control)]
 
     async def numbers(self, requests: int) -> list[int]:
         """The numbers of the requests that it has got, of which there are so many."""
@@ -69,13 +92,13 @@ class EngineEnd:
 
 
 class Pool:
-    """A pool, its engines' ends, and what the front end was told."""
+    """A pool, its engines' ends, and the operations that reached the front end."""
 
     def __init__(self, *devices: str) -> None:
         self.memory = RequestMemory.alone(NativeSettings())
         self.ends = 0
         self.pool = EnginePool(devices, self.memory, [SIGNATURE], self._end)
-        self.told: list[tuple[str, Any]] = []
+        self.executed: list[FrontEndOperation] = []
         self.engines: list[EngineEnd] = []
         self._devices = devices
 
@@ -83,16 +106,10 @@ class Pool:
         pairs = [socket.socketpair() for _ in self._devices]
         self.engines = [EngineEnd(theirs) for _, theirs in pairs]
 
-        async def states(found: Any) -> None:
-            self.told.append(("states", found))
+        async def execute(operation: FrontEndOperation) -> None:
+            self.executed.append(operation)
 
-        async def opened(*region: Any) -> None:
-            self.told.append(("open", region))
-
-        async def forget(names: list[str]) -> None:
-            self.told.append(("forget", names))
-
-        await self.pool.open([own for own, _ in pairs], {"states": states, "open": opened, "forget": forget})
+        await self.pool.open([front for front, _ in pairs], execute)
 
     def _end(self) -> None:
         self.ends += 1
@@ -103,12 +120,12 @@ class Pool:
         self.pool.submit(0, queued)
         return queued
 
-    async def tell(self, engine: int, method: str, *arguments: Any) -> None:
-        """Let an engine tell something. Raises the error of the front end's answer."""
+    async def notify(self, engine: int, operation: FrontEndOperation) -> None:
+        """Let an engine send an operation. Raises the error of the front end's answer."""
         before = len(self.engines[engine].received)
-        self.engines[engine].send(Ask(before, method, list(arguments)))
+        self.engines[engine].send(Control(before, operation))
         (*_, answer) = await self.engines[engine].messages(before + 1)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, ControlDone)
         if answer.failure is not None:
             raise ContractError(answer.failure[1])
 
@@ -134,7 +151,7 @@ def test_the_engine_with_the_fewest_rows_gets_the_next_request_and_equals_take_t
             assert await first.numbers(1) == [requests[0].number]
             assert sorted(await second.numbers(3)) == [requests[place].number for place in (1, 3, 5)]
             assert sorted(await third.numbers(3)) == [requests[place].number for place in (2, 4, 6)]
-            first.send(Done(requests[0].number))
+            first.send(RequestDone(requests[0].number))
             while not requests[0].complete:
                 await asyncio.sleep(0)
             for _ in range(3):
@@ -151,7 +168,7 @@ def test_lone_requests_take_turns() -> None:
                 queued = pool.submit()
                 engine = pool.engines[turn % 2]
                 assert (await engine.numbers(1 + turn // 2))[-1] == queued.number
-                engine.send(Done(queued.number))
+                engine.send(RequestDone(queued.number))
                 while not queued.complete:
                     await asyncio.sleep(0)
 
@@ -172,26 +189,28 @@ def test_a_request_is_taken_back_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "engines"),
+    ("operation", "engines"),
     [
-        (("load", 0), (0, 1)),
-        (("unregister", True, "r"), (0, 1)),
-        (("register_system", "r", "/k", 0, 8), (0,)),
-        (("check_cuda",), (0,)),
-        (("register_cuda", "r", b"", 2, 8), (1,)),
-        (("register_cuda", "r", b"", 3, 8), (0,)),
-        (("register_cuda", "r", b"", 0, 8), (0,)),
+        (LoadModel(0), (0, 1)),
+        (UnregisterMemory(True, "r"), (0, 1)),
+        (RegisterSystemMemory("r", "/k", 0, 8), (0,)),
+        (CheckCuda(), (0,)),
+        (RegisterCudaMemory("r", b"", 2, 8), (1,)),
+        (RegisterCudaMemory("r", b"", 3, 8), (0,)),
+        (RegisterCudaMemory("r", b"", 0, 8), (0,)),
     ],
 )
-def test_what_is_asked_reaches_the_engines_that_it_concerns(asked: tuple[Any, ...], engines: tuple[int, ...]) -> None:
+def test_an_operation_reaches_the_engines_that_it_concerns(
+    operation: EngineOperation, engines: tuple[int, ...]
+) -> None:
     async def run() -> None:
         async with opened("cuda:3", "cuda:2") as pool:
-            asking = asyncio.create_task(pool.pool.ask(*asked))
+            asking = asyncio.create_task(pool.pool.control(operation))
             for number in engines:
                 assert not asking.done()
                 (ask,) = await pool.engines[number].asked(1)
-                assert (ask.method, *ask.arguments) == asked
-                pool.engines[number].send(Answer(ask.number))
+                assert ask.operation == operation
+                pool.engines[number].send(ControlDone(ask.number))
             await asyncio.wait_for(asking, 5)
             assert sum(len(one.received) for one in pool.engines) == len(engines)
 
@@ -201,12 +220,12 @@ def test_what_is_asked_reaches_the_engines_that_it_concerns(asked: tuple[Any, ..
 def test_the_first_error_is_told_after_all_have_answered() -> None:
     async def run() -> None:
         async with opened("cpu", "cpu") as pool:
-            asking = asyncio.create_task(pool.pool.ask("unload", 0))
+            asking = asyncio.create_task(pool.pool.control(UnloadModel(0)))
             asks = [(await engine.asked(1))[0] for engine in pool.engines]
-            pool.engines[0].send(Answer(asks[0].number, ("UnavailableError", "later")))
+            pool.engines[0].send(ControlDone(asks[0].number, ("UnavailableError", "later")))
             await asyncio.wait([asking], timeout=0.05)
             assert not asking.done()
-            pool.engines[1].send(Answer(asks[1].number))
+            pool.engines[1].send(ControlDone(asks[1].number))
             with pytest.raises(UnavailableError, match="later"):
                 await asking
 
@@ -226,33 +245,38 @@ def test_the_first_error_is_told_after_all_have_answered() -> None:
 )
 def test_a_model_is_as_ready_as_on_the_engine_where_it_is_the_least_so(states: list[str], least: str) -> None:
     for several in (states, states[::-1]):
-        assert combined([(state, None) for state in several]) == (least, None)
+        statuses = [ModelStatus(ModelState(state), None) for state in several]
+        assert combined(statuses) == ModelStatus(ModelState(least), None)
 
 
 def test_the_description_names_all_devices() -> None:
-    second = ("ready", {"kind": "other", "device": "cuda:1"})
-    assert combined([READY, second]) == ("ready", {"kind": "k", "device": "cuda:0,cuda:1"})
+    second = ModelStatus(ModelState.READY, description("other", "cuda:1"))
+    assert combined([READY, second]) == ModelStatus(ModelState.READY, description("k", "cuda:0,cuda:1"))
     assert combined([READY, LOADING]) == LOADING
+
+
+def states_of(pool: Pool) -> list[ModelState]:
+    return [operation.models[0].state for operation in pool.executed if isinstance(operation, ApplyStatus)]
 
 
 def test_nothing_is_said_before_all_have_spoken_nor_after_one_has_ended() -> None:
     async def run() -> None:
         async with opened("cpu", "cpu") as pool:
-            await pool.tell(1, "states", [READY])
-            assert pool.told == []
-            await pool.tell(0, "states", [READY])
-            await pool.tell(1, "states", [LOADING])
-            assert [found[0][0] for _, found in pool.told] == ["ready", "loading"]
+            await pool.notify(1, ApplyStatus((READY,)))
+            assert pool.executed == []
+            await pool.notify(0, ApplyStatus((READY,)))
+            await pool.notify(1, ApplyStatus((LOADING,)))
+            assert states_of(pool) == [ModelState.READY, ModelState.LOADING]
             waiting = [pool.submit(), pool.submit()]
             pool.engines[0].socket.close()
             while not pool.ends:
                 await asyncio.sleep(0)
             assert [one.complete for one in waiting] == [True, False]
             await pool.engines[1].numbers(1)
-            await pool.tell(1, "states", [READY])
-            assert len(pool.told) == 2
+            await pool.notify(1, ApplyStatus((READY,)))
+            assert len(pool.executed) == 2
             (number,) = await pool.engines[1].numbers(1)
-            pool.engines[1].send(Done(number))
+            pool.engines[1].send(RequestDone(number))
             while not waiting[1].complete:
                 await asyncio.sleep(0)
             assert waiting[1].error is None
@@ -263,14 +287,14 @@ def test_nothing_is_said_before_all_have_spoken_nor_after_one_has_ended() -> Non
 def test_a_name_belongs_to_the_engine_that_has_registered_it() -> None:
     async def run() -> None:
         async with opened("cuda:0", "cuda:1") as pool:
-            await pool.tell(0, "open", "r", "/proc/1/fd/3", 0, 8)
+            await pool.notify(0, OpenRegion("r", "/proc/1/fd/3", 0, 8))
             with pytest.raises(ContractError, match="registered already"):
-                await pool.tell(1, "open", "r", None, 1, 8)
-            await pool.tell(1, "forget", ["r"])  # as the engine does when one front end could not open it
-            assert pool.told == [("open", ("r", "/proc/1/fd/3", 0, 8)), ("forget", [])]
-            await pool.tell(0, "forget", ["r"])
-            await pool.tell(1, "open", "r", None, 1, 8)
-            assert pool.told[2:] == [("forget", ["r"]), ("open", ("r", None, 1, 8))]
+                await pool.notify(1, OpenRegion("r", None, 1, 8))
+            await pool.notify(1, CloseRegions(("r",)))  # as the engine does when one front end could not open it
+            assert pool.executed == [OpenRegion("r", "/proc/1/fd/3", 0, 8), CloseRegions(())]
+            await pool.notify(0, CloseRegions(("r",)))
+            await pool.notify(1, OpenRegion("r", None, 1, 8))
+            assert pool.executed[2:] == [CloseRegions(("r",)), OpenRegion("r", None, 1, 8)]
 
     asyncio.run(run())
 
@@ -278,8 +302,8 @@ def test_a_name_belongs_to_the_engine_that_has_registered_it() -> None:
 def test_a_request_goes_where_its_cuda_regions_are() -> None:
     async def run() -> None:
         async with opened("cuda:0", "cuda:1") as pool:
-            await pool.tell(0, "open", "a", None, 0, 64)
-            await pool.tell(1, "open", "b", None, 1, 64)
+            await pool.notify(0, OpenRegion("a", None, 0, 64))
+            await pool.notify(1, OpenRegion("b", None, 1, 64))
             for _ in range(3):
                 pool.submit(device_inputs={"x": ("b", 0, 4)}, device_outputs={"y": ("b", 4, 4)})
             pool.submit(device_outputs={"y": ("b", 4, 4)})

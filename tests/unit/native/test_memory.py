@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.native.arena import (
+from servers.native.memory import (
     KEPT_SHARE,
     MAX_WARM_SLOTS,
     MIN_SLOTS,
     SMALLEST_SLOT_BYTES,
     Arena,
+    ArenaSlot,
+    ByteBudget,
     Layout,
     RequestMemory,
-    Slot,
 )
-from servers.native.limits import ByteBudget
 from servers.protocol.errors import UnavailableError
 from servers.protocol.tensors import Array
 
@@ -35,7 +35,7 @@ def memory(held: int = HELD, largest: int = LARGEST) -> RequestMemory:
     return RequestMemory(Arena(Layout.of(1, held, largest)), ByteBudget(held))
 
 
-def taken(one: RequestMemory, size: int) -> Slot:
+def taken(one: RequestMemory, size: int) -> ArenaSlot:
     slot = one.take(size)
     assert slot is not None
     return slot
