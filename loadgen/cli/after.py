@@ -60,7 +60,7 @@ def check_export(mlflow: str | None) -> None:
 def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, folder: Path) -> None:
     """Append to the summary of a CI step if there is one, and export if `mlflow` says where. A failure is a warning,
     because the result is already stored in `folder`."""
-    from loadgen.report.job_summary import append_job_summary
+    from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.verdict.result_file import Result
 

@@ -36,10 +36,9 @@ def diff(
     """
     import msgspec
 
-    from loadgen.report.console import make_console
-    from loadgen.report.difference import difference
+    from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.result_file import ResultError
@@ -54,9 +53,9 @@ def diff(
             if as_json:
                 typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
             elif as_markdown:
-                typer.echo(render_markdown(difference(found)), nl=False)
+                typer.echo(render_markdown(difference_document(found)), nl=False)
             else:
-                print_document(difference(found), make_console(sys.stdout))
+                print_document(difference_document(found), make_console(sys.stdout))
     except (StoredRunError, ResultError) as exc:
         fail(str(exc))
     if not found.comparable:

@@ -120,8 +120,7 @@ def _print(floor: NoiseFloor) -> None:
     import loadgen.report.document as doc
     from loadgen.comparison.pairs import METRICS
     from loadgen.quantities import share
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.renderers.terminal import make_console, print_document
 
     rows = [(one.scenario, METRICS[one.metric].title, share(one.difference), str(one.pairs)) for one in floor.entries]
     table = doc.Table((*doc.names("scenario", "metric"), *doc.numbers("identical arms differ by up to", "pairs")), rows)

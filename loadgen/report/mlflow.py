@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from loadgen.documents import is_stored, one_line, stored_path
 from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
 from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.ranking.candidates import configuration_name
 from loadgen.records.run import Environment
 from loadgen.verdict.result_file import FILE_NAME, Result
 
@@ -113,7 +112,7 @@ def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
         if measured.load_seconds is not None:
             metrics += _estimate("load_seconds", measured.load_seconds)
         metrics += [LoggedMetric(f"conversion_seconds.{step.step}", step.seconds) for step in measured.conversions]
-        title = f"{configuration.model} {configuration_name(measured)} {configuration.precision}"
+        title = f"{configuration.model} {configuration.name} {configuration.precision}"
         nested.append(NestedRun(title, about, metrics))
     return _export(uri, "engines", folder, params, matrix.environment, {"schema": matrix.schema}, [], nested)
 

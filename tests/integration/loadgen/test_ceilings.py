@@ -14,7 +14,7 @@ import pytest
 from loadgen.probes.ceiling import measure_ceilings
 from loadgen.probes.ceiling_analysis import Ceiling, Ceilings, CeilingsFound
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.run.storage import RunStore

@@ -14,7 +14,7 @@ import loadgen.run.load_runner
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.gpu.records import EvidenceFile, read_readings
 from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse

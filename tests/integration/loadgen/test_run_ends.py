@@ -16,7 +16,7 @@ from loadgen.experiment.schedule import schedule
 from loadgen.launch.work_folder import remove_abandoned
 from loadgen.records.run import Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Check
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored

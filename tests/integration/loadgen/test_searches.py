@@ -10,7 +10,7 @@ from loadgen.probes import registry
 from loadgen.probes.rate_search import search_rate
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.records.run import ArmRequest, Experiment, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.context import RunContext
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment

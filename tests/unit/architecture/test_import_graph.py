@@ -47,18 +47,16 @@ MEASURING = (
 LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "invocation", "child_process", "records", "stats",
     "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "comparison",
-    *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.prices", "ranking.candidates",
-    "ranking.analyse", "run", "engine_matrix.worker_process", "engine_matrix.measure", "report.document",
-    "report.charts", "report.machine", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.tables",
-    "engine_matrix.sections", "engine_matrix.files", "ranking", "run.calibrate",
-    "report", "exporters", "conformance", "scenarios", "cli", "entry",
+    *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
+    "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
+    "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
+    "engine_matrix.files", "ranking", "run.calibrate", "report", "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
     "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
-    "ranking.analyse", "engine_matrix.analyse", "engine_matrix.cells", "engine_matrix.break_even",
-    "engine_matrix.questions",
+    "ranking.analyse", "engine_matrix.analyse",
 )  # fmt: skip
 IMPURE = {
     "locust",
@@ -213,9 +211,9 @@ def room(module: str) -> str:
         return "probes: analysis"
     if parts[0] == "engine_matrix" and len(parts) > 1:
         floors = {"records": "records", "measure": "measure", "worker_process": "measure"}
-        floors |= dict.fromkeys(("sections", "charts", "tables", "files"), "sections")
+        floors |= dict.fromkeys(("sections", "charts", "files"), "sections")
         return f"engine_matrix: {floors.get(parts[1], 'analyse')}"
-    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "machine", "renderers"):
+    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "renderers"):
         return "report: document"
     whole = {"probes.registry": "probes: registry", "run.storage": "run: storage"}
     return whole.get(".".join(parts), parts[0])

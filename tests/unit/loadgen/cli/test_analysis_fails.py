@@ -39,10 +39,10 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, fault: Exception) -> No
     "place",
     [
         "loadgen.verdict.analysis.analyse",
-        "loadgen.report.write_reports",
+        "loadgen.report.files.write_reports",
         "loadgen.report.contents.result_document",
         "loadgen.report.renderers.terminal.print_document",
-        "loadgen.report.job_summary.append_job_summary",
+        "loadgen.report.files.append_job_summary",
     ],
 )
 def test_a_finished_run_is_kept(

@@ -1,16 +1,26 @@
-"""The report of a ranking, for all formats."""
+"""Finds and reads the results to rank, and makes the report of a ranking in all formats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 import loadgen.report.document as doc
-from loadgen.engine_matrix.records import Estimate
+from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path
+from loadgen.engine_matrix.records import Estimate, Matrix
+from loadgen.engine_matrix.store import read_matrix
 from loadgen.quantities import counted, items, measured, measured_interval, per_second
-from loadgen.ranking.prices import ADD_A_PRICE
-from loadgen.ranking.records import Cost, Group, Machine, Option, Point, Ranking, Work
+from loadgen.ranking.analyse import RankInput, from_matrix, from_result
+from loadgen.ranking.records import ADD_A_PRICE, Cost, Machine, Point, RankedGroup, RankedOption, RankResult, Work
 from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
+from loadgen.report.renderers.html import render_html
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.tables import render_csv
+from loadgen.run.storage import StoredRunError
+from loadgen.verdict.analysis import readable, stored_result
+from loadgen.verdict.result_file import FILE_NAME, ResultError, read_result, write_atomically
 
 MOST_NAMES = 6
 """Names that are listed of what one reason left out; rank.json has them all."""
@@ -25,20 +35,122 @@ ALONE = (
     "Engine alone: on a GPU throughput, latency and cost leave out copies to and from the host unless the option says "
     "so, and are those of short runs, which a GPU at its power limit cannot keep up. On a CPU they are of whole calls."
 )
+_REMEDY = (
+    "give a folder that `abserve engines` or `abserve compare` wrote to, a folder of such folders, a matrix.json or a "
+    "result.json"
+)
 
 
-def ranking_document(ranking: Ranking) -> doc.Document:
+class UnreadableError(Exception):
+    """A result cannot be read; the message names it."""
+
+
+class _SchemaOnly(msgspec.Struct):
+    schema: str = ""
+
+
+def read_all(paths: list[Path]) -> list[RankInput]:
+    """Everything that can be ranked in these files and folders, each once. Raises `UnreadableError`."""
+    results: dict[Path, Path] = {}
+    for path in paths:
+        for result in _results_in(path):
+            results.setdefault(result.resolve(), result)
+    return [_read(path) for path in results.values()]
+
+
+def _results_in(path: Path) -> Iterator[Path]:
+    """A file, the result of a folder, or those of the folders in it."""
+    if not path.exists():
+        raise UnreadableError(f"{path} does not exist; {_REMEDY}")
+    if not path.is_dir():
+        yield path.resolve() if path.is_symlink() else path  # a link that the user gives is followed
+        return
+    result = _result_of(path)
+    inner = map(_result_of, sorted(path.rglob("*/"))) if result is None else ()
+    results = [each for each in (result, *inner) if each is not None]
+    if not results:
+        raise UnreadableError(f"{path} holds no result; {_REMEDY}")
+    yield from results
+
+
+def _result_of(folder: Path) -> Path | None:
+    """The matrix or the result of a folder; the folder itself where the result was not made yet."""
+    for name in (Matrix.FILE, FILE_NAME):
+        if stored_path(folder / name).is_file():
+            return folder / name
+    return folder if (folder / "experiment.json").is_file() else None
+
+
+def _read(path: Path) -> RankInput:
+    name = str(path.parent if path.name in (Matrix.FILE, FILE_NAME) else path)
+    schema = "" if path.is_dir() else _schema(path)
+    try:
+        with readable(path):
+            if path.is_dir():
+                return from_result(name, stored_result(path))
+            if schema.startswith("abserve.engines/"):
+                return from_matrix(name, read_matrix(path))
+            if schema.startswith("abserve.result/"):
+                return from_result(name, read_result(path))
+    except (StoredRunError, ResultError) as exc:
+        raise UnreadableError(str(exc)) from exc
+    raise UnreadableError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
+
+
+def _schema(path: Path) -> str:
+    try:
+        document: _SchemaOnly = decode_json(read_stored(path), _SchemaOnly, most_bytes=MOST_RECORD_BYTES)
+    except OSError as exc:
+        raise UnreadableError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
+    except DocumentError as exc:
+        raise UnreadableError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+    return document.schema
+
+
+def encode(ranking: RankResult) -> str:
+    """Indented JSON, schema abserve.rank/1."""
+    return msgspec.json.format(msgspec.json.encode(ranking), indent=2).decode() + "\n"
+
+
+def formats(ranking: RankResult, document: doc.Document) -> dict[str, Callable[[], str]]:
+    """The renderers for other programs, by name."""
+    return {
+        "csv": lambda: render_csv({"": document}, CSV_OPTIONS),
+        "csv-points": lambda: render_csv({"": document}, CSV_POINTS),
+        "json": lambda: encode(ranking),
+        "markdown": lambda: render_markdown(document),
+    }
+
+
+def write_ranking(folder: Path, ranking: RankResult, document: doc.Document) -> list[Path]:
+    """Write report.html, summary.md, rank.json, options.csv and points.csv, each whole or not at all; returns their
+    paths, report.html first. Raises `OSError`."""
+    render = formats(ranking, document)
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "report.html": render_html(document),
+        "summary.md": render["markdown"](),
+        "rank.json": render["json"](),
+        "options.csv": render["csv"](),
+        "points.csv": render["csv-points"](),
+    }
+    for name, content in contents.items():
+        write_atomically(folder / name, content.encode())
+    return [folder / name for name in contents]
+
+
+def ranking_document(ranking: RankResult) -> doc.Document:
     """Tables of every kind of work, machines, prices, and what was left out."""
     sections = [
         _opening(ranking),
-        *(one for group in ranking.groups for one in _group(group, ranking)),
+        *(section for group in ranking.groups for section in _group(group, ranking)),
         _machines(ranking),
         _prices(ranking),
         _left_out(ranking),
         _csv(ranking),
     ]
-    found = tuple(one for one in sections if one is not None)
-    return doc.Document("Engines and machines, ranked", (doc.Chapter("", found),), about="abserve rank")
+    shown = tuple(section for section in sections if section is not None)
+    return doc.Document("Engines and machines, ranked", (doc.Chapter("", shown),), about="abserve rank")
 
 
 def describe_work(work: Work) -> str:
@@ -50,7 +162,7 @@ def describe_work(work: Work) -> str:
     return f"{work.model} in {work.precision}{length}, served over {work.transport} as {work.payload}"
 
 
-def _opening(ranking: Ranking) -> doc.Section | None:
+def _opening(ranking: RankResult) -> doc.Section | None:
     options = sum(len(group.options) for group in ranking.groups)
     machines = counted(len(ranking.machines), "machine")
     if not options:
@@ -74,7 +186,7 @@ def _opening(ranking: Ranking) -> doc.Section | None:
     )
 
 
-def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
+def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | None]:
     unit = per_second(group.work.item)
     latency = "batch latency" if group.work.source == "engines" else "p99 latency"
     several = len({option.result for option in group.options}) > 1
@@ -111,26 +223,26 @@ def _group(group: Group, ranking: Ranking) -> Iterator[doc.Section | None]:
             else "",
             "warning",
         ),
-        *(one for currency in _currencies(group) for one in _costs(group, currency, ranking)),
+        *(block for currency in _currencies(group) for block in _costs(group, currency, ranking)),
         _unpriced(group, ranking),
         on=doc.READ,
     )
 
 
-def _titled(option: Option, names: list[tuple[str, str]]) -> str:
+def _titled(option: RankedOption, names: list[tuple[str, str]]) -> str:
     """The option's name, with its result's where another has the same name on the same machine."""
     twice = names.count((option.name, option.machine)) > 1
     return f"{option.name} [{Path(option.result).name}]" if twice else option.name
 
 
-def _currencies(group: Group) -> list[str]:
+def _currencies(group: RankedGroup) -> list[str]:
     return sorted({cost.price.currency for option in group.options for cost in option.costs})
 
 
-def _costs(group: Group, currency: str, ranking: Ranking) -> Iterator[doc.Block | None]:
+def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[doc.Block | None]:
     """The costs in one currency as a table and as a chart."""
     priced = [(option, cost) for option in group.options for cost in option.costs if cost.price.currency == currency]
-    priced.sort(key=lambda one: (one[1].rank, one[0].name, one[0].machine))
+    priced.sort(key=lambda pair: (pair[1].rank, pair[0].name, pair[0].machine))
     names = [(option.name, option.machine) for option, _ in priced]
     columns = (
         *doc.numbers("#"), *doc.names("option", "machine"),
@@ -155,38 +267,40 @@ def _costs(group: Group, currency: str, ranking: Ranking) -> Iterator[doc.Block 
     yield _chart(priced, group, currency, ranking)
 
 
-def _unpriced(group: Group, ranking: Ranking) -> doc.Text | None:
+def _unpriced(group: RankedGroup, ranking: RankResult) -> doc.Text | None:
     """Which machines of a group have no price of this kind, and how to add one."""
     names = list(dict.fromkeys(option.machine for option in group.options if not option.costs))
     if not names:
         return None
     others = sorted({price.kind for machine in ranking.machines if machine.name in names for price in machine.prices})
-    known = f" (there is {' and '.join(others)})" if others else ""
-    return doc.Text(f"No {ranking.kind} price{known} for {'; '.join(names)}: {ADD_A_PRICE}.", "warning")
+    available = f" (there is {' and '.join(others)})" if others else ""
+    return doc.Text(f"No {ranking.kind} price{available} for {'; '.join(names)}: {ADD_A_PRICE}.", "warning")
 
 
-def _chart(priced: list[tuple[Option, Cost]], group: Group, currency: str, ranking: Ranking) -> doc.Chart | None:
+def _chart(
+    priced: list[tuple[RankedOption, Cost]], group: RankedGroup, currency: str, ranking: RankResult
+) -> doc.Chart | None:
     """Cost against latency: every way to run every option, with the front as a line."""
     data: list[doc.Figure] = []
     on_front: list[tuple[float, float]] = []
     everything: list[tuple[float, float]] = []
     for place, (option, cost) in enumerate(priced):
-        found = [
+        marks = [
             (index, point, cost.points[index].value, point.latency_ms.value)
             for index, point in enumerate(option.points)
             if point.latency_ms is not None
         ]
-        everything += [(x, y) for _, _, x, y in found]
-        on_front += [(x, y) for index, _, x, y in found if index in cost.front]
+        everything += [(x, y) for _, _, x, y in marks]
+        on_front += [(x, y) for index, _, x, y in marks if index in cost.front]
         symbol = MARKERS[place % len(MARKERS)]
         colour = f"--{doc.ARM_STYLES[place % len(doc.ARM_STYLES)]}"
         data.append({
             "type": "scatter", "mode": "markers", "name": label_text(f"{option.name}, {option.machine}"),
-            "x": [rounded(x) for _, _, x, _ in found], "y": [rounded(y) for *_, y in found],
-            "text": [label_text(point.name) for _, point, _, _ in found],
+            "x": [rounded(x) for _, _, x, _ in marks], "y": [rounded(y) for *_, y in marks],
+            "text": [label_text(point.name) for _, point, _, _ in marks],
             "marker": {
-                "size": [12 if index in cost.front else 7 for index, *_ in found], "color": colour,
-                "symbol": [symbol if index in cost.front else f"{symbol}-open" for index, *_ in found],
+                "size": [12 if index in cost.front else 7 for index, *_ in marks], "color": colour,
+                "symbol": [symbol if index in cost.front else f"{symbol}-open" for index, *_ in marks],
             },
             "hovertemplate": f"%{{text}}<br>%{{x:.4g}} {currency} per million<br>%{{y:.4g}} ms",
         })  # fmt: skip
@@ -215,19 +329,21 @@ def _chart(priced: list[tuple[Option, Cost]], group: Group, currency: str, ranki
     )
 
 
-def _machines(ranking: Ranking) -> doc.Section | None:
+def _machines(ranking: RankResult) -> doc.Section | None:
     columns = (
         *doc.texts("machine"), doc.Column("CPU", "text"), *doc.numbers("cores"), *doc.texts("GPUs"),
         doc.Column("results", "number"), doc.Column("notes", "text", on=doc.PAGES),
     )  # fmt: skip
     rows = [
         (
-            one.name, one.cpu_model or "–", one.cpu_count, "; ".join(_gpus(one)) or "none", len(one.results),
-            "; ".join([*one.notes, *_whole_price(one)]),
+            machine.name, machine.cpu_model or "–", machine.cpu_count, "; ".join(_gpus(machine)) or "none",
+            len(machine.results), "; ".join([*machine.notes, *_whole_price(machine)]),
         )
-        for one in ranking.machines
+        for machine in ranking.machines
     ]  # fmt: skip
-    notes = [f"{one.name}: {note}." for one in ranking.machines for note in (*one.notes, *_whole_price(one))]
+    notes = [
+        f"{machine.name}: {note}." for machine in ranking.machines for note in (*machine.notes, *_whole_price(machine))
+    ]
     return doc.section(
         "Machines",
         doc.Table(columns, rows),
@@ -246,7 +362,7 @@ def _whole_price(machine: Machine) -> list[str]:
     return [f"its price is that of all {len(machine.gpus)} GPUs, although an option may use one"]
 
 
-def _prices(ranking: Ranking) -> doc.Section | None:
+def _prices(ranking: RankResult) -> doc.Section | None:
     columns = (
         *doc.texts("machine", "provider", "offer"), *doc.names("kind"), *doc.numbers("per hour"),
         doc.Column("currency", short=" "), doc.Column("term", on=doc.PAGES), *doc.names("date"),
@@ -270,11 +386,11 @@ def _prices(ranking: Ranking) -> doc.Section | None:
     )
 
 
-def _left_out(ranking: Ranking) -> doc.Section | None:
+def _left_out(ranking: RankResult) -> doc.Section | None:
     """What was left out, once per reason, each name once."""
     by_reason: dict[tuple[str, str], list[str]] = {}
-    for one in ranking.left_out:
-        by_reason.setdefault((one.result, one.reason), []).append(one.what)
+    for omission in ranking.left_out:
+        by_reason.setdefault((omission.result, omission.reason), []).append(omission.what)
     entries = []
     for (result, reason), what in by_reason.items():
         names = list(dict.fromkeys(what))
@@ -284,7 +400,7 @@ def _left_out(ranking: Ranking) -> doc.Section | None:
     return doc.section("Left out", doc.Items(entries), on=doc.READ)
 
 
-def _csv(ranking: Ranking) -> doc.Section | None:
+def _csv(ranking: RankResult) -> doc.Section | None:
     """Every option with its ranks and costs, and every point, in full precision."""
     work = doc.names(*_ROWS_OF_WORK)
     identity = doc.names("option", "machine", "result")
@@ -298,25 +414,25 @@ def _csv(ranking: Ranking) -> doc.Section | None:
     options: list[tuple[doc.Value, ...]] = []
     points: list[tuple[doc.Value, ...]] = []
     for group in ranking.groups:
-        own = tuple(getattr(group.work, name) for name in _ROWS_OF_WORK)
+        work_values = tuple(getattr(group.work, name) for name in _ROWS_OF_WORK)
         for option in group.options:
             who = (option.name, option.machine, option.result)
             order = (option.throughput_rank, option.latency_rank, option.energy_rank)
-            for found in option.costs or (None,):
-                paid = (None,) * len(price) if found is None else (
-                    found.price.currency, found.price.price_per_hour, found.price.kind, found.price.provider,
-                    str(found.price.date),
+            for cost_at in option.costs or (None,):
+                paid = (None,) * len(price) if cost_at is None else (
+                    cost_at.price.currency, cost_at.price.price_per_hour, cost_at.price.kind, cost_at.price.provider,
+                    str(cost_at.price.date),
                 )  # fmt: skip
-                full, slo, rank = (None, None, None) if found is None else (found.full, found.slo, found.rank)
+                full, slo, rank = (None, None, None) if cost_at is None else (cost_at.full, cost_at.slo, cost_at.rank)
                 options.append((
-                    *own, *who, option.point.name, *_figures(option.point), *order, *paid, *_bounds(full),
+                    *work_values, *who, option.point.name, *_figures(option.point), *order, *paid, *_bounds(full),
                     *_bounds(slo), rank,
                 ))  # fmt: skip
                 for place, point in enumerate(option.points):
                     points.append((
-                        *own, *who, point.name, point.kind, *_figures(point), paid[0],
-                        *_bounds(None if found is None else found.points[place]),
-                        None if found is None else place in found.front,
+                        *work_values, *who, point.name, point.kind, *_figures(point), paid[0],
+                        *_bounds(None if cost_at is None else cost_at.points[place]),
+                        None if cost_at is None else place in cost_at.front,
                     ))  # fmt: skip
     figures = (*throughput, *latency, *energy)
     return doc.section(
