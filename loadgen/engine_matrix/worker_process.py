@@ -1,4 +1,4 @@
-"""Drives the processes of `servers.engines.worker`: every wait is bounded, every answer is checked."""
+"""Drives the processes of `servers.measuring.worker`: every wait is bounded, every answer is checked."""
 
 from __future__ import annotations
 

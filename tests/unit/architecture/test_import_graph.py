@@ -21,6 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"protocol"},
     "engines": {"protocol", "models", "gpu"},
     "export": {"protocol", "models", "gpu", "engines"},
+    "measuring": {"protocol", "models", "gpu", "engines", "export"},
     "native": {"protocol", "models", "engines", "gpu"},
     "plain": {"protocol", "models", "gpu"},
     "triton": {"protocol", "models", "engines", "export"},

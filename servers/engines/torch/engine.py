@@ -14,43 +14,42 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from servers.engines.agreement import Disagreement, disagreement
+from servers.engines.agreement import Disagreement, Proof, disagreement, proof_at_load
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
-from servers.engines.interface import EngineDescription, EngineError, first_line
+from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
-from servers.engines.proof import Proof, proof_batch
-from servers.engines.torch_device import (
+from servers.engines.settings import PARAMETER_TYPES
+from servers.engines.torch.device import (
     RunnerEngine,
     device_details,
     fp32_products,
     resolve_device,
     set_fp32_products,
 )
-from servers.engines.torch_towers import (
+from servers.engines.torch.towers import (
     FAILURES,
     DeviceTower,
     as_specified,
     check_datatypes,
     expected_answers,
     fast_tower,
-    own_tower,
+    module_tower,
+    reason_of,
 )
+from servers.models.files import for_library
 from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
 from servers.protocol.tensors import Array
 
-PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
-
 GRAPH_MODES = ("graph", "compile")
 """One CUDA graph per bucket; the other modes enqueue every batch anew, in its own shape."""
-
-PROOF_ROWS, PROOF_SHARE = 3, 0.76
-"""A batch and a share of the axes' default sizes that are padded, so that the padding is checked too."""
 
 
 class TorchEngine(RunnerEngine):
@@ -99,12 +98,12 @@ class TorchEngine(RunnerEngine):
         return "eager"
 
     def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Build the form of this mode from the FP32 module on the CPU, and compare it with that module."""
+        """Build what this mode executes from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
-        proof = proof_batch(specification, min(PROOF_ROWS, largest), 1, PROOF_SHARE)
+        proof = proof_at_load(specification, largest)
         with self.checking():  # the module's outputs too, before it is converted
-            own = executed_module(specification, module)
-            expected = proof.expected(partial(expected_answers, specification, own))
+            reference = executed_module(specification, module)
+            expected = proof.expected(partial(expected_answers, specification, reference))
         if mode in GRAPH_MODES:
             fp8, compiled = self._settings.precision == "fp8", mode == "compile"
             tower = fast_tower(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
@@ -113,13 +112,13 @@ class TorchEngine(RunnerEngine):
             self._start(tower.build, rows, device, sizes=sizes, at_load=at_load)
         else:
             fp8 = self._settings.precision == "fp8"
-            tower = own_tower(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
+            tower = module_tower(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
             if device.type != "cpu":
                 self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=tower.call)
         self._tower = tower
         if device.type == "cpu":
             memory = (*tower.parameters, *module.buffers())
-            self._shared_memory = frozenset(one.untyped_storage().data_ptr() for one in memory)
+            self._shared_memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory)
         if mode != "eager" or device.type != "cpu" or proof.lengths:  # else it is the module that gave these answers
             with self.checking():
                 self._check(proof, expected)
@@ -155,7 +154,7 @@ class TorchEngine(RunnerEngine):
         )
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Execute one batch. On the CPU torch reads the caller's arrays and the answer is its own: no copies.
+        """Execute one batch. On the CPU there are no copies: torch reads the caller's arrays, and answers in its own.
 
         Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis.
         """
@@ -164,18 +163,18 @@ class TorchEngine(RunnerEngine):
         if self._tower is None:
             raise self._not_loaded()
         check_sizes(self._specification, inputs)
-        given = [_as_tensor(inputs[tensor.name]) for tensor in self._specification.inputs]
-        shared = {one.untyped_storage().data_ptr() for one in given}
+        tensors = [_as_tensor(inputs[tensor.name]) for tensor in self._specification.inputs]
+        shared = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         answers: dict[str, Array] = {}
         try:
             with torch.inference_mode():
-                outputs = as_specified(self._specification, self._tower.call(given))
+                outputs = as_specified(self._specification, self._tower.call(tensors))
                 for tensor, output in zip(self._specification.outputs, outputs, strict=True):
-                    own = output.contiguous()
-                    if (address := own.untyped_storage().data_ptr()) in shared or address in self._shared_memory:
-                        own = own.clone()  # the module returned an input, a constant, or one tensor twice
+                    answer = output.contiguous()
+                    if (address := answer.untyped_storage().data_ptr()) in shared or address in self._shared_memory:
+                        answer = answer.clone()  # the module returned an input, a constant, or one tensor twice
                     shared.add(address)
-                    answers[tensor.name] = own.numpy()
+                    answers[tensor.name] = answer.numpy()
         except (RuntimeError, IndexError) as exc:
             raise EngineError(f"torch failed to execute the batch: {first_line(exc)}") from exc
         return answers
@@ -200,9 +199,7 @@ class TorchEngine(RunnerEngine):
         if self._mode_reason is not None:
             details["mode_reason"] = self._mode_reason
         if self._checked is not None:
-            cosine, error = self._checked.cosine_min, self._checked.relative_error
-            details["cosine_to_fp32"] = None if cosine is None else round(cosine, 7)
-            details["relative_error_to_fp32"] = None if error is None else float(f"{error:.3g}")
+            details |= self._checked.details("fp32")
         if (runner := self._runner) is not None:
             graphs, axis = self._mode in GRAPH_MODES, self._specification.padded_axis
             details |= {
@@ -232,7 +229,7 @@ class TorchEngine(RunnerEngine):
 
 
 class _WritableView:
-    """Makes NumPy show a read-only buffer as writable: torch warns about the others, and a forward pass only reads."""
+    """Makes NumPy show a read-only buffer as writable: torch warns about others, and a forward pass only reads."""
 
     def __init__(self, array: Array) -> None:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
@@ -247,3 +244,39 @@ def _precision_in_effect(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float32:
         return "tf32" if device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+
+
+class AOTInductorEngine(TorchEngine):
+    """Executes the package at `path`. The number of CPU threads applies to torch in the whole process."""
+
+    def load(self) -> None:
+        """Load the package."""
+        path = self._path
+        check_datatypes(self._specification)
+        self._enter_device("cpu")
+        assert path is not None  # see build_engine
+        if not path.is_file():
+            command = export_command(self._specification, self._settings.kind)
+            raise EngineError(f"no package for {self._specification.name} at {path.name}; run: {command}")
+        self._tower = _package_tower(path)
+
+    def describe(self) -> EngineDescription:
+        """As in the torch engine; the parameters are in the package, and its metadata is shown instead."""
+        description = super().describe()
+        assert self._tower is not None  # see TorchEngine.describe
+        details = {name: value for name, value in description.details.items() if not name.startswith("parameters")}
+        return replace(description, details={**details, "package": dict(self._tower.plans())})
+
+
+def _package_tower(path: Path) -> DeviceTower:
+    from torch._inductor import aoti_load_package, config
+
+    try:
+        # The check of instructions compiles a file per set of them, and serves a warning only.
+        with config.patch({"cpp.vec_isa_ok": True}):
+            package = aoti_load_package(for_library(path))
+        metadata = package.get_metadata()
+    except FAILURES as exc:
+        raise EngineError(f"torch cannot load {path.name}: {reason_of(exc)}; delete it and export it again") from exc
+    kernels = "AOTInductor package of the model's own module"
+    return DeviceTower(package, (), torch.float32, kernels, plans=lambda: {**metadata})

@@ -1,4 +1,4 @@
-"""Copies, events and graph launches of a `GraphRunner`: enqueued on a GPU by the driver, or done at once on the CPU.
+"""The copies, events and graph launches of a `GraphRunner`, enqueued on a GPU by the driver.
 
 On a GPU there are three streams: `incoming` copies inputs to the device, `compute` executes, `outgoing` copies large
 outputs to the host. So a batch's inputs arrive while the one before it is executed. Calls that only enqueue keep the
@@ -13,16 +13,56 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
-from servers.engines.copies import Copy, Ranges, page_locked
 from servers.gpu.cuda_library import CudaError, CudaLibrary
+
+
+class Copy(NamedTuple):
+    """A 2-D copy: `rows` of `width` bytes, which lie `pitch` bytes apart at `source`, are packed at the target.
+
+    The pitch of a single row is its width.
+    """
+
+    source: int
+    width: int
+    rows: int
+    pitch: int
+
+
+Ranges = Sequence[tuple[int, int]]
+"""Page-locked memory: the first address of each range and the one after its last, ascending, without overlaps."""
+
+
+def page_locked(pinned: Ranges, source: int, size: int) -> bool:
+    """Whether one range holds these bytes: the driver refuses a copy that leaves the range in which it begins."""
+    index = bisect_right(pinned, source, key=lambda pages: pages[0]) - 1
+    return index >= 0 and source + size <= pinned[index][1]
+
+
+def cut_copy(
+    address: int, shape: Sequence[int], item_bytes: int, rows: slice, place: int | None = None, size: int = 0
+) -> Copy:
+    """The copy of some rows of a C-contiguous array of `shape`, cut to `size` along dimension `place` if it is given.
+
+    `item_bytes` are those of an element.
+    """
+    count, start = rows.stop - rows.start, rows.start
+    row_bytes = prod(shape[1:]) * item_bytes
+    source = address + start * row_bytes
+    if place is None or size == shape[place]:
+        return Copy(source, count * row_bytes, 1, count * row_bytes)
+    inner = prod(shape[place + 1 :]) * item_bytes
+    return Copy(source, size * inner, count * prod(shape[1:place]), shape[place] * inner)
+
 
 _EVENT_WITHOUT_TIME = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600
@@ -43,7 +83,7 @@ class _Copy2D(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: of the sources' order, two places, and flags, of which only the first counts here."""
+    """CUmemcpyAttributes: the order of source accesses, two places, and flags. Only the order matters here."""
 
     _fields_ = (("order", c_int), ("places", c_int * 4), ("flags", c_uint))
 
@@ -79,18 +119,18 @@ _BLOCKING: dict[str, tuple[Any, ...]] = {
     "cuMemHostUnregister": (c_void_p,),
 }
 
-MAX_KNOWN = 4096
-"""So many copies are remembered: a server's requests lie in the same slots again and again."""
+MAX_REMEMBERED = 4096
+"""Capacity of the memory of page-locked copies: a server's requests lie in the same slots again and again."""
 
 _thread = threading.local()
-"""Its `context` is the one that `enter` has made current."""
+"""`_thread.context` is the context that `enter` has made current in a thread."""
 
 
 class LockedPages:
     """What is page-locked in this process, and by how many engines; any thread.
 
-    Models share the memory of requests, and the driver locks memory only once: the first one locks it, the last one to
-    end unlocks it.
+    Models share the memory of requests, and the driver locks memory only once: the first engine locks it, the last one
+    to end unlocks it.
     """
 
     def __init__(self) -> None:
@@ -98,7 +138,7 @@ class LockedPages:
         self._users: dict[tuple[int, int], int] = {}  # by address and size
 
     def add(self, place: tuple[int, int], register: Callable[[int, int], bool]) -> bool:
-        """Another engine uses this memory; False if it cannot be locked."""
+        """Note that another engine uses this memory, and lock it for the first; False if it cannot be locked."""
         with self._lock:
             users = self._users.get(place, 0)
             if not users and not register(*place):
@@ -107,7 +147,7 @@ class LockedPages:
         return True
 
     def remove(self, place: tuple[int, int], unregister: Callable[[int], None]) -> None:
-        """An engine that `add` was called for has ended, or does not use it any more."""
+        """Note that an engine does not use the memory any more, and unlock it after the last."""
         with self._lock:
             self._users[place] -= 1
             if not self._users[place]:
@@ -115,123 +155,16 @@ class LockedPages:
                 unregister(place[0])
 
 
-class HostCopies:
-    """Stands in for `CudaCopies` on the CPU, for tests: every call is done when it returns, in any stream."""
-
-    incoming = compute = outgoing = 0
-    _locked_pages = LockedPages()
-
-    def __init__(self) -> None:
-        self.pinned: Ranges = ()
-        self._lock = threading.Lock()
-
-    def enter(self) -> None:
-        """Must be called first in a thread, before the others; it lasts until somebody else uses a device there."""
-
-    def current(self) -> Any:
-        """The same for a block, and then undone."""
-        return nullcontext()
-
-    def to_device(
-        self,
-        targets: Sequence[int],
-        sources: Sequence[int],
-        sizes: Sequence[int],
-        stream: int,
-        *,
-        locked: bool = False,  # noqa: ARG002  as below
-    ) -> None:
-        """Copy host memory in `stream`: so many bytes from each source, of which there is one at least, to its target.
-
-        `locked`: all of it is known to be page-locked, also without `pin`.
-        """
-        self.together(targets, sources, sizes, stream)
-
-    def together(
-        self,
-        targets: Sequence[int],
-        sources: Sequence[int],
-        sizes: Sequence[int],
-        stream: int,
-    ) -> None:
-        """The same for memory that the device reaches by itself: its own, and page-locked memory of the host."""
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            self.copy(target, source, size, stream)
-
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:  # noqa: ARG002  there are no streams
-        """One of these copies."""
-        ctypes.memmove(target, source, size)
-
-    def within_device(self, target: int, copy: Copy, stream: int) -> None:
-        """Copy rows of device memory in `stream`."""
-        for row in range(copy.rows):
-            self.copy(target + row * copy.width, copy.source + row * copy.pitch, copy.width, stream)
-
-    def event(self) -> int:
-        """A new event."""
-        return 0
-
-    def record(self, event: int, stream: int) -> None:
-        """Let the event happen after everything that is in the stream now."""
-
-    def order(self, event: int, before: int, after: int) -> None:
-        """Let what follows in the stream `after` wait, by an event, for what is in the stream `before`."""
-
-    def happened(self, event: int) -> bool:  # noqa: ARG002  as above
-        """Whether `wait` returns at once, or raises."""
-        return True
-
-    def wait(self, event: int) -> None:
-        """Wait until the event has happened. Raises `CudaError` for work that failed."""
-
-    def synchronise(self) -> None:
-        """Wait for all streams."""
-
-    def captured(self, run: Callable[[], object], pool: Any) -> Callable[[], object]:  # noqa: ARG002  for graphs
-        """A function that repeats `run()` in the stream `compute`, from a graph in the memory `pool`."""
-        return run
-
-    def pin(self, address: int, byte_size: int) -> bool:
-        """Page-lock host memory; False if it cannot be."""
-        with self._lock:
-            if not self._locked_pages.add((address, byte_size), self._register):
-                return False
-            self.pinned = tuple(sorted((*self.pinned, (address, address + byte_size))))  # replaced, never changed
-        return True
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin`, once no copy uses the memory; without effect on other memory."""
-        with self._lock:
-            ends = [end for start, end in self.pinned if start == address]
-            self.pinned = tuple(one for one in self.pinned if one[0] != address)
-            self._forget_known()
-            for end in ends:
-                self._locked_pages.remove((address, end - address), self._unregister)
-
-    def close(self) -> None:
-        """Undo every `pin`."""
-        for start, _ in self.pinned:
-            self.unpin(start)
-
-    def _forget_known(self) -> None:
-        """Something is not in `pinned` any more."""
-
-    def _register(self, _address: int, _byte_size: int) -> bool:
-        return True
-
-    def _unregister(self, _address: int) -> None:
-        return
-
-
-class CudaCopies(HostCopies):
+class CudaCopies:
     """The driver's calls in a device's primary context, which torch uses too. Streams are given as their handles."""
 
     _locked_pages = LockedPages()
 
     def __init__(self, device: int, incoming: int, compute: int, outgoing: int) -> None:
         """Raises `CudaError`."""
-        super().__init__()
         self.incoming, self.compute, self.outgoing = incoming, compute, outgoing
+        self.pinned: Ranges = ()
+        self._lock = threading.Lock()
         library = CudaLibrary(_BLOCKING)
         self._blocking, self._error = library.call, library.error
         brief = CudaLibrary(_BRIEF, brief=True)
@@ -245,15 +178,17 @@ class CudaCopies(HostCopies):
         self._blocking("cuDevicePrimaryCtxRetain", byref(context), library.device(device))
         self._context = context.value
         self._events: list[int] = []
-        self._known_locked: set[tuple[int, int]] = set()
+        self._remembered: set[tuple[int, int]] = set()
 
     def enter(self) -> None:
+        """Make the context current in this thread, before other calls; repeat it after other code uses a device."""
         if getattr(_thread, "context", None) != self._context:
             self._brief("cuCtxSetCurrent", self._context)
             _thread.context = self._context
 
     @contextmanager
     def current(self) -> Iterator[None]:
+        """Make the context current for a block, and undo it."""
         self._brief("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -263,8 +198,12 @@ class CudaCopies(HostCopies):
     def to_device(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int, *, locked: bool = False
     ) -> None:
+        """Copy host memory in `stream`: so many bytes from each source, of which there is at least one, to its target.
+
+        `locked`: all of it is page-locked, even if not by `pin`.
+        """
         if locked or self._page_locked(zip(sources, sizes, strict=True)):
-            self.together(targets, sources, sizes, stream)
+            self.copy_many(targets, sources, sizes, stream)
             return
         for target, source, size in zip(targets, sources, sizes, strict=True):
             if page_locked(self.pinned, source, size):
@@ -272,7 +211,8 @@ class CudaCopies(HostCopies):
             else:
                 self._blocking("cuMemcpyHtoDAsync_v2", target, source, size, stream)
 
-    def together(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+    def copy_many(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+        """Copy in `stream` memory that the device reaches by itself: its own, and page-locked memory of the host."""
         if len(sources) > 1 and self._copy_batch is not None:
             lists = [array("Q", values) for values in (targets, sources, sizes)]
             places = [values.buffer_info()[0] for values in lists]
@@ -284,21 +224,12 @@ class CudaCopies(HostCopies):
             self.copy(target, source, size, stream)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Make one of the copies of `copy_many`."""
         if code := self._copy(target, source, size, stream):  # the driver knows what is where
             raise self._error("cuMemcpyAsync", code)
 
-    def _page_locked(self, copies: Iterable[tuple[int, int]]) -> bool:
-        """Whether every copy, from an address of so many bytes, is of page-locked memory; remembers those that are."""
-        known = self._known_locked
-        missing = set(copies) - known
-        if all(page_locked(self.pinned, source, size) for source, size in missing):
-            if len(known) > MAX_KNOWN:
-                known.clear()
-            known |= missing
-            return True
-        return False
-
     def within_device(self, target: int, copy: Copy, stream: int) -> None:
+        """Copy rows of device memory in `stream`."""
         if copy.rows > 1:
             rows = _Copy2D(source_type=_DEVICE, source_device=copy.source)
             rows.source_pitch, rows.width, rows.height = copy.pitch, copy.width, copy.rows
@@ -308,6 +239,7 @@ class CudaCopies(HostCopies):
             self.copy(target, copy.source, copy.width, stream)
 
     def event(self) -> int:
+        """A new event."""
         event = c_void_p()
         with self.current():
             self._brief("cuEventCreate", byref(event), _EVENT_WITHOUT_TIME)
@@ -316,19 +248,23 @@ class CudaCopies(HostCopies):
         return event.value
 
     def record(self, event: int, stream: int) -> None:
+        """Let the event happen after everything that is in the stream now."""
         if code := self._record_event(event, stream):
             raise self._error("cuEventRecord", code)
 
     def order(self, event: int, before: int, after: int) -> None:
+        """Let what follows in the stream `after` wait, by an event, for what is in the stream `before`."""
         self.record(event, before)
         if code := self._wait_in_stream(after, event, 0):
             raise self._error("cuStreamWaitEvent", code)
 
     def happened(self, event: int) -> bool:
+        """Whether `wait` returns at once, or raises."""
         self.enter()
         return self._query_event(event) != _NOT_READY
 
     def wait(self, event: int) -> None:
+        """Wait until the event has happened. Raises `CudaError` for work that failed."""
         self.enter()
         code = self._query_event(event)
         if code == _NOT_READY:
@@ -337,29 +273,62 @@ class CudaCopies(HostCopies):
             raise self._error("cuEventQuery", code)
 
     def synchronise(self) -> None:
+        """Wait for all streams."""
         with self.current():
             for stream in (self.incoming, self.compute, self.outgoing):
                 self._blocking("cuStreamSynchronize", stream)
 
     def captured(self, run: Callable[[], object], pool: Any) -> Callable[[], object]:
+        """A function that repeats `run()` in the stream `compute`, from a graph in the memory `pool`."""
         graph = capture(run, self._device, pool)
         if not hasattr(graph, "raw_cuda_graph_exec"):  # torch before 2.12
             return partial(self._replay, graph)
         return partial(self._launch, graph, graph.raw_cuda_graph_exec())
 
+    def pin(self, address: int, byte_size: int) -> bool:
+        """Page-lock host memory; False if it cannot be."""
+        with self._lock:
+            if not self._locked_pages.add((address, byte_size), self._register):
+                return False
+            self.pinned = tuple(sorted((*self.pinned, (address, address + byte_size))))  # replaced, never changed
+        return True
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, once no copy uses the memory; without effect on other memory."""
+        with self._lock:
+            ends = [end for start, end in self.pinned if start == address]
+            self.pinned = tuple(pages for pages in self.pinned if pages[0] != address)
+            self._remembered = set()
+            for end in ends:
+                self._locked_pages.remove((address, end - address), self._unregister)
+
+    def close(self) -> None:
+        """Undo every `pin` and destroy the events."""
+        for start, _ in self.pinned:
+            self.unpin(start)
+        with self.current():
+            while self._events:
+                self._brief("cuEventDestroy_v2", self._events.pop())
+
+    def _page_locked(self, copies: Iterable[tuple[int, int]]) -> bool:
+        """Whether every copy (address and bytes) is of page-locked memory; remembers those that are."""
+        remembered = self._remembered
+        missing = set(copies) - remembered
+        if all(page_locked(self.pinned, source, size) for source, size in missing):
+            if len(remembered) > MAX_REMEMBERED:
+                remembered.clear()
+            remembered |= missing
+            return True
+        return False
+
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(self.compute, self._device)):  # type: ignore[no-untyped-call]
             graph.replay()
 
-    def _launch(self, _kept: object, handle: int) -> None:
+    def _launch(self, _graph: object, handle: int) -> None:
+        """`_graph` owns the handle."""
         if code := self._launch_graph(handle, self.compute):
             raise self._error("cuGraphLaunch", code)
-
-    def close(self) -> None:
-        super().close()
-        with self.current():
-            while self._events:
-                self._brief("cuEventDestroy_v2", self._events.pop())
 
     def _register(self, address: int, byte_size: int) -> bool:
         try:
@@ -368,9 +337,6 @@ class CudaCopies(HostCopies):
         except CudaError:
             return False
         return True
-
-    def _forget_known(self) -> None:
-        self._known_locked = set()
 
     def _unregister(self, address: int) -> None:
         with self.current():

@@ -18,25 +18,25 @@ from typer.testing import CliRunner
 from loadgen.entry import build
 from servers.engines.factory import build_engine
 from servers.engines.interface import EngineDescription
-from servers.engines.measurement import BatchMeasurement
 from servers.engines.null import NullEngine
-from servers.engines.profiling import profile as profile_module
-from servers.engines.profiling.names import CATEGORIES
-from servers.engines.profiling.profile import (
+from servers.engines.settings import EngineSettings
+from servers.measuring import profile as profile_module
+from servers.measuring.measurement import EngineTimes, Reference
+from servers.measuring.profile import (
+    CATEGORIES,
     EngineProfile,
-    Launch,
-    Part,
+    KernelLaunch,
     ProfileError,
+    ProfileTotals,
     Total,
     profile_engine,
     show_profile,
     summarised,
 )
-from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 
-MEASURED = BatchMeasurement(1, 7, None, 50_000_000, 60_000_000, 20.0, 0.1, None, 1.0)
+MEASURED = EngineTimes(1, Reference({}, None), None, 60_000_000, [50_000_000], None)
 BLOCKS = 12
 
 
@@ -110,9 +110,12 @@ class GraphEngine(NullEngine):
     def describe(self) -> EngineDescription:
         return replace(super().describe(), kind="onnxruntime", device="cuda:1")
 
-    def run_only(self, count: int) -> bool:
-        self.executed = ("run_only", count)
-        return count <= 4
+    def execution_ns(self, rows: int, repeats: int) -> None:
+        raise NotImplementedError
+
+    def run_only(self, rows: int) -> bool:
+        self.executed = ("run_only", rows)
+        return rows <= 4
 
     def infer(self, inputs):
         answer = super().infer(inputs)
@@ -125,7 +128,7 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
 ) -> None:
     engine = GraphEngine(specification, EngineSettings("null"))
 
-    def launched(executions: Sequence[Callable[[], object]], on: str) -> list[list[Launch]]:
+    def launched(executions: Sequence[Callable[[], object]], on: str) -> list[list[KernelLaunch]]:
         """Stands for CUPTI: a batch of n is a product of n µs, 1 µs of nothing and, by `infer`, a copy of 1 µs."""
         assert on == "cuda:1"
         groups = []
@@ -133,13 +136,13 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
             execute()
             by, rows = engine.executed
             end_ns = rows * 1000
-            copies = [Launch("Memcpy DtoH (Device -> Pinned)", end_ns + 1000, end_ns + 2000)] * (by == "infer")
-            fill = [Launch("Memset (Device)", end_ns + 1000, end_ns + 1000)]
-            groups.append([Launch("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", 0, end_ns), *fill, *copies])
+            copies = [KernelLaunch("Memcpy DtoH (Device -> Pinned)", end_ns + 1000, end_ns + 2000)] * (by == "infer")
+            fill = [KernelLaunch("Memset (Device)", end_ns + 1000, end_ns + 1000)]
+            groups.append([KernelLaunch("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", 0, end_ns), *fill, *copies])
         return groups
 
     monkeypatch.setattr(profile_module, "device_launches", launched)
-    measured = [replace(MEASURED, batch=batch, execution_ns=None if batch == 8 else 3000) for batch in (2, 8)]
+    measured = [replace(MEASURED, batch=batch, executions_ns=None if batch == 8 else [3000]) for batch in (2, 8)]
     profile = profile_engine(engine, specification, measured)
     assert profile.missing is None
     small, large = profile.batches
@@ -158,7 +161,7 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
     assert "2.0 (67%)" in table
     assert "8.0 (80%)" in table
 
-    def nothing(executions: Sequence[Callable[[], object]], on: str) -> list[list[Launch]]:
+    def nothing(executions: Sequence[Callable[[], object]], on: str) -> list[list[KernelLaunch]]:
         raise ProfileError("torch's profiler reports no kernel")
 
     monkeypatch.setattr(profile_module, "device_launches", nothing)
@@ -168,7 +171,7 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
 def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
     batches = [
         summarised(
-            Part({"cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8": Total(20, 4e7)}, 5e7),
+            ProfileTotals({"cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8": Total(20, 4e7)}, 5e7),
             batch,
             measured_us=2222.2,
             on_device=True,

@@ -1,4 +1,4 @@
-"""The profile of a loaded engine, batch by batch. It comes after every measurement, because CUPTI slows later launches.
+"""The profile of a loaded engine, batch by batch; taken after every measurement, because CUPTI slows later launches.
 
 On a GPU the engine executes without copies from and to the host where it can (`run_only`), else by `infer`; on a CPU
 by `infer`, ONNX Runtime in a second session with its profiler on.
@@ -6,14 +6,18 @@ by `infer`, ONNX Runtime in a second session with its profiler on.
 CUPTI watches the process, not torch: it also lists the kernels of ONNX Runtime and TensorRT and those that a CUDA graph
 replays. All executions go into one session, because CUPTI loses the first records of every later session of a process.
 On a CPU torch's profiler gives the self times of torch's operators, ONNX Runtime's own those of its nodes.
+
+A kernel counts by its main work: a product with GELU in its epilogue is a product. Convolutions are products too, and a
+separate softmax is attention, where the served models have most of them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,17 +30,143 @@ from rich.table import Table
 
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine, EngineError, first_line
-from servers.engines.measurement import BatchMeasurement
 from servers.engines.onnxruntime import OnnxRuntimeEngine
-from servers.engines.profiling.names import CATEGORIES, kernel_category, kernel_label, operator_category
+from servers.measuring.measurement import EngineTimes, RepeatingEngine
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array
+
+PRODUCTS = "matrix products"
+ATTENTION = "attention"
+NORMALISATION = "normalisation"
+ELEMENTWISE = "elementwise and activation"
+MOVEMENT = "data movement"
+OTHER = "other"
+CATEGORIES = (PRODUCTS, ATTENTION, NORMALISATION, ELEMENTWISE, MOVEMENT, OTHER)
+
+OWN_KERNELS = {
+    "product_kernel": PRODUCTS,
+    "attention_kernel": ATTENTION,
+    "class_attention_kernel": ATTENTION,
+    "row_kernel": NORMALISATION,
+    "first_tokens_kernel": NORMALISATION,
+    "patches_kernel": MOVEMENT,
+}
+"""The Triton kernels of `servers.engines.torch.vit_kernels`."""
+
+_NORM = r"layer_?norm|rms_?norm|batch_?norm|group_?norm|instance_?norm|normalization"
+
+# The first pattern that matches the lower-case name counts.
+_COMPILED = (  # torch.compile's Triton kernels: triton_{kind}_fused_{every operator that went into it}_{number}
+    (r"_tem_.*attention", ATTENTION),
+    (r"_tem_", PRODUCTS),
+    (_NORM, NORMALISATION),
+    (r"_(per|red)_.*(softmax|attention)", ATTENTION),
+    (r"gelu|relu|sigmoid|tanh|erf|mul|div|add(?!mm)|sub", ELEMENTWISE),
+    (r"clone|cat|permute|transpose|slice|select|unbind|constant_pad|convolution|attention", MOVEMENT),
+    (r"_poi_", ELEMENTWISE),
+)
+_KERNELS = (
+    (_NORM, NORMALISATION),
+    (r"transpose_?(qkv|ctx)|biastranspose", MOVEMENT),  # ONNX Runtime's layouts for attention
+    (r"fmha|(?<![a-z])mha|flash|attention|sdpa|softmax", ATTENTION),
+    (r"gemm|gemv|gemmk1|splitk|cublas|cutlass|nvjet|xmma|matmul|conv2d|convolve|fprop|winograd|dot_kernel", PRODUCTS),
+    (r"copy_kernel|copybroadcast|fillfunctor", MOVEMENT),  # before the elementwise kernel that carries them
+    (
+        r"element_?wise|pointwise|gelu|relu|silu|sigmoid|tanh|(?<!broad)cast|add_?bias|bias_?add|transform_bias",
+        ELEMENTWISE,
+    ),
+    (r"memcpy|memset|transpose|permute|copy|concat|catarray|slice|split|pad_?kernel|gather|scatter|expand", MOVEMENT),
+    (r"_fill|fill_?kernel|reshape|im2col|unfold|nchw|nhwc|index_?select|tensortransform", MOVEMENT),
+)
+_OPERATORS = (  # torch's (aten::addmm) and ONNX Runtime's (MatMul)
+    (_NORM, NORMALISATION),
+    (r"attention|softmax", ATTENTION),
+    (r"matmul|gemm|conv(?!ert)|addmm|baddbmm|::b?mm$|::linear$|einsum", PRODUCTS),
+    (r"copy|clone|contiguous|transpose|permute|view|reshape|reorder|resize|expand|as_strided|::t$|::to$", MOVEMENT),
+    (r"cat$|concat|slice|split|select|squeeze|gather|scatter|chunk|narrow|unbind|flatten|pad$|tile|shape", MOVEMENT),
+    (r"empty|zeros|fill|constant|identity|detach|resolve_|range", MOVEMENT),
+    (r"gelu|relu|sigmoid|tanh|erf|add|sub|mul|div|sqrt|pow|cast|clamp|where|equal|exp|neg|transform_bias", ELEMENTWISE),
+)
+
+
+def kernel_category(name: str) -> str:
+    """The category of a CUDA kernel, copy or fill, by CUPTI's full name."""
+    return OWN_KERNELS.get(name) or _first(_COMPILED if name.startswith("triton_") else _KERNELS, name)
+
+
+def operator_category(name: str) -> str:
+    """The category of an operator of torch or ONNX Runtime on a CPU."""
+    return _first(_OPERATORS, name)
+
+
+def _first(rules: tuple[tuple[str, str], ...], name: str) -> str:
+    lower = name.lower()
+    return next((category for pattern, category in rules if re.search(pattern, lower)), OTHER)
+
+
+_WRAPPERS = {"Kernel", "Kernel2", "device_kernel", "kernel"}
+"""Kernels named by their template argument, as in CUTLASS."""
+
+_PLAIN_TYPES = re.compile(
+    r"(const |unsigned |signed )*(void|bool|true|false|char|short|int|long|float|double|half|half2|__half|__half2"
+    r"|__nv_bfloat16|nv_bfloat16|Half|BFloat16|half_t|bfloat16_t|u?int\d+_t|MLFloat16)( const| long| int|[*&])*"
+)
+
+
+def kernel_label(name: str) -> str:
+    """A C++ kernel without namespaces, parameters and most template arguments.
+
+    An argument that identifies the function stays: `vectorized_elementwise_kernel<GeluCUDAKernelImpl>`.
+    """
+    bare = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
+    if bare.startswith(("Memcpy", "Memset")):
+        return bare
+    signature = next(_parts(bare, "("), bare)
+    head = next(_parts(signature, "<"), signature)
+    base = head.rpartition("::")[2].strip()
+    if len(head) == len(signature):
+        return base
+    telling = next(filter(None, map(_telling, _arguments(signature, head))), None)
+    if telling is None:
+        return base
+    return telling if base in _WRAPPERS else f"{base}<{next(_parts(telling, '<'))}>"
+
+
+def _arguments(signature: str, head: str) -> Iterator[str]:
+    return _parts(signature[len(head) + 1 : signature.rfind(">")], ",")
+
+
+def _telling(argument: str) -> str | None:
+    """The label of a template argument; None for numbers, plain types and containers of them."""
+    signature = next(_parts(argument.strip(), "("), "")
+    head = next(_parts(signature, "<"), "").strip()
+    last = head.rpartition("::")[2]
+    if not re.fullmatch(r"[A-Za-z_]\w*", last) or _PLAIN_TYPES.fullmatch(last) or head.startswith("std::"):
+        return None
+    if last.startswith("gpu_kernel_impl"):  # torch's launcher of elementwise kernels: its argument is the function
+        return next(filter(None, map(_telling, _arguments(signature, head))), last)
+    return kernel_label(signature)
+
+
+def _parts(text: str, separator: str) -> Iterator[str]:
+    """The pieces of `text` between separators outside all brackets."""
+    depth = start = 0
+    for index, character in enumerate(text):
+        if character == separator and depth == 0:
+            yield text[start:index]
+            start = index + 1
+        if character in "<({[":
+            depth += 1
+        elif character in ">)}]" and text[index - 1 : index + 1] != "->":
+            depth -= 1
+    yield text[start:]
+
 
 IDLE_ON_DEVICE = "idle between kernels"
 IDLE_ON_HOST = "outside operators"
 EXECUTIONS_ON_DEVICE, EXECUTIONS_ON_HOST = 20, 5
 MARK = "spin_kernel"
-"""In the name of the kernel that `torch.cuda._sleep` launches."""
+"""Part of the name of the kernel that `torch.cuda._sleep` launches."""
 MARK_CYCLES = 2000
 LEADING_MARKS = 32
 """Marks before the first execution, for CUPTI to lose: one more with every earlier session of the process."""
@@ -114,7 +244,7 @@ class Total:
     ns: float = 0.0
 
 
-class Part(NamedTuple):
+class ProfileTotals(NamedTuple):
     """The sums over all executions of one batch size; `span_ns` adds up their spans."""
 
     totals: Mapping[str, Total]
@@ -122,7 +252,7 @@ class Part(NamedTuple):
     with_copies: bool = False
 
 
-def summarised(part: Part, batch: int, measured_us: float, *, on_device: bool) -> BatchProfile:
+def summarised(part: ProfileTotals, batch: int, measured_us: float, *, on_device: bool) -> BatchProfile:
     """The record of one batch size. Raises `ProfileError` if its executions took no time."""
     executions = EXECUTIONS_ON_DEVICE if on_device else EXECUTIONS_ON_HOST
     idle_name = IDLE_ON_DEVICE if on_device else IDLE_ON_HOST
@@ -155,14 +285,12 @@ def summarised(part: Part, batch: int, measured_us: float, *, on_device: bool) -
     )
 
 
-def profile_engine(
-    engine: Engine, specification: ModelSpecification, measured: Sequence[BatchMeasurement]
-) -> EngineProfile:
+def profile_engine(engine: Engine, specification: ModelSpecification, measured: Sequence[EngineTimes]) -> EngineProfile:
     """Profile a loaded engine at every measured batch size, each measured once; measure nothing in this process later.
 
     Never raises for an engine that cannot be profiled, since its measurement is valid.
     """
-    batches = [(result.batch, result.sizes) for result in measured]
+    batches = [(times.batch, times.reference.sizes) for times in measured]
     effective = engine.describe()
     on_device = effective.device != "cpu"
     try:
@@ -178,8 +306,8 @@ def profile_engine(
             return EngineProfile([], f"there is no profiler for the {effective.kind} engine on a CPU")
         return EngineProfile(
             [
-                summarised(part, result.batch, (result.execution_ns or result.call_ns) / 1e3, on_device=on_device)
-                for part, result in zip(parts, measured, strict=True)
+                summarised(part, times.batch, round(times.best_ns) / 1e3, on_device=on_device)
+                for part, times in zip(parts, measured, strict=True)
             ]
         )
     except (ProfileError, EngineError) as exc:
@@ -188,26 +316,28 @@ def profile_engine(
 
 def _on_device(
     engine: Engine, specification: ModelSpecification, device: str, batches: Sequence[tuple[int, Mapping[str, int]]]
-) -> list[Part]:
+) -> list[ProfileTotals]:
     calls: list[Callable[[], object]] = []
     with_copies: list[bool] = []
     for batch, sizes in batches:
         engine.infer(inputs := random_inputs(specification, batch, 0, sizes))
-        bare = engine.run_only(batch)
-        with_copies.append(not bare)
-        calls += [partial(engine.run_only, batch) if bare else partial(engine.infer, inputs)] * EXECUTIONS_ON_DEVICE
+        execute: Callable[[], object] = partial(engine.infer, inputs)
+        if without_copies := isinstance(engine, RepeatingEngine) and engine.run_only(batch):
+            execute = partial(engine.run_only, batch)
+        with_copies.append(not without_copies)
+        calls += [execute] * EXECUTIONS_ON_DEVICE
     groups = device_launches(calls, device)
     parts = []
     for number, copies in enumerate(with_copies):
-        own = groups[number * EXECUTIONS_ON_DEVICE :][:EXECUTIONS_ON_DEVICE]
+        executions = groups[number * EXECUTIONS_ON_DEVICE :][:EXECUTIONS_ON_DEVICE]
         totals: dict[str, Total] = {}
-        for group in own:
-            add_busy_time(group, totals)
-        parts.append(Part(totals, sum(map(span_ns, own)), copies))
+        for launches in executions:
+            add_busy_time(launches, totals)
+        parts.append(ProfileTotals(totals, sum(map(span_ns, executions)), copies))
     return parts
 
 
-def _torch_operators(engine: Engine, inputs: Mapping[str, Array]) -> Part:
+def _torch_operators(engine: Engine, inputs: Mapping[str, Array]) -> ProfileTotals:
     """Self times of torch's operators, without the operators that they call, and the host's time."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -220,10 +350,10 @@ def _torch_operators(engine: Engine, inputs: Mapping[str, Array]) -> Part:
     events = [event for event in profiler.key_averages() if event.count]
     if not events:
         raise ProfileError("torch's profiler reports no operator, so there is no profile")
-    return Part({event.key: Total(event.count, event.self_cpu_time_total * 1e3) for event in events}, span_ns)
+    return ProfileTotals({event.key: Total(event.count, event.self_cpu_time_total * 1e3) for event in events}, span_ns)
 
 
-def _nodes(engine: OnnxRuntimeEngine, batch: int, sizes: Mapping[str, int]) -> Part:
+def _nodes(engine: OnnxRuntimeEngine, batch: int, sizes: Mapping[str, int]) -> ProfileTotals:
     """Node times by operator in the last runs of ONNX Runtime's profile, and the time of those runs."""
     with TemporaryDirectory(prefix="abserve-profile-") as folder:
         try:
@@ -232,24 +362,24 @@ def _nodes(engine: OnnxRuntimeEngine, batch: int, sizes: Mapping[str, int]) -> P
             reason = first_line(exc)
             raise ProfileError(f"ONNX Runtime cannot execute batch {batch} with its profiler on: {reason}") from exc
         events = json.loads(path.read_text())
-    nodes: list[Launch] = []
-    runs: list[Launch] = []
+    nodes: list[KernelLaunch] = []
+    runs: list[KernelLaunch] = []
     for event in events:
         start_ns = int(event["ts"]) * 1000
         end_ns = start_ns + int(event.get("dur", 0)) * 1000
         if event["name"] == "model_run":
-            runs.append(Launch("model_run", start_ns, end_ns))
+            runs.append(KernelLaunch("model_run", start_ns, end_ns))
         elif event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            nodes.append(Launch(event["args"]["op_name"], start_ns, end_ns))
+            nodes.append(KernelLaunch(event["args"]["op_name"], start_ns, end_ns))
     runs = sorted(runs, key=lambda run: run.start_ns)[-EXECUTIONS_ON_HOST:]
     if len(runs) < EXECUTIONS_ON_HOST or not nodes:
         raise ProfileError("ONNX Runtime's profile names no node, so there is no profile")
     totals: dict[str, Total] = {}
     add_busy_time([node for node in nodes if node.start_ns >= runs[0].start_ns], totals)
-    return Part(totals, sum(run.end_ns - run.start_ns for run in runs))
+    return ProfileTotals(totals, sum(run.end_ns - run.start_ns for run in runs))
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One kernel, copy or fill, or one operator on a CPU; ns on any clock."""
 
     name: str
@@ -257,12 +387,12 @@ class Launch(NamedTuple):
     end_ns: int
 
 
-def span_ns(launches: Sequence[Launch]) -> int:
+def span_ns(launches: Sequence[KernelLaunch]) -> int:
     """From the first start to the last end."""
     return max(launch.end_ns for launch in launches) - min(launch.start_ns for launch in launches)
 
 
-def add_busy_time(launches: Sequence[Launch], totals: dict[str, Total]) -> None:
+def add_busy_time(launches: Sequence[KernelLaunch], totals: dict[str, Total]) -> None:
     """Add one execution to `totals`: the times added are the length of the union of all intervals.
 
     An instant in which n launches run counts 1/n for each.
@@ -285,7 +415,7 @@ def add_busy_time(launches: Sequence[Launch], totals: dict[str, Total]) -> None:
             running.add(index)
 
 
-def device_launches(executions: Sequence[Callable[[], object]], device: str) -> list[list[Launch]]:
+def device_launches(executions: Sequence[Callable[[], object]], device: str) -> list[list[KernelLaunch]]:
     """The launches of each of `executions`; a short spinning kernel of torch marks where one ends.
 
     `device` is cuda:N. Raises `ProfileError` where CUPTI reports nothing, or not every execution.
@@ -313,34 +443,34 @@ def device_launches(executions: Sequence[Callable[[], object]], device: str) -> 
     except RuntimeError as exc:
         raise ProfileError(f"torch's profiler failed: {first_line(exc)}") from exc
     launches = [
-        Launch(event.name, round(event.time_range.start * 1e3), round(event.time_range.end * 1e3))
+        KernelLaunch(event.name, round(event.time_range.start * 1e3), round(event.time_range.end * 1e3))
         for event in events
         if event.device_type.name == "CUDA" and event.device_index == index
     ]
     return split(launches, len(executions))
 
 
-def split(launches: Iterable[Launch], executions: int) -> list[list[Launch]]:
+def split(launches: Iterable[KernelLaunch], executions: int) -> list[list[KernelLaunch]]:
     """The launches of each execution, which are those between two marks; `ProfileError` if some are missing."""
-    groups: list[list[Launch]] = []
+    groups: list[list[KernelLaunch]] = []
     for launch in sorted(launches, key=lambda launch: launch.start_ns):
         if MARK in launch.name:
             groups.append([])
         elif groups:
             groups[-1].append(launch)
-    found = [group for group in groups[:-1] if group]  # the last mark ends the last execution
+    complete = [group for group in groups[:-1] if group]  # the last mark ends the last execution
     if not groups:
         raise ProfileError(
             "torch's profiler reports no kernel, so there is no profile: the driver may let only administrators "
             "profile (run as root, or load nvidia with NVreg_RestrictProfilingToAdminUsers=0), or another profiler is "
             "attached"
         )
-    if len(found) != executions:
+    if len(complete) != executions:
         raise ProfileError(
-            f"torch's profiler reports {len(found)} of {executions} executions; profile fewer batch sizes at a time "
+            f"torch's profiler reports {len(complete)} of {executions} executions; profile fewer batch sizes at a time "
             "(--batches)"
         )
-    return found
+    return complete
 
 
 def show_profile(console: Console, profile: EngineProfile) -> None:

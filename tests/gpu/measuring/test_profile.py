@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from servers.engines.factory import build_engine
-from servers.engines.measurement import Reference, measure_engine
-from servers.engines.profiling.names import ATTENTION, CATEGORIES, PRODUCTS
-from servers.engines.profiling.profile import profile_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.manifest import executed_form
 from servers.export.parity import corpus_pixels
+from servers.measuring.measurement import MeasuredEngine, Reference
+from servers.measuring.profile import ATTENTION, CATEGORIES, PRODUCTS, profile_engine
 from servers.models.registry import get_variant
 from servers.models.weights import RandomWeights
 
@@ -44,7 +43,8 @@ def test_the_kernels_of_an_execution_are_all_there(kind: str, mode: str) -> None
     try:
         reference: Any = engine.infer({"pixel_values": pictures})
         given = Reference({"pixel_values": pictures}, reference)
-        measured = measure_engine(engine, specification, BATCHES, [given], 0.1, None)
+        driver = MeasuredEngine(engine, specification, BATCHES)
+        measured = [driver.measure(batch, given, 0.1) for batch in BATCHES]
         profile = profile_engine(engine, specification, measured)
     finally:
         engine.close()

@@ -3,11 +3,11 @@
 Each batch size runs with a plan: from the table on the card on which it was measured, by a quick measurement on others.
 """
 
-# mypy: disable-error-code="import-untyped"
-
 from __future__ import annotations
 
+# mypy: disable-error-code="import-untyped"
 import time
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -16,11 +16,117 @@ from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from servers.engines.device_copies import capture
-from servers.engines.flight import event_pair
-from servers.engines.vit import kernels
-from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans, product_sizes
-from servers.engines.vit.tower import LeanVisionTower, TowerShape, UnsupportedTowerError
+from servers.engines.torch import vit_kernels as kernels
+from servers.engines.torch.copies import capture
+from servers.engines.torch.runner import event_pair
+from servers.engines.torch.vit_tower import LeanVisionTower, TowerShape, UnsupportedTowerError
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One configuration of the product kernel: [rows, columns] of the result per program, `depth` of K per step.
+
+    `split` programs share one block's K. `columns` divides N and `depth · split` divides K.
+    """
+
+    rows: int
+    columns: int
+    depth: int = 64
+    stages: int = 3
+    split: int = 1
+    descriptors: bool = False  # tensor memory accelerator instead of pointer loads
+
+    def divides(self, n: int, k: int) -> bool:
+        """Whether a product of [rows, k] with [n, k]ᵀ falls into whole tiles."""
+        return n % self.columns == 0 and k % (self.depth * self.split) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """The tiles of one batch size; None means cuBLAS. The `class_` products run on the class token's rows alone."""
+
+    patch: Tile | None = None
+    qkv: Tile | None = None
+    attention_out: Tile | None = None
+    mlp_in: Tile | None = None
+    mlp_out: Tile | None = None
+    class_attention_out: Tile | None = None
+    class_mlp_in: Tile | None = None
+    class_mlp_out: Tile | None = None
+    head: Tile | None = None
+    row_warps: int = 4
+
+    def fits(self, shape: TowerShape) -> bool:
+        """Whether every tile divides its product for a tower of that shape."""
+        tiles = {name: getattr(self, name) for name in product_sizes(shape)}
+        return all(tile is None or tile.divides(*product_sizes(shape)[name]) for name, tile in tiles.items())
+
+    @property
+    def gelu(self) -> str:
+        """The form of GELU in all blocks except the last."""
+        return "tanh" if self.mlp_in is None else "erf"
+
+
+def product_sizes(shape: TowerShape) -> dict[str, tuple[int, int]]:
+    """(N, K) of every product, by its name in `TilePlan`."""
+    width, mlp = shape.width, shape.mlp_width
+    return {
+        "patch": (width, shape.patch_elements),
+        "qkv": (3 * width, width),
+        "attention_out": (width, width),
+        "mlp_in": (mlp, width),
+        "mlp_out": (width, mlp),
+        "class_attention_out": (width, width),
+        "class_mlp_in": (mlp, width),
+        "class_mlp_out": (width, mlp),
+        "head": (shape.output_width, width),
+    }
+
+
+CUBLAS = TilePlan()
+"""Every product by cuBLAS, which works on any card."""
+
+
+def library_plan(images: int) -> TilePlan:
+    """cuBLAS for the products over all tokens, the Triton kernel for the few rows of class tokens at the end."""
+    rows, split = (16, 6) if images <= 16 else (64, 4)
+    return TilePlan(
+        class_attention_out=Tile(rows, 32, 64, split=4 if images <= 16 else 2),
+        class_mlp_in=Tile(rows, 32, 128, stages=4),
+        class_mlp_out=Tile(rows, 32, 128, stages=4, split=split),
+        head=Tile(rows, 16, 128 if images <= 16 else 64, stages=4),
+        row_warps=4 if images < 32 else 1,
+    )
+
+
+SINGLE_IMAGE = replace(
+    library_plan(1),
+    qkv=Tile(64, 32, 128, stages=5, descriptors=True),
+    attention_out=Tile(64, 32, 128, stages=4, descriptors=True),
+    mlp_in=Tile(64, 32, 128, stages=5, descriptors=True),
+    mlp_out=Tile(64, 32, 128, stages=4, split=4, descriptors=True),
+)
+"""50 rows: small tiles keep more of the card busy than cuBLAS does, and LayerNorm needs no separate kernel."""
+
+IMAGE_PAIR = replace(
+    library_plan(2),
+    qkv=Tile(64, 64, 128, stages=4, descriptors=True),
+    attention_out=Tile(64, 32, 256, stages=3, descriptors=True),
+    mlp_in=Tile(64, 64, 128, stages=4, descriptors=True),
+    mlp_out=Tile(64, 64, 128, stages=4, split=4, descriptors=True),
+)
+"""100 rows: 362 µs against 383 µs by cuBLAS."""
+
+
+def hopper_plan(images: int) -> TilePlan:
+    """The fastest plan measured on an H200 for ViT-B-32 at 224 pixels (see docs/engines.md)."""
+    return {1: SINGLE_IMAGE, 2: IMAGE_PAIR}.get(images) or library_plan(images)
+
+
+def portable_plans(images: int) -> tuple[TilePlan, ...]:
+    """Plans to time on a card without a table; the first one always works."""
+    return (CUBLAS, library_plan(images))
+
 
 MAX_CHUNKS = 64
 
@@ -103,7 +209,7 @@ class FusedVisionTower:
     once on one workspace.
     """
 
-    def __init__(self, weights: FusedWeights, workspace: Workspace, images: int, plan: Plan) -> None:
+    def __init__(self, weights: FusedWeights, workspace: Workspace, images: int, plan: TilePlan) -> None:
         if images > workspace.images:
             raise ValueError(f"{images} images do not fit a workspace for {workspace.images}")
         self.weights, self.space, self.images, self.plan = weights, workspace, images, plan
@@ -327,7 +433,7 @@ class PlanChooser:
         self._weights, self._space, self._item = weights, workspace, item
         self._deadline = time.monotonic() + MEASURING_BUDGET_S
 
-    def choose(self, images: int) -> tuple[Plan, str]:
+    def choose(self, images: int) -> tuple[TilePlan, str]:
         """The plan for batches of `images` and its origin: "table", "measured" or "default"."""
         shape = self._weights.shape
         if torch.cuda.get_device_capability(self._weights.device) == HOPPER:
@@ -345,7 +451,7 @@ class PlanChooser:
                 continue
         return (candidates[min(timed)[1]], "measured") if timed else (CUBLAS, "default")
 
-    def _time_ms(self, images: int, plan: Plan) -> float:
+    def _time_ms(self, images: int, plan: TilePlan) -> float:
         device = self._weights.device
         tower = FusedVisionTower(self._weights, self._space, images, plan)
         # Random pixels: on zeros a matrix product draws less power and runs faster.

@@ -19,30 +19,36 @@ import torch
 from loadgen.engine_matrix import plan as plan_of
 from loadgen.engine_matrix.records import Measured
 from loadgen.engine_matrix.worker_process import Ready
-from servers.engines.environment import VARIABLE
+from servers.engines.factory import ENGINES_PYTHON
 from servers.engines.interface import EngineError
-from servers.engines.measurement import Reference, rotation_rows
 from servers.engines.null import NullEngine
 from servers.engines.onnxruntime import OnnxRuntimeEngine
-from servers.engines.references import ITEMS, references
-from servers.engines.request import Checked, Request, checked, offers, resolved_device
-from servers.engines.resources import Resources, _RaplCounter, joules_of, peak_rss_bytes
 from servers.engines.settings import EngineSettings
-from servers.engines.torch import TorchEngine
-from servers.engines.worker import LEAST_CALLS, Command, _measured, _own_compilations
+from servers.engines.torch.engine import TorchEngine
 from servers.gpu.readings import EdgeReading, GpuProcess
+from servers.measuring.measurement import (
+    MIN_REPEATS_PER_ROUND,
+    STORED_ITEMS,
+    EngineTimes,
+    MeasuredEngine,
+    Reference,
+    stored_references,
+)
+from servers.measuring.request import MeasurementRequest, RequestCheck, checked, offers, resolved_device
+from servers.measuring.resources import Resources, _RaplCounter, joules_of, peak_rss_bytes
+from servers.measuring.worker import WorkerCommand, measured_cell, private_compile_cache
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import Array
 
 TEXT = "transformers:bert-base-uncased"
 IMAGE = "torchvision:resnet50"
-WORKER = [sys.executable, "-P", "-m", "servers.engines.worker"]
+WORKER = [sys.executable, "-P", "-m", "servers.measuring.worker"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
 
 
-def request(**changes: Any) -> Request:
-    return Request(**{"model": IMAGE, "engine": "torch", "batches": (1, 4), "device": "cpu", **changes})
+def request(**changes: Any) -> MeasurementRequest:
+    return MeasurementRequest(**{"model": IMAGE, "engine": "torch", "batches": (1, 4), "device": "cpu", **changes})
 
 
 def test_what_can_be_measured_is_resolved() -> None:
@@ -79,8 +85,8 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("servers.engines.environment.find_spec", lambda _: None)
-    monkeypatch.setenv(VARIABLE, "none")
+    monkeypatch.setattr("servers.engines.factory.find_spec", lambda _: None)
+    monkeypatch.setenv(ENGINES_PYTHON, "none")
     assert "the torch engine needs torch, which is not installed; run: pip install" in str(checked(request()).reason)
 
 
@@ -94,13 +100,13 @@ def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("servers.engines.settings.nvidia_device_present", lambda: True)
-    monkeypatch.setattr("servers.engines.request.nvidia_device_present", lambda: True)
-    monkeypatch.setattr("servers.engines.request.environment_of", lambda _: None)
+    monkeypatch.setattr("servers.measuring.request.nvidia_device_present", lambda: True)
+    monkeypatch.setattr("servers.measuring.request.environment_of", lambda _: None)
     assert resolved_device("auto") == resolved_device("cuda") == "cuda:0"
     assert checked(request(device="auto")).mode == "graph"
     assert checked(request(device="auto")).precision == "fp16"
     assert checked(request(device="auto")).threads is None
-    monkeypatch.setattr("servers.engines.request.has_buckets", lambda _: False)
+    monkeypatch.setattr("servers.measuring.request.has_buckets", lambda _: False)
     assert checked(request(device="auto")).mode == "eager"
     assert checked(request(device="auto", engine="onnxruntime")).mode == "session"
     assert "use mode eager" in str(checked(request(device="auto", mode="graph")).reason)
@@ -115,25 +121,28 @@ def test_offers_are_what_the_load_generator_reads() -> None:
         offers("gpu")
 
 
+def cell_of(engine: NullEngine, inputs: Mapping[str, Array]) -> tuple[dict[str, Any], EngineTimes]:
+    """One item, measured for no longer than it must be."""
+    measured = MeasuredEngine(engine, get_specification(IMAGE), [1])
+    return measured_cell(measured, Reference(inputs, None), WorkerCommand(batch=1, seconds=0.0), Resources("cpu"))
+
+
 def test_both_sides_name_the_same_fields() -> None:
-    assert set(Checked.__struct_fields__) == set(plan_of.CombinationCheck.__struct_fields__)
+    assert set(RequestCheck.__struct_fields__) == set(plan_of.CombinationCheck.__struct_fields__)
     specification = get_specification(IMAGE)
     inputs = {"pixel_values": np.zeros((1, 3, 224, 224), np.float32)}
-    engine = NullEngine(specification, EngineSettings(kind="null"))
-    command = Command(batch=1, seconds=0.0)
-    pool = {name: np.repeat(array, rotation_rows(1), axis=0) for name, array in inputs.items()}
-    cell = _measured(engine, specification, Reference(inputs, None), pool, command, Resources("cpu"))
+    cell, _ = cell_of(NullEngine(specification, EngineSettings(kind="null")), inputs)
     assert set(cell) == set(Measured.__struct_fields__) - {"kernels"}
     measured = msgspec.convert(json.loads(msgspec.json.encode(cell)), Measured)
     assert measured.fault == "the null engine computes no model"
     assert set(Ready.__struct_fields__) == {"import_seconds", "load_seconds", "conversions", "description", "item"}
 
 
-@pytest.mark.parametrize(("slow_calls", "timed"), [(1, LEAST_CALLS), (9, 1)])
+@pytest.mark.parametrize(("slow_calls", "timed"), [(1, MIN_REPEATS_PER_ROUND), (9, 1)])
 def test_a_first_call_that_compiles_does_not_make_a_batch_slow(
     slow_calls: int, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("servers.engines.worker.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("servers.measuring.measurement.SLOW_SECONDS", 0.05)
     made: list[None] = []
 
     class Compiles(NullEngine):
@@ -144,10 +153,7 @@ def test_a_first_call_that_compiles_does_not_make_a_batch_slow(
 
     specification = get_specification(IMAGE)
     inputs = {"pixel_values": np.zeros((1, 3, 224, 224), np.float32)}
-    engine = Compiles(specification, EngineSettings(kind="null"))
-    pool = {name: np.repeat(array, rotation_rows(1), axis=0) for name, array in inputs.items()}
-    command = Command(batch=1, seconds=0.0)
-    cell = _measured(engine, specification, Reference(inputs, None), pool, command, Resources("cpu"))
+    cell, _ = cell_of(Compiles(specification, EngineSettings(kind="null")), inputs)
     assert len(cell["calls_ns"]) == timed
     assert cell["first_call_ns"] > 0.1e9
 
@@ -156,10 +162,10 @@ def test_a_process_compiles_into_a_folder_of_its_own_unless_the_user_has_chosen_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
-    with _own_compilations():
+    with private_compile_cache():
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    with _own_compilations():
+    with private_compile_cache():
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         assert list(folder.iterdir()) == []
     assert not folder.exists()
@@ -170,7 +176,7 @@ def test_a_process_compiles_into_a_folder_of_its_own_unless_the_user_has_chosen_
 def test_a_check_imports_no_library_of_an_engine(checks: list[str]) -> None:
     program = (
         "import runpy, sys\nsys.argv = ['worker', *sys.argv[1:]]\n"
-        "try: runpy.run_module('servers.engines.worker', run_name='__main__')\n"
+        "try: runpy.run_module('servers.measuring.worker', run_name='__main__')\n"
         "except SystemExit as end: code = end.code\n"
         "assert code == 0 and not {'torch', 'onnxruntime', 'transformers'} & set(sys.modules)\n"
     )
@@ -200,14 +206,14 @@ def test_references_are_made_once_and_only_those_of_this_model_are_read(
 
     def references_of(*given: Any) -> list[Reference]:
         made.append(given)
-        x = np.arange(ITEMS * 2, dtype=np.float32).reshape(ITEMS, 2)
+        x = np.arange(STORED_ITEMS * 2, dtype=np.float32).reshape(STORED_ITEMS, 2)
         return [Reference({"a/b": x}, {"y": x * n}, 7 if n else None, sizes) for n, sizes in enumerate(given[2])]
 
-    monkeypatch.setattr("servers.engines.references.references_of", references_of)
+    monkeypatch.setattr("servers.measuring.measurement.references_of", references_of)
     specification, path = get_specification(TEXT), tmp_path / "folder" / "r.npz"
     sizes: list[Mapping[str, int]] = [{"sequence": 8}, {"sequence": 16}]
-    first = references(specification, RandomWeights(0), sizes, lambda: None, path)
-    second = references(specification, RandomWeights(0), sizes, lambda: None, path)
+    first = stored_references(specification, RandomWeights(0), sizes, path)
+    second = stored_references(specification, RandomWeights(0), sizes, path)
     assert len(made) == 1
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one.inputs["a/b"], other.inputs["a/b"])
@@ -215,11 +221,11 @@ def test_references_are_made_once_and_only_those_of_this_model_are_read(
         assert other.answers is not None
         np.testing.assert_array_equal(one.answers["y"], other.answers["y"])
         assert (one.flops_per_item, one.sizes) == (other.flops_per_item, other.sizes)
-    references(specification, RandomWeights(1), sizes, lambda: None, path)
-    references(specification, RandomWeights(1), sizes[:1], lambda: None, path)
+    stored_references(specification, RandomWeights(1), sizes, path)
+    stored_references(specification, RandomWeights(1), sizes[:1], path)
     assert len(made) == 3
     path.write_bytes(b"PK broken")
-    references(specification, RandomWeights(1), sizes[:1], lambda: None, path)
+    stored_references(specification, RandomWeights(1), sizes[:1], path)
     assert len(made) == 4
     assert [one.name for one in path.parent.iterdir()] == ["r.npz"]
 
@@ -243,7 +249,7 @@ def test_energy_is_read_from_one_step_of_the_counter_to_another() -> None:
 
 @pytest.mark.parametrize("readings", [[None], [5.0, 5.0], [5.0, 6.0, None]])
 def test_energy_that_cannot_be_read_is_none(readings: list[float | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("servers.engines.resources.EDGE_SECONDS", 0.0)
+    monkeypatch.setattr("servers.measuring.resources.EDGE_SECONDS", 0.0)
     left = list(readings)
     assert joules_of(lambda: left.pop(0) if len(left) > 1 else left[0], lambda: None, 0.0) is None
 
@@ -304,7 +310,7 @@ class ScriptedReader:
 def test_the_memory_of_this_process_on_a_gpu(
     after: dict[int, int], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("servers.engines.resources.device_uuid", lambda _: "GPU-1")
+    monkeypatch.setattr("servers.measuring.resources.device_uuid", lambda _: "GPU-1")
     monkeypatch.setattr("servers.gpu.nvml.NvmlReader", lambda _: ScriptedReader([{7: 100}, after]))
     assert Resources("cuda:0").memory()["process_device_bytes"] == expected
 
@@ -330,15 +336,15 @@ def test_engines_prepare_only_the_sizes_that_were_asked_for(monkeypatch: pytest.
     class Recording(TorchEngine):
         _mode = "graph"
 
-        def _start(self, build: object, rows: object, *_: object, **__: object) -> None:  # type: ignore[override]
+        def _start(self, build: object, rows: object, *_: object, **__: object) -> None:
             seen["torch"] = rows
 
         def _check(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr("servers.engines.torch.fast_tower", lambda *_, **__: Tower)
-    monkeypatch.setattr("servers.engines.torch.expected_answers", lambda *_: {"y": np.zeros((1, 1), np.float32)})
-    monkeypatch.setattr("servers.engines.torch.executed_module", lambda _, module: module)
+    monkeypatch.setattr("servers.engines.torch.engine.fast_tower", lambda *_, **__: Tower)
+    monkeypatch.setattr("servers.engines.torch.engine.expected_answers", lambda *_: {"y": np.zeros((1, 1), np.float32)})
+    monkeypatch.setattr("servers.engines.torch.engine.executed_module", lambda _, module: module)
     Recording(specification, settings)._prepare(torch.nn.Linear(1, 1), torch.device("cpu"), torch.float32)
     assert seen == {"onnxruntime": (1, 32), "torch": (1, 32)}
     with pytest.raises(EngineError, match="buckets"):

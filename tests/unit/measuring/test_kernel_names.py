@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from servers.engines.profiling.names import OWN_KERNELS, kernel_category, kernel_label, operator_category
+from servers.measuring.profile import OWN_KERNELS, kernel_category, kernel_label, operator_category
 
-ROOT = Path(__file__).resolve().parents[4]
-VIT = ROOT / "servers" / "engines" / "vit"
+ROOT = Path(__file__).resolve().parents[3]
+VIT = ROOT / "servers" / "engines" / "torch"
 PROFILES = sorted((ROOT / "docs/results").glob("*/engines/*-fp16-uint8.json"))
 PRODUCTS, ATTENTION, NORMALISATION = "matrix products", "attention", "normalisation"
 ELEMENTWISE, MOVEMENT = "elementwise and activation", "data movement"

@@ -1,12 +1,16 @@
 """The executable forms of a model in the torch engine: its own module, the lean tower, or the fused kernels.
 
-The lean and the fused tower compute the same function from the same weights (see `servers.engines.vit`), for a
+The lean and the fused tower compute the same function from the same weights (see `vit_tower` and `vit_fused`), for a
 specification that allows it. Every other model runs as its own module, and the description says so.
 
 TorchScript is a module traced or scripted, frozen, warmed up, and compared with the module in several shapes.
 torch deprecates torch.jit in favour of torch.compile and torch.export; its warnings of that are hidden. torch.jit
 optimises a function on its second call, for the shapes of the first. By default it then compiles two versions for fixed
 sizes before one for any; here every version is for any size (`DYNAMIC`), so no request waits for a compilation.
+
+In FP8, torchao's linear layers multiply FP8 weights with inputs that are converted as they come, a scale per row, so
+that an answer does not depend on the other items of its batch. Everything else stays in BF16. The products exist on
+GPUs of compute capability 8.9 (Ada) and newer, for sizes that are multiples of 16; other layers stay in BF16.
 """
 
 from __future__ import annotations
@@ -23,12 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
+from servers.engines.agreement import proof_batch
 from servers.engines.batches import Bucket
-from servers.engines.flight import TORCH_TYPES
-from servers.engines.graph_runner import Enqueue
-from servers.engines.interface import EngineError
-from servers.engines.proof import proof_batch
-from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError
+from servers.engines.interface import EngineError, first_line
+from servers.engines.torch.runner import TORCH_TYPES, Enqueue
+from servers.engines.torch.vit_tower import LeanVisionTower, UnsupportedTowerError
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import executed_module, to_precision
 from servers.protocol.tensors import Array
@@ -50,7 +53,7 @@ CALLS = 3
 """torch.jit records a size in the first call and optimises it in the second, so requests get the third."""
 
 MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
-"""Largest ‖answer - own answer‖ / ‖own answer‖ of a row, by the type of both: fused code rounds elsewhere."""
+"""Largest ‖answer - module's answer‖ / ‖module's answer‖ of a row, by datatype: fused code rounds elsewhere."""
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, OSError)
 """The exceptions of torch.jit's compiler and interpreter, which share no base class. OSError: a function's source file
@@ -64,7 +67,7 @@ class DeviceTower:
     module: Callable[..., Any]
     parameters: Sequence[Tensor]
     dtype: torch.dtype
-    """Of the parameters; floating-point inputs are converted to it."""
+    """The type of the parameters, to which floating-point inputs are converted."""
     kernels: str
     gelu: str = "as in the model"
     enqueue: Callable[[int], Callable[[Tensor, Tensor], None]] | None = None
@@ -77,7 +80,7 @@ class DeviceTower:
     def call(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a batch in any shape, in the model's own datatypes."""
         return as_tuple(
-            self.module(*(given.to(self.dtype) if given.is_floating_point() else given for given in inputs))
+            self.module(*(tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs))
         )
 
     def build(self, bucket: Bucket) -> Enqueue:
@@ -103,20 +106,20 @@ def as_specified(specification: ModelSpecification, outputs: Sequence[Tensor]) -
 
     Raises `EngineError` for another number of outputs, another shape or another kind of datatype.
     """
-    wanted = specification.outputs
-    if len(outputs) != len(wanted):
-        raise EngineError(f"{specification.name}: the module returns {len(outputs)} outputs, expected {len(wanted)}")
+    tensors = specification.outputs
+    if len(outputs) != len(tensors):
+        raise EngineError(f"{specification.name}: the module returns {len(outputs)} outputs, expected {len(tensors)}")
     converted = []
-    for tensor, output in zip(wanted, outputs, strict=True):
+    for tensor, output in zip(tensors, outputs, strict=True):
         dtype = TORCH_TYPES[tensor.datatype]
         both_floating = output.is_floating_point() and dtype.is_floating_point
         fits = len(output.shape) == len(tensor.shape) and all(
-            dimension in (-1, found) for dimension, found in zip(tensor.shape, output.shape, strict=True)
+            expected in (-1, size) for expected, size in zip(tensor.shape, output.shape, strict=True)
         )
         if not fits or not (both_floating or output.dtype == dtype):
-            found = f"{str(output.dtype).removeprefix('torch.')} {list(output.shape)}"
+            returned = f"{str(output.dtype).removeprefix('torch.')} {list(output.shape)}"
             raise EngineError(
-                f"{specification.name}: the module returns {tensor.name} as {found}, the specification says "
+                f"{specification.name}: the module returns {tensor.name} as {returned}, the specification says "
                 f"{tensor.datatype} {list(tensor.shape)}"
             )
         converted.append(output.to(dtype))
@@ -137,13 +140,13 @@ def expected_answers(
 
     Raises `EngineError` for a module that does not return what the specification says.
     """
-    given = [torch.from_numpy(inputs[tensor.name].copy()) for tensor in specification.inputs]
+    tensors = [torch.from_numpy(inputs[tensor.name].copy()) for tensor in specification.inputs]
     with torch.no_grad():
-        answers = as_specified(specification, as_tuple(module(*given)))
+        answers = as_specified(specification, as_tuple(module(*tensors)))
     return {tensor.name: answer.clone().numpy() for tensor, answer in zip(specification.outputs, answers, strict=True)}
 
 
-def own_tower(
+def module_tower(
     module: nn.Module,
     specification: ModelSpecification,
     device: torch.device,
@@ -159,24 +162,22 @@ def own_tower(
     """
     executed = to_precision(executed_module(specification, module).to(device), dtype)
     if fp8:
-        from servers.engines.fp8 import to_fp8
-
         if mode in APIS:
             raise EngineError(f"TorchScript does not take FP8 weights; use mode graph, compile or eager, not {mode}")
         layers, kernels = to_fp8(executed, device, title=OWN_MODULE)
         return DeviceTower(executed, tuple(executed.parameters()), dtype, kernels, fp8_layers=layers)
-    own = DeviceTower(executed, tuple(executed.parameters()), dtype, OWN_MODULE)
+    tower = DeviceTower(executed, tuple(executed.parameters()), dtype, OWN_MODULE)
     if mode not in APIS:
-        return own
+        return tower
 
     def examples(rows: int) -> tuple[Tensor, ...]:
         inputs = proof_batch(specification, rows, rows, PROOF_SHARES.get(rows, 1.0)).inputs
-        given = (torch.from_numpy(inputs[tensor.name]).to(device) for tensor in specification.inputs)
-        return tuple(one.to(dtype) if one.is_floating_point() else one for one in given)
+        tensors = (torch.from_numpy(inputs[tensor.name]).to(device) for tensor in specification.inputs)
+        return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
     script, kernels = to_torchscript(executed, mode, examples, max_batch_size, title=OWN_MODULE)
     # A frozen module has no parameters left: they are its constants, in the same memory.
-    return replace(own, module=script, kernels=kernels)
+    return replace(tower, module=script, kernels=kernels)
 
 
 def fast_tower(
@@ -195,8 +196,8 @@ def fast_tower(
     """
     lean = None if fp8 else _lean_tower(module, specification)
     if lean is None:
-        own = own_tower(module, specification, device, dtype, fp8=fp8)
-        return _compiled(own) if compiled else own
+        tower = module_tower(module, specification, device, dtype, fp8=fp8)
+        return _compiled(tower) if compiled else tower
     if not compiled and dtype == torch.float16 and find_spec("triton") is not None:
         try:
             return _fused_tower(lean, specification, device, max_batch_size)
@@ -230,13 +231,12 @@ def _compiled(tower: DeviceTower) -> DeviceTower:
 def _fused_tower(
     lean: LeanVisionTower, specification: ModelSpecification, device: torch.device, max_batch_size: int
 ) -> DeviceTower:
-    from servers.engines.vit.fused import FusedVisionTower, FusedWeights, PlanChooser, Workspace
-    from servers.engines.vit.plans import Plan
+    from servers.engines.torch.vit_fused import FusedVisionTower, FusedWeights, PlanChooser, TilePlan, Workspace
 
     weights = FusedWeights(lean, device)
     workspace = Workspace(lean.shape, max_batch_size, device)
     chooser = PlanChooser(weights, workspace, specification.inputs[0].item_shape)
-    chosen: dict[int, tuple[Plan, str]] = {}
+    chosen: dict[int, tuple[TilePlan, str]] = {}
 
     def enqueue(images: int) -> Callable[[Tensor, Tensor], None]:
         chosen[images] = chooser.choose(images)
@@ -245,7 +245,7 @@ def _fused_tower(
     def plans() -> Mapping[str, str]:
         return {str(images): sentence(*choice) for images, choice in sorted(chosen.items())}
 
-    def sentence(plan: Plan, origin: str) -> str:
+    def sentence(plan: TilePlan, origin: str) -> str:
         products = "cuBLAS products" if plan.qkv is None else "Triton products"
         form = "" if lean.shape.quick_gelu else f", GELU in its {plan.gelu} form"
         return f"{products}{form} ({origin})"
@@ -268,7 +268,7 @@ def to_torchscript(
     if max_batch_size not in rows and examples(1)[0].is_cuda:
         rows.append(max_batch_size)  # allocates and selects kernels; on a CPU it would only take long
     with torch.no_grad():
-        pairs = [(given, as_tuple(module(*given))) for given in map(examples, rows)]
+        pairs = [(inputs, as_tuple(module(*inputs))) for inputs in map(examples, rows)]
     kernels = f"{APIS[mode]} of {title}"
     remedy = "use mode eager" if mode == "traced" else "use mode traced or eager"
     try:
@@ -283,7 +283,7 @@ def to_torchscript(
         raise EngineError(f"{kernels} failed: {reason_of(exc)}; {remedy}") from exc
     limit = max(MAX_ERROR.get(output.dtype, 0) for output in pairs[0][1])
     if not error <= limit:
-        shapes = ", ".join(str(list(given[0].shape)) for given, _ in pairs)
+        shapes = ", ".join(str(list(inputs[0].shape)) for inputs, _ in pairs)
         raise EngineError(
             f"{kernels} does not compute the model: for one of the batches {shapes} its answer differs from the "
             f"module's own by {error:.2g}, more than {limit:g}; {remedy}"
@@ -324,20 +324,68 @@ def _largest_error(
         torch.jit.set_fusion_strategy(strategy)
     errors = [0.0]
     with torch.no_grad():
-        for given, own in pairs:
+        for inputs, expected in pairs:
             for _ in range(CALLS):
-                answers = as_tuple(scripted(*given))
-            errors += [_error(answer, output) for answer, output in zip(answers, own, strict=True)]
+                answers = as_tuple(scripted(*inputs))
+            errors += [_error(answer, output) for answer, output in zip(answers, expected, strict=True)]
     return max(errors, key=lambda error: (math.isnan(error), error))
 
 
-def _error(answer: Tensor, own: Tensor) -> float:
+def _error(answer: Tensor, expected: Tensor) -> float:
     """The largest relative error of a row; infinity for another shape or datatype, or other integers."""
-    if (answer.shape, answer.dtype) != (own.shape, own.dtype):
+    if (answer.shape, answer.dtype) != (expected.shape, expected.dtype):
         return float("inf")
-    if not own.is_floating_point():
-        return 0.0 if torch.equal(answer, own) else float("inf")
-    off = torch.linalg.vector_norm((answer - own).reshape(len(own), -1).float(), dim=1)
-    return float(
-        torch.where(off == 0, 0, off / torch.linalg.vector_norm(own.reshape(len(own), -1).float(), dim=1)).max()
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(answer, expected) else float("inf")
+    difference, norm = (
+        torch.linalg.vector_norm(rows.reshape(len(expected), -1).float(), dim=1)
+        for rows in (answer - expected, expected)
     )
+    return float(torch.where(difference == 0, 0, difference / norm).max())
+
+
+MIN_CAPABILITY = (8, 9)
+FP8_MULTIPLE = 16
+INSTALL_FP8 = "pip install 'abserve[fp8]'"
+
+
+def to_fp8(module: nn.Module, device: torch.device, *, title: str) -> tuple[int, str]:
+    """Convert the linear layers of `module`, which is in BF16 on `device`, in place.
+
+    Returns how many are in FP8, and the description for `kernels`; `title` names the module. Raises `EngineError` where
+    the device, the packages or the model have no FP8 products.
+    """
+    check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    try:
+        import torchao
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    except ImportError as exc:
+        raise EngineError(f"precision fp8 needs torchao, and {first_line(exc)}; run: {INSTALL_FP8}") from exc
+    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    if not any(map(has_fp8_product, linear)):
+        raise EngineError(
+            f"none of the {len(linear)} linear layers has sizes that are multiples of {FP8_MULTIPLE}, which FP8 "
+            "products need; use precision bf16"
+        )
+    # torchao would also change how torch multiplies FP32 and how torch.compile tunes, for the whole process.
+    configuration = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    quantize_(module, configuration, filter_fn=lambda layer, _: isinstance(layer, nn.Linear) and has_fp8_product(layer))
+    converted = sum(type(layer.weight) is not nn.Parameter for layer in linear)  # torchao's weights have their own type
+    if not converted:
+        raise EngineError(f"torchao {torchao.__version__} left every linear layer in BF16; use precision bf16")
+    return converted, f"{title}, {converted} of {len(linear)} linear layers in FP8 by torchao {torchao.__version__}"
+
+
+def check_capability(capability: tuple[int, int], name: str) -> None:
+    """Raise `EngineError` for a GPU without FP8 products."""
+    if capability < MIN_CAPABILITY:
+        raise EngineError(
+            f"precision fp8 needs a GPU of compute capability 8.9 or newer, and {name} has "
+            f"{capability[0]}.{capability[1]}; use precision bf16"
+        )
+
+
+def has_fp8_product(layer: nn.Linear) -> bool:
+    """Whether FP8 products exist for the layer; torchao has none for the last product of nn.MultiheadAttention."""
+    of_attention = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return not of_attention and layer.in_features % FP8_MULTIPLE == 0 and layer.out_features % FP8_MULTIPLE == 0

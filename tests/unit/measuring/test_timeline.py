@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from servers.engines.profiling.profile import (
-    Launch,
-    Part,
+from servers.measuring.profile import (
+    KernelLaunch,
     ProfileError,
+    ProfileTotals,
     Total,
     add_busy_time,
     span_ns,
@@ -20,7 +20,7 @@ MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 
 def totals_of(*launches: tuple[str, int, int]) -> dict[str, Total]:
     totals: dict[str, Total] = {}
-    add_busy_time([Launch(*launch) for launch in launches], totals)
+    add_busy_time([KernelLaunch(*launch) for launch in launches], totals)
     return totals
 
 
@@ -42,24 +42,24 @@ def test_kernels_that_touch_or_take_no_time() -> None:
 
 
 def test_the_span_reaches_to_the_last_end_of_all() -> None:
-    assert span_ns([Launch("long", 10, 500), Launch("short", 20, 30)]) == 490
+    assert span_ns([KernelLaunch("long", 10, 500), KernelLaunch("short", 20, 30)]) == 490
 
 
 def test_executions_lie_between_marks() -> None:
     launches = [
-        *(Launch(MARK, at, at + 2) for at in (10, 20, 50, 100)),
-        Launch("before", 0, 5),
-        Launch("gemm", 25, 30),
-        Launch("gemm", 60, 70),
-        Launch("gelu", 70, 80),
-        Launch("after", 110, 120),
+        *(KernelLaunch(MARK, at, at + 2) for at in (10, 20, 50, 100)),
+        KernelLaunch("before", 0, 5),
+        KernelLaunch("gemm", 25, 30),
+        KernelLaunch("gemm", 60, 70),
+        KernelLaunch("gelu", 70, 80),
+        KernelLaunch("after", 110, 120),
     ]
     names = [[launch.name for launch in group] for group in split(launches, 2)]
     assert names == [["gemm"], ["gemm", "gelu"]]
 
 
 def test_a_lost_execution_and_an_empty_profile_are_no_profile() -> None:
-    launches = [Launch(MARK, at, at + 2) for at in (10, 20, 50, 100)] + [Launch("gemm", 25, 30)]
+    launches = [KernelLaunch(MARK, at, at + 2) for at in (10, 20, 50, 100)] + [KernelLaunch("gemm", 25, 30)]
     with pytest.raises(ProfileError, match="1 of 2 executions"):
         split(launches, 2)
     with pytest.raises(ProfileError, match="1 of 9 executions"):
@@ -70,7 +70,7 @@ def test_a_lost_execution_and_an_empty_profile_are_no_profile() -> None:
 
 def test_the_record_adds_up() -> None:
     totals = {"gemm_a": Total(40, 60000.0), "gemm_b": Total(20, 10000.0), "strange": Total(20, 10000.0)}
-    record = summarised(Part(totals, 100_000), 8, measured_us=4.0, on_device=True)
+    record = summarised(ProfileTotals(totals, 100_000), 8, measured_us=4.0, on_device=True)
     assert (record.span_us, record.idle_us, record.launches) == (5.0, 1.0, 4.0)
     assert {category.name: category.us for category in record.categories if category.us} == {
         "matrix products": 3.5,

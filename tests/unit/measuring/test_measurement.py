@@ -15,18 +15,20 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from servers.engines.batches import random_inputs
-from servers.engines.measurement import (
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
+from servers.engines.torch.engine import TorchEngine
+from servers.measuring.measurement import (
     MAX_REPEATS,
     P99_REPEATS,
+    BatchMeasurement,
+    MeasuredEngine,
     Reference,
+    batch_measurement,
     matrix_tflops,
-    measure_engine,
     p99_ns,
     references_of,
 )
-from servers.engines.null import NullEngine
-from servers.engines.settings import EngineSettings
-from servers.engines.torch import TorchEngine
 from servers.models.registry import get_specification
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
@@ -45,8 +47,24 @@ class SlowEngine(NullEngine):
             pass
         return answer
 
-    def execution_ns(self, count: int, repeats: int) -> list[int]:
+    def execution_ns(self, rows: int, repeats: int) -> list[int]:
         return [500_000, *[1_000_000] * (repeats - 2), 50_000_000]
+
+    def run_only(self, rows: int) -> bool:
+        return True
+
+
+def measured(
+    engine: NullEngine,
+    specification: ModelSpecification,
+    batches: list[int],
+    references: list[Reference],
+    seconds: float,
+    matrix: float | None,
+) -> list[BatchMeasurement]:
+    driver = MeasuredEngine(engine, specification, batches)
+    times = [driver.measure(batch, reference, seconds) for reference in references for batch in batches]
+    return [batch_measurement(batch_times, specification, matrix) for batch_times in times]
 
 
 def test_rates_come_from_the_execution_and_the_call_is_told_too(specification: ModelSpecification) -> None:
@@ -56,7 +74,7 @@ def test_rates_come_from_the_execution_and_the_call_is_told_too(specification: M
     pictures = np.random.default_rng(0).standard_normal((3, 3, 224, 224), np.float32)
     answers = {"embedding": pictures.reshape(3, -1)[:, :512]}
     reference = Reference({"pixel_values": pictures}, answers, flops)
-    (result,) = measure_engine(engine, specification, [4], [reference], 0.05, 100.0)
+    (result,) = measured(engine, specification, [4], [reference], 0.05, 100.0)
     assert result.batch == 4
     assert result.execution_ns == 1_000_000
     assert result.call_ns >= 3_000_000
@@ -68,7 +86,7 @@ def test_rates_come_from_the_execution_and_the_call_is_told_too(specification: M
     assert result.cosine_to_fp32 == pytest.approx(1)
     assert (result.fault, result.relative_error_to_fp32) == (None, 0)
     swapped = Reference({"pixel_values": pictures}, {"embedding": answers["embedding"][::-1].copy()})
-    (wrong,) = measure_engine(engine, specification, [4], [swapped], 0.0, None)
+    (wrong,) = measured(engine, specification, [4], [swapped], 0.0, None)
     assert wrong.cosine_to_fp32 is not None
     assert wrong.cosine_to_fp32 < 0.9
     assert "embedding has a relative error" in str(wrong.fault)
@@ -81,7 +99,7 @@ def test_every_length_has_rates_of_sequences_and_of_tokens() -> None:
     sizes = [{"sequence": 8}, {"sequence": 24}]
     references = [Reference(random_inputs(specification, 2, 0, along), None, None, along) for along in sizes]
     engine = SlowEngine(specification, EngineSettings(kind="null"))
-    results = measure_engine(engine, specification, [1, 2], references, 0.0, None)
+    results = measured(engine, specification, [1, 2], references, 0.0, None)
     assert [(result.batch, result.sizes) for result in results] == [(b, s) for s in sizes for b in (1, 2)]
     for result in results:
         assert result.items_per_second == pytest.approx(1000 * result.batch)

@@ -11,11 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from servers.engines.batches import valid_inputs
-from servers.engines.flight import event_pair
-from servers.engines.graph_runner import FLIGHTS, Build, Call, GraphRunner
 from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, Request, first_line
 from servers.engines.padding import Padding
 from servers.engines.processors import cuda_index
+from servers.engines.torch.copies import CudaCopies
+from servers.engines.torch.runner import FLIGHTS, Build, Call, GraphRunner, event_pair
 from servers.gpu.cuda_library import CudaError, device_uuid
 from servers.protocol.tensors import Array
 
@@ -60,7 +60,7 @@ def fp32_products() -> dict[str, str]:
 
 
 def device_details(device: torch.device) -> dict[str, object]:
-    """The card as the description of an engine shows it."""
+    """The details of the card in the description of an engine."""
     details: dict[str, object] = {"cuda_build": torch.version.cuda, "cuda_available": torch.cuda.is_available()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -89,18 +89,18 @@ class RunnerEngine(Engine):
         call: Call | None = None,
         sizes: Sequence[int] = (),
         at_load: Sequence[int] | None = None,
-    ) -> GraphRunner:
+        copies: CudaCopies | None = None,
+    ) -> None:
         self._device = device
         try:
             self._runner = GraphRunner(
-                self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load
+                self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load, copies=copies
             )
         except CudaError as exc:
             raise EngineError(f"{device} cannot be used: {exc}") from exc
         self.flights = FLIGHTS
         self.device_index = device.index if device.type == "cuda" else None
         self.takes_addresses = self._runner.takes_addresses
-        return self._runner
 
     def start(
         self,
@@ -164,12 +164,12 @@ class RunnerEngine(Engine):
             self.infer(valid_inputs(self._specification, rows))
         return self._runner
 
-    def probe_kernels(self) -> bool:
+    def probe_kernels(self) -> Mapping[str, object] | None:
         """Profile one inference of one row by torch's profiler, which lists every kernel of the process."""
-        if (runner := self._runner) is not None:
-            inputs = valid_inputs(self._specification, 1)
-            self.kernel_probe = probe_kernels(lambda: runner.infer(inputs), self._device)
-        return runner is not None
+        if (runner := self._runner) is None:
+            return None
+        inputs = valid_inputs(self._specification, 1)
+        return probe_kernels(lambda: runner.infer(inputs), self._device)
 
     def close(self) -> None:
         if self._runner is not None:

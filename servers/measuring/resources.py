@@ -1,6 +1,6 @@
-"""The memory and the energy that one cell of the engine matrix takes: of this process, and of its device.
+"""The memory and energy that one workload of the engine matrix takes: of this process, and of its device.
 
-What cannot be read is None, never 0.
+A value that cannot be read is None, never 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ EDGE_SECONDS = 1.0
 """Longest wait for a step of the counter."""
 
 Read = Callable[[], float | None]
-"""Joules so far; None if they cannot be read."""
+"""Reads a counter of joules; None if it cannot be read."""
 
 
 class Energy(NamedTuple):
-    """What a device took during a number of runs; `seconds_per_run` is of those between which nothing was read."""
+    """The energy of a device for a number of runs; `seconds_per_run` is of runs without readings between them."""
 
     joules: float
     runs: int
@@ -56,7 +56,7 @@ class Resources:
         self._joules = self._gpu_joules if whole else lambda: None
 
     def begin(self) -> None:
-        """Forget the framework's peaks of earlier cells."""
+        """Reset the framework's peaks of memory, which are those of earlier cells."""
         if (cuda := self._torch_cuda()) is not None:
             cuda.reset_peak_memory_stats(self._cuda)
 
@@ -88,31 +88,31 @@ class Resources:
         return None if self._gpu is None else self._reader.energy_joules(self._gpu)
 
     def _processes(self) -> dict[int, int | None]:
-        found = None if self._gpu is None else self._reader.edge(self._gpu).processes
-        return {one.pid: one.used_bytes for one in found or ()}
+        processes = None if self._gpu is None else self._reader.edge(self._gpu).processes
+        return {process.pid: process.used_bytes for process in processes or ()}
 
     def _process_bytes(self) -> int | None:
-        """By this process' ID, or, in a container whose IDs differ, that of the one process that came after it."""
+        """The device memory of this process, by its ID; in a container, where IDs differ, of the only new process."""
         if self._gpu is None:
             return None
-        found = self._processes()
-        if os.getpid() in found:
-            return found[os.getpid()]
-        new = [used for pid, used in found.items() if pid not in self._others]
+        processes = self._processes()
+        if os.getpid() in processes:
+            return processes[os.getpid()]
+        new = [used for pid, used in processes.items() if pid not in self._others]
         return new[0] if len(new) == 1 else None
 
 
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     """The peak of this process' resident memory so far."""
     try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+        peak = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return None if found is None else int(found.group(1)) * 1024
+    return None if peak is None else int(peak.group(1)) * 1024
 
 
 def joules_of(read: Read, run: Callable[[], object], seconds: float) -> Energy | None:
-    """Between two steps of a counter that are at least `seconds` apart.
+    """The energy between two steps of a counter that are at least `seconds` apart.
 
     The counter may step rarely: between its steps a reading would count energy of the time before.
     """

@@ -11,8 +11,7 @@ import msgspec
 
 from servers.cli import defaults
 from servers.engines.batches import has_buckets
-from servers.engines.environment import environment_of
-from servers.engines.factory import check_engine
+from servers.engines.factory import check_engine, environment_of
 from servers.engines.interface import EngineError
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on
@@ -25,9 +24,9 @@ GRAPHS = ("graph", "compile")
 """Modes that need the shape of every batch in advance."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine process. `lengths` are those of the model's axis; None is a model without one, and an empty list asks
-    for the model's default."""
+class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one engine process is to measure. `lengths` are sizes along the model's axis: (None,) for a model without an
+    axis, empty for the model's default."""
 
     model: str
     engine: str
@@ -73,7 +72,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class RequestCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The request with everything resolved, or the reason why it is refused."""
 
     reason: str | None = None
@@ -112,13 +111,13 @@ def offers(device: str) -> dict[str, object]:
     return {"device": resolved_device(device), "engines": engines, "gpu": gpu_info(None)}
 
 
-def checked(request: Request) -> Checked:
-    """Whether this machine can measure the request, found without loading a library."""
+def checked(request: MeasurementRequest) -> RequestCheck:
+    """Whether this machine can measure the request; loads no library."""
     try:
         specification = request.specification()
         parse_weights(request.weights, specification.default_weights)
     except (UnknownModelError, WeightsError) as exc:
-        return Checked(reason=str(exc), wrong=True)
+        return RequestCheck(reason=str(exc), wrong=True)
     device = resolved_device(request.device)
     resolved: dict[str, Any] = {
         "precision": precision_on(device, request.precision),
@@ -133,18 +132,18 @@ def checked(request: Request) -> Checked:
         environment_of(request.engine)
         lengths, too_long = _lengths(specification, request.lengths)
     except EngineError as exc:
-        return Checked(reason=str(exc), **resolved)
-    return Checked(mode=mode, lengths=lengths, too_long=too_long, **resolved)
+        return RequestCheck(reason=str(exc), **resolved)
+    return RequestCheck(mode=mode, lengths=lengths, too_long=too_long, **resolved)
 
 
 def _mode(specification: ModelSpecification, settings: EngineSettings) -> str:
-    """The mode in which the engine will execute, for a model without known shapes too."""
+    """The mode in which the engine will execute; graphs need a model whose shapes are known."""
     place = "cpu" if settings.device == "cpu" else "cuda"
     mode = settings.mode_on(place)
     if mode not in GRAPHS or has_buckets(specification):
         return mode
     reason = f"{specification.name} has dimensions of any size that cannot be padded, which the mode {mode} needs"
-    other = next((one for one in engine_kind(settings.kind).modes[place] if one not in GRAPHS), None)
+    other = next((mode for mode in engine_kind(settings.kind).modes[place] if mode not in GRAPHS), None)
     if other is None:
         raise EngineError(f"{reason}; use the engine torch or onnxruntime")
     if settings.mode != "auto":
@@ -164,7 +163,7 @@ def _lengths(
     if long:
         listed = ", ".join(map(str, long))
         reason = f"{axis.name} {listed}: {specification.name} takes at most {axis.largest}; leave it out"
-    kept = tuple(dict.fromkeys(length for length in lengths if length <= axis.largest))
-    if not kept:
+    accepted = tuple(dict.fromkeys(length for length in lengths if length <= axis.largest))
+    if not accepted:
         raise EngineError(str(reason))
-    return kept, reason
+    return accepted, reason

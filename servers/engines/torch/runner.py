@@ -1,4 +1,4 @@
-"""Batches on a device over fixed memory: padded to a bucket and replayed from its CUDA graph, or in their own shape."""
+"""Executes batches on a device over fixed memory: by the CUDA graph of a bucket, or each in its own shape."""
 
 from __future__ import annotations
 
@@ -14,15 +14,101 @@ import torch
 from torch import Tensor
 
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
-from servers.engines.copies import cut_copy
-from servers.engines.device_copies import CudaCopies, HostCopies
-from servers.engines.flight import COPIED_BYTES, TORCH_TYPES, Flight, Memory, event_pair, new_host_bytes
 from servers.engines.interface import DeviceMemory, Finish, HostMemory, Request
 from servers.engines.padding import Padding, divide, fill_rows, pad_to_text
+from servers.engines.torch.copies import CudaCopies, cut_copy
 from servers.gpu.cuda_library import CudaError
 from servers.models.specification import Axis, ModelSpecification
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, TensorSpec
+
+TORCH_TYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+    "UINT16": torch.uint16,
+    "UINT32": torch.uint32,
+    "UINT64": torch.uint64,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP16": torch.float16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+}
+"""Protocol datatype → torch's; torch has none for BYTES."""
+
+COPIED_BYTES = 2**18
+"""An output up to this size is copied out of memory that stays pinned; a larger one is fetched into its own.
+
+The allocator of pinned memory takes longer than a small copy, and a large copy longer than the allocator.
+"""
+
+
+def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Two events that measure the device time between them."""
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def new_host_bytes(size: int, *, pinned: bool) -> Array:
+    """New memory of the host, page-locked for a GPU."""
+    array: Array = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
+    return array
+
+
+class Memory:
+    """Memory of one tensor on a device, or page-locked on the host, at a fixed address once it is large enough."""
+
+    def __init__(self, tensor: TensorSpec, device: torch.device, *, pinned: bool = False) -> None:
+        self.tensor, self._device, self._pinned = tensor, device, pinned
+        self.dtype = tensor.dtype
+        self.reserve((0,))
+
+    def reserve(self, shape: Sequence[int]) -> None:
+        """Replace the memory by zeros for this shape."""
+        dtype = TORCH_TYPES[self.tensor.datatype]
+        self._size = prod(shape)
+        self._elements = torch.zeros(self._size, dtype=dtype, device=self._device, pin_memory=self._pinned)
+        self.address = self._elements.data_ptr()
+
+    def holds(self, shape: Sequence[int]) -> bool:
+        """Whether the memory is large enough for this shape."""
+        return prod(shape) <= self._size
+
+    def view(self, shape: Sequence[int]) -> Tensor:
+        """The start of the memory in this shape."""
+        return self._elements[: prod(shape)].view(*shape)
+
+
+class Flight:
+    """The memory and events of one started batch."""
+
+    def __init__(self, specification: ModelSpecification, device: torch.device, copies: CudaCopies) -> None:
+        pinned, host = device.type == "cuda", torch.device("cpu")
+        self.inputs = [Memory(tensor, device) for tensor in specification.inputs]
+        self.padded = [Memory(tensor, host, pinned=pinned) for tensor in specification.inputs]
+        self.outputs = [Memory(tensor, device) for tensor in specification.outputs]
+        self._small = [new_host_bytes(COPIED_BYTES, pinned=pinned) for _ in specification.outputs]
+        self._small_addresses = [memory.ctypes.data for memory in self._small]
+        self.arrived, self.executed, self.done = (copies.event() for _ in range(3))
+        self.references: list[object] = []
+        """Keep what the device reads alive until the batch is finished."""
+
+    def small_array(self, index: int, shape: Sequence[int]) -> tuple[int, Array]:
+        """Page-locked memory for a small output: its address, and an array of this shape over it."""
+        return self._small_addresses[index], np.ndarray(shape, self.outputs[index].dtype, self._small[index])
+
+    def merged(self, index: int, arrays: Sequence[Array], shape: Sequence[int], axis: Axis) -> tuple[int, int]:
+        """Merge an input, padded to `shape`, in page-locked memory: its address and bytes. Missing rows repeat the last
+        one."""
+        memory = self.padded[index]
+        if not memory.holds(shape):
+            memory.reserve(shape)
+        filled = memory.view(shape).numpy()
+        rows = fill_rows(filled, arrays, memory.tensor.name, axis)
+        filled[rows:] = filled[rows - 1]
+        return memory.address, filled.nbytes
+
 
 FLIGHTS = 2
 """Batches that may be unfinished at once: one arrives while the other one is executed."""
@@ -44,7 +130,7 @@ class _Batch(NamedTuple):
     requests: Sequence[Request]
     rows: Sequence[int]
     sizes: Sequence[int]
-    """Each request's along the padded axis; empty without one."""
+    """The size of each request along the padded axis; empty for a model without one."""
     padding: Padding | None
     bucket: Bucket
     outputs: Sequence[Mapping[str, DeviceMemory]]
@@ -54,8 +140,8 @@ class _Batch(NamedTuple):
         return None if self.padding is None else self.padding.axis
 
 
-class _Graph(NamedTuple):
-    """What executes one bucket."""
+class _CapturedGraph(NamedTuple):
+    """The CUDA graph of one bucket."""
 
     replay: Callable[[], object]
     items: Sequence[tuple[int, ...]]
@@ -65,7 +151,7 @@ class _Graph(NamedTuple):
 
 
 class _Fetched(NamedTuple):
-    """An output in page-locked memory; `small` if the flight keeps that memory."""
+    """An output in page-locked memory; `small` if that memory belongs to the flight and must be copied from."""
 
     name: str
     array: Array
@@ -78,8 +164,7 @@ class GraphRunner:
     With `build` every batch is padded to its bucket, one of `rows` times one of `sizes` of the model's padded axis, and
     executed in that bucket's CUDA graph over fixed memory; the outputs are cut back. The graphs of `at_load`, default
     all `sizes`, are captured at once, the others with the first batch that needs them, until `prepare_no_more`. With
-    `call` every batch is executed in its own shape, without graphs. On the CPU, for tests, `build`'s function takes the
-    place of a graph.
+    `call` every batch is executed in its own shape, without graphs.
 
     A batch goes from the requests' own memory to its flight's memory on the device, while the batch before it is
     executed, and from there to the memory that the graph reads; or directly, if no batch is executed. Its large outputs
@@ -100,26 +185,27 @@ class GraphRunner:
         call: Call | None = None,
         sizes: Sequence[int] = (),
         at_load: Sequence[int] | None = None,
+        copies: CudaCopies | None = None,
     ) -> None:
-        """Raises `CudaError`."""
+        """`copies` stand in for the driver's calls on a device that is not a GPU. Raises `CudaError`."""
         self.rows, self.sizes = tuple(sorted(set(rows))), tuple(sorted(set(sizes)))
         self._specification, self._device = specification, device
         self._build, self._call = build, call
         axis = specification.padded_axis if build is not None else None
         self._padding = None if axis is None else Padding(axis, self.sizes)
         self._on_cuda = device.type == "cuda"
-        self._graphs: dict[Bucket, _Graph] = {}
+        self._graphs: dict[Bucket, _CapturedGraph] = {}
         self._prepared: tuple[int, ...] = ()
         self._prepares = True
         self._executed: dict[int, tuple[Bucket, Flight, list[tuple[int, ...]]]] = {}
         self._incoming: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
-        self.copies = HostCopies()
         with torch.cuda.device(device) if self._on_cuda else nullcontext(), torch.no_grad():
-            if self._on_cuda:
+            if copies is None:
                 streams = [torch.cuda.Stream(device) for _ in range(3)]  # type: ignore[no-untyped-call]
                 self._incoming, self._stream, self._outgoing = streams
-                self.copies = CudaCopies(device.index or 0, *(stream.cuda_stream for stream in streams))
+                copies = CudaCopies(device.index or 0, *(stream.cuda_stream for stream in streams))
+            self.copies = copies
             self._inputs = [Memory(tensor, device) for tensor in specification.inputs]
             self._outputs = [Memory(tensor, device) for tensor in specification.outputs]
             flights = [Flight(specification, device, self.copies) for _ in range(FLIGHTS)]
@@ -139,7 +225,7 @@ class GraphRunner:
 
     @property
     def takes_addresses(self) -> bool:
-        """See `Engine`: not where requests are merged on the host first."""
+        """See `Engine`: False if requests are merged on the host first."""
         return self._padding is None
 
     def prepare_no_more(self) -> None:
@@ -180,19 +266,19 @@ class GraphRunner:
         try:
             self.copies.enter()
             direct = self._build is not None and not self._unfinished
-            shapes = [self._bring(flight, index, batch, direct=direct) for index in range(len(flight.inputs))]
-            fetched = self._fetch(flight, self._execute(flight, batch.bucket, shapes, direct=direct), batch)
+            shapes = [self._copy_inputs(flight, index, batch, direct=direct) for index in range(len(flight.inputs))]
+            fetched = self._copy_outputs(flight, self._execute(flight, batch.bucket, shapes, direct=direct), batch)
         except BaseException:
             with suppress(CudaError):  # a lost device reads nothing any more, and the next batch will fail too
                 self.copies.synchronise()
             self._release(flight)
             raise
-        flight.kept.append(requests)
+        flight.references.append(requests)
         self._unfinished.append(flight)
         return partial(self._finish, flight, batch, shapes, fetched)
 
     def ready(self) -> bool:
-        """See `Engine.ready`; also when it has failed."""
+        """See `Engine.ready`; True also for a batch that has failed."""
         return not self._unfinished or self.copies.happened(self._unfinished[0].done)
 
     def executed_rows(self, rows: int) -> int:
@@ -235,7 +321,7 @@ class GraphRunner:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """torch enqueues in the stream `compute`."""
+        """A block in which torch enqueues in the stream `compute`."""
         if self._stream is None:
             with torch.no_grad():
                 yield
@@ -248,19 +334,19 @@ class GraphRunner:
         """Make the memory of the largest batch, where its shape is known."""
         largest = Bucket(self.rows[-1], self.sizes[-1] if self.sizes else None)
         fixed = all(-1 not in tensor.item_shape for tensor in self._specification.inputs)
-        known: list[Memory] = []
+        memories: list[Memory] = []
         if self._build is not None:
-            known += [*self._inputs, *self._outputs, *(memory for flight in flights for memory in flight.outputs)]
+            memories += [*self._inputs, *self._outputs, *(memory for flight in flights for memory in flight.outputs)]
         if self._build is not None or fixed:
-            known += [memory for flight in flights for memory in flight.inputs]
+            memories += [memory for flight in flights for memory in flight.inputs]
         if self._padding is not None:
-            known += [memory for flight in flights for memory in flight.padded]
-        for memory in known:
+            memories += [memory for flight in flights for memory in flight.padded]
+        for memory in memories:
             memory.reserve(largest.shape_of(self._specification, memory.tensor))
 
     def _capture(self, bucket: Bucket, enqueue: Enqueue) -> None:
         specification = self._specification
-        given, out = (
+        inputs, outputs = (
             [memory.view(bucket.shape_of(specification, memory.tensor)) for memory in memories]
             for memories in (self._inputs, self._outputs)
         )
@@ -268,14 +354,14 @@ class GraphRunner:
             # As if every item were one shorter than the bucket, because a model may skip a mask that masks nothing.
             sizes = specification.along(None if bucket.size is None else max(1, bucket.size - 1))
             items = random_inputs(specification, bucket.rows, 0, sizes)
-            for memory, target in zip(self._inputs, given, strict=True):
+            for memory, target in zip(self._inputs, inputs, strict=True):
                 padded = np.empty(tuple(target.shape), memory.tensor.dtype)
                 fill_rows(padded, [items[memory.tensor.name]], memory.tensor.name, self._axis)
                 target.copy_(torch.from_numpy(padded))
-        self._graphs[bucket] = _Graph(
-            self.copies.captured(partial(enqueue, given, out), self._pool),
-            [tuple(tensor.shape[1:]) for tensor in given],
-            [(memory.address, tuple(tensor.shape)) for memory, tensor in zip(self._outputs, out, strict=True)],
+        self._graphs[bucket] = _CapturedGraph(
+            self.copies.captured(partial(enqueue, inputs, outputs), self._pool),
+            [tuple(tensor.shape[1:]) for tensor in inputs],
+            [(memory.address, tuple(tensor.shape)) for memory, tensor in zip(self._outputs, outputs, strict=True)],
         )
 
     @property
@@ -311,7 +397,7 @@ class GraphRunner:
                 f"{pad_to_text([*self.sizes, size])}"
             )
 
-    def _bring(self, flight: Flight, index: int, batch: _Batch, *, direct: bool) -> tuple[int, ...]:
+    def _copy_inputs(self, flight: Flight, index: int, batch: _Batch, *, direct: bool) -> tuple[int, ...]:
         """Enqueue the copies of an input to the flight's memory, or to the graph's; returns the shape there."""
         memory, axis = (self._inputs if direct else flight.inputs)[index], batch.axis
         tensor, stream = memory.tensor, self.copies.compute if direct else self.copies.incoming
@@ -364,7 +450,7 @@ class GraphRunner:
             else:
                 if not value.flags.c_contiguous:
                     value = np.ascontiguousarray(value)
-                    flight.kept.append(value)
+                    flight.references.append(value)
                 sources.append(value.ctypes.data)
                 targets.append(target)
                 sizes.append(size)
@@ -373,7 +459,7 @@ class GraphRunner:
             self.copies.to_device(targets, sources, sizes, stream)
         if on_device:
             places, addresses, lengths = zip(*on_device, strict=True)
-            self.copies.together(places, addresses, lengths, stream)
+            self.copies.copy_many(places, addresses, lengths, stream)
 
     def _check(
         self,
@@ -409,15 +495,15 @@ class GraphRunner:
     def _execute(
         self, flight: Flight, bucket: Bucket, shapes: Sequence[tuple[int, ...]], *, direct: bool
     ) -> Sequence[tuple[int, tuple[int, ...]]]:
-        """Enqueue the execution of what arrives; returns address and shape of each output."""
+        """Enqueue the execution of the batch whose inputs arrive; returns address and shape of each output."""
         copies = self.copies
         if not direct:
             copies.order(flight.arrived, copies.incoming, copies.compute)
         if self._call is not None:
             with self._active():
-                own = self._outputs_of(flight, shapes)
-            flight.kept += own
-            return [(output.data_ptr(), tuple(output.shape)) for output in own]
+                outputs = self._outputs_of(flight, shapes)
+            flight.references += outputs
+            return [(output.data_ptr(), tuple(output.shape)) for output in outputs]
         for read, arrived, shape in [] if direct else zip(self._inputs, flight.inputs, shapes, strict=True):
             size = prod(shape) * read.dtype.itemsize
             copies.copy(read.address, arrived.address, size, copies.compute)
@@ -428,36 +514,38 @@ class GraphRunner:
     def _outputs_of(self, flight: Flight, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Enqueue the call on what has arrived; its outputs have the specification's datatypes, as a graph's have."""
         assert self._call is not None
-        found = self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
+        outputs = self._call([memory.view(shape) for memory, shape in zip(flight.inputs, shapes, strict=True)])
         types = [TORCH_TYPES[tensor.datatype] for tensor in self._specification.outputs]
-        return [output.to(dtype).contiguous() for dtype, output in zip(types, found, strict=True)]
+        return [output.to(dtype).contiguous() for dtype, output in zip(types, outputs, strict=True)]
 
-    def _fetch(self, flight: Flight, found: Sequence[tuple[int, tuple[int, ...]]], batch: _Batch) -> list[_Fetched]:
-        """Enqueue the copies of the outputs to where the requests want them, without padding."""
+    def _copy_outputs(
+        self, flight: Flight, outputs: Sequence[tuple[int, tuple[int, ...]]], batch: _Batch
+    ) -> list[_Fetched]:
+        """Enqueue the copies of the outputs, without padding, to the host or to the requests' device memory."""
         copies, rows = self.copies, sum(batch.rows)
         fetched: list[_Fetched] = []
         large: list[tuple[int, int, int]] = []
-        for index, (address, shape) in enumerate(found):
+        for index, (address, shape) in enumerate(outputs):
             output = flight.outputs[index]
             tensor, itemsize = output.tensor, output.dtype.itemsize
             if batch.outputs and self._to_devices(tensor, address, shape, batch):
                 continue
-            place, wanted = None, shape
+            place, requested = None, shape
             if self._build is not None:
-                wanted = (rows, *shape[1:])
+                requested = (rows, *shape[1:])
                 if batch.axis is not None and (place := batch.axis.places.get(tensor.name)) is not None:
-                    wanted = (*wanted[:place], max(batch.sizes), *wanted[place + 1 :])
-            size = prod(wanted) * itemsize
+                    requested = (*requested[:place], max(batch.sizes), *requested[place + 1 :])
+            size = prod(requested) * itemsize
             if size <= COPIED_BYTES:
-                target, host = flight.small_array(index, wanted)
+                target, host = flight.small_array(index, requested)
                 fetched.append(_Fetched(tensor.name, host, True))
                 if place is None:
                     copies.copy(target, address, size, copies.compute)
                     continue
             else:
-                own = new_host_bytes(size, pinned=self._on_cuda)
-                fetched.append(_Fetched(tensor.name, own.view(output.dtype).reshape(wanted), False))
-                target = own.ctypes.data
+                host = new_host_bytes(size, pinned=self._on_cuda)
+                fetched.append(_Fetched(tensor.name, host.view(output.dtype).reshape(requested), False))
+                target = host.ctypes.data
             if self._build is not None:  # the next batch writes to the same memory
                 copy = cut_copy(address, shape, itemsize, slice(0, rows), place, max(batch.sizes, default=0))
                 address = flight.outputs[index].address
@@ -474,7 +562,7 @@ class GraphRunner:
         """Enqueue the copies of an output to the requests' device memory; True if every request has such memory."""
         targets = [named.get(tensor.name) for named in batch.outputs]
         place = None if batch.axis is None else batch.axis.places.get(tensor.name)
-        copies, together = self.copies, list[tuple[int, int, int]]()
+        copies, contiguous = self.copies, list[tuple[int, int, int]]()
         row = 0
         for number, (target, rows) in enumerate(zip(targets, batch.rows, strict=bool(targets))):
             if target is not None:
@@ -486,11 +574,11 @@ class GraphRunner:
                 if copy.rows > 1:
                     copies.within_device(target.address, copy, copies.compute)
                 elif copy.width:
-                    together.append((target.address, copy.source, copy.width))
+                    contiguous.append((target.address, copy.source, copy.width))
             row += rows
-        if together:
-            places, sources, lengths = zip(*together, strict=True)
-            copies.together(places, sources, lengths, copies.compute)
+        if contiguous:
+            places, sources, lengths = zip(*contiguous, strict=True)
+            copies.copy_many(places, sources, lengths, copies.compute)
         return bool(targets) and None not in targets
 
     def _finish(
@@ -499,7 +587,7 @@ class GraphRunner:
         self._unfinished.remove(flight)
         try:
             self.copies.wait(flight.done)
-            outputs = {one.name: one.array.copy() if one.small else one.array for one in fetched}
+            outputs = {output.name: output.array.copy() if output.small else output.array for output in fetched}
             self._executed[sum(batch.rows)] = batch.bucket, flight, shapes
         finally:
             self._release(flight)
@@ -510,7 +598,7 @@ class GraphRunner:
         return answers
 
     def _release(self, flight: Flight) -> None:
-        flight.kept.clear()
+        flight.references.clear()
         self._free.append(flight)
 
     def _repeat(self, rows: int) -> None:
