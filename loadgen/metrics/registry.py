@@ -3,7 +3,7 @@
 A new metric is one call of `register`: comparisons, thresholds, result, reports and exports follow from the registry.
 
 **Closed loop.** A block stores the requests that its users began before the block had enough
-(`loadgen.generator.window`); the load stays full until all of them are answered. Only requests count that began after
+(`loadgen.client.traffic`); the load stays full until all of them are answered. Only requests count that began after
 every user had its first response: the first ones meet an empty queue and a new connection.
 
 With N users that always wait for a response, throughput is N over the mean time from one request to the next (Little's

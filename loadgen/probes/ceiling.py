@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.launch.process import ChildProcess, ProcessError
+from loadgen.child_process import ChildProcess, ProcessError
 from loadgen.metrics.facts import Facts
 from loadgen.probes.ceiling_analysis import (
     NAMED,

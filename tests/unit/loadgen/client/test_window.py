@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadgen.generator.window import FAILURES_IN_A_ROW, Claim, Counts, LoadWindow, counts_bytes, shared_counts
+from loadgen.client.traffic import FAILURES_IN_A_ROW, Claim, Counts, LoadWindow, counts_bytes, shared_counts
 
 SECOND = 1_000_000_000
 

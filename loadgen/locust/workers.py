@@ -295,9 +295,9 @@ def _merge_classes(reports: Sequence[WorkerReport], folder: Path) -> Iterator[st
     for name in names:
         holders: list[tuple[WorkerReport, Sequence[str], int]] = []
         workers, first_user, errors = [], 0, 0
-        told = [report.described.get(name, {}).get("error_messages", []) for report in reports]
-        messages = list(dict.fromkeys(text for texts in told for text in texts))
-        for report, texts in zip(reports, told, strict=True):
+        messages_of = [report.described.get(name, {}).get("error_messages", []) for report in reports]
+        messages = list(dict.fromkeys(text for texts in messages_of for text in texts))
+        for report, texts in zip(reports, messages_of, strict=True):
             span = _Span()
             for samples in report.samples(name):
                 span.add(samples)

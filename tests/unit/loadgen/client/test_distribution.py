@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import loadgen.generator.distribution
+import loadgen.client.generator
+from loadgen.client.generator import LOST_MESSAGE, Contribution, merge, shares, worker_path
+from loadgen.client.messages import BlockOutcome, Open
 from loadgen.experiment.arrivals import arrival_count, due_offsets_ns, endless_offsets_ns
-from loadgen.generator.distribution import LOST_MESSAGE, Contribution, merge, shares, worker_path
-from loadgen.generator.messages import Open, Outcome
-from loadgen.locustfile.workers import WorkerReport, merge_reports
+from loadgen.locust.workers import WorkerReport, merge_reports
 from loadgen.records.run import Arrivals
 from loadgen.records.samples import SAMPLE_DTYPE, SampleWriter, read_samples, store_samples
 
@@ -68,15 +68,17 @@ def write(path: Path, users: list[int], *, errors: dict[int, int] | None = None,
         writer.close()
 
 
-def outcome(requests: int, **changes: object) -> Outcome:
+def outcome(requests: int, **changes: object) -> BlockOutcome:
     fields: dict[str, object] = {
         "window_start_ns": 1, "window_end_ns": 90_000, "requests": requests, "errors": 0, "error_messages": (),
         "cpu_ns": 7, "reconnects": 0, "cut_reason": None, "storage_error": None,
     }  # fmt: skip
-    return Outcome(**{**fields, **changes})  # type: ignore[arg-type]
+    return BlockOutcome(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def contributions(path: Path, first: Outcome | None, second: Outcome | None, lost: str = "") -> list[Contribution]:
+def contributions(
+    path: Path, first: BlockOutcome | None, second: BlockOutcome | None, lost: str = ""
+) -> list[Contribution]:
     parts = shares(command(path), 2)
     return [
         Contribution(number, 100 + number, part, result, None if result is not None else lost)
@@ -119,7 +121,7 @@ def test_where_the_merged_file_has_no_room_the_workers_files_stay(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(loadgen.generator.distribution, "store_samples", full)
+    monkeypatch.setattr(loadgen.client.generator, "store_samples", full)
     merged = merge(command(path), contributions(path, outcome(1), outcome(1)))
     assert merged.storage_error == "No space left on device"
     assert merged.requests == 2

@@ -1,4 +1,4 @@
-"""One test of the locustfile: its options, the request bodies, the sample files."""
+"""The options, the user class and the session of the locustfile: what one test sends and stores in one process."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from locust import User
 
-from loadgen.client.bodies import choose_items
+from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
+from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, Signature
-from loadgen.client.exchange import ConnectionRefused
-from loadgen.client.expected_outputs import ExpectedOutputs
 from loadgen.client.grpc import parse_grpc_address
-from loadgen.client.input_files import image_folder, read_given
-from loadgen.client.inputs import InputError, SampleInputs, read_inputs, served_model, write_samples
-from loadgen.client.requests import Address, AddressError
-from loadgen.client.transports import TRANSPORTS, Target, prepare_bodies
-from loadgen.client.variation import FreshNumbers, find_variation
+from loadgen.client.inputs import (
+    InputError,
+    SampleInputs,
+    image_folder,
+    read_given,
+    read_inputs,
+    served_model,
+    write_samples,
+)
+from loadgen.client.outputs import ExpectedOutputs
+from loadgen.client.traffic import Traffic
+from loadgen.client.transports import TRANSPORTS, InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
-from loadgen.generator.users import Traffic
 from loadgen.headers import HeaderError, read_headers
-from loadgen.locustfile.workers import WorkerFile
+from loadgen.locust.workers import WorkerFile
 from loadgen.records.payloads import DEFAULT_NAME, PAYLOADS, implied_payload, inputs_in_words, reference, served_name
 from loadgen.records.run import Access, Arrivals, Transport
 from loadgen.records.samples import SampleWriter
@@ -38,49 +43,35 @@ logger = logging.getLogger("abserve")
 
 
 _MOST_TIMEOUT_S = 3600.0
-_HELP = {
-    "model": "The model's name on the server, or its reference, such as transformers:bert-base-uncased.",
-    "batch_size": "Inputs per request in the scenario Batched.",
-    "payload": "What a request carries; default: an image's or the model's own tensors.",
-    "protocol": "Transport.",
-    "grpc": "HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port.",
-    "inputs": "Your inputs: a folder, a file, or random.",
-    "sequence_length": "Length of the inputs of a model of text: text (default), a number, or a list.",
-    "samples_dir": "Inputs to send, from `abserve samples --out DIR`; default: made for the test.",
-    "samples_out": "Folder for raw samples, one .npy file per user class and process; default: none.",
-    "rate": "Requests per second in the scenario OpenLoop, over all workers.",
-    "arrivals": "Arrival process of OpenLoop.",
-    "request_timeout": "Seconds until a request counts as failed.",
-    "header": "NAME=VALUE, sent with every request; the value may be $VARIABLE; repeatable.",
-    "ca": "CA certificates to trust, a PEM file.",
-    "insecure": "Do not verify the server's certificate.",
-    "cert": "Client certificate, a PEM file.",
-    "key": "Key of that certificate, if it is in another PEM file.",
-    "model_version": "Version of the model; default: the server chooses.",
-}
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
-    """The options that the locustfile adds to Locust's, with their defaults."""
+    """The options that the locustfile adds to Locust's, with their help and defaults."""
 
-    model: str = DEFAULT_NAME
-    batch_size: int = 8
-    payload: str = ""
-    protocol: Transport = "http"
-    grpc: str = ""
-    inputs: str = ""
-    sequence_length: str = ""
-    samples_dir: str = ""
-    samples_out: str = ""
-    rate: float = 0.0
-    arrivals: Arrivals = "poisson"
-    request_timeout: float = 60.0
-    header: tuple[str, ...] = ()
-    ca: str = ""
-    insecure: bool = False
-    cert: str = ""
-    key: str = ""
-    model_version: str = ""
+    model: Annotated[
+        str, "The model's name on the server, or its reference, such as transformers:bert-base-uncased."
+    ] = DEFAULT_NAME
+    batch_size: Annotated[int, "Inputs per request in the scenario Batched."] = 8
+    payload: Annotated[str, "What a request carries; default: an image's or the model's own tensors."] = ""
+    protocol: Annotated[Transport, "Transport."] = "http"
+    grpc: Annotated[str, "HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port."] = ""
+    inputs: Annotated[str, "Your inputs: a folder, a file, or random."] = ""
+    sequence_length: Annotated[str, "Length of the inputs of a model of text: text (default), a number, or a list."] = (
+        ""
+    )
+    samples_dir: Annotated[str, "Inputs to send, from `abserve samples --out DIR`; default: made for the test."] = ""
+    samples_out: Annotated[str, "Folder for raw samples, one .npy file per user class and process; default: none."] = ""
+    rate: Annotated[float, "Requests per second in the scenario OpenLoop, over all workers."] = 0.0
+    arrivals: Annotated[Arrivals, "Arrival process of OpenLoop."] = "poisson"
+    request_timeout: Annotated[float, "Seconds until a request counts as failed."] = 60.0
+    header: Annotated[
+        tuple[str, ...], "NAME=VALUE, sent with every request; the value may be $VARIABLE; repeatable."
+    ] = ()
+    ca: Annotated[str, "CA certificates to trust, a PEM file."] = ""
+    insecure: Annotated[bool, "Do not verify the server's certificate."] = False
+    cert: Annotated[str, "Client certificate, a PEM file."] = ""
+    key: Annotated[str, "Key of that certificate, if it is in another PEM file."] = ""
+    model_version: Annotated[str, "Version of the model; default: the server chooses."] = ""
 
     @classmethod
     def add_to(cls, parser: Any) -> None:
@@ -99,7 +90,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
         extra["insecure"] = {"action": "store_true"}
         for field in msgspec.structs.fields(cls):
             default = [] if field.default == () else field.default
-            add(field.name, default, _HELP[field.name], **extra.get(field.name, {}))
+            _, text = get_args(field.type)
+            add(field.name, default, text, **extra.get(field.name, {}))
         hidden = {"include_in_web_ui": False}
         add("metrics_port", 0, "Port of the generator's Prometheus metrics; 0: no metrics.", **hidden)
         add("metrics_host", "127.0.0.1", "Address of the generator's Prometheus metrics.", **hidden)
@@ -107,24 +99,24 @@ class LoadOptions(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, environment: Any) -> LoadOptions:
         """The current values: the web page may have changed them."""
-        given = vars(environment.parsed_options)
-        return msgspec.convert({name: given[name] for name in cls.__struct_fields__}, cls, strict=False)
+        values = vars(environment.parsed_options)
+        return msgspec.convert({name: values[name] for name in cls.__struct_fields__}, cls, strict=False)
 
     @property
-    def carried(self) -> str:
+    def payload_in_effect(self) -> str:
         """The payload in effect."""
         return self.payload or implied_payload(self.model)
 
     @property
-    def served(self) -> str | None:
+    def served_model(self) -> str | None:
         """The model's name on the server; None for a reference, whose samples tell it."""
-        return served_name(self.model, self.carried)
+        return served_name(self.model, self.payload_in_effect)
 
     @property
     def access(self) -> Access:
         """How the server is reached. Raises `AddressError` for a header that cannot be sent."""
         try:
-            header = read_headers({name: value for name, _, value in (one.partition("=") for one in self.header)})
+            header = read_headers({name: value for name, _, value in (text.partition("=") for text in self.header)})
         except HeaderError as exc:
             raise AddressError(f"--header: {exc}") from None
         return Access(
@@ -142,7 +134,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             return f"--rate {self.rate:g} is not possible; give 0 to {RATE_LIMIT_PER_S:g} requests per second"
         return None
 
-    def target(self, address: Address, model: str) -> Target:
+    def target(self, address: Address, model: str) -> InferenceTarget:
         """The server for inference. Raises `AddressError`."""
         grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
         if self.protocol == "grpc":
@@ -151,7 +143,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             raise AddressError(
                 f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
             )
-        return Target(self.protocol, address.url, model, grpc, self.access)
+        return InferenceTarget(self.protocol, address.url, model, grpc, self.access)
 
 
 class FailedRequestError(Exception):
@@ -209,14 +201,14 @@ class Session:
         self._open: list[tuple[str, Path | None, Traffic]] = []
         self._signature: Signature | None = None
         self._inputs: SampleInputs | None = None
-        self._sampled: str | None = None
+        self._model_of_samples: str | None = None
         """The model's name on our servers, by the samples."""
         self._numbers = FreshNumbers()
 
     @property
     def model(self) -> str:
         """The model's name on the server. Raises `InputError` when neither the options nor the samples tell it."""
-        name = self.options.served or self._sampled
+        name = self.options.served_model or self._model_of_samples
         if name is None:
             raise InputError(f"--model {self.options.model} is not a name on a server; give the name that it has there")
         return name
@@ -243,8 +235,8 @@ class Session:
             self._read(folder)
 
     def _read(self, folder: Path) -> None:
-        self._inputs = read_inputs(folder, self.options.carried)
-        self._sampled = served_model(folder, self.options.carried)
+        self._inputs = read_inputs(folder, self.options.payload_in_effect)
+        self._model_of_samples = served_model(folder, self.options.payload_in_effect)
 
     def signature(self) -> Signature:
         """The model's metadata. Raises `EndpointError`, `InputError`."""
@@ -260,7 +252,9 @@ class Session:
         signature = self.signature()
         if self._inputs is None:
             with _temporary_folder() as folder:
-                self._inputs = read_given(self.options.inputs, signature, folder, self.options.carried, seed=0)
+                self._inputs = read_given(
+                    self.options.inputs, signature, folder, self.options.payload_in_effect, seed=0
+                )
         if not self._open:
             logger.info(f"inputs: {inputs_in_words(self._inputs.describe())}")
         transport, inputs = self.options.protocol, self._inputs
@@ -276,11 +270,10 @@ class Session:
         writer = SampleWriter(path)
         traffic = Traffic(
             target,
-            tuple(target.sendable(body) for body in prepared.requests),
+            prepared,
             batch_size,
             writer,
             timeout_s=self.options.request_timeout,
-            fresh=prepared.fresh,
             expected=ExpectedOutputs(transport, signature, batch_size),
         )
         self._open.append((name, path, traffic))
@@ -306,7 +299,7 @@ class Session:
                 about = {
                     "url": self._address.url,
                     "model": self.model,
-                    "payload": self.options.carried,
+                    "payload": self.options.payload_in_effect,
                     "transport": self.options.protocol,
                     "inputs": self._inputs.describe() if self._inputs else None,
                     "batch_size": traffic.batch_size,
@@ -320,7 +313,8 @@ class Session:
 
 def idle_traffic() -> Traffic:
     """The traffic of users that cannot send, or cannot send yet: it has no requests, and its address is never used."""
-    return Traffic(Target("http", "http://127.0.0.1", ""), (), 1, SampleWriter(None))
+    bodies = PreparedBodies((), (), None, FreshNumbers())
+    return Traffic(InferenceTarget("http", "http://127.0.0.1", ""), bodies, 1, SampleWriter(None))
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class DurationCounts:
         self.counts.update({int(index): count for index, count in taken["counts"].items()})
         self.total_s += taken["total_s"]
 
-    def cumulated(self) -> list[tuple[str, float]]:
+    def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, durations up to it) for a Prometheus histogram."""
         total, rows = 0, []
         for index, bound in enumerate([*(f"{bound_s:.6g}" for bound_s in BOUNDS_S), "+Inf"]):
@@ -119,7 +119,7 @@ class LoadCollector(Collector):
         for name in sorted({*counts.latency, *counts.failures}):
             good = counts.latency[name]
             failed = counts.failures[name]
-            latency.add_metric((name,), good.cumulated(), good.total_s)
+            latency.add_metric((name,), good.cumulative(), good.total_s)
             requests.add_metric((name,), good.counts.total() + failed)
             failures.add_metric((name,), failed)
             received.add_metric((name,), counts.response_bytes[name])
@@ -127,7 +127,7 @@ class LoadCollector(Collector):
         lag = HistogramMetricFamily(
             "abserve_load_send_lag_seconds", "How much later than due a timer of the generator fires."
         )
-        lag.add_metric((), counts.lag.cumulated(), counts.lag.total_s)
+        lag.add_metric((), counts.lag.cumulative(), counts.lag.total_s)
         yield lag
 
     def _state(self) -> Iterator[Metric]:

@@ -1,12 +1,12 @@
 """Commands to the load generator and its replies: one line of JSON each, the type in the field `type`.
 
-    Prepare → Done          make the bodies of these batch sizes
-    Open    → Done          users spawned and connected, each with one settling request answered
-    Go      → Outcome       run the block: all users start together
-    Abort                   end the running block early; has no reply, the block's Outcome comes as usual
+    Prepare → CommandDone     make the bodies of these batch sizes
+    Open    → CommandDone     users spawned and connected, each with one settling request answered
+    Go      → BlockOutcome    run the block: all users start together
+    Abort                     end the running block early; has no reply, its outcome comes as usual
 
 While a block opens and while it runs the generator sends `Alive` every second. Any command but Abort may be answered by
-`Refusal`; the generator stays usable after it.
+`CommandRefusal`; the generator stays usable after it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SETTLING_FACTOR = 4.0
 after another."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class GeneratorMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
-class Prepare(Message, frozen=True, kw_only=True):
+class Prepare(GeneratorMessage, frozen=True, kw_only=True):
     """Read the samples in a directory and make bodies for a model; replaces those made before under the same key."""
 
     samples_directory: str
@@ -43,7 +43,7 @@ class Prepare(Message, frozen=True, kw_only=True):
     """Two arms that are sent different bodies have two keys."""
 
 
-class Open(Message, frozen=True, kw_only=True):
+class Open(GeneratorMessage, frozen=True, kw_only=True):
     """Get ready for one block. Without `samples_path` nothing is stored: a warm-up."""
 
     url: str
@@ -73,7 +73,7 @@ class Open(Message, frozen=True, kw_only=True):
     """With several workers: each takes every `parts`-th request of the same schedule, from number `part`. Numbers of
     requests are those of the whole block."""
     counts: int | None = None
-    """Descriptor of the memory in which the workers share their counts; see `loadgen.generator.window`."""
+    """Descriptor of the memory in which the workers share their counts; see `loadgen.client.traffic`."""
     first_user: int = 0
     """Number of its first user, so that no two workers' users have the same."""
     latency_bound_ns: int | None = None
@@ -101,27 +101,27 @@ class Open(Message, frozen=True, kw_only=True):
         return due_offsets_ns(self.arrivals, self.rate_per_s, count, self.arrivals_seed)
 
 
-class Go(Message, frozen=True, kw_only=True):
+class Go(GeneratorMessage, frozen=True, kw_only=True):
     """Start the block that was opened: now, or at this moment of the machine's monotonic clock."""
 
     start_ns: int | None = None
 
 
-class Abort(Message, frozen=True, kw_only=True):
+class Abort(GeneratorMessage, frozen=True, kw_only=True):
     """End the running block: no new requests, those in flight finish."""
 
     reason: str
 
 
-class Done(Message, frozen=True, kw_only=True):
+class CommandDone(GeneratorMessage, frozen=True, kw_only=True):
     """The command is done."""
 
 
-class Alive(Message, frozen=True, kw_only=True):
+class Alive(GeneratorMessage, frozen=True, kw_only=True):
     """A block opens or runs."""
 
 
-class KeptTensor(Message, frozen=True, kw_only=True):
+class KeptTensor(GeneratorMessage, frozen=True, kw_only=True):
     """Some rows of an output: binary data of a NumPy datatype, or for `O` a MessagePack list of byte strings."""
 
     name: str
@@ -130,7 +130,7 @@ class KeptTensor(Message, frozen=True, kw_only=True):
     data: bytes
 
 
-class KeptAnswer(Message, frozen=True, kw_only=True):
+class KeptAnswer(GeneratorMessage, frozen=True, kw_only=True):
     """An answer under load. Which items the body holds follows from its number and the seed of the bodies; item `i` of
     the body was sent under the number `first` + i."""
 
@@ -146,7 +146,7 @@ class KeptAnswer(Message, frozen=True, kw_only=True):
     """Why the answer is wrong before any comparison."""
 
 
-class Outcome(Message, frozen=True, kw_only=True):
+class BlockOutcome(GeneratorMessage, frozen=True, kw_only=True):
     """The outcome of a block. `cut_reason`: why it ended early. `storage_error`: why its samples are not on disk.
     `cpu_ns`: CPU time of the generator. `spin_ns`: the part of it in which users only waited for the moment to send."""
 
@@ -187,11 +187,11 @@ class Outcome(Message, frozen=True, kw_only=True):
         return requests / seconds if seconds > 0.0 and requests else None
 
 
-class Refusal(Message, frozen=True, kw_only=True):
+class CommandRefusal(GeneratorMessage, frozen=True, kw_only=True):
     """The command failed; one sentence says why."""
 
     reason: str
 
 
 Command = Prepare | Open | Go | Abort
-Reply = Done | Outcome | Refusal
+Reply = CommandDone | BlockOutcome | CommandRefusal

@@ -20,8 +20,8 @@ from time import perf_counter_ns
 import gevent
 from gevent.queue import SimpleQueue
 
+from loadgen.client.traffic import LoadWindow
 from loadgen.experiment.arrivals import drain_ns
-from loadgen.generator.window import LoadWindow
 
 _CLOCK_MONOTONIC = 1
 _TFD_NONBLOCK, _TFD_CLOEXEC, _TFD_TIMER_ABSTIME = 0o4000, 0o2000000, 1
@@ -112,8 +112,8 @@ class Pacer:
         return intended_ns
 
     def _adapt(self, early_ns: int, now_ns: int) -> None:
-        """Learn from a user that came so early, or so late if it is negative. One that no lead would have brought in
-        time says nothing."""
+        """Adapt the lead to a user that came `early_ns` early, or late if it is negative. A user so late that no
+        allowed lead would have helped changes nothing."""
         if early_ns >= 0:
             self._lead_ns = max(self._lead_ns - _EARLY_STEP_NS, 0)
         elif self._lead_ns - early_ns <= _MOST_LEAD_NS and self.spun_ns < SPIN_SHARE * (now_ns - self._start_ns):

@@ -8,14 +8,12 @@ import re
 import select
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, perf_counter_ns
 
 import psutil
-
-from loadgen.launch.listeners import cpu_ns, tree
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,8 +29,8 @@ class ProcessError(Exception):
 
 def cause_in(log: str, causes: Sequence[str]) -> str | None:
     """Why a server ended, by its log and the `causes` of its launch plan; None if the log does not say."""
-    found = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
-    return next((match["cause"].strip() for match in found if match), None)
+    matches = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
+    return next((match["cause"].strip() for match in matches if match), None)
 
 
 class ChildProcess:
@@ -179,3 +177,23 @@ class ChildProcess:
                 with suppress(OSError):
                     pipe.close()
         psutil.wait_procs([process for process in tree if process.pid != self.pid], timeout=2.0)
+
+
+def tree(roots: Iterable[psutil.Process]) -> tuple[psutil.Process, ...]:
+    """The processes that are alive now with all their descendants."""
+    processes: dict[int, psutil.Process] = {}
+    for root in roots:
+        with suppress(psutil.NoSuchProcess):
+            processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
+    return tuple(processes.values())
+
+
+def cpu_ns(processes: Iterable[psutil.Process]) -> int | None:
+    """CPU time of the processes so far (kernel resolution: 10 ms), with that of their children that have ended, so that
+    it does not fall when one is restarted; None when they are gone."""
+    seconds = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            times = process.cpu_times()
+            seconds.append(times.user + times.system + times.children_user + times.children_system)
+    return int(sum(seconds) * 1e9) if seconds else None

@@ -1,40 +1,63 @@
-"""The work of a load generator process: it prepares bodies and runs one block of load at a time.
+"""One process of the load generator: `python -m loadgen.client.worker` reads commands, one per line, and runs blocks.
 
-Each user is a greenlet, in a process that gevent has patched. All users of a block connect first, then settle: each has
-one small request answered. Then they start together; a block ends with the last answer.
+Commands come from standard input; they and the replies are in `loadgen.client.messages`. Each user is a greenlet: this
+process is patched by gevent, its driver (`loadgen.client.generator`) is not. All users of a block connect first, then
+settle: each has one small request answered. Then they start together; a block ends with the last answer.
 """
 
+# ruff: noqa: E402 (gevent patches before anything else is imported)
 from __future__ import annotations
 
+from gevent import monkey
+
+monkey.patch_all()
+
 import gc
+import os
+import signal
 from collections.abc import Mapping, Sized
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns, process_time_ns
 
 import gevent
+import msgspec
 from gevent.event import Event
+from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
+from gevent.queue import Queue
 
-from loadgen.client.bodies import choose_items, failure_message
-from loadgen.client.exchange import Connection, ConnectionRefused
-from loadgen.client.expected_outputs import ExpectedOutputs
+from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
+from loadgen.client.connection import ClientConnection, ConnectionRefused, failure_message
 from loadgen.client.inputs import InputError, read_inputs
-from loadgen.client.transports import Bodies, Target, prepare_bodies
-from loadgen.client.variation import FreshNumbers, find_variation
-from loadgen.generator.kept_answers import KeptAnswers
-from loadgen.generator.messages import CONNECT_SECONDS, Done, Go, Open, Outcome, Prepare, Refusal, Reply
-from loadgen.generator.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
-from loadgen.generator.users import Traffic
-from loadgen.generator.window import Claim, Counts, LoadWindow, shared_counts
+from loadgen.client.messages import (
+    CONNECT_SECONDS,
+    Abort,
+    Alive,
+    BlockOutcome,
+    Command,
+    CommandDone,
+    CommandRefusal,
+    GeneratorMessage,
+    Go,
+    Open,
+    Prepare,
+    Reply,
+)
+from loadgen.client.outputs import ExpectedOutputs
+from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
+from loadgen.client.traffic import Claim, Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
+from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.records.samples import NS_PER_S, SampleWriter
 
 _FLUSH_SECONDS = 0.5
 
-Shape = tuple[int, int | None]
+BodyShape = tuple[int, int | None]
 """The batch size of a body, and the length of all its items; None: of any."""
+
+_ALIVE_SECONDS = 1.0
 
 
 class BlockError(Exception):
@@ -44,9 +67,11 @@ class BlockError(Exception):
 class Block:
     """One block of load: `gather`, then `run` once, or `discard`."""
 
-    def __init__(self, command: Open, prepared: Prepare, bodies: Mapping[Shape, Bodies], counts: Counts | None) -> None:
+    def __init__(
+        self, command: Open, prepared: Prepare, bodies: Mapping[BodyShape, PreparedBodies], counts: Counts | None
+    ) -> None:
         """Raises `OSError` when something cannot be opened."""
-        target = Target(
+        target = InferenceTarget(
             prepared.transport, command.url, prepared.signature.model, command.grpc_address, command.access,
             prepared.signature.batched,
         )  # fmt: skip
@@ -65,7 +90,6 @@ class Block:
         self._users = range(command.first_user, command.first_user + command.concurrency)
         self._settling = target.sendable(bodies[1, None].requests[0])
         """The request that every user has answered before the window."""
-        chosen = bodies[command.batch_size, command.length]
         with ExitStack() as undo:  # what was opened before something cannot be
             self._pacer = None if self._offsets_ns is None else Pacer(self.window)
             self._timer = MonotonicTimer() if self._pacer is None else self._pacer.timer
@@ -73,17 +97,17 @@ class Block:
             self._writer = SampleWriter(self._path)
             undo.callback(self._writer.abandon)
             self._traffic = Traffic(
-                target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
-                timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
+                target, bodies[command.batch_size, command.length], command.batch_size, self._writer,
+                timeout_s=command.timeout_s, others=(self._settling,),
                 expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
-                kept=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
+                answers=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
             )  # fmt: skip
             undo.pop_all()
         self._go = Event()
         """Set when all users start."""
         self._greenlets: list[gevent.Greenlet] = []
         self._command = command
-        self._connected: list[Connection] = []
+        self._connected: list[ClientConnection] = []
         self._turns = Semaphore(0)
         """How many more users may settle now."""
         self._first_answers_ns: list[int] = []
@@ -130,9 +154,9 @@ class Block:
                 raise BlockError(f"after {limit_s:.3g} s only {len(there)} of {len(self._users)} users {what}")
             gevent.sleep(0.001)
 
-    def run(self, start_at_ns: int | None = None) -> Outcome:
-        """Run the window, from now or from a later moment, without garbage collection. What ends it otherwise than by
-        an outcome leaves no user behind."""
+    def run(self, start_at_ns: int | None = None) -> BlockOutcome:
+        """Run the block, from now or from a later moment, without garbage collection. If that fails, all users are
+        ended."""
         flusher = gevent.spawn(self._flush)
         try:
             return self._run(start_at_ns)
@@ -142,7 +166,7 @@ class Block:
         finally:
             flusher.kill()
 
-    def _run(self, start_at_ns: int | None) -> Outcome:
+    def _run(self, start_at_ns: int | None) -> BlockOutcome:
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -164,7 +188,7 @@ class Block:
             self._writer.close()
         except OSError as exc:
             self._storage_failed(exc)
-        return Outcome(
+        return BlockOutcome(
             window_start_ns=start_ns,
             window_end_ns=max(start_ns, self._traffic.last_end_ns),
             requests=self._writer.count,
@@ -183,11 +207,12 @@ class Block:
             offered=None if self._offsets_ns is None else len(self._offsets_ns),
             due_span_ns=self._offsets_ns[-1] - self._offsets_ns[0] if self._offsets_ns else None,
             late=self.window.late,
-            answers=self._traffic.kept.read(),
+            answers=self._traffic.answers.read(),
         )
 
     def _reconnects(self) -> int:
-        """Also before the window a server may close connections, of users that wait for the others to settle."""
+        """Reconnects of all users so far: a server may close connections also before the window, while users wait for
+        the others to settle."""
         return sum(connection.reconnects for connection in self._connected)
 
     def _await(self, start_at_ns: int | None) -> int:
@@ -238,7 +263,7 @@ class Block:
         except Exception as exc:  # noqa: BLE001 (gevent would only print it, and the sample would be missing)
             self.window.cut(f"the load generator failed: {exc!r}")
 
-    def _settle(self) -> Connection:
+    def _settle(self) -> ClientConnection:
         """A connection on which one request was answered. Raises `BlockError`, `ConnectionRefused`."""
         connection, began_ns = self._traffic.connection(), perf_counter_ns()
         connection.connect()
@@ -251,7 +276,7 @@ class Block:
         self._first_answers_ns.append(connected_ns + exchange.end_ns - exchange.send_ns)
         return connection
 
-    def _send(self, connection: Connection, number: int) -> None:
+    def _send(self, connection: ClientConnection, number: int) -> None:
         window, pacer, traffic = self.window, self._pacer, self._traffic
         while True:
             intended_ns, claim = None, None
@@ -264,11 +289,11 @@ class Block:
             window.answered(fault is None, 0 if intended_ns is None else exchange.end_ns - intended_ns, claim)
 
 
-class LocalGenerator:
-    """Holds the bodies and at most one block."""
+class BlockRunner:
+    """Carries out the commands: holds the prepared bodies and the block, if one is open."""
 
     def __init__(self) -> None:
-        self._prepared: dict[str, tuple[Prepare, dict[Shape, Bodies]]] = {}
+        self._prepared: dict[str, tuple[Prepare, dict[BodyShape, PreparedBodies]]] = {}
         self._numbers = FreshNumbers()
         self._block: Block | None = None
         self._counts: Counts | None = None
@@ -284,7 +309,7 @@ class LocalGenerator:
                 case Go():
                     return self._go(command)
         except (BlockError, InputError, OSError, ValueError) as exc:
-            return Refusal(reason=str(exc))
+            return CommandRefusal(reason=str(exc))
 
     def abort(self, reason: str) -> None:
         """End the running block early, if there is one."""
@@ -297,7 +322,7 @@ class LocalGenerator:
             self._block.discard()
             self._block = None
 
-    def _prepare(self, command: Prepare) -> Done:
+    def _prepare(self, command: Prepare) -> CommandDone:
         self._prepared.pop(command.key, None)
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
         variation = find_variation(inputs, signature)
@@ -306,9 +331,9 @@ class LocalGenerator:
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
         self._prepared[command.key] = command, bodies
-        return Done()
+        return CommandDone()
 
-    def _open(self, command: Open) -> Done:
+    def _open(self, command: Open) -> CommandDone:
         self.close()
         prepared, bodies = self._prepared.get(command.key, (None, {}))
         if prepared is None or (command.batch_size, command.length) not in bodies:
@@ -322,12 +347,60 @@ class LocalGenerator:
         except BlockError:
             self._block = None
             raise
-        return Done()
+        return CommandDone()
 
-    def _go(self, command: Go) -> Outcome:
+    def _go(self, command: Go) -> BlockOutcome:
         if self._block is None:
             raise BlockError("no block is open")
         try:
             return self._block.run(command.start_ns)
         finally:
             self._block = None
+
+
+def main() -> None:
+    """Serve until standard input closes. Replies get the original standard output; other prints go to standard error,
+    where they cannot be taken for replies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what Ctrl-C does
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    generator = BlockRunner()
+    commands: Queue[Command | None] = Queue()
+
+    def listen() -> None:
+        decoder = msgspec.json.Decoder(Command)
+        with suppress(OSError), FileObjectPosix(0, "rb") as lines:
+            for line in lines:
+                command = decoder.decode(line)
+                if isinstance(command, Abort):
+                    generator.abort(command.reason)
+                else:
+                    commands.put(command)
+        generator.abort("the program that controls the load generator has ended")
+        commands.put(None)
+
+    def say_alive() -> None:
+        while True:
+            gevent.sleep(_ALIVE_SECONDS)
+            _send(replies, Alive())
+
+    gevent.spawn(listen)
+    try:
+        while (command := commands.get()) is not None:
+            heartbeat = gevent.spawn(say_alive) if isinstance(command, Open | Go) else None
+            reply = generator.answer(command)
+            if heartbeat is not None:
+                heartbeat.kill()
+            _send(replies, reply)
+    finally:
+        generator.close()
+
+
+def _send(descriptor: int, message: GeneratorMessage) -> None:
+    line = memoryview(msgspec.json.encode(message) + b"\n")
+    while line:
+        line = line[os.write(descriptor, line) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Measures the load generator itself on this machine: its highest rate, its CPU per request, its timing error.
 
-The other side is the sink (`loadgen.calibration.sink`), in separate processes. It does less than the native server with
+The other side is the sink (`loadgen.client.sink`), in separate processes. It does less than the native server with
 a null engine (no tensors, no batcher, no threads), so with a core for each side the generator limits the rate. The
 record says whether it did.
 """
@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.calibration.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
+from loadgen.child_process import ChildProcess
 from loadgen.client.endpoint import Signature, TensorSignature
+from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.client.transports import TRANSPORTS
-from loadgen.generator.messages import Open, Outcome, Prepare
-from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
-from loadgen.launch.process import ChildProcess
 from loadgen.launch.work_folder import work_folder
 from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
@@ -67,8 +67,7 @@ class SinkProcesses:
         ports = {"port": 0, "grpc_port": 0}
         try:
             for number in range(count):
-                argv = [*OWN_MODULE, "loadgen.calibration.sink"]
-                argv += ["--port", str(ports["port"]), "--grpc-port", str(ports["grpc_port"])]
+                argv = [*OWN_MODULE, "loadgen.client.sink", msgspec.json.encode(ports).decode()]
                 process = ChildProcess(argv, log_path=folder / f"sink-{number}.log", pipes=True)
                 self._processes.append(process)
                 ports = _read(process)
@@ -214,7 +213,7 @@ class _Measurement:
         self._sinks.delay(delay_ms)
         self._run(1, users, _TIMING_REQUESTS, seconds / 2)
         reported_us = latencies_ms(good(read_samples(self._samples))) * 1000.0
-        kept_us = np.array(self._sinks.held_ns()) / 1000.0
+        held_us = np.array(self._sinks.held_ns()) / 1000.0
         rate = throughput_per_s(read_samples(self._samples)) or 0.0
         return TimingError(
             concurrency=users,
@@ -222,11 +221,11 @@ class _Measurement:
             requests_per_s=rate,
             ceiling_share=rate / ceiling,
             samples=len(reported_us),
-            p50_us=_difference(reported_us, kept_us, 0.5),
-            p99_us=_difference(reported_us, kept_us, 0.99),
+            p50_us=_difference(reported_us, held_us, 0.5),
+            p99_us=_difference(reported_us, held_us, 0.99),
         )
 
-    def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> Outcome:
+    def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> BlockOutcome:
         """Run one block; afterwards the sinks hold only the times of its requests. Raises `GeneratorError`."""
         self._samples.unlink(missing_ok=True)
         command = Open(
@@ -249,8 +248,8 @@ class _Measurement:
         return outcome
 
 
-def _difference(reported: np.ndarray[Any, Any], kept: np.ndarray[Any, Any], quantile: float) -> float | None:
-    high, low = percentile(reported, quantile), percentile(kept, quantile)
+def _difference(reported: np.ndarray[Any, Any], held: np.ndarray[Any, Any], quantile: float) -> float | None:
+    high, low = percentile(reported, quantile), percentile(held, quantile)
     return None if high is None or low is None else high - low
 
 

@@ -1,35 +1,41 @@
-"""The server of a calibration: `python -m loadgen.calibration.sink` reads requests whole and answers 2 KB.
+"""The server of a calibration: `python -m loadgen.client.sink` reads requests whole and answers 2 KB.
 
-It speaks as much HTTP and gRPC as the load generator needs and ignores the content: no model, no decoding,
-no queue, so it costs less than any server. Over gRPC it does without the gRPC library, which costs several times what
-the client does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers,
-and measures how long it kept each request, from its last byte read to just before its answer is written.
+It speaks as much HTTP and gRPC as the load generator needs and ignores the content: no model, no decoding, no queue, so
+it costs less than any server. Over gRPC it does without the gRPC library, which costs several times what the client
+does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers, and
+measures how long it kept each request, from its last byte read to just before its answer is written.
 
-    --port P --grpc-port Q   0: free ports. Several processes may share them (SO_REUSEPORT)
-    first line of output     {"port": …, "grpc_port": …}
+    argument                 {"port": …, "grpc_port": …}; 0: free ports. Several processes may share them (SO_REUSEPORT)
+    first line of output     the same with the ports in use
     delay MS  on input       delay all answers from now on                            → {}
     held      on input       ns for which it kept each request since the last `held`  → {"held_ns": […]}
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
 from collections.abc import Callable
-from struct import Struct
 from time import perf_counter_ns
 from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.http2 import (
+from loadgen.client.grpc import (
     ACK,
     DATA,
+    DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
+    FRAME,
     HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_FRAME_SIZE,
+    MOST_WINDOW,
+    NUMBER,
+    PREFIX,
+    SETTING,
     SETTINGS,
     WINDOW_UPDATE,
     frame_head,
@@ -43,12 +49,6 @@ ANSWER_BYTES = 2048
 
 _RECEIVE_BYTES = 1 << 20
 _PREFACE_BYTES = 24
-_FRAME = Struct(">HBBBI")
-_WINDOW = 2**31 - 1
-_NUMBER = Struct(">I")
-_PREFIX = Struct(">BI")
-_SETTING = Struct(">HI")
-_INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 4, 5
 _GRPC_HEAD = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _GRPC_TRAILER = header_block([(b"grpc-status", b"0")])
 
@@ -60,7 +60,7 @@ class Sink:
         self.delay_s = 0.0
         self.held_ns: list[int] = []
 
-    def whole(self, send: Callable[[], None]) -> None:
+    def respond(self, send: Callable[[], None]) -> None:
         """Answer a complete request, after the delay if there is one."""
         since_ns = perf_counter_ns()
         if self.delay_s:
@@ -101,7 +101,7 @@ _MEMORY_ANSWER = http_answer({"model_name": MODEL, "outputs": [_TENSOR]})
 _EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
-class _Protocol(asyncio.BufferedProtocol):
+class _SinkProtocol(asyncio.BufferedProtocol):
     """One connection with one receive buffer."""
 
     def __init__(self, sink: Sink) -> None:
@@ -123,8 +123,8 @@ class _Protocol(asyncio.BufferedProtocol):
             self._transport.write(content)
 
 
-class HttpSink(_Protocol):
-    """HTTP: requests one after the other. Requests other than inference get an empty answer."""
+class HttpSink(_SinkProtocol):
+    """HTTP without pipelining. Requests other than inference get an empty answer."""
 
     _answer = _EMPTY
     _is_inference = False
@@ -142,7 +142,7 @@ class HttpSink(_Protocol):
         if self._left:
             return
         if self._is_inference:
-            self._sink.whole(lambda: self._write(self._answer))
+            self._sink.respond(lambda: self._write(self._answer))
         else:
             self._write(self._answer)
 
@@ -163,23 +163,22 @@ class HttpSink(_Protocol):
         return _EMPTY
 
 
-class GrpcSink(_Protocol):
-    """gRPC for abserve's client only: requests one after the other, their headers are not read. It answers the
-    end of each stream with the same message."""
+class GrpcSink(_SinkProtocol):
+    """gRPC for abserve's client only: it reads no headers and answers the end of each stream with the same message."""
 
     def __init__(self, sink: Sink, answer: bytes) -> None:
         super().__init__(sink)
-        self._message = _PREFIX.pack(0, len(answer)) + answer
+        self._message = PREFIX.pack(0, len(answer)) + answer
         self._left = _PREFACE_BYTES
         self._kind, self._flags, self._stream = -1, 0, 0
         self._unacknowledged = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        settings = _SETTING.pack(_INITIAL_WINDOW_SIZE, _WINDOW) + _SETTING.pack(_MAX_FRAME_SIZE, 2**24 - 1)
+        settings = SETTING.pack(INITIAL_WINDOW_SIZE, MOST_WINDOW) + SETTING.pack(MAX_FRAME_SIZE, 2**24 - 1)
         self._transport.write(
             frame_head(SETTINGS, 0, 0, len(settings)) + settings
-            + frame_head(WINDOW_UPDATE, 0, 0, 4) + _NUMBER.pack(_WINDOW - 65_535)
+            + frame_head(WINDOW_UPDATE, 0, 0, 4) + NUMBER.pack(MOST_WINDOW - DEFAULT_WINDOW)
         )  # fmt: skip
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -197,7 +196,7 @@ class GrpcSink(_Protocol):
             self._head += memoryview(self._buffer)[place : place + taken]
             place += taken
             if len(self._head) == 9:
-                high, low, self._kind, self._flags, self._stream = _FRAME.unpack(self._head)
+                high, low, self._kind, self._flags, self._stream = FRAME.unpack(self._head)
                 self._head.clear()
                 self._left = high << 8 | low
                 if self._kind == DATA:
@@ -210,7 +209,7 @@ class GrpcSink(_Protocol):
             self._transport.write(frame_head(SETTINGS, ACK, 0, 0))
         elif self._kind in (DATA, HEADERS) and self._flags & END_STREAM:
             stream = self._stream
-            self._sink.whole(lambda: self._answer(stream))
+            self._sink.respond(lambda: self._answer(stream))
 
     def _answer(self, stream: int) -> None:
         parts = [
@@ -221,8 +220,8 @@ class GrpcSink(_Protocol):
             frame_head(HEADERS, END_HEADERS | END_STREAM, stream, len(_GRPC_TRAILER)),
             _GRPC_TRAILER,
         ]
-        if self._unacknowledged > _WINDOW // 4:
-            parts += [frame_head(WINDOW_UPDATE, 0, 0, 4), _NUMBER.pack(self._unacknowledged)]
+        if self._unacknowledged > MOST_WINDOW // 4:
+            parts += [frame_head(WINDOW_UPDATE, 0, 0, 4), NUMBER.pack(self._unacknowledged)]
             self._unacknowledged = 0
         self._write(b"".join(parts))
 
@@ -258,11 +257,7 @@ def _say(document: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--grpc-port", type=int, default=0)
-    options = parser.parse_args()
-    asyncio.run(_serve(options.port, options.grpc_port))
+    asyncio.run(_serve(**json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

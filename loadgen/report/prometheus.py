@@ -1,4 +1,4 @@
-"""The runs in a results folder as Prometheus metrics, `abserve_run_…` and `abserve_comparison_…`.
+"""Shows the runs in a results folder as Prometheus metrics, `abserve_run_…` and `abserve_comparison_…`.
 
 It only reads what `abserve compare` has stored. A file that is missing, incomplete, malformed or of another version
 shows nothing and does not affect other runs.
@@ -95,7 +95,8 @@ class RunsCollector(Collector):
     def __init__(self, folder: Path, wall_s: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._wall_s = wall_s
-        self._known: dict[Path, tuple[int, Any]] = {}
+        self._read_files: dict[Path, tuple[int, Any]] = {}
+        """When each file was changed that has been read, and its content."""
 
     def collect(self) -> Iterable[Metric]:
         """All families; a duplicate label set keeps its first value."""
@@ -116,18 +117,18 @@ class RunsCollector(Collector):
                 show(float(result.valid), "abserve_run_valid", run, result.verdict.sentence)
                 for arm in result.arms:
                     show(1.0, "abserve_run_arm_info", run, arm.label, arm.title)
-                for one in result.comparisons:
-                    labels = (run, one.scenario, one.metric, one.baseline, one.arm, one.verdict)
-                    if one.ratio is not None:
-                        show(one.ratio, "abserve_comparison_ratio", *labels)
-                    if one.ci95 is not None:
-                        show(one.ci95[0], "abserve_comparison_ratio_low", *labels)
-                        show(one.ci95[1], "abserve_comparison_ratio_high", *labels)
+                for row in result.comparisons:
+                    labels = (run, row.scenario, row.metric, row.baseline, row.arm, row.verdict)
+                    if row.ratio is not None:
+                        show(row.ratio, "abserve_comparison_ratio", *labels)
+                    if row.ci95 is not None:
+                        show(row.ci95[0], "abserve_comparison_ratio_low", *labels)
+                        show(row.ci95[1], "abserve_comparison_ratio_high", *labels)
             if (evidence := self._read(folder, "evidence.json", _Evidence)) is not None:
-                for found in evidence.records:
-                    if not found.control:
-                        what = (found.label, found.workload or "all", found.finding, found.code or "")
-                        show(1.0, "abserve_run_gpu_evidence", run, *what)
+                for finding in evidence.records:
+                    if not finding.control:
+                        place = (finding.label, finding.workload or "all")
+                        show(1.0, "abserve_run_gpu_evidence", run, *place, finding.finding, finding.code or "")
         for name, (text, label_names) in GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=label_names)
             for (metric, *values), value in samples.items():
@@ -137,12 +138,12 @@ class RunsCollector(Collector):
 
     def _newest(self) -> list[tuple[float, Path]]:
         """(time of its first record, folder) of the newest runs, the newest last."""
-        found = []
+        runs = []
         with suppress(OSError):
             for path in self._folder.glob("*/experiment.json"):
                 with suppress(OSError):
-                    found.append((path.stat().st_mtime, path.parent))
-        return sorted(found)[-NEWEST:]
+                    runs.append((path.stat().st_mtime, path.parent))
+        return sorted(runs)[-NEWEST:]
 
     def _read(self, folder: Path, name: str, kind: type[T]) -> T | None:
         """The decoded file, read again when it has changed; None when it cannot be used."""
@@ -150,12 +151,12 @@ class RunsCollector(Collector):
         try:
             with open_inside(folder, name) as file:
                 changed_ns = os.fstat(file.fileno()).st_mtime_ns
-                known = self._known.get(path)
-                if known is None or known[0] != changed_ns:
-                    known = self._known[path] = (changed_ns, _decoded(read_limited(file, MOST_RECORD_BYTES), kind))
+                cached = self._read_files.get(path)
+                if cached is None or cached[0] != changed_ns:
+                    cached = self._read_files[path] = changed_ns, _decoded(read_limited(file, MOST_RECORD_BYTES), kind)
         except (OSError, DocumentError):
             return None
-        return known[1]  # type: ignore[no-any-return]
+        return cached[1]  # type: ignore[no-any-return]
 
 
 def _decoded(content: bytes, kind: type[T]) -> T | None:

@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from loadgen.client.bodies import AnswerError
-from loadgen.generator.kept_answers import MOST_ROWS, KeptAnswers, packed, unpacked
+from loadgen.client.outputs import AnswerError
+from loadgen.client.traffic import MOST_ROWS, KeptAnswers, packed, unpacked
 
 
 def fill(kept: KeptAnswers, requests: int, rows: int = 1) -> None:

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from loadgen.cli import after
 from loadgen.cli.report import report
-from loadgen.exporters import mlflow
-from loadgen.exporters.mlflow import ExportError, check_mlflow, export_matrix, export_result, key_of
+from loadgen.report import mlflow
 from loadgen.report.contents import result_document
+from loadgen.report.mlflow import MlflowExportError, check_mlflow, export_matrix, export_result, key_of
 from loadgen.verdict.result import read_result
 from tests.synthetic_matrix import cell, configuration, matrix
 
@@ -35,12 +35,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     check_mlflow(None)
-    with pytest.raises(ExportError, match=r"needs MLflow; install it with: pip install 'abserve\[mlflow\]'"):
+    with pytest.raises(MlflowExportError, match=r"needs MLflow; install it with: pip install 'abserve\[mlflow\]'"):
         check_mlflow("http://localhost:5000")
     pretend(monkeypatch, "mlflow")
     check_mlflow("http://localhost:5000")
     check_mlflow("runs")
-    with pytest.raises(ExportError, match="install it with: pip install sqlalchemy alembic"):
+    with pytest.raises(MlflowExportError, match="install it with: pip install sqlalchemy alembic"):
         check_mlflow("sqlite:///runs.db")
     pretend(monkeypatch, "mlflow", "sqlalchemy", "alembic")
     check_mlflow("sqlite:///runs.db")
@@ -49,12 +49,12 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("uri", ["ftp://x", "s3://bucket/x"])
 def test_an_address_of_another_kind_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "mlflow")
-    with pytest.raises(ExportError, match="give the address of a server"):
+    with pytest.raises(MlflowExportError, match="give the address of a server"):
         check_mlflow(uri)
 
 
 def test_a_password_is_refused_and_not_shown() -> None:
-    with pytest.raises(ExportError, match="MLFLOW_TRACKING_PASSWORD") as error:
+    with pytest.raises(MlflowExportError, match="MLFLOW_TRACKING_PASSWORD") as error:
         check_mlflow("http://me:secret@host:5000")
     assert "secret" not in str(error.value)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gevent
 import pytest
 
-import loadgen.generator.pacer
-from loadgen.generator.pacer import Pacer
-from loadgen.generator.window import LoadWindow
+import loadgen.client.pacer
+from loadgen.client.pacer import Pacer
+from loadgen.client.traffic import LoadWindow
 
 US = 1_000
 
@@ -37,8 +37,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(0)
-    monkeypatch.setattr(loadgen.generator.pacer, "MonotonicTimer", lambda: made)
-    monkeypatch.setattr(loadgen.generator.pacer, "perf_counter_ns", made.clock)
+    monkeypatch.setattr(loadgen.client.pacer, "MonotonicTimer", lambda: made)
+    monkeypatch.setattr(loadgen.client.pacer, "perf_counter_ns", made.clock)
     return made
 
 

@@ -2,7 +2,7 @@
 
 The parent holds the settings, versions, machine and files; a nested run holds what its arm or configuration is and its
 metrics. In an engine matrix a metric's step is the batch size, so that MLflow draws it against the batch. An export
-that fails never loses a result: `ExportError` is a sentence to show as a warning.
+that fails never loses a result: `MlflowExportError` is a sentence to show as a warning.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ EXPERIMENT = "abserve"
 INSTALL = "pip install 'abserve[mlflow]'"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _FILES = ("report.html", "summary.md", FILE_NAME, Matrix.FILE, "experiment.yaml")
+_CONFIGURATION = ("model", "engine", "precision", "mode", "device", "threads")
 _MOST_PARAM = 500
 _MOST_PARAMS, _MOST_METRICS = 100, 1000
 """MLflow's limits of one call."""
 _FORBIDDEN = re.compile(r"[^\w\-. /]+", re.ASCII)
 
 
-class ExportError(Exception):
+class MlflowExportError(Exception):
     """Nothing, or not everything, could be exported; the message says why and what to do."""
 
 
-class Metric(NamedTuple):
+class LoggedMetric(NamedTuple):
     """One number; `step` is the batch size in a matrix."""
 
     name: str
@@ -43,80 +44,80 @@ class Metric(NamedTuple):
     step: int = 0
 
 
-class Nested(NamedTuple):
+class NestedRun(NamedTuple):
     """A nested run."""
 
     name: str
     params: dict[str, object]
-    metrics: list[Metric]
+    metrics: list[LoggedMetric]
 
 
 def check_mlflow(uri: str | None) -> None:
-    """Before anything is measured: whether the packages for this URI are installed. Raises `ExportError`."""
+    """Before anything is measured: whether the packages for this URI are installed. Raises `MlflowExportError`."""
     if uri is None:
         return
     if urlsplit(uri).password is not None:  # the command line is stored with the run
-        raise ExportError(
+        raise MlflowExportError(
             "--mlflow: leave the password out of the address and set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD; for a database, run an MLflow server before it"
         )
     if find_spec("mlflow") is None:
-        raise ExportError(f"--mlflow {uri} needs MLflow; install it with: {INSTALL}")
+        raise MlflowExportError(f"--mlflow {uri} needs MLflow; install it with: {INSTALL}")
     scheme = _scheme(uri)
     if scheme in _DATABASES:
         missing = [name for name in ("sqlalchemy", "alembic") if find_spec(name) is None]
         if missing:
-            raise ExportError(
+            raise MlflowExportError(
                 f"--mlflow {uri}: MLflow needs {' and '.join(missing)} for a database; install it with: "
                 f"pip install {' '.join(missing)}"
             )
     elif scheme not in ("", "file", "http", "https"):
-        raise ExportError(
+        raise MlflowExportError(
             f"--mlflow {uri}: give the address of a server (http://HOST:5000), a folder or sqlite:///FILE"
         )
 
 
 def export_result(uri: str, result: Result, folder: Path) -> str:
-    """Export a comparison and the reports in `folder`; returns the id of the parent run. Raises `ExportError`."""
+    """Export a comparison and the reports in `folder`; returns the id of the parent run. Raises `MlflowExportError`."""
     experiment = result.experiment
     params: dict[str, object] = {
         "model": experiment.model, "weights": experiment.weights, "payload": experiment.payload,
         "transport": experiment.transport, "preset": experiment.preset, "seed": experiment.seed,
         "threads": experiment.threads, "precision": experiment.precision, "deployment": experiment.deployment,
-        "workloads": ", ".join(one.name for one in experiment.workloads),
+        "workloads": ", ".join(workload.name for workload in experiment.workloads),
     }  # fmt: skip
     params |= {f"settings.{name}": value for name, value in (experiment.settings or {}).items()}
-    overall = [Metric("valid", float(result.valid))]
-    for one in result.comparisons:
-        if one.ratio is not None:
-            base = f"ratio.{one.metric}.{one.scenario}.{one.arm}_over_{one.baseline}"
-            overall += _bounds(base, one.ratio, *(one.ci95 or (None, None)))
+    overall = [LoggedMetric("valid", float(result.valid))]
+    for row in result.comparisons:
+        if row.ratio is not None:
+            base = f"ratio.{row.metric}.{row.scenario}.{row.arm}_over_{row.baseline}"
+            overall += _bounds(base, row.ratio, *(row.ci95 or (None, None)))
     tags = {"schema": result.schema, "verdict": result.verdict.sentence}
     return _export(uri, "compare", folder, params, result.environment, tags, overall, list(_arms(result)))
 
 
 def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
-    """Export an engine matrix and the reports in `folder`; returns the id of the parent run. Raises `ExportError`."""
+    """Export an engine matrix and the reports in `folder`; returns the parent run's id. Raises `MlflowExportError`."""
     plan = matrix.plan
     params = {f"settings.{name}": value for name, value in plan.settings.items()}
     params |= {"rounds": plan.rounds, "seed": plan.seed, "baseline": plan.baseline, "processes": plan.processes}
     nested = []
-    for place, found in enumerate(matrix.configurations):
-        own = found.configuration
+    for place, measured in enumerate(matrix.configurations):
+        configuration = measured.configuration
         about: dict[str, object] = {
-            "model": own.model, "engine": own.engine, "precision": own.precision, "mode": own.mode,
-            "device": own.device, "threads": own.threads,
-            **{f"engine.{name}": value for name, value in found.description.items()},
-        }  # fmt: skip
+            **{name: getattr(configuration, name) for name in _CONFIGURATION},
+            **{f"engine.{name}": value for name, value in measured.description.items()},
+        }
         metrics = [metric for cell in matrix.cells if cell.configuration == place for metric in _cell(cell)]
-        if found.load_seconds is not None:
-            metrics += _estimate("load_seconds", found.load_seconds)
-        metrics += [Metric(f"conversion_seconds.{one.step}", one.seconds) for one in found.conversions]
-        nested.append(Nested(f"{own.model} {found.configuration.name} {own.precision}", about, metrics))
+        if measured.load_seconds is not None:
+            metrics += _estimate("load_seconds", measured.load_seconds)
+        metrics += [LoggedMetric(f"conversion_seconds.{step.step}", step.seconds) for step in measured.conversions]
+        title = f"{configuration.model} {configuration.name} {configuration.precision}"
+        nested.append(NestedRun(title, about, metrics))
     return _export(uri, "engines", folder, params, matrix.environment, {"schema": matrix.schema}, [], nested)
 
 
-def _arms(result: Result) -> Iterator[Nested]:
+def _arms(result: Result) -> Iterator[NestedRun]:
     """Each arm: what it ran as, and its figures in every workload."""
     evidence = result.of(GpuFound).evidence
     for arm in result.arms:
@@ -124,25 +125,25 @@ def _arms(result: Result) -> Iterator[Nested]:
             "label": arm.label, "title": arm.title, "target": arm.target, "server": arm.server_name,
             "server_version": arm.server_version, **{f"in_effect.{name}": v for name, v in arm.in_effect.items()},
         }  # fmt: skip
-        metrics: list[Metric] = []
-        for summary in (one for one in result.summaries if one.label == arm.label):
+        metrics: list[LoggedMetric] = []
+        for summary in (summary for summary in result.summaries if summary.label == arm.label):
             where = summary.workload
             if summary.throughput_per_s is not None:
                 limits = summary.throughput_ci95 or (None, None)
                 metrics += _bounds(f"throughput_per_s.{where}", summary.throughput_per_s, *limits)
             latency = summary.latency
             for name, value in (("p50_ms", latency.p50_ms), ("p90_ms", latency.p90_ms), ("p99_ms", latency.p99_ms)):
-                metrics += [] if value is None else [Metric(f"{name}.{where}", value)]
-            metrics.append(Metric(f"errors.{where}", float(summary.errors)))
+                metrics += [] if value is None else [LoggedMetric(f"{name}.{where}", value)]
+            metrics.append(LoggedMetric(f"errors.{where}", float(summary.errors)))
         for record in () if evidence is None else evidence.records:
             gpu = record.inputs.gpu
             joules = None if gpu is None or record.control or record.no_energy is not None else gpu.joules_per_item
             if record.label == arm.label and joules is not None:
-                metrics.append(Metric(f"joules_per_item.{record.workload or 'all'}", joules))
-        yield Nested(f"{arm.label} {arm.title}", params, metrics)
+                metrics.append(LoggedMetric(f"joules_per_item.{record.workload or 'all'}", joules))
+        yield NestedRun(f"{arm.label} {arm.title}", params, metrics)
 
 
-def _cell(cell: CellResult) -> Iterator[Metric]:
+def _cell(cell: CellResult) -> Iterator[LoggedMetric]:
     """The figures of a cell, with the batch size as the step."""
     at = "" if cell.length is None else f".length_{cell.length}"
     estimates = {
@@ -159,27 +160,29 @@ def _cell(cell: CellResult) -> Iterator[Metric]:
         "process_device_bytes": cell.process_device_bytes, "rss_bytes": cell.rss_bytes,
         "ranked": float(cell.excluded is None and cell.fault is None),
     }  # fmt: skip
-    yield from (Metric(f"{name}{at}", float(value), cell.batch) for name, value in values.items() if value is not None)
+    yield from (
+        LoggedMetric(f"{name}{at}", float(value), cell.batch) for name, value in values.items() if value is not None
+    )
 
 
-def _estimate(name: str, estimate: Estimate, step: int = 0) -> list[Metric]:
+def _estimate(name: str, estimate: Estimate, step: int = 0) -> list[LoggedMetric]:
     return _bounds(name, estimate.value, estimate.low, estimate.high, step)
 
 
-def _bounds(name: str, value: float, low: float | None, high: float | None, step: int = 0) -> list[Metric]:
-    named = ((name, value), (f"{name}.low", low), (f"{name}.high", high))
-    return [Metric(own, number, step) for own, number in named if number is not None]
+def _bounds(name: str, value: float, low: float | None, high: float | None, step: int = 0) -> list[LoggedMetric]:
+    numbers = {name: value, f"{name}.low": low, f"{name}.high": high}
+    return [LoggedMetric(key, number, step) for key, number in numbers.items() if number is not None]
 
 
 def _about_machine(environment: Environment | None) -> dict[str, object]:
     if environment is None:
         return {}
     devices = environment.gpu.get("devices")
-    names = [str(one.get("name")) for one in devices if isinstance(one, dict)] if isinstance(devices, list) else []
+    listed = [device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
     nvml = environment.gpu.get("nvml")
     return {
         "git_commit": environment.git_commit,
-        "machine.gpus": ", ".join(names) or "none",
+        "machine.gpus": ", ".join(str(device.get("name")) for device in listed) or "none",
         "machine.driver": nvml.get("driver_version") if isinstance(nvml, dict) else None,
         **{f"machine.{name}": value for name, value in environment.host.items()},
         **{f"version.{name}": value for name, value in environment.packages.items()},
@@ -193,16 +196,16 @@ def _export(
     params: Mapping[str, object],
     environment: Environment | None,
     tags: Mapping[str, str],
-    overall: Sequence[Metric],
-    nested: Sequence[Nested],
+    overall: Sequence[LoggedMetric],
+    nested: Sequence[NestedRun],
 ) -> str:
     try:
         return _write(uri, command, folder, {**params, **_about_machine(environment)}, tags, overall, nested)
-    except ExportError:
+    except MlflowExportError:
         raise
     except Exception as exc:  # MLflow and what is below it raise errors of many libraries
         again = f"; repeat the export with: abserve report {folder} --mlflow {uri}" if command == "compare" else ""
-        raise ExportError(
+        raise MlflowExportError(
             f"the export to MLflow at {uri} failed ({type(exc).__name__}: {one_line(str(exc), 200)}); the result is "
             f"kept in {folder}{again}"
         ) from exc
@@ -214,8 +217,8 @@ def _write(
     folder: Path,
     params: Mapping[str, object],
     tags: Mapping[str, str],
-    overall: Sequence[Metric],
-    nested: Sequence[Nested],
+    overall: Sequence[LoggedMetric],
+    nested: Sequence[NestedRun],
 ) -> str:
     check_mlflow(uri)
     if _scheme(uri) in ("", "file"):
@@ -227,18 +230,18 @@ def _write(
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
-    known = client.get_experiment_by_name(EXPERIMENT)
-    experiment = client.create_experiment(EXPERIMENT, _artefacts_of(uri)) if known is None else known.experiment_id
+    stored = client.get_experiment_by_name(EXPERIMENT)
+    experiment = client.create_experiment(EXPERIMENT, _artefacts_of(uri)) if stored is None else stored.experiment_id
     name = f"{command} {folder.resolve().name}"
     parent = client.create_run(experiment, run_name=name, tags={"abserve.command": command}).info.run_id
     status = "FAILED"
     try:
         _log(client, parent, params, overall, tags)
-        for one in nested:
+        for nested_run in nested:
             child = client.create_run(
-                experiment, run_name=one.name, tags={"mlflow.parentRunId": parent, "abserve.command": command}
+                experiment, run_name=nested_run.name, tags={"mlflow.parentRunId": parent, "abserve.command": command}
             ).info.run_id
-            _log(client, child, one.params, one.metrics, {})
+            _log(client, child, nested_run.params, nested_run.metrics, {})
             client.set_terminated(child)
         for file in _FILES:
             path = stored_path(folder / file)
@@ -251,7 +254,7 @@ def _write(
 
 
 def _log(
-    client: Any, run: str, params: Mapping[str, object], metrics: Iterable[Metric], tags: Mapping[str, str]
+    client: Any, run: str, params: Mapping[str, object], metrics: Iterable[LoggedMetric], tags: Mapping[str, str]
 ) -> None:
     """Write everything in calls within MLflow's limits; of two names that become equal the first is kept."""
     from mlflow import entities
@@ -263,7 +266,7 @@ def _log(
     parts = [entities.Param(name, value) for name, value in texts.items()]
     for start in range(0, len(parts), _MOST_PARAMS):
         client.log_batch(run, params=parts[start : start + _MOST_PARAMS])
-    numbers = [entities.Metric(key_of(one.name), one.value, 0, one.step) for one in metrics]
+    numbers = [entities.Metric(key_of(metric.name), metric.value, 0, metric.step) for metric in metrics]
     for start in range(0, len(numbers), _MOST_METRICS):
         client.log_batch(run, metrics=numbers[start : start + _MOST_METRICS])
     if tags:

@@ -1,21 +1,25 @@
-"""One server of a comparison, wherever it runs: how it is started, found and stopped."""
+"""A server of a comparison: how it is started, found and stopped, wherever it runs; and a server at a URL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 
-from loadgen.client.endpoint import Endpoint, Signature, named, unmeasurable
-from loadgen.client.exchange import ConnectionRefused, TlsRefused
+import psutil
+
+from loadgen.child_process import cpu_ns, tree
+from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
+from loadgen.client.endpoint import Endpoint, Signature, model_names, unmeasurable, versioned
 from loadgen.client.grpc import GrpcConnection, parse_grpc_address
 from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address
 from loadgen.client.tls import speaks_tls
 from loadgen.documents import one_line
-from loadgen.launch.listeners import Roots, cpu_ns, find_listeners, tree
 from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.payloads import without_backend
 from loadgen.records.run import DEFAULT_ACCESS, Access
@@ -23,6 +27,13 @@ from loadgen.records.run import DEFAULT_ACCESS, Access
 RUNNING_READY_SECONDS = 5.0
 """How long a server at a URL, which runs already, may take to be ready."""
 _POLL_SECONDS = 0.005
+
+RELAYS = frozenset(
+    {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
+     "traefik", "caddy", "kubectl", "socat"}
+)  # fmt: skip
+"""Programs that only forward requests: the process that listens is not the one that computes."""
+Roots = tuple[psutil.Process, ...]
 
 
 class DeploymentError(Exception):
@@ -92,15 +103,16 @@ class Deployment:
         deadline_s = monotonic() + timeout_s
         late = f"after {timeout_s:g} s"
         self.wait_until(
-            endpoint.live, deadline_s, lambda: f"the server at {self.url} is not live {late} ({endpoint.silence()})"
+            endpoint.live,
+            deadline_s,
+            lambda: f"the server at {self.url} is not live {late} ({endpoint.why_not_live()})",
         )
         live_ns = perf_counter_ns()
-        version = endpoint.address.access.version
-        wanted = f"model {model}" if version is None else f"version {version} of model {model}"
+        model_text = versioned(model, endpoint.address.access.version)
         self.wait_until(
             lambda: endpoint.ready(model),
             deadline_s,
-            lambda: f"the server at {self.url} is live, but {wanted} is not ready {late}",
+            lambda: f"the server at {self.url} is live, but {model_text} is not ready {late}",
         )
         return StartTimes(started_ns, live_ns, perf_counter_ns())
 
@@ -193,7 +205,7 @@ class RemoteDeployment(Deployment):
         """Wait until the server is ready; the error says what its owner can do."""
         address = self._address
         if address.tls:
-            self._shake_hands()
+            self._check_tls()
         try:
             return super().wait_ready(model, timeout_s)
         except DeploymentError as exc:
@@ -215,10 +227,10 @@ class RemoteDeployment(Deployment):
             return f"the server at {self.url} serves no model; load {model} there"
         alike = [name for name in served if without_backend(name) == model]
         close = alike or get_close_matches(model, served, n=1) or served
-        remedy = f"add {self._model_option} {named(close)}"
+        remedy = f"add {self._model_option} {model_names(close)}"
         if len(close) > 1:
             remedy = f"name one of them with {self._model_option}"
-        return f"the server at {self.url} serves {named(served)}, not {model}; {remedy}"
+        return f"the server at {self.url} serves {model_names(served)}, not {model}; {remedy}"
 
     def pids(self) -> tuple[int, ...]:
         """The processes that listen on its port, if it runs on this machine, with their descendants."""
@@ -233,7 +245,7 @@ class RemoteDeployment(Deployment):
             self._listeners, self.processes_unknown = find_listeners(self._address)
         return self._listeners
 
-    def _shake_hands(self) -> None:
+    def _check_tls(self) -> None:
         """Raises `DeploymentError` for what would fail on every connection, without waiting for the server."""
         connection = HttpConnection(self._address, timeout_s=RUNNING_READY_SECONDS)
         try:
@@ -251,3 +263,55 @@ def _tls_remedy(address: Address, scheme: str) -> str:
     if address.tls or not speaks_tls(address.host, address.port, RUNNING_READY_SECONDS):
         return ""
     return f"; it speaks TLS: give {scheme}://{address.authority}{address.base_path}"
+
+
+def find_listeners(address: Address) -> tuple[Roots, str | None]:
+    """The processes that listen at an address; without any, the reason as the end of a sentence."""
+    if not is_here(address.host):
+        return (), "it runs on another machine"
+    try:
+        entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        sockets = _listening(psutil.net_connections("tcp"), address.port)
+        listeners = next((those for entry in entries if (those := _accepting(sockets, str(entry[4][0])))), [])
+        if not listeners:
+            return (), f"no process that this program can see listens on port {address.port}"
+        if any(listener.pid is None for listener in listeners):
+            return (), f"the process on port {address.port} belongs to another user or is in another container"
+        roots = {_root(psutil.Process(listener.pid), address.port) for listener in listeners}
+        names = {root.name() for root in roots}
+    except (psutil.Error, OSError) as exc:
+        return (), f"the processes of this machine cannot be read ({exc})"
+    if RELAYS & names:
+        return (), f"{min(RELAYS & names)} listens on port {address.port} and only forwards requests"
+    if os.getpid() in {process.pid for process in tree(roots)}:  # as with a socket of systemd
+        return (), f"the process on port {address.port} is this program or a parent of it"
+    return tuple(sorted(roots, key=lambda root: root.pid)), None
+
+
+def is_here(host: str) -> bool:
+    """Whether an address belongs to this machine: a socket can only be bound to its addresses."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _listening(sockets: Sequence[Any], port: int) -> list[Any]:
+    return [entry for entry in sockets if entry.status == psutil.CONN_LISTEN and entry.laddr[1:2] == (port,)]
+
+
+def _accepting(sockets: Sequence[Any], ip: str) -> list[Any]:
+    """The sockets that take connections to an address: those bound to it, else to all addresses."""
+    wildcards = ["::"] if ":" in ip else ["0.0.0.0", "::"]
+    return next((those for bound in (ip, *wildcards) if (those := [s for s in sockets if s.laddr[0] == bound])), [])
+
+
+def _root(process: psutil.Process, port: int) -> psutil.Process:
+    """The topmost of the parents that share the socket: a server's workers inherit it."""
+    with suppress(psutil.Error):
+        while (parent := process.parent()) is not None and _listening(parent.net_connections("tcp"), port):
+            process = parent
+    return process
