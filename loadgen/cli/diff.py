@@ -11,7 +11,7 @@ import typer
 from loadgen.cli.json_output import fail
 
 if TYPE_CHECKING:
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_CHANGED = 0, 1, 3
 _RUN = "A folder that `abserve compare` wrote to, or a result.json."
@@ -36,13 +36,11 @@ def diff(
     """
     import msgspec
 
-    from loadgen.report.console import make_console
-    from loadgen.report.difference import difference
+    from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
-    from loadgen.verdict.result_file import ResultError
+    from loadgen.verdict.result import ResultError, readable
     from loadgen.verdict.run_difference import compare_runs
 
     if as_json and as_markdown:
@@ -54,9 +52,9 @@ def diff(
             if as_json:
                 typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
             elif as_markdown:
-                typer.echo(render_markdown(difference(found)), nl=False)
+                typer.echo(render_markdown(difference_document(found)), nl=False)
             else:
-                print_document(difference(found), make_console(sys.stdout))
+                print_document(difference_document(found), make_console(sys.stdout))
     except (StoredRunError, ResultError) as exc:
         fail(str(exc))
     if not found.comparable:
@@ -67,8 +65,7 @@ def diff(
 
 def _read(path: Path) -> Result:
     """The result of a run: a folder's records are analysed again, so that both runs get the same analysis."""
-    from loadgen.verdict.analysis import readable, stored_result
-    from loadgen.verdict.result_file import read_result
+    from loadgen.verdict.result import read_result, readable, stored_result
 
     if not path.exists():
         fail(f"{path} does not exist; give {_RUN[0].lower()}{_RUN[1:-1]}")

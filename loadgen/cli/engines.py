@@ -21,7 +21,7 @@ from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.invocation import ENGINE_WORKER
 
 if TYPE_CHECKING:
-    from loadgen.engine_matrix.records import Matrix, Plan
+    from loadgen.engine_matrix.records import Matrix, MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.records.run import Environment, RunState
 
@@ -84,16 +84,16 @@ def _settings(file: Path | None, given: dict[SettingOption, object]) -> MatrixSe
     return checked_settings(MatrixSettings, content, file, given)
 
 
-def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Plan, Environment]:
+def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, MatrixPlan, Environment]:
     """Nothing is written yet but the default folder. Raises `PlanError`."""
     from loadgen.engine_matrix.plan import expand, make_plan, requests_of
-    from loadgen.engine_matrix.records import Plan
+    from loadgen.engine_matrix.records import MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import check, read_offers
     from loadgen.run.machine import read_environment
 
     check_out(out)
-    if out is not None and (out / Plan.FILE).exists():
+    if out is not None and (out / MatrixPlan.FILE).exists():
         raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
     offers = read_offers(settings.device, ENGINE_WORKER)
     wanted = expand(settings, offers)
@@ -103,17 +103,19 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Plan,
 
 def _stored(
     folder: Path, file: Path | None, given: dict[SettingOption, object]
-) -> tuple[MatrixStore, Plan, Environment]:
+) -> tuple[MatrixStore, MatrixPlan, Environment]:
     """The matrix in the folder, if it is the one asked for and this is its machine. Raises `PlanError`."""
     from loadgen.engine_matrix.plan import difference
+    from loadgen.engine_matrix.records import MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import read_offers
+    from loadgen.records.run import Environment
     from loadgen.run.machine import fingerprint, read_environment
     from loadgen.run.storage import StorageError
 
     store = MatrixStore(folder)
     try:
-        plan, before = store.plan(), store.environment()
+        plan, before = store.read(MatrixPlan), store.read(Environment)
     except StorageError as exc:
         raise PlanError(f"--resume {folder}: {exc}") from exc
     if file is not None or given:
@@ -137,7 +139,7 @@ def _gpu_names(gpu: dict[str, Any]) -> list[str]:
 
 def _run(
     store: MatrixStore,
-    plan: Plan,
+    plan: MatrixPlan,
     environment: Environment,
     json_file: str | None,
     mlflow: str | None,
@@ -146,8 +148,8 @@ def _run(
 ) -> int:
     """Measure, report, and return the exit status."""
     from loadgen.engine_matrix.measure import run_matrix
-    from loadgen.report.console import make_console
-    from loadgen.report.engine_progress import EngineProgress
+    from loadgen.report.progress import EngineProgress
+    from loadgen.report.renderers.terminal import make_console
     from loadgen.run.storage import StorageError
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
@@ -170,7 +172,7 @@ def _run(
 
 def _report(
     store: MatrixStore,
-    plan: Plan,
+    plan: MatrixPlan,
     environment: Environment,
     state: RunState,
     json_file: str | None,
@@ -179,8 +181,7 @@ def _report(
     from loadgen.engine_matrix.analyse import analyse
     from loadgen.engine_matrix.files import write_reports
     from loadgen.engine_matrix.sections import matrix_document
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.renderers.terminal import make_console, print_document
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     folder = store.directory
@@ -206,7 +207,7 @@ def _report(
 
 def exit_status(matrix: Matrix) -> int:
     """The status of a matrix that was not interrupted: whether every configuration was measured and right."""
-    from loadgen.engine_matrix.plan import NO_MODEL
+    from loadgen.engine_matrix.records import NO_MODEL
 
     failed = any(one.errors for one in matrix.configurations)
     wrong = any(

@@ -21,7 +21,7 @@ def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
 
 def complain(message: str, style: str = "bold red", kind: str = "error") -> None:
     """Print one sentence on standard error."""
-    from loadgen.report.console import make_console
+    from loadgen.report.renderers.terminal import make_console
 
     make_console(sys.stderr).print(f"{kind}: {message}", style=style, soft_wrap=True)
 

@@ -45,14 +45,12 @@ def report(
     """
     import webbrowser
 
-    from loadgen.engine_matrix.files import is_matrix
+    from loadgen.engine_matrix.store import is_matrix
     from loadgen.experiment.plan import unknown
-    from loadgen.exporters.mlflow import ExportError, check_mlflow
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.mlflow import MlflowExportError, check_mlflow
+    from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
-    from loadgen.verdict.result_file import ResultError
+    from loadgen.verdict.result import ResultError, readable
 
     if mlflow is not None and output is not None:
         fail("give --mlflow or --format, not both")
@@ -68,7 +66,7 @@ def report(
                 return
             paths = found.write()
             print_document(found.document, console)
-    except (StoredRunError, ResultError, ExportError) as exc:
+    except (StoredRunError, ResultError, MlflowExportError) as exc:
         fail(str(exc))
     except OSError as exc:
         fail(
@@ -82,7 +80,7 @@ def report(
         if mlflow is not None:
             with readable(directory):
                 found.export(mlflow)
-    except (ExportError, StoredRunError) as exc:
+    except (MlflowExportError, StoredRunError) as exc:
         fail(str(exc), 1)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())
@@ -100,11 +98,10 @@ class Reported(NamedTuple):
 
 
 def _of_comparison(directory: Path) -> Reported:
-    from loadgen.exporters.mlflow import export_result
-    from loadgen.report import write_reports
     from loadgen.report.contents import result_document
-    from loadgen.report.files import formats
-    from loadgen.verdict.analysis import stored_result
+    from loadgen.report.files import formats, write_reports
+    from loadgen.report.mlflow import export_result
+    from loadgen.verdict.result import stored_result
 
     result = stored_result(directory)
     write, export = partial(write_reports, directory, result), partial(export_result, result=result, folder=directory)
@@ -114,9 +111,10 @@ def _of_comparison(directory: Path) -> Reported:
 def _of_matrix(directory: Path) -> Reported:
     from loadgen.engine_matrix import files
     from loadgen.engine_matrix.sections import matrix_document
-    from loadgen.exporters.mlflow import export_matrix
+    from loadgen.engine_matrix.store import stored_matrix
+    from loadgen.report.mlflow import export_matrix
 
-    matrix = files.stored_matrix(directory)
+    matrix = stored_matrix(directory)
     notes = () if files.has_parquet() else (files.NO_PARQUET,)
     write = partial(files.write_reports, directory, matrix)
     export = partial(export_matrix, matrix=matrix, folder=directory)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import closed_loop, has_load, interleave, load_workloads
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.handicap_analysis import (
     BESIDE,
     MIN_ROUNDS,

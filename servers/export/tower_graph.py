@@ -5,7 +5,8 @@ does not fuse it. Here a block is seven nodes, no node computes a shape, and so 
 is on a GPU. The operators of the domain com.microsoft are in every build of ONNX Runtime, Triton's backend included;
 TensorRT and others do not have them.
 
-The weights are rearranged only where that is exact in FP32: `servers.engines.vit.tower` has the algebra of the bytes.
+The weights are rearranged only where that is exact in FP32: see
+`servers.engines.torch.vit_tower` for the algebra of the bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from servers.engines.vit.tower import BYTE_CENTRE, BYTE_SCALE, TowerShape, fold_bytes, read_shape
-from servers.export.file_form import OPSETS, Operators
+from servers.engines.torch.vit_tower import BYTE_CENTRE, BYTE_SCALE, TowerShape, fold_bytes, read_shape
+from servers.export.manifest import OPSETS, Operators
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -185,11 +186,11 @@ class _TowerGraph:
         if self._dtype == np.float16:
             embedding = self.add("Cast", [embedding], "embedding_fp32", to=TensorProto.FLOAT)
         self.add("Reshape", [embedding, self.integers("flat", [-1, *target.item_shape])], target.name)
-        given = TensorProto.UINT8 if source.datatype == "UINT8" else TensorProto.FLOAT
+        datatype = TensorProto.UINT8 if source.datatype == "UINT8" else TensorProto.FLOAT
         graph = helper.make_graph(
             self._nodes,
             specification.name,
-            [helper.make_tensor_value_info(source.name, given, ["batch", *source.item_shape])],
+            [helper.make_tensor_value_info(source.name, datatype, ["batch", *source.item_shape])],
             [helper.make_tensor_value_info(target.name, TensorProto.FLOAT, ["batch", *target.item_shape])],
             self._initializers,
         )

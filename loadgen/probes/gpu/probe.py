@@ -22,7 +22,7 @@ from loadgen.quantities import number, share
 from loadgen.records.run import ArmRequest, Experiment, Label, Workload, item_of, setting_key, shown
 from loadgen.records.samples import read_samples
 from loadgen.run.storage import RunStore, read_run
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext

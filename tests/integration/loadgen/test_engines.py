@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.engine_matrix.measure import run_matrix
+from loadgen.engine_matrix.measure import MatrixProgress, run_matrix
 from loadgen.engine_matrix.plan import expand, make_plan, requests_of
-from loadgen.engine_matrix.progress import Progress
-from loadgen.engine_matrix.records import Measured, Plan, Visit
+from loadgen.engine_matrix.records import MatrixPlan, Measured, Visit
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import check, read_offers
@@ -61,7 +60,7 @@ def write_model(folder: Path, wrong: str = "") -> str:
     return f"{path}:scorer"
 
 
-def planned(folder: Path, model: str, **settings: object) -> Plan:
+def planned(folder: Path, model: str, **settings: object) -> MatrixPlan:
     asked = MatrixSettings(
         models=(model,),
         device="cpu",
@@ -74,11 +73,11 @@ def planned(folder: Path, model: str, **settings: object) -> Plan:
     return make_plan(asked, offers, wanted, check(requests_of(asked, wanted, offers), ENGINE_WORKER))
 
 
-def measured(folder: Path, plan: Plan) -> dict[str, list[Visit]]:
+def measured(folder: Path, plan: MatrixPlan) -> dict[str, list[Visit]]:
     store = MatrixStore(folder / "run")
     with store.open():
         store.write(plan)
-        assert run_matrix(plan, store, Progress(), worker=ENGINE_WORKER).state == "finished"
+        assert run_matrix(plan, store, MatrixProgress(), worker=ENGINE_WORKER).state == "finished"
     found: dict[str, list[Visit]] = {}
     for visit in store.visits():
         one = plan.configurations[visit.configuration]
@@ -164,7 +163,7 @@ def test_a_kept_process_makes_its_first_calls_before_it_is_ready(tmp_path: Path)
     request: dict[str, object] = {"model": write_model(tmp_path, slow), "engine": "torch", "device": "cpu"}
     request |= {"batches": [5, 6], "lengths": [8], "first_calls": True}
     commands = "".join(f'{{"batch": {batch}, "length": 8, "seconds": 0.01}}\n' for batch in (6, 5, 6))
-    worker = [sys.executable, "-P", "-m", "servers.engines.worker"]
+    worker = [sys.executable, "-P", "-m", "servers.measuring.worker"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*worker, json.dumps(request)], input=commands, capture_output=True, text=True, env=environment
@@ -181,7 +180,7 @@ def test_the_worker_ends_with_its_input_and_goes_on_after_a_bad_command(tmp_path
     request = {"model": write_model(tmp_path), "engine": "torch", "device": "cpu", "batches": [2], "lengths": [8]}
     commands = '{"batch": 2, "length": 9}\nnonsense\n{"batch": 2, "length": 8, "seconds": 0.01}\n'
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "servers.engines.worker", json.dumps(request)],
+        [sys.executable, "-P", "-m", "servers.measuring.worker", json.dumps(request)],
         input=commands, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -14,10 +14,10 @@ import loadgen.run.load_runner
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.gpu.records import EvidenceFile, read_readings
 from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -13,29 +13,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# What a room of `servers` may import besides itself. Entry points (cli, doctor, command modules) see everything.
+# What a room of `servers` may import besides itself and what is SHARED. Entry points see everything: `servers.cli` and
+# the modules named here.
 ROOMS: dict[str, set[str]] = {
     "protocol": set(),
     "gpu": set(),
     "models": {"protocol"},
     "engines": {"protocol", "models", "gpu"},
     "export": {"protocol", "models", "gpu", "engines"},
+    "measuring": {"protocol", "models", "gpu", "engines", "export"},
     "native": {"protocol", "models", "engines", "gpu"},
     "plain": {"protocol", "models", "gpu"},
     "triton": {"protocol", "models", "engines", "export"},
 }
-ENTRY_MODULES = {
-    "cli",
-    "doctor",
-    "command",
-    "launch_plan",
-    "finding",
-    "options",
-    "defaults",
-    "tuning",
-    "listener",
-    "worker",
-}
+SHARED = {"servers.cli.defaults", "servers.cli.launch", "servers.cli.options"}
+ENTRY_MODULES = {"command", "worker"}
 
 ANALYSES = (
     "probes.rate_search_analysis", "probes.causes_analysis", "probes.handicap_analysis", "probes.ceiling_analysis",
@@ -43,7 +35,7 @@ ANALYSES = (
 )  # fmt: skip
 """Modules of the probes that the checks and the verdict read: records, and what is computed from them."""
 MEASURING = (
-    "client", "launch", "generator", "probes.cold_start_measurement", "engine_matrix.measure",
+    "client", "launch", "probes.cold_start_measurement", "engine_matrix.measure",
     *(f"run.{name}" for name in ("answers", "arms", "context", "gpu_recording", "load_runner", "machine_watch")),
     "run.preparation", "run.runner",
 )  # fmt: skip
@@ -54,20 +46,19 @@ MEASURING = (
 # first, since all else reads it; of a probe what the verdict reads. What needs every probe gets it from the registry,
 # which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "stats", "client", "launch",
-    "experiment", "generator", "locustfile", "probes.registry", "engine_matrix.records", "run.storage", "comparison",
-    *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.prices", "ranking.candidates",
-    "ranking.analyse", "run", "engine_matrix.worker_process", "engine_matrix.measure", "report.document",
-    "report.charts", "report.machine", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.tables",
-    "engine_matrix.sections", "engine_matrix.files", "ranking", "calibration",
-    "report", "exporters", "conformance", "scenarios", "cli", "entry",
+    "quantities", "documents", "strict_yaml", "headers", "invocation", "child_process", "records", "stats",
+    "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "metrics",
+    *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
+    "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
+    "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
+    "engine_matrix.files", "ranking", "run.calibrate", "report", "exporters", "conformance",
+    "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
-    "ranking.analyse", "engine_matrix.analyse", "engine_matrix.cells", "engine_matrix.break_even",
-    "engine_matrix.questions",
+    "stats", "records.run", "metrics", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
+    "ranking.analyse", "engine_matrix.analyse",
 )  # fmt: skip
 IMPURE = {
     "locust",
@@ -165,7 +156,7 @@ def test_rooms_import_only_what_they_may(room: str) -> None:
             continue
         for target in targets:
             to = target.split(".")
-            if len(to) > 1 and to[1] not in allowed and to[-1] not in ENTRY_MODULES:
+            if len(to) > 1 and to[1] not in allowed and target not in SHARED:
                 wrong.append((name, target))
     assert wrong == []
 
@@ -222,9 +213,9 @@ def room(module: str) -> str:
         return "probes: analysis"
     if parts[0] == "engine_matrix" and len(parts) > 1:
         floors = {"records": "records", "measure": "measure", "worker_process": "measure"}
-        floors |= dict.fromkeys(("sections", "charts", "tables", "files"), "sections")
+        floors |= dict.fromkeys(("sections", "charts", "files"), "sections")
         return f"engine_matrix: {floors.get(parts[1], 'analyse')}"
-    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "machine", "renderers"):
+    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "renderers"):
         return "report: document"
     whole = {"probes.registry": "probes: registry", "run.storage": "run: storage"}
     return whole.get(".".join(parts), parts[0])
@@ -285,7 +276,7 @@ def test_what_computes_asks_no_process_no_clock_and_no_network(room: str) -> Non
 
 def test_no_analysis_imports_a_measurement() -> None:
     measuring = {name for name in MODULES if f"{name}.".startswith(tuple(f"loadgen.{room}." for room in MEASURING))}
-    analysing = ("loadgen.verdict", "loadgen.comparison", *(f"loadgen.{name}" for name in ANALYSES))
+    analysing = ("loadgen.verdict", "loadgen.metrics", *(f"loadgen.{name}" for name in ANALYSES))
     users = {
         (name, target)
         for name in MODULES
@@ -296,7 +287,7 @@ def test_no_analysis_imports_a_measurement() -> None:
 
 
 def test_the_run_needs_little_of_the_analysis() -> None:
-    """What both need is in `comparison`: the run asks the analysis for the checks before the load alone."""
+    """What both need is in `metrics`: the run asks the analysis for the checks before the load alone."""
     users = {
         (name, target)
         for name, targets in GRAPH.items()

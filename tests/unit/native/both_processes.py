@@ -15,18 +15,25 @@ import torch
 from servers.engines.batches import bucket_sizes
 from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
-from servers.engines.torch_device import RunnerEngine
+from servers.engines.torch.device import RunnerEngine
 from servers.models.specification import ModelSpecification
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.engine_client import EngineClient
+from servers.native.engine_link import EngineClient
 from servers.native.engine_process import EngineServer
 from servers.native.inference import signature_of
-from servers.native.limits import ByteBudget
-from servers.native.queued_request import QueuedRequest
+from servers.native.interface import (
+    ApplyStatus,
+    FrontEndOpened,
+    FrontEndOperation,
+    ModelState,
+    QueuedRequest,
+    UnregisterMemory,
+)
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, UnavailableError
 from servers.protocol.tensors import TensorSpec
+from tests.host_copies import HostCopies
 
 HELD = 2**20
 ROWS = ModelSpecification(
@@ -47,7 +54,8 @@ class Copying(RunnerEngine):
         def execute(given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
             out[0].copy_(given[0])
 
-        self._start(lambda _bucket: execute, bucket_sizes(self._settings.max_batch_size), torch.device("cpu"))
+        rows = bucket_sizes(self._settings.max_batch_size)
+        self._start(lambda _bucket: execute, rows, torch.device("cpu"), copies=HostCopies())
 
     def describe(self) -> EngineDescription:
         return self._description(version="1", precision="fp32", mode="graph", device="cpu", threads=1, details={})
@@ -87,15 +95,12 @@ class BothProcesses:
         self._loop.run_until_complete(asyncio.wait_for(work, 20))
 
     async def _open(self, front: socket.socket) -> None:
-        async def states(states: Sequence[Any]) -> None:
-            if states[0][0] == "ready":
+        async def execute(operation: FrontEndOperation) -> None:
+            if isinstance(operation, ApplyStatus) and operation.models[0].state is ModelState.READY:
                 self.ready.set()
 
-        async def nothing(*_arguments: object) -> None:
-            pass
-
-        await self.client.open(front, {"states": states, "open": nothing, "forget": nothing})
-        await self.client.ask("opened")
+        await self.client.open(front, execute)
+        await self.client.control(FrontEndOpened())
         await self.ready.wait()
 
     @property
@@ -103,11 +108,12 @@ class BothProcesses:
         (channel,) = self.server._channels.values()
         return channel
 
-    async def infer(self, value: float, waiter: Any = None) -> QueuedRequest:
+    async def infer(self, value: float) -> QueuedRequest:
         array = self.memory.placed(np.full((1, 4), value, np.float32))
-        queued = QueuedRequest({"x": array}, 1, [("x", (4,))], None, Waiting())
+        waiting = Waiting()
+        queued = QueuedRequest({"x": array}, 1, [("x", (4,))], None, waiting)
         self.client.submit(0, queued)
-        await queued.waiter.event.wait()
+        await waiting.event.wait()
         return queued
 
     async def check(self) -> None:
@@ -123,7 +129,7 @@ class BothProcesses:
 
         await asyncio.gather(*(honest(value) for value in (1.0, 2.0, 3.0)))
         with suppress(ContractError):
-            await self.client.ask("unregister", False, "r")
+            await self.client.control(UnregisterMemory(False, "r"))
         assert self.thread.is_alive()
 
     def stop(self) -> None:

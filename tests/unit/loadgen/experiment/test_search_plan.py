@@ -7,7 +7,7 @@ import pytest
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import Workload
-from loadgen.stats.early_stopping import late_allowed
+from loadgen.stats.percentiles import late_allowed
 
 
 def workloads(**settings: object) -> tuple[Workload, ...]:

@@ -11,7 +11,7 @@ import pytest
 from loadgen.probes.fairness import IDLE_SECONDS, as_condition, read_busy_share, read_conditions
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Label
-from loadgen.report.machine import gpu_text
+from loadgen.report.sections.conditions import gpu_text
 from loadgen.run.gpu_recording import gpu_options
 from loadgen.run.machine import fingerprint
 from loadgen.verdict.noise_floor import gpu_of
