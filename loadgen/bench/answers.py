@@ -31,8 +31,7 @@ from loadgen.client.variation import Variation, find_variation
 from loadgen.generator.kept_answers import unpacked
 from loadgen.generator.messages import KeptAnswer, Open, Outcome
 from loadgen.probes.answers.records import AnswersCompared
-from loadgen.records.parity import ParityCase, ParityRecord
-from loadgen.records.run import REQUEST_TIMEOUT_S, Label, Workload
+from loadgen.records.run import REQUEST_TIMEOUT_S, Label, ParityCase, ParityRecord, Workload
 from loadgen.stats.agreement import (
     NOT_FINITE,
     Agreement,

@@ -19,9 +19,8 @@ from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
 from loadgen.launch.interface import Deployment
 from loadgen.records.model_config import effective_settings, read_triton, step_calls
-from loadgen.records.run import REQUEST_TIMEOUT_S, ArmRecord, ArmRequest, Experiment, Transport, Workload
+from loadgen.records.run import REQUEST_TIMEOUT_S, ArmRecord, ArmRequest, Experiment, StepRecord, Transport, Workload
 from loadgen.records.samples import NS_PER_MS
-from loadgen.records.server import StepRecord
 
 BODIES_PER_TURN = 13
 """Odd, so that successive rounds of a workload begin with each of its 4, 8, 16 or 32 bodies."""

@@ -22,8 +22,7 @@ from loadgen.experiment.schedule import ScheduledBlock
 from loadgen.generator.messages import Open, Outcome
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.machine.environment import utc_now
-from loadgen.records.run import BlockRecord, Label, MachineLoad, Workload, shown
-from loadgen.records.server import StageTotals
+from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
 from loadgen.storage.store import RunStore, StorageError, storage_sentence
 from loadgen.storage.stored_run import StoredBlock, read_block
 

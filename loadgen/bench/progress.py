@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.probes.cold_start.records import ColdStart
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, BlockRecord
+from loadgen.records.run import ArmRecord, BlockRecord, ParityRecord
 from loadgen.verdict.checks.registry import Check
 
 

@@ -15,8 +15,7 @@ import msgspec
 
 from loadgen.client.endpoint import Endpoint
 from loadgen.records.model_config import listed, mapping, split_steps, whole
-from loadgen.records.run import Access
-from loadgen.records.server import StageTotals, StepRecord, StepTotals
+from loadgen.records.run import Access, StageTotals, StepRecord, StepTotals
 
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""

@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 
 from loadgen.quantities import number
-from loadgen.records.run import Label, Pairing, Record
+from loadgen.records.run import Label, Pairing, Record, StageTotals
 from loadgen.records.samples import NS_PER_MS, good, latencies_ms
-from loadgen.records.server import StageTotals
 from loadgen.storage.stored_run import StoredBlock
 
 STAGES = (

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from loadgen.records.run import ArmRecord
-from loadgen.records.server import StepRecord
+from loadgen.records.run import ArmRecord, StepRecord
 
 GPU_ONLY_BACKENDS = ("tensorrt",)
 """Triton backends that execute on a GPU or not at all."""

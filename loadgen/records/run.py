@@ -3,7 +3,7 @@
     DIR/experiment.json    Experiment     what was requested; written first
     DIR/environment.json   Environment    host, versions, GPU
     DIR/arms.json          list[ArmRecord]
-    DIR/parity.json        ParityRecord   see `loadgen.records.parity`
+    DIR/parity.json        ParityRecord
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.records.samples`
     DIR/calibration.json   Calibration    of the load generator on this machine, if it was calibrated
@@ -25,8 +25,6 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 import msgspec
 
 from loadgen.records.payloads import served_name
-from loadgen.records.record import Record as Record
-from loadgen.records.server import StageTotals, StepRecord
 
 Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
@@ -53,6 +51,13 @@ def option_of(label: Label, setting: str = "") -> str:
     if len(label) == 1:
         return f"--{label}-{setting}".rstrip("-")
     return f"arms.{label}.{'options' if setting == 'option' else setting}".rstrip(".")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything stored: immutable; unknown fields are refused."""
+
+    FILE: ClassVar[str]
+    """Path of the record, or of the list of all records of this kind, relative to DIR."""
 
 
 class Pairing(NamedTuple):
@@ -301,6 +306,63 @@ class Experiment(Record, frozen=True, kw_only=True):
         return own or served_name(self.model, self.payload_of(arm))
 
 
+class StageTotals(Record, frozen=True, kw_only=True):
+    """A server's own statistics of a block: differences of its counters, summed over the block's requests.
+
+    The names are Triton's. What a server does not report is None; a negative number means that its counters ran
+    backwards. `receive` and `encode` are the native server's HTTP stages; `decode` is part of compute_input on Triton,
+    except in an ensemble with a model that decodes.
+    """
+
+    requests: int | None
+    items: int | None
+    executions: int | None
+    queue_ns: int | None
+    compute_input_ns: int | None
+    compute_infer_ns: int | None
+    compute_output_ns: int | None
+    receive_ns: int | None = None
+    decode_ns: int | None = None
+    encode_ns: int | None = None
+    batches: dict[int, int] = msgspec.field(default_factory=dict)
+    """Executed batch size → number of executions."""
+    steps: tuple[StepTotals, ...] = ()
+    """Of an ensemble: its models, whose times are summed here. `executions` and `batches` are those of the one that
+    executes; with a model whose statistics cannot be read all these are unknown."""
+
+    @property
+    def executed_items(self) -> int | None:
+        """Items in `executions`: of an ensemble those of the model that executes, which may get more or fewer."""
+        executing = [step.totals for step in self.steps if step.executes and step.totals is not None]
+        return executing[0].items if executing else self.items
+
+
+class StepTotals(Record, frozen=True, kw_only=True):
+    """The statistics of one model that an ensemble calls."""
+
+    model: str
+    calls: int
+    """How often one request to the ensemble calls it."""
+    decodes: bool
+    """Whether its time is the stage `decode` of the ensemble."""
+    executes: bool
+    """Whether the ensemble's executions and batches are its own."""
+    totals: StageTotals | None
+    """None: its configuration or its statistics cannot be read. Includes requests that others sent to it."""
+
+
+class StepRecord(Record, frozen=True, kw_only=True):
+    """One model that an ensemble calls."""
+
+    model: str
+    version: str | None = None
+    """None: the latest."""
+    calls: int = 1
+    """How often one request to the ensemble calls it."""
+    config: dict[str, object] | None
+    """None: it cannot be read."""
+
+
 class WorkerRecord(Record, frozen=True, kw_only=True):
     """One process of a distributed generator in a block. Its times are on the clock of its machine."""
 
@@ -457,6 +519,66 @@ class ArmRecord(Record, frozen=True, kw_only=True):
     """The manifest of the exported file that the arm executes."""
     steps: tuple[StepRecord, ...] = ()
     """The models that an ensemble calls, in order; those of an ensemble among them in its place."""
+
+
+class ParityCase(Record, frozen=True, kw_only=True):
+    """Outputs for the same items. `reference` compares an arm with the baseline; `alone` an arm's mixed batch with its
+    own single responses."""
+
+    name: str
+    label: Label
+    """The arm whose outputs are compared."""
+    kind: Literal["reference", "alone"]
+    images: int
+    """Items, also of other kinds than images."""
+    cosine_min: float
+    max_abs: float
+    ok: bool
+    relative_max: float | None = None
+    """Largest relative error of an item: ‖answer − expected‖ over ‖expected‖; see `loadgen.stats.agreement`."""
+    element_max: float | None = None
+    """Largest relative error of an element, except elements that are small relative to the others."""
+    output: str | None = None
+    """The first output that differs by more than rounding, if it failed."""
+    fault: str | None = None
+    """How that output differs, in words that follow its name."""
+    top1: float | None = None
+    """Share of items with the same highest logit; None without logits."""
+    top5: float | None = None
+    """Share of items with the same five highest logits; None without logits, or with five classes or fewer."""
+
+
+class ParityRecord(Record, frozen=True, kw_only=True):
+    """Whether all arms compute the same function; if not, speed is not compared."""
+
+    FILE = "parity.json"
+    cases: tuple[ParityCase, ...]
+    ok: bool
+    error: str | None = None
+    precision: str | None = None
+    """The coarsest precision of all arms, which decides the tolerance."""
+    tolerance_relative: float | None = None
+    """Largest relative error of an item that passes."""
+    tolerance_element: float | None = None
+    """Largest relative error of an element that passes."""
+    threshold_cosine: float | None = None
+    """Threshold in older runs, in which the cosine decided."""
+    kinds: dict[str, str] = msgspec.field(default_factory=dict)
+    """How each output was compared: embedding, logits, labels (equal), tensor; empty in older runs."""
+    alike: dict[Label, tuple[str, ...]] | None = None
+    """The outputs of each arm with the same values for every input; None with one input, and in older runs."""
+
+    @property
+    def lowest_cosine(self) -> float | None:
+        return min((case.cosine_min for case in self.cases), default=None)
+
+    @property
+    def largest_relative_error(self) -> float | None:
+        return max((case.relative_max for case in self.cases if case.relative_max is not None), default=None)
+
+    def lowest_share(self, name: Literal["top1", "top5"]) -> float | None:
+        """The lowest share of items with the same highest logits."""
+        return min((share for case in self.cases if (share := getattr(case, name)) is not None), default=None)
 
 
 class RunState(Record, frozen=True, kw_only=True):

@@ -26,9 +26,8 @@ from loadgen.comparison.summaries import BlockSummary
 from loadgen.documents import one_line
 from loadgen.probes.cold_start.records import ColdStart
 from loadgen.quantities import counted, number, per_second
-from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
-from loadgen.records.run import ArmRecord, BlockRecord, Pairing, shown
+from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
 from loadgen.verdict.checks.registry import Check

@@ -15,8 +15,7 @@ from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.launch.compose import ComposeDeployment, require_one_way
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.launch.interface import RUNNING_READY_SECONDS, DeploymentError
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, Label, option_of, shown
+from loadgen.records.run import ArmRecord, Label, ParityRecord, option_of, shown
 from loadgen.stats.agreement import Tolerance
 
 

@@ -21,8 +21,16 @@ from loadgen.probes.gpu_proof.readings import Readings, ReadingsError, read_read
 from loadgen.probes.gpu_proof.records import EvidenceFile
 from loadgen.probes.rate_search.records import Trial
 from loadgen.records.machine import Calibration, NoiseFloor
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, BlockRecord, Environment, Experiment, Record, RunState, Workload
+from loadgen.records.run import (
+    ArmRecord,
+    BlockRecord,
+    Environment,
+    Experiment,
+    ParityRecord,
+    Record,
+    RunState,
+    Workload,
+)
 from loadgen.records.samples import SampleFile, Samples, find_samples
 from loadgen.storage.run_lock import is_running
 

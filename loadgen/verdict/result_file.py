@@ -18,8 +18,7 @@ from loadgen.comparison.stages import LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
 from loadgen.documents import DocumentError, read_record, read_stored
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Record, RunState
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, ParityRecord, Record, RunState
 from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.stopping import Stopping
 from loadgen.verdict.thresholds import ThresholdOutcome

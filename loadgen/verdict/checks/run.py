@@ -14,8 +14,7 @@ from loadgen.probes.answers.records import AnswersCompared
 from loadgen.probes.fairness.records import CacheProbe
 from loadgen.probes.rate_search.records import RatesFound
 from loadgen.quantities import counted, number, share
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import Label, Workload, shown
+from loadgen.records.run import Label, ParityRecord, Workload, shown
 from loadgen.verdict.checks.registry import Outcome, check, per_comparison, per_load
 
 LEAST_SHARE = 0.9

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import RunState, Workload
+from loadgen.records.run import ParityRecord, RunState, Workload
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.hostile_names import HOSTILE, check_reports

@@ -14,8 +14,7 @@ from loadgen.bench.preparation import PreparationError, export_artefacts
 from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
 from loadgen.probes.cold_start.records import ColdStart
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, RunState, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore, StorageError
 from loadgen.verdict.analysis import analyse

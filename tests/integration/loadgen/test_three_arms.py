@@ -16,8 +16,7 @@ from loadgen.experiment.schedule import schedule
 from loadgen.probes.causes.analyse import CausesFound
 from loadgen.probes.causes.records import Explanation
 from loadgen.probes.cold_start.records import ColdStart
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse

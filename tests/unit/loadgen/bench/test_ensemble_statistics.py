@@ -15,8 +15,7 @@ from loadgen.bench.arms import Arm
 from loadgen.bench.server_statistics import ensemble_totals
 from loadgen.documents import read_record
 from loadgen.launch.interface import RemoteDeployment
-from loadgen.records.run import ArmRecord, ArmRequest
-from loadgen.records.server import StageTotals, StepRecord
+from loadgen.records.run import ArmRecord, ArmRequest, StageTotals, StepRecord
 from tests.hostile_server import HostileServer, hostile_server
 
 RECORDED = json.loads(Path(__file__).with_name("ensemble_statistics.json").read_bytes())

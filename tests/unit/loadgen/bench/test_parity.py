@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.bench.answers import ParityError, batches_to_send, compare_answers, mixed_batches
 from loadgen.client.inputs import SampleInputs
-from loadgen.records.parity import ParityCase
+from loadgen.records.run import ParityCase
 from loadgen.stats.agreement import Tolerance, rules_of, tolerance_of
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadgen.bench.server_statistics import requests_seen, stage_totals
-from loadgen.records.server import StageTotals
+from loadgen.records.run import StageTotals
 
 
 def statistics(requests: int, **extra: object) -> dict:

@@ -23,8 +23,7 @@ from loadgen.probes.fairness.records import Conditions
 from loadgen.probes.gpu_proof.decision import judge_placement
 from loadgen.probes.gpu_proof.records import DEFAULT_THRESHOLDS
 from loadgen.records.machine import own_devices, used_gpu
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload
-from loadgen.records.server import StageTotals
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Workload
 from loadgen.storage.stored_run import StoredRun
 from loadgen.verdict.checks.registry import check_before_load
 from tests.hostile_server import HostileServer, hostile_server

@@ -16,8 +16,7 @@ from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.fairness.measure import as_condition, connect_ms, read_governors
 from loadgen.probes.fairness.records import ArmConditions, Conditions
 from loadgen.records.model_config import effective_settings, read_triton
-from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
-from loadgen.records.server import StepRecord
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label, StepRecord
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.storage.stored_run import StoredRun
 from loadgen.verdict.analysis import analyse
