@@ -17,7 +17,6 @@ from loadgen.client.input_files import image_folder
 from loadgen.client.inputs import InputError
 from loadgen.client.requests import Address, AddressError
 from loadgen.client.tls import TlsError, tls_context
-from loadgen.experiment.padding import decide_padding
 from loadgen.experiment.plan import (
     AS_SERVED,
     Combination,
@@ -26,6 +25,7 @@ from loadgen.experiment.plan import (
     check_models,
     check_restarts,
     check_stack,
+    decide_padding,
     expects_gpu,
     ignored_settings,
     make_arms,

@@ -15,8 +15,7 @@ from loadgen.cli.after import analysis_of, check_export, hand_over
 from loadgen.cli.assembly import ExperimentPlan, check_out, check_servers, default_out, plan_experiment
 from loadgen.cli.json_output import check_files, complain, fail
 from loadgen.documents import one_line
-from loadgen.experiment.file import effective_settings, write_settings
-from loadgen.experiment.options import given_options, takes_settings
+from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
 from loadgen.experiment.plan import Combination, PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.records.run import Experiment

@@ -14,8 +14,14 @@ from loadgen.cli.after import analysis_of, check_export, hand_over
 from loadgen.cli.assembly import check_out, default_out
 from loadgen.cli.json_output import check_files, complain, fail, write_json
 from loadgen.engine_matrix.settings import MatrixSettings
-from loadgen.experiment.file import checked_settings, read_file
-from loadgen.experiment.options import SettingOption, given_options, plain_options, takes_settings
+from loadgen.experiment.options import (
+    SettingOption,
+    checked_settings,
+    given_options,
+    plain_options,
+    read_file,
+    takes_settings,
+)
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.invocation import ENGINE_WORKER

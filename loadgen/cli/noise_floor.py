@@ -13,8 +13,7 @@ import typer
 from loadgen.cli.assembly import default_out, plan_experiment
 from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, OUT, check_run, run_and_report
 from loadgen.cli.json_output import fail
-from loadgen.experiment.file import effective_settings
-from loadgen.experiment.options import given_options, takes_settings
+from loadgen.experiment.options import effective_settings, given_options, takes_settings
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, ExperimentSettings
 from loadgen.records.run import EMBEDDED

@@ -76,8 +76,8 @@ class Found(Record, frozen=True, kw_only=True):
     @classmethod
     def among(cls, findings: Mapping[str, object]) -> Self:
         """The findings of this kind, or empty ones."""
-        found = findings.get(cls.STUDY)
-        return found if isinstance(found, cls) else cls()
+        finding = findings.get(cls.STUDY)
+        return finding if isinstance(finding, cls) else cls()
 
 
 def setting_key(option: str) -> str:
@@ -129,8 +129,8 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     @property
     def tls_addresses(self) -> tuple[str, ...]:
         """Its addresses that are reached over TLS."""
-        given = (self.target, self.grpc or "")
-        return tuple(address for address in given if address.startswith(("https://", "grpcs://")))
+        addresses = (self.target, self.grpc or "")
+        return tuple(address for address in addresses if address.startswith(("https://", "grpcs://")))
 
     @property
     def embedded(self) -> bool:
@@ -192,7 +192,7 @@ class Workload(Record, frozen=True, kw_only=True):
             return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{batch})"
         size = {"batched": self.batch_size, "concurrent": self.concurrency}.get(self.scenario)
         length = None if self.sequence_length is None else f"length {self.sequence_length}"
-        details = ", ".join(str(one) for one in (size, length) if one is not None)
+        details = ", ".join(str(detail) for detail in (size, length) if detail is not None)
         return f"{self.scenario}({details})" if details else self.scenario
 
 
@@ -294,7 +294,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths for which there are workloads; empty without a list of them."""
-        return tuple(dict.fromkeys(one.sequence_length for one in self.workloads if one.sequence_length is not None))
+        lengths = (workload.sequence_length for workload in self.workloads)
+        return tuple(dict.fromkeys(length for length in lengths if length is not None))
 
     def reference_of(self, arm: ArmRequest) -> str:
         """The model that a server which abserve starts for the arm is asked to serve."""
@@ -302,8 +303,8 @@ class Experiment(Record, frozen=True, kw_only=True):
 
     def model_of(self, arm: ArmRequest) -> str | None:
         """The arm's model on a server that abserve does not start, as far as the settings name it."""
-        own = None if arm.embedded else arm.model
-        return own or served_name(self.model, self.payload_of(arm))
+        name = None if arm.embedded else arm.model
+        return name or served_name(self.model, self.payload_of(arm))
 
 
 class StageTotals(Record, frozen=True, kw_only=True):

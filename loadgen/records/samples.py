@@ -53,10 +53,10 @@ def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)
 
 
-def with_errors_of(samples: Samples, own: Sequence[str], messages: Sequence[str]) -> Samples:
-    """A copy whose errors are numbered by `messages`, which include its `own`. An error beyond `own` gets the last of
-    them, or without any the number after the last of `messages`."""
-    numbers = np.array([messages.index(text) for text in own] or [len(messages)], dtype=np.int16)
+def with_errors_of(samples: Samples, texts: Sequence[str], messages: Sequence[str]) -> Samples:
+    """A copy whose errors, so far numbered by `texts`, are numbered by `messages`, which include these. A number beyond
+    `texts` becomes that of the last of them, or without any the number after the last of `messages`."""
+    numbers = np.array([messages.index(text) for text in texts] or [len(messages)], dtype=np.int16)
     copied = samples.copy()
     failed = copied["error"] >= 0
     copied["error"][failed] = numbers[np.minimum(copied["error"][failed], len(numbers) - 1)]

@@ -14,7 +14,7 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`, each whole or not at
     all; returns their paths, report.html first. An equal result.json of an older version is kept. Raises `OSError`."""
     from loadgen.documents import stored_path
-    from loadgen.experiment.file import write_content
+    from loadgen.experiment.options import write_content
     from loadgen.report.contents import result_document
     from loadgen.report.renderers.html import render_html
     from loadgen.report.renderers.markdown import render_markdown

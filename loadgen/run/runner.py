@@ -27,8 +27,7 @@ from loadgen.bench.progress import Progress
 from loadgen.client.endpoint import EndpointError
 from loadgen.client.inputs import InputError
 from loadgen.client.requests import AddressError
-from loadgen.experiment.padding import padding_in_words
-from loadgen.experiment.plan import sized
+from loadgen.experiment.plan import padding_in_words, sized
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.generator.process import GeneratorError
 from loadgen.invocation import ABSERVE

@@ -15,7 +15,7 @@ from typing import Any
 
 from loadgen.comparison.claims import do_not, join
 from loadgen.comparison.facts import Facts
-from loadgen.experiment.padding import held_back, padding_in_words
+from loadgen.experiment.plan import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import (
     POLICY_EFFECT,

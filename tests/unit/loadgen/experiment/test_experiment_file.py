@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from loadgen.cli.assembly import plan_experiment
 from loadgen.entry import build
-from loadgen.experiment.file import effective_settings, write_settings
-from loadgen.experiment.options import setting_options
+from loadgen.experiment.options import effective_settings, setting_options, write_settings
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "examples" / "experiment.yaml"

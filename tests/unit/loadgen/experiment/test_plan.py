@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from loadgen.experiment.file import parse_options
 from loadgen.experiment.forecast import Forecast
+from loadgen.experiment.options import parse_options
 from loadgen.experiment.plan import PRESETS, PlanError, ignored_settings, make_arm, make_arms, make_workloads, sized
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
