@@ -11,7 +11,7 @@ import pytest
 from loadgen.bench.bench import GPU_CONTROL_SECONDS, Bench
 from loadgen.bench.gpu_recording import GpuRecording
 from loadgen.bench.progress import Progress
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.storage.store import RunStore
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
 from loadgen.entry import build
 from loadgen.experiment.options import effective_settings, setting_options, write_settings
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings

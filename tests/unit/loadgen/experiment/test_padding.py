@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.plan import PlanError, decide_padding, default_sizes, held_back, padding_in_words
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.launch.interface import RemoteDeployment

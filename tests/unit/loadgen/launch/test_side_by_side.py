@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.assembly import default_out
+from loadgen.cli.output import default_out
 from loadgen.launch import ports
 from loadgen.launch.ports import PortReservation, port_range
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.preparation import make_deployment
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.gpu_proof.measure import control_request
 from loadgen.storage.store import RunStore
