@@ -95,7 +95,7 @@ def unknown(place: str, value: str, choices: Sequence[str], kind: str = "value")
 
 
 def make_arms(settings: ExperimentSettings) -> tuple[ArmRequest, ...]:
-    """The arms, those of Triton with the options that all of them share. Raises `PlanError` as `make_arm` does."""
+    """The arms; those of Triton get the options that all of them share. Raises `PlanError` as `make_arm` does."""
     names = ("tritonserver", "backend", "triton_repository")
     shared = {setting: value for setting in names if (value := getattr(settings, setting)) is not None}
     if ignored_settings(settings):
@@ -110,8 +110,8 @@ def make_arms(settings: ExperimentSettings) -> tuple[ArmRequest, ...]:
 
 
 def ignored_settings(settings: ExperimentSettings) -> tuple[str, ...]:
-    """Notes about settings that do nothing and cannot mislead: where a tritonserver is on this machine says nothing
-    about a Triton that runs at a URL."""
+    """Notes about settings without effect that need not be refused: a tritonserver on this machine does not matter to a
+    Triton that runs at a URL."""
     targets = [arm.target for arm in settings.arms.values()]
     if settings.tritonserver is None or "triton" in targets or set(targets) <= set(EMBEDDED):
         return ()
@@ -262,7 +262,7 @@ def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combin
 
 
 def check_models(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
-    """Raises `PlanError` for a URL where nothing tells the model's name on that server."""
+    """Raises `PlanError` for a URL if no setting says what that server calls the model."""
     if settings.deployment == "compose" or any(arm.embedded and arm.model is None for arm in arms):
         return
     for arm in arms:
@@ -517,7 +517,7 @@ def default_sizes(largest: int, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def held_back(experiment: Experiment) -> tuple[ArmRequest, ...]:
-    """The arms that could pad, and do not by default because another one cannot."""
+    """The arms that could pad but do not by default, because another arm cannot."""
     if experiment.pad_to != () or not experiment.cannot_pad:
         return ()
     return tuple(

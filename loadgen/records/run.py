@@ -10,7 +10,7 @@
     DIR/noise_floors.json  list[NoiseFloor]  of this machine, as far as they were measured
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
-Studies store more, see `loadgen.probes.*.records`. `abserve report DIR` makes `result.json`, `report.html` and
+Probes store more, see `loadgen.probes`. `abserve report DIR` makes `result.json`, `report.html` and
 `summary.md` from these records alone, at any time.
 Times in ns are of the generator's monotonic clock, so only differences mean anything; `*_at` are labels in UTC, ISO
 8601. A missing reading is None, never 0. Every file is written under a temporary name and renamed.
@@ -42,7 +42,7 @@ MODEL_WEIGHTS = "the model's default"
 
 
 def shown(label: Label) -> str:
-    """A label in a sentence: A for a; longer names are unchanged."""
+    """A label as sentences show it: A for a; longer names are unchanged."""
     return label.upper() if len(label) == 1 else label
 
 
@@ -493,7 +493,7 @@ class Environment(Record, frozen=True, kw_only=True):
 
 
 def item_of(environment: Environment | None) -> str:
-    """What one of a run's inputs is called: image, sequence, item."""
+    """What reports call one input of a run: image, sequence or item."""
     inputs = {} if environment is None else environment.inputs
     return str(inputs.get("item") or ("image" if inputs.get("kind", "photographs") == "photographs" else "item"))
 

@@ -176,7 +176,7 @@ class SampleFile:
     """The samples of a stored block, read whenever they are asked for: a run has more of them than memory may hold."""
 
     folder: Path
-    """It may come from somebody else."""
+    """It may have been made by another user."""
     name: str
     """The path of the file in it, without `.part`."""
     count: int
@@ -196,7 +196,7 @@ class SampleFile:
 
 
 def find_samples(folder: Path, name: str) -> SampleFile:
-    """NAME.npy in a folder that may come from somebody else, or NAME.npy.part if only that exists, with the number of
+    """NAME.npy in a folder that another user may have made, or NAME.npy.part if only that exists, with the number of
     its whole records. Raises `OSError`, `ValueError`."""
     with _open_stored(folder, name) as file:
         _read_header(file, name)
