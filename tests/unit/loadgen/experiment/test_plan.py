@@ -185,7 +185,7 @@ def test_an_empty_list_is_no_scenario_without_workloads(option: str, scenario: s
 
 
 def searches_of(**settings: object) -> tuple[Workload, ...]:
-    planned = workloads_of(**{"scenarios": "single", **settings})
+    planned = make_workloads(ExperimentSettings.model_validate({"scenarios": "single", **settings}))
     return tuple(workload for workload in planned if workload.scenario in ("slo", "ramp"))
 
 
