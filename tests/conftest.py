@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from servers.export import tensorrt_tools
+from servers.export import tensorrt
 from servers.export.artefacts import Artefact, ensure_artefact
-from servers.export.file_form import executed_form
+from servers.export.manifest import executed_form
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -54,7 +54,7 @@ def trtexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedTrtexec:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "lib"))
-    monkeypatch.setattr(tensorrt_tools, "PACKAGES", ("a-package-that-nobody-has",))
+    monkeypatch.setattr(tensorrt, "PACKAGES", ("a-package-that-nobody-has",))
     scripted = ScriptedTrtexec(folder)
     scripted.install("10.13.3")
     return scripted

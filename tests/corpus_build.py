@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from servers.models.corpus import FOLDER
+from servers.models.items import CORPUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,4 +199,4 @@ def _wheel_file(path: str) -> Path:
 
 
 if __name__ == "__main__":
-    build(FOLDER)
+    build(CORPUS)

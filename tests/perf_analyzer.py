@@ -14,7 +14,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from servers.triton.errors import TritonUnavailableError
+from servers.triton.installation import TritonUnavailableError
 from servers.triton.wheel import find_wheel
 
 WHEEL = "tritonclient==2.50.0"

@@ -11,8 +11,8 @@ from loadgen.engine_matrix.records import (
     ConfigurationResult,
     Estimate,
     Matrix,
-    Plan,
-    Refusal,
+    MatrixPlan,
+    RefusedCombination,
 )
 from loadgen.records.run import Environment, RunState
 
@@ -61,7 +61,7 @@ def matrix(
     configurations: Sequence[Configuration],
     cells: Sequence[CellResult],
     machine: Environment | None = None,
-    refused: Sequence[Refusal] = (),
+    refused: Sequence[RefusedCombination] = (),
     weights: str = "random weights (seed 0)",
     errors: Mapping[int, tuple[str, ...]] = {},
 ) -> Matrix:
@@ -69,7 +69,7 @@ def matrix(
     return Matrix(
         state=RunState(state="finished", phase="done"),
         environment=machine or environment(),
-        plan=Plan(
+        plan=MatrixPlan(
             settings={"rounds": 5}, sha256="0" * 64, seed=0, rounds=5, configurations=tuple(configurations),
             refused=tuple(refused), batches=tuple(sorted({one.batch for one in cells})), lengths={},
             baseline="torch/eager", min_cosine=0.999, min_top1=0.99,

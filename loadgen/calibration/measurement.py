@@ -27,13 +27,11 @@ from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
 from loadgen.launch.process import ChildProcess
 from loadgen.launch.work_folder import work_folder
-from loadgen.machine.calibration import CalibrationError, read_machine
-from loadgen.machine.environment import command_line, utc_now
-from loadgen.machine.fingerprint import fingerprint
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
 from loadgen.records.payloads import IMAGE_PAYLOADS
 from loadgen.records.run import Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
+from loadgen.run.machine import CalibrationError, command_line, fingerprint, read_machine, utc_now
 from loadgen.stats.percentiles import percentile
 
 JPEG_BYTES = 30_000

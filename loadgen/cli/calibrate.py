@@ -47,13 +47,12 @@ def calibrate(
     sizes = _sizes(batch_sizes)
     check_files({"--out": out, "--json": json_file})
     # After the argument checks: grpc takes half a second to import.
-    from loadgen.bench.interruption import interruptible
     from loadgen.calibration.measurement import CalibrationRequest
     from loadgen.calibration.measurement import calibrate as measure
-    from loadgen.machine.calibration import CalibrationError, default_path, write_calibration
-    from loadgen.report.calibration import calibration_document
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.contents import calibration_document
+    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.run.interruption import interruptible
+    from loadgen.run.machine import CalibrationError, default_path, write_calibration
 
     request = CalibrationRequest(
         transports=chosen,

@@ -43,7 +43,7 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings
-from loadgen.probes.ceiling.plan import has_own_engines
+from loadgen.probes.ceiling_analysis import has_own_engines
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
 from loadgen.verdict.thresholds import plan_conditions
 
@@ -216,10 +216,10 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
     the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
     with the padding that every arm can do. Raises `PlanError`."""
-    from loadgen.bench.preparation import make_deployment, make_inputs, model_name, prepare_inputs
     from loadgen.client.endpoint import EndpointError
     from loadgen.launch.interface import Deployment, DeploymentError, RemoteDeployment
-    from loadgen.storage.store import RunStore
+    from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs
+    from loadgen.run.storage import RunStore
 
     checked: dict[tuple[Label, str], Deployment] = {}
     decided = []
@@ -273,19 +273,19 @@ def _run_matrix(
     runs: Sequence[tuple[Combination, Experiment]], out: Path, mlflow: str | None = None
 ) -> tuple[int, dict[str, Result | None]]:
     """Each combination in its own folder, then the index; the worst exit status. Ctrl-C ends the whole matrix."""
-    from loadgen.report.console import make_console
-    from loadgen.report.matrix import MatrixEntry, write_index
+    from loadgen.report.files import write_index
+    from loadgen.report.renderers.terminal import make_console
 
     console = make_console(sys.stdout)
-    entries: list[MatrixEntry] = []
+    results: dict[Combination, Result | None] = {}
     worst = EXIT_VALID
     for number, (combination, experiment) in enumerate(runs, start=1):
         console.rule(f"{number} of {len(runs)}: {combination.title}")
         status, result = run_and_report(experiment, out / combination.folder, mlflow)
-        entries.append(MatrixEntry(combination, result))
+        results[combination] = result
         worst = max(worst, status, key=_SEVERITY.index)
         try:
-            write_index(out, entries)
+            write_index(out, results)
         except Exception as exc:  # noqa: BLE001 (a full disk or a fault of the report: the runs go on)
             complain(f"no index: {_reason(exc)}")
             worst = max(worst, EXIT_INVALID, key=_SEVERITY.index)
@@ -293,7 +293,7 @@ def _run_matrix(
             break
     if (out / "index.html").exists():
         console.print(f"index: {out / 'index.html'}", soft_wrap=True)
-    return worst, {entry.combination.folder: entry.result for entry in entries}
+    return worst, {combination.folder: result for combination, result in results.items()}
 
 
 def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv: Path | None, status: int) -> int:
@@ -320,14 +320,13 @@ def _reason(error: Exception) -> str:
 def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None) -> tuple[int, Result | None]:
     """One comparison with its reports, the summary of a CI step, and the export to MLflow if `mlflow` says where: its
     exit status, and its result unless nothing could be stored."""
-    from loadgen.bench.live_ratios import LiveRatios
-    from loadgen.report import write_reports
-    from loadgen.report.console import make_console
     from loadgen.report.contents import result_document
+    from loadgen.report.files import write_reports
     from loadgen.report.progress import RichProgress
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.run.progress import LiveRatios
     from loadgen.run.runner import run_experiment
-    from loadgen.storage.store import StorageError
+    from loadgen.run.storage import StorageError
     from loadgen.verdict.analysis import analyse
 
     console = make_console(sys.stdout)

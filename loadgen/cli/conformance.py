@@ -54,7 +54,7 @@ def conformance(
     ] = False,
 ) -> None:
     """Send invalid input, overload and faults to a server, and report every answer that breaks the protocol."""
-    from loadgen.report.console import make_console
+    from loadgen.report.renderers.terminal import make_console
 
     errors = make_console(sys.stderr)
     if (url is None) == (launch is None):
@@ -63,15 +63,13 @@ def conformance(
         fail(f"--launch {launch} is unknown; give native or triton")
     check_files({"--json": json_file, "--markdown": markdown_file})
     # After the argument checks, because importing grpc takes half a second.
-    from loadgen.bench.interruption import interruptible
     from loadgen.conformance.cases import select
     from loadgen.conformance.cases.long_runs import GrowthPlan, fuzz_case, growth_case
     from loadgen.conformance.records import ConformanceReport, SkippedError
-    from loadgen.conformance.rendering import markdown, print_report
-    from loadgen.conformance.runner import CaseRun
-    from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, is_loopback
-    from loadgen.conformance.subject import SubjectError
+    from loadgen.conformance.runner import CaseRun, markdown, print_report
+    from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, SubjectError, is_loopback
     from loadgen.launch.work_folder import work_folder
+    from loadgen.run.interruption import interruptible
 
     try:
         cases = [

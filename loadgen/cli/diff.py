@@ -35,11 +35,10 @@ def diff(
     Exit status: 0 no change is shown, 1 the runs cannot be compared (each difference is named), 2 a run cannot be read,
     3 at least one comparison changed, for better or worse.
     """
-    from loadgen.report.console import make_console
-    from loadgen.report.difference import difference as difference_document
+    from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.report.renderers.terminal import print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.result_file import ResultError
     from loadgen.verdict.run_difference import compare_runs

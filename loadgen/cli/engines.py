@@ -35,7 +35,7 @@ from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.invocation import ENGINE_WORKER
 
 if TYPE_CHECKING:
-    from loadgen.engine_matrix.records import Matrix, Plan
+    from loadgen.engine_matrix.records import Matrix, MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.records.run import Environment, RunState
 
@@ -98,16 +98,16 @@ def _settings(file: Path | None, options: dict[SettingOption, object]) -> Matrix
     return checked_settings(MatrixSettings, content, file, options)
 
 
-def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Plan, Environment]:
+def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, MatrixPlan, Environment]:
     """Nothing is written yet but the default folder. Raises `PlanError`."""
     from loadgen.engine_matrix.plan import expand, make_plan, requests_of
-    from loadgen.engine_matrix.records import Plan
+    from loadgen.engine_matrix.records import MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import check, read_offers
-    from loadgen.machine.environment import read_environment
+    from loadgen.run.machine import read_environment
 
     check_out(out)
-    if out is not None and (out / Plan.FILE).exists():
+    if out is not None and (out / MatrixPlan.FILE).exists():
         raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
     offers = read_offers(settings.device, ENGINE_WORKER)
     configurations = expand(settings, offers)
@@ -118,18 +118,19 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Plan,
 
 def _stored(
     folder: Path, file: Path | None, options: dict[SettingOption, object]
-) -> tuple[MatrixStore, Plan, Environment]:
+) -> tuple[MatrixStore, MatrixPlan, Environment]:
     """The matrix in the folder, if it is the one asked for and this is its machine. Raises `PlanError`."""
     from loadgen.engine_matrix.plan import difference
+    from loadgen.engine_matrix.records import MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import read_offers
-    from loadgen.machine.environment import read_environment
-    from loadgen.machine.fingerprint import fingerprint
-    from loadgen.storage.store import StorageError
+    from loadgen.records.run import Environment
+    from loadgen.run.machine import fingerprint, read_environment
+    from loadgen.run.storage import StorageError
 
     store = MatrixStore(folder)
     try:
-        plan, before = store.plan(), store.environment()
+        plan, before = store.read(MatrixPlan), store.read(Environment)
     except StorageError as exc:
         raise PlanError(f"--resume {folder}: {exc}") from exc
     if file is not None or options:
@@ -154,7 +155,7 @@ def _gpu_names(gpu: dict[str, Any]) -> list[str]:
 
 def _run(
     store: MatrixStore,
-    plan: Plan,
+    plan: MatrixPlan,
     environment: Environment,
     json_file: str | None,
     mlflow: str | None,
@@ -163,9 +164,9 @@ def _run(
 ) -> int:
     """Measure, report, and return the exit status."""
     from loadgen.engine_matrix.measure import run_matrix
-    from loadgen.report.console import make_console
-    from loadgen.report.engine_progress import EngineProgress
-    from loadgen.storage.store import StorageError
+    from loadgen.report.progress import EngineProgress
+    from loadgen.report.renderers.terminal import make_console
+    from loadgen.run.storage import StorageError
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     console.print(
@@ -187,7 +188,7 @@ def _run(
 
 def _report(
     store: MatrixStore,
-    plan: Plan,
+    plan: MatrixPlan,
     environment: Environment,
     state: RunState,
     json_file: str | None,
@@ -196,8 +197,7 @@ def _report(
     from loadgen.engine_matrix.analyse import analyse
     from loadgen.engine_matrix.files import write_reports
     from loadgen.engine_matrix.sections import matrix_document
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.renderers.terminal import make_console, print_document
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     folder = store.directory
@@ -223,7 +223,7 @@ def _report(
 
 def exit_status(matrix: Matrix) -> int:
     """The status of a matrix that was not interrupted: whether every configuration was measured and right."""
-    from loadgen.engine_matrix.plan import NO_MODEL
+    from loadgen.engine_matrix.records import NO_MODEL
 
     failed = any(configuration.errors for configuration in matrix.configurations)
     wrong = any(

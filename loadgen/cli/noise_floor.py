@@ -53,8 +53,8 @@ def noise_floor(
 
     Exit status: 0 stored, 1 not stored, 2 an option or a file is wrong, 130 interrupted.
     """
-    from loadgen.machine.noise_floor import NoiseFloorError, make_floor, store_floor
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.run.noise_floor import NoiseFloorError, make_floor, store_floor
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.noise_floor import COMMAND
 
@@ -118,8 +118,7 @@ def _print(floor: NoiseFloor) -> None:
     import loadgen.report.document as doc
     from loadgen.comparison.pairs import METRICS
     from loadgen.quantities import share
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
+    from loadgen.report.renderers.terminal import make_console, print_document
 
     rows = [
         (entry.scenario, METRICS[entry.metric].title, share(entry.difference), str(entry.pairs))

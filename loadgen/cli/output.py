@@ -34,7 +34,7 @@ def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
 
 def complain(message: str, style: str = "bold red", kind: str = "error") -> None:
     """Print one sentence on standard error."""
-    from loadgen.report.console import make_console
+    from loadgen.report.renderers.terminal import make_console
 
     make_console(sys.stderr).print(f"{kind}: {message}", style=style, soft_wrap=True)
 
@@ -127,7 +127,7 @@ def check_export(mlflow: str | None) -> None:
 def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, folder: Path) -> None:
     """Append to the summary of a CI step if there is one, and export if `mlflow` says where. A failure is a warning,
     because the result is already stored in `folder`."""
-    from loadgen.report.job_summary import append_job_summary
+    from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.verdict.result_file import Result
 

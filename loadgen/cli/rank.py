@@ -49,13 +49,11 @@ def rank(
     """
     from loadgen.experiment.plan import unknown
     from loadgen.ranking import analyse
-    from loadgen.ranking.files import UnreadableError, formats, read_all, write_ranking
-    from loadgen.ranking.prices import EXAMPLES, PriceError, read_prices
-    from loadgen.ranking.sections import ranking_document
-    from loadgen.report.console import make_console
-    from loadgen.report.job_summary import append_job_summary
-    from loadgen.report.renderers.terminal import print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.ranking.records import EXAMPLES, PriceError, read_prices
+    from loadgen.ranking.report import UnreadableError, formats, ranking_document, read_all, write_ranking
+    from loadgen.report.files import append_job_summary
+    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
 
     if spot and reserved:

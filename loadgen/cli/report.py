@@ -45,12 +45,11 @@ def report(
     """
     import webbrowser
 
-    from loadgen.engine_matrix.files import is_matrix
+    from loadgen.engine_matrix.store import is_matrix
     from loadgen.experiment.plan import unknown
     from loadgen.exporters.mlflow import ExportError, check_mlflow
-    from loadgen.report.console import make_console
-    from loadgen.report.renderers.terminal import print_document
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
     from loadgen.verdict.result_file import ResultError
 
@@ -101,9 +100,8 @@ class StoredResult(NamedTuple):
 
 def _stored_comparison(directory: Path) -> StoredResult:
     from loadgen.exporters.mlflow import export_result
-    from loadgen.report import write_reports
     from loadgen.report.contents import result_document
-    from loadgen.report.files import formats
+    from loadgen.report.files import formats, write_reports
     from loadgen.verdict.analysis import stored_result
 
     result = stored_result(directory)
@@ -114,9 +112,10 @@ def _stored_comparison(directory: Path) -> StoredResult:
 def _stored_matrix(directory: Path) -> StoredResult:
     from loadgen.engine_matrix import files
     from loadgen.engine_matrix.sections import matrix_document
+    from loadgen.engine_matrix.store import stored_matrix
     from loadgen.exporters.mlflow import export_matrix
 
-    matrix = files.stored_matrix(directory)
+    matrix = stored_matrix(directory)
     notes = () if files.has_parquet() else (files.NO_PARQUET,)
     write = partial(files.write_reports, directory, matrix)
     export = partial(export_matrix, matrix=matrix, folder=directory)

@@ -23,11 +23,9 @@ import msgspec
 
 from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics, unit_of
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.probes.cold_start.records import ColdStart
-from loadgen.probes.rate_search.records import RampFound, RateFound
 from loadgen.quantities import Interval, inverse
 from loadgen.quantities import ratio as factor_words
-from loadgen.records.run import Experiment, Label, Pairing, Record, shown
+from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, shown
 from loadgen.stats.anytime import estimate_anytime
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
@@ -161,14 +159,13 @@ def better_arm(
 def compare_all(
     experiment: Experiment,
     blocks: Sequence[BlockSummary],
-    cold_starts: Sequence[ColdStart],
-    found: Sequence[RateFound | RampFound] = (),
+    figures: Sequence[Figure],
     latencies: Latencies | None = None,
     item: str = "item",
 ) -> tuple[Comparison, ...]:
-    """Every comparison of the experiment, before `invalidate`. `found` holds the values of searches and ramps,
-    `latencies` the samples for high percentiles; `item` is what an input is called."""
-    paired = pair_metrics(experiment, blocks, cold_starts, found, latencies)
+    """Every comparison of the experiment, before `invalidate`. `figures` are those of the probes, `latencies` the
+    samples for high percentiles; `item` is what an input is called."""
+    paired = pair_metrics(experiment, blocks, figures, latencies)
     shared = shared_correlation(paired)
     estimates = [estimate_pairs(one, experiment, shared.plausible) for one in paired]
     adjusted = _adjust(paired, [estimate for _, estimate, _ in estimates], experiment)

@@ -1,4 +1,4 @@
-"""The records of a run and everything computed from them: the input of studies, checks, verdict and thresholds."""
+"""The records of a run and everything computed from them: the input of probes, checks, verdict and thresholds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.stages import ArmStages, LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
 from loadgen.records.run import Found, Workload, item_of
-from loadgen.storage.stored_run import StoredBlock, StoredRun
+from loadgen.run.storage import StoredBlock, StoredRun
 
 F = TypeVar("F", bound=Found)
 
@@ -57,7 +57,7 @@ class Facts:
     summaries: Sequence[WorkloadSummary] = ()
     breakdowns: Sequence[LatencyBreakdown] = ()
     findings: Mapping[str, Found] = field(default_factory=dict)
-    """The studies' findings by study name."""
+    """The probes' findings by their names."""
     comparisons: Sequence[Comparison] = ()
     """The comparisons; checks get them before any check has invalidated one."""
 

@@ -13,15 +13,12 @@ from loadgen.comparison.loops import pool_open_loops
 from loadgen.comparison.pool import Pool
 from loadgen.comparison.summaries import BlockSummary, measured_latencies_ms
 from loadgen.experiment.arrivals import arrival_count
-from loadgen.probes.cold_start.records import ColdStart
-from loadgen.probes.rate_search.records import RampFound, RateFound
 from loadgen.quantities import per_second
-from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
-from loadgen.records.samples import NS_PER_S
+from loadgen.records.run import Experiment, Figure, Label, Pairing, Workload, shown
+from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import samples_needed
 from loadgen.stats.ratios import Values, lag_one
 from loadgen.stats.tails import Round
-from loadgen.storage.stored_run import StoredBlock
 
 
 class Metric(NamedTuple):
@@ -180,19 +177,16 @@ def side_by_side(values: Mapping[tuple[int, Label], T], pairing: Pairing) -> lis
 def pair_metrics(
     experiment: Experiment,
     blocks: Sequence[BlockSummary],
-    cold_starts: Sequence[ColdStart],
-    found: Sequence[RateFound | RampFound] = (),
+    figures: Sequence[Figure],
     latencies: Latencies | None = None,
 ) -> list[PairedMetric]:
     """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
     the leading one of the other arms among themselves. Without `latencies` high percentiles have no data."""
 
     def pairs(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
-        if workload.scenario == "cold-start":
-            return _start_pairs(workload, metric, pairing, cold_starts)
         if workload.has_blocks:
             return _block_pairs(workload, metric, pairing, blocks, latencies or {})
-        return _search_pairs(workload, metric, pairing, found)
+        return _figure_pairs(workload, metric, pairing, figures)
 
     paired = []
     for workload in experiment.workloads:
@@ -204,20 +198,16 @@ def pair_metrics(
     return paired
 
 
-def _search_pairs(
-    workload: Workload, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]
-) -> PairedMetric:
-    """A pair per round in which both searches or ramps found a value."""
+def _figure_pairs(workload: Workload, metric: Metric, pairing: Pairing, figures: Sequence[Figure]) -> PairedMetric:
+    """A pair per round in which both arms have a value."""
     values = {
-        (one.round, one.label): (value, one.restart)
-        for one in found
-        if one.workload == workload.name
-        and (value := one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s)
+        (figure.round, figure.label): (figure.value, figure.restart)
+        for figure in figures
+        if figure.value and (figure.metric, figure.workload) == (metric.name, workload.name)
     }
-    both = side_by_side(values, pairing)
-    return PairedMetric(
-        workload, metric, pairing, tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in both)
-    )
+    rounds = side_by_side(values, pairing)
+    pairs = tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in rounds)
+    return PairedMetric(workload, metric, pairing, pairs)
 
 
 def _block_pairs(
@@ -277,14 +267,3 @@ def _value(block: BlockSummary, metric: Metric) -> float | None:
         return block.throughput_per_s
     value: float | None = getattr(block.latency, f"{metric.name.removeprefix('latency_')}_ms")
     return value
-
-
-def _start_pairs(workload: Workload, metric: Metric, pairing: Pairing, starts: Sequence[ColdStart]) -> PairedMetric:
-    """Seconds from process start in each repetition in which both arms succeeded."""
-    reached: dict[tuple[int, Label], float] = {}
-    for start in starts:
-        elapsed_ns = start.ready_ns if metric == TIME_TO_READY else start.first_answer_ns
-        if start.error is None and elapsed_ns:
-            reached[start.repetition, start.label] = elapsed_ns / NS_PER_S
-    pairs = tuple(Pair(base, arm, repetition) for repetition, base, arm in side_by_side(reached, pairing))
-    return PairedMetric(workload, metric, pairing, pairs)

@@ -22,7 +22,7 @@ import numpy as np
 from loadgen.quantities import number
 from loadgen.records.run import Label, Pairing, Record, StageTotals
 from loadgen.records.samples import NS_PER_MS, good, latencies_ms
-from loadgen.storage.stored_run import StoredBlock
+from loadgen.run.storage import StoredBlock
 
 STAGES = (
     "send_delay",

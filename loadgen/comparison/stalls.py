@@ -21,7 +21,7 @@ from scipy import special
 
 from loadgen.comparison.pool import Pool
 from loadgen.records.samples import NS_PER_MS, Samples, latencies_ms
-from loadgen.storage.stored_run import StoredBlock
+from loadgen.run.storage import StoredBlock
 
 PROMPT_MS = 200.0
 """Latency of the fastest tenth below which a wait of 0.5 s stands apart."""

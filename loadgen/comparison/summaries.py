@@ -26,9 +26,12 @@ from loadgen.comparison.pool import Pool
 from loadgen.comparison.stages import contradictions_in
 from loadgen.records.run import BlockRecord, Label, Record
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
+from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import distribution, percentile
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
-from loadgen.storage.stored_run import StoredBlock
+
+FORMED_FACTOR = 1.1
+"""Requests were merged if the mean execution holds at least this many times the items of one request."""
 
 
 class LatencySummary(Record, frozen=True, kw_only=True):

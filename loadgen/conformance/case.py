@@ -11,14 +11,13 @@ from typing import Any, Concatenate, ParamSpec
 
 from loadgen.client.requests import quoted
 from loadgen.conformance.model import Body, InferenceRequest, json_body
-from loadgen.conformance.records import Answer, Fact, Protocol, Seen, Verdict
-from loadgen.conformance.servers import DEFAULTS, Setting
-from loadgen.conformance.subject import Subject
+from loadgen.conformance.records import CaseVerdict, Fact, Protocol, Response, Seen
+from loadgen.conformance.servers import DEFAULTS, Setting, Subject
 from loadgen.conformance.wire import infer_message, messages
 
 P = ParamSpec("P")
-Send = Callable[[Subject, Protocol], Answer | Seen]
-Condition = Callable[[Subject, Sequence[Answer]], Fact]
+Send = Callable[[Subject, Protocol], Response | Seen]
+Condition = Callable[[Subject, Sequence[Response]], Fact]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +83,24 @@ class Case:
         ]
         return ", ".join(filter(None, parts))
 
-    def observe(self, subject: Subject) -> list[Answer | Fact]:
+    def observe(self, subject: Subject) -> list[Response | Fact]:
         """Send it. Raises `NotApplicableError`, `SkippedError`."""
         if self.protocol is Protocol.GRPC:
             subject.grpc_client()
-        seen: list[Answer | Fact] = []
+        seen: list[Response | Fact] = []
         try:
             for send in self.send if isinstance(self.send, tuple) else (self.send,):
-                found = send(subject, self.protocol)
-                seen += [found] if isinstance(found, Answer) else found
+                sent = send(subject, self.protocol)
+                seen += [sent] if isinstance(sent, Response) else sent
         except OSError as exc:  # the connection of a case was cut; whether the server is alive is checked next
             return [*seen, Fact("the case could be sent", False, str(exc))]
-        return seen + [fact(subject, [one for one in seen if isinstance(one, Answer)]) for fact in self.facts]
+        return seen + [
+            fact(subject, [observed for observed in seen if isinstance(observed, Response)]) for fact in self.facts
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class Theme:
     """Cases of one theme, and why a server must answer them like this."""
 
     title: str
@@ -112,7 +113,7 @@ def http(line: str, document: Any = None) -> Send:
     method, path = line.split(" ", 1)
     empty = b"" if method in {"POST", "PUT", "PATCH"} else None
 
-    def send(subject: Subject, _: Protocol) -> Answer:
+    def send(subject: Subject, _: Protocol) -> Response:
         place = path.replace("{model}", quoted(subject.model.name))
         if document is None:
             return subject.http(method, place, body=empty)
@@ -122,10 +123,10 @@ def http(line: str, document: Any = None) -> Send:
     return send
 
 
-def infer(content: object) -> Callable[[Subject, Protocol], Answer]:
+def infer(content: object) -> Callable[[Subject, Protocol], Response]:
     """An inference request: its content, or a function that changes a valid request in place or returns the content."""
 
-    def send(subject: Subject, protocol: Protocol) -> Answer:
+    def send(subject: Subject, protocol: Protocol) -> Response:
         made, path = content, subject.model.path
         if callable(content):
             request = subject.model.request()
@@ -145,7 +146,7 @@ def infer(content: object) -> Callable[[Subject, Protocol], Answer]:
 def grpc(method: str, content: dict[str, Any] | bytes) -> Send:
     """A gRPC call: the fields of its request, or bytes that replace the message; "{model}" is the model's name."""
 
-    def send(subject: Subject, _: Protocol) -> Answer:
+    def send(subject: Subject, _: Protocol) -> Response:
         message: Any = content
         if isinstance(content, dict):
             fields = {name: subject.model.name if value == "{model}" else value for name, value in content.items()}
@@ -173,12 +174,12 @@ def infers(*contents: object) -> tuple[Send, ...]:
 
 def changes(
     function: Callable[Concatenate[InferenceRequest, P], object],
-) -> Callable[P, Callable[[Subject, Protocol], Answer]]:
+) -> Callable[P, Callable[[Subject, Protocol], Response]]:
     """Turn a function that changes a request into one for rows: `named(request, name)` is written `named("x")`."""
     return lambda *args, **kwargs: infer(lambda request: function(request, *args, **kwargs))
 
 
-def both(number: str, title: str, send: Send | tuple[Send, ...], *naming: str) -> tuple[Case, Case]:
+def over_both(number: str, title: str, send: Send | tuple[Send, ...], *naming: str) -> tuple[Case, Case]:
     """Two cases with one refusal: over HTTP, and over gRPC with a number that ends in g."""
     return (
         Case(number, title, send, "400", naming=naming),
@@ -196,11 +197,11 @@ _NUMBER = re.compile(r"\d+")
 _LONGEST_SHOWN = 110
 
 
-def judge(case: Case, seen: Seen, extra: Iterable[Fact] = ()) -> tuple[Verdict, str, str, tuple[str, ...]]:
+def judge(case: Case, seen: Seen, extra: Iterable[Fact] = ()) -> tuple[CaseVerdict, str, str, tuple[str, ...]]:
     """The verdict, a description of the results, the reasons against the server, and the facts not observed."""
     seen = list(seen)
-    answers = [one for one in seen if isinstance(one, Answer)]
-    own_facts = [one for one in seen if isinstance(one, Fact)]
+    answers = [observed for observed in seen if isinstance(observed, Response)]
+    own_facts = [observed for observed in seen if isinstance(observed, Fact)]
     facts = [*own_facts, *extra]
     reasons = list(dict.fromkeys(problem for answer in answers for problem in problems(case, answer)))
     reasons += [f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is False]
@@ -209,32 +210,32 @@ def judge(case: Case, seen: Seen, extra: Iterable[Fact] = ()) -> tuple[Verdict, 
     worst_first = sorted(answers, key=lambda answer: not problems(case, answer))
     got = describe(worst_first) or "; ".join(f"{fact.name}: {fact.seen}" for fact in own_facts)
     if not reasons and not answers and not any(fact.ok for fact in own_facts):
-        return Verdict.NOT_APPLICABLE, got, "nothing could be observed", not_observed
-    return (Verdict.DEVIATES if reasons else Verdict.CONFORMS), got, "; ".join(reasons), not_observed
+        return CaseVerdict.NOT_APPLICABLE, got, "nothing could be observed", not_observed
+    return (CaseVerdict.DEVIATES if reasons else CaseVerdict.CONFORMS), got, "; ".join(reasons), not_observed
 
 
-def problems(case: Case, answer: Answer) -> list[str]:
+def problems(case: Case, answer: Response) -> list[str]:
     """Every way in which the answer is wrong; empty when it is as expected."""
-    found = []
+    faults = []
     if case.expected and answer.status not in case.statuses:
-        found.append(f"{answer.status} instead of {case.expected}")
-    if not answer.came:
-        return found
-    found += [f"no {name} header" for name in case.headers if name.lower() not in answer.headers]
-    if answer.good:
-        return found
+        faults.append(f"{answer.status} instead of {case.expected}")
+    if not answer.received:
+        return faults
+    faults += [f"no {name} header" for name in case.headers if name.lower() not in answer.headers]
+    if answer.succeeded:
+        return faults
     text, problem = error_sentence(answer)
     if case.check_words and problem:
-        found.append(problem)
+        faults.append(problem)
     if answer.status in case.statuses:
         if case.naming and not any(word.lower() in text.lower() for word in case.naming):
-            found.append(f"the error does not name {case.naming[0]}")
+            faults.append(f"the error does not name {case.naming[0]}")
         if len(set(_NUMBER.findall(text))) < case.numbers:
-            found.append(f"the error does not give {case.numbers} numbers")
-    return found + leaks(text, case.secrets)
+            faults.append(f"the error does not give {case.numbers} numbers")
+    return faults + leaks(text, case.secrets)
 
 
-def error_sentence(answer: Answer) -> tuple[str, str | None]:
+def error_sentence(answer: Response) -> tuple[str, str | None]:
     """The error's text, and how it breaks the protocol (None if it does not)."""
     if answer.message is not None:
         return answer.message, _sentence_problem(answer.message)
@@ -256,23 +257,23 @@ def error_sentence(answer: Answer) -> tuple[str, str | None]:
 
 def leaks(text: str, secrets: Iterable[str]) -> list[str]:
     """Internals that the error shows to the client."""
-    found = []
+    faults = []
     if any(pattern.search(text) for pattern in _TRACES):
-        found.append("the error shows a traceback or a source line")
+        faults.append("the error shows a traceback or a source line")
     elif any(not path.startswith("/v2") for path in _PATH.findall(text)):
-        found.append("the error shows a path")
+        faults.append("the error shows a path")
     if any(secret in text for secret in secrets):
-        found.append("the error echoes the shared-memory key")
-    return found
+        faults.append("the error echoes the shared-memory key")
+    return faults
 
 
-def describe(answers: Iterable[Answer]) -> str:
+def describe(answers: Iterable[Response]) -> str:
     """Each distinct status with its first error, most frequent first."""
     counts: Counter[str] = Counter()
     words: dict[str, str] = {}
     for answer in answers:
         counts[answer.status] += 1
-        if answer.came and not answer.good:
+        if answer.received and not answer.succeeded:
             line = " ".join(error_sentence(answer)[0].split())
             shown = line if len(line) <= _LONGEST_SHOWN else line[: _LONGEST_SHOWN - 1] + "…"
             words.setdefault(answer.status, shown)

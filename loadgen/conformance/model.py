@@ -38,7 +38,7 @@ class InferenceRequest:
     """A valid request, which a case changes before it is encoded for HTTP or gRPC. `entries` are the inputs of the
     JSON, `blobs` their bytes; `document` holds the JSON's other members."""
 
-    model: Model
+    model: ServedModel
     name: str
     entries: list[dict[str, Any]]
     blobs: list[bytes]
@@ -66,7 +66,7 @@ class InferenceRequest:
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """The model that requests are made for. `max_batch_size` is None if the server does not report it, 0 without
     batching."""
 
@@ -88,18 +88,18 @@ class Model:
     @property
     def takes_an_image(self) -> bool:
         """Whether it takes one encoded image: a single BYTES input with one element per item."""
-        return [one.datatype for one in self.inputs] == ["BYTES"] and np.prod(self.shape(self.inputs[0], 1)) == 1
+        return [tensor.datatype for tensor in self.inputs] == ["BYTES"] and np.prod(self.shape(self.inputs[0], 1)) == 1
 
     @cached_property
     def item_bytes(self) -> int:
         """Bytes of one item of all inputs."""
         return sum(len(tensor_bytes(array)) for array in self.arrays(1))
 
-    def rows(self, wanted: int) -> int:
-        """The number of rows a request may have, up to `wanted` and 20 MB."""
+    def rows(self, most: int) -> int:
+        """The number of rows a request may have, up to `most` and 20 MB."""
         if not self.batches:
             return 1
-        limit = min(wanted, self.max_batch_size or wanted)
+        limit = min(most, self.max_batch_size or most)
         return max(1, min(limit, LARGEST_BODY_BYTES // max(1, self.item_bytes)))
 
     def shape(self, tensor: TensorSignature, rows: int) -> list[int]:

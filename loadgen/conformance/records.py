@@ -18,7 +18,7 @@ class Protocol(StrEnum):
     GRPC = "grpc"
 
 
-class Verdict(StrEnum):
+class CaseVerdict(StrEnum):
     """The outcome of a case. Only DEVIATES and CRASHED are failures."""
 
     CONFORMS = "conforms"
@@ -37,7 +37,7 @@ class SkippedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """One answer. `status` is an HTTP status or the name of a gRPC code. Without an answer it is "closed" (end of
     stream), "reset", "refused" or "silent" (nothing until the deadline)."""
 
@@ -49,12 +49,12 @@ class Answer:
     elapsed_s: float = 0.0
 
     @property
-    def came(self) -> bool:
+    def received(self) -> bool:
         """Whether the server answered at all."""
         return self.status not in {"closed", "reset", "refused", "silent"}
 
     @property
-    def good(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether the server did what it was asked."""
         return self.status in {"200", "OK"}
 
@@ -68,7 +68,7 @@ class Fact:
     seen: str
 
 
-Seen = Iterable[Answer | Fact]
+Seen = Iterable[Response | Fact]
 """The results of a case. Every answer must meet the case's expectation, every fact must hold."""
 
 
@@ -80,7 +80,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     protocol: str
     expected: str
     got: str = ""
-    verdict: Verdict
+    verdict: CaseVerdict
     reason: str = ""
     not_observed: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -88,7 +88,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failed(self) -> bool:
         """Whether the server has a fault to correct."""
-        return self.verdict in (Verdict.DEVIATES, Verdict.CRASHED)
+        return self.verdict in (CaseVerdict.DEVIATES, CaseVerdict.CRASHED)
 
 
 class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +110,6 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
         """Whether anything deviates or crashed, or the run could not be finished."""
         return self.stopped is not None or any(result.failed for result in self.results)
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, verdict: CaseVerdict) -> int:
         """The number of cases with this verdict."""
         return sum(result.verdict is verdict for result in self.results)

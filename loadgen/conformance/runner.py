@@ -1,4 +1,4 @@
-"""Runs cases one after the other, checks the server after each, and continues after a crash if it can."""
+"""Runs cases one after the other, checks the server after each, continues after a crash if it can, and reports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ from collections.abc import Callable, Iterable
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from loadgen.conformance.case import Case, judge
-from loadgen.conformance.records import MIB, CaseResult, Fact, NotApplicableError, SkippedError, Verdict
-from loadgen.conformance.servers import Session
-from loadgen.conformance.subject import Subject, SubjectError
+from loadgen.conformance.records import (
+    MIB,
+    CaseResult,
+    CaseVerdict,
+    ConformanceReport,
+    Fact,
+    NotApplicableError,
+    SkippedError,
+)
+from loadgen.conformance.servers import Session, Subject, SubjectError
+from loadgen.documents import printable
 
 LIVE_SECONDS = 2.0
 RECOVERY_SECONDS = 30.0
@@ -40,13 +52,13 @@ class CaseRun:
                 announce(case)
                 results[case.number] = self._one(case)
             else:
-                results[case.number] = _result(case, Verdict.SKIPPED, reason="the run had ended")
+                results[case.number] = _result(case, CaseVerdict.SKIPPED, reason="the run had ended")
         return tuple(results[case.number] for case in chosen)
 
     def _one(self, case: Case) -> CaseResult:
         if case.destructive and not self._destructive:
             return _result(
-                case, Verdict.SKIPPED, reason="not sent to another machine; allow it with --i-own-this-server"
+                case, CaseVerdict.SKIPPED, reason="not sent to another machine; allow it with --i-own-this-server"
             )
         started = perf_counter()
         try:
@@ -58,9 +70,9 @@ class CaseRun:
                 seen = case.observe(subject)
         except SubjectError as exc:
             self.stopped = str(exc)
-            return _result(case, Verdict.SKIPPED, reason=str(exc))
+            return _result(case, CaseVerdict.SKIPPED, reason=str(exc))
         except (SkippedError, NotApplicableError) as exc:
-            verdict = Verdict.SKIPPED if isinstance(exc, SkippedError) else Verdict.NOT_APPLICABLE
+            verdict = CaseVerdict.SKIPPED if isinstance(exc, SkippedError) else CaseVerdict.NOT_APPLICABLE
             return _result(case, verdict, reason=str(exc), seconds=perf_counter() - started)
         extra: list[Fact] = []
         crash = None
@@ -72,7 +84,7 @@ class CaseRun:
             extra += watch.memory_facts(case)
         verdict, got, reason, not_observed = judge(case, seen, extra)
         if crash is not None:
-            verdict, reason = Verdict.CRASHED, crash
+            verdict, reason = CaseVerdict.CRASHED, crash
         seconds = perf_counter() - started
         return _result(case, verdict, got=got, reason=reason, not_observed=not_observed, seconds=seconds)
 
@@ -157,7 +169,7 @@ class Watch:
             self._slowest_s = max(self._slowest_s, answer.elapsed_s)
 
 
-def _result(case: Case, verdict: Verdict, *, seconds: float = 0.0, **columns: Any) -> CaseResult:
+def _result(case: Case, verdict: CaseVerdict, *, seconds: float = 0.0, **columns: Any) -> CaseResult:
     return CaseResult(
         number=case.number,
         title=case.title,
@@ -167,3 +179,82 @@ def _result(case: Case, verdict: Verdict, *, seconds: float = 0.0, **columns: An
         seconds=round(seconds, 3),
         **columns,
     )
+
+
+_STYLES = {
+    CaseVerdict.CONFORMS: "green",
+    CaseVerdict.DEVIATES: "red",
+    CaseVerdict.CRASHED: "bold red",
+    CaseVerdict.NOT_APPLICABLE: "dim",
+    CaseVerdict.SKIPPED: "yellow",
+}
+NARROWEST = 140
+
+
+def print_report(report: ConformanceReport, console: Console) -> None:
+    """The table, then the summary."""
+    table = Table(title=f"Conformance of {report.server_title}", title_justify="left", expand=True)
+    for name, ratio in (("Case", 18), ("Protocol", 0), ("Expected", 20), ("Received", 26), ("Verdict", 26)):
+        table.add_column(name, ratio=ratio or None, overflow="fold", no_wrap=name == "Protocol")
+    for result in report.results:
+        table.add_row(
+            f"{result.number} {result.title}",
+            result.protocol,
+            result.expected,
+            result.got,
+            Text.assemble((result.verdict.value, _STYLES[result.verdict]), _because(result)),
+        )
+    # In a narrower table every word would be broken; the terminal wraps or scrolls instead.
+    console.print(table, width=max(console.width, NARROWEST))
+    console.print(summary(report), style="bold", markup=False)
+    if report.stopped is not None:
+        console.print(f"The run ended early: {report.stopped}", style="bold red", markup=False)
+
+
+def summary(report: ConformanceReport) -> str:
+    """How many cases have each verdict."""
+    return ", ".join(f"{verdict.value}: {report.count(verdict)}" for verdict in CaseVerdict)
+
+
+def markdown(report: ConformanceReport) -> str:
+    """Deviations and crashes as a table, the other cases as lists of numbers."""
+    by_verdict = {
+        verdict: [result for result in report.results if result.verdict is verdict] for verdict in CaseVerdict
+    }
+    title = f"{escaped(report.server_title)}, model `{report.model}`, {report.created_at[:10]}"
+    lines = [f"{title}, abserve {report.abserve_version}.", f"{summary(report)}.", ""]
+    if failed := [result for result in report.results if result.failed]:
+        lines += ["| Case | Protocol | Expected | Received | Verdict |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {result.number} {escaped(result.title)} | {result.protocol} | {escaped(result.expected)} "
+            f"| {escaped(result.got)} | {result.verdict.value}{escaped(_because(result))} |"
+            for result in failed
+        ]
+        lines.append("")
+    if conforming := by_verdict[CaseVerdict.CONFORMS]:
+        lines += [f"Conforms: {', '.join(result.number for result in conforming)}.", ""]
+    for verdict in (CaseVerdict.NOT_APPLICABLE, CaseVerdict.SKIPPED):
+        numbers: dict[str, list[str]] = {}
+        for result in by_verdict[verdict]:
+            numbers.setdefault(result.reason, []).append(result.number)
+        rows = [f"- {', '.join(listed)}: {escaped(reason)}" for reason, listed in numbers.items()]
+        lines += [f"{verdict.value.capitalize()}:", "", *rows, ""] if rows else []
+    rows = [
+        f"- {result.number}: {escaped('; '.join(result.not_observed))}"
+        for result in report.results
+        if result.not_observed
+    ]
+    lines += ["Not observed:", "", *rows, ""] if rows else []
+    return "\n".join(lines)
+
+
+def _because(result: CaseResult) -> str:
+    parts = [result.reason] if result.reason else []
+    parts += [f"not observed: {name}" for name in result.not_observed]
+    return f": {'; '.join(parts)}" if parts else ""
+
+
+def escaped(text: str) -> str:
+    """Text escaped for a Markdown table."""
+    clean = printable(" ".join(text.split()))
+    return clean.replace("|", "\\|").replace("<", "&lt;").replace("](", "\\](")

@@ -19,7 +19,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from loadgen.conformance.model import InferenceRequest
-from loadgen.conformance.records import Answer
+from loadgen.conformance.records import Response
 
 RECEIVE_BYTES = 1 << 16
 MAXIMAL_ANSWER_BYTES = 1 << 28
@@ -61,7 +61,7 @@ class RawConnection:
 
     def request(
         self, data: bytes | Iterable[bytes], deadline_s: float, *, head_only: bool = False, end: bool = False
-    ) -> Answer:
+    ) -> Response:
         """Send `data` and read one answer; stop sending when the answer arrives. With `end` the stream is half-closed
         after the last byte."""
         started = perf_counter()
@@ -75,13 +75,13 @@ class RawConnection:
             while True:
                 left = deadline_s - (perf_counter() - started)
                 if left <= 0:
-                    return Answer("silent", elapsed_s=perf_counter() - started)
+                    return Response("silent", elapsed_s=perf_counter() - started)
                 for _, events in selector.select(left):
                     if events & selectors.EVENT_READ:
                         ended = self._read()
                         answer = parse_answer(bytes(self._received), ended is not None, head_only=head_only)
                         if answer is not None or ended is not None:
-                            answer = answer or Answer(ended or "closed")
+                            answer = answer or Response(ended or "closed")
                             return replace(answer, elapsed_s=perf_counter() - started)
                     elif sending:
                         try:
@@ -176,7 +176,7 @@ def request_head(method: str, path: str, host: str, headers: Mapping[str, str], 
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-def parse_answer(data: bytes, ended: bool, *, head_only: bool = False) -> Answer | None:
+def parse_answer(data: bytes, ended: bool, *, head_only: bool = False) -> Response | None:
     """The first final answer in `data`; None when it is not complete."""
     while True:
         head, separator, rest = data.partition(b"\r\n\r\n")
@@ -192,7 +192,7 @@ def parse_answer(data: bytes, ended: bool, *, head_only: bool = False) -> Answer
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
     if head_only or status in {"204", "304"}:
-        return Answer(status, headers)
+        return Response(status, headers)
     if "chunked" in headers.get("transfer-encoding", ""):
         body = _join_chunks(rest)
     elif headers.get("content-length", "").isdigit():
@@ -200,7 +200,7 @@ def parse_answer(data: bytes, ended: bool, *, head_only: bool = False) -> Answer
         body = rest[:length] if len(rest) >= length else None
     else:
         body = rest if ended else None
-    return None if body is None else Answer(status, headers, body)
+    return None if body is None else Response(status, headers, body)
 
 
 def _join_chunks(data: bytes) -> bytes | None:
@@ -229,7 +229,7 @@ class GrpcClient:
         call = self._channel.unary_unary(f"/{SERVICE}/{method}", request_serializer=_serialise)
         return call.future(message, timeout=deadline_s)
 
-    def call(self, method: str, message: Any, deadline_s: float = 30.0) -> Answer:
+    def call(self, method: str, message: Any, deadline_s: float = 30.0) -> Response:
         """One finished call."""
         started = perf_counter()
         return finish(self.start(method, message, deadline_s), started)
@@ -239,17 +239,17 @@ class GrpcClient:
         self._channel.close()
 
 
-def finish(future: Any, started: float) -> Answer:
+def finish(future: Any, started: float) -> Response:
     """Wait for a call. DEADLINE_EXCEEDED when the client's deadline passes."""
     try:
         body = future.result()
     except grpc.RpcError as exc:
         error: Any = exc
         headers = {name: str(value) for name, value in error.trailing_metadata() or ()}
-        return Answer(error.code().name, headers, b"", error.details() or "", perf_counter() - started)
+        return Response(error.code().name, headers, b"", error.details() or "", perf_counter() - started)
     except grpc.FutureCancelledError:
-        return Answer("CANCELLED", message="cancelled by the client", elapsed_s=perf_counter() - started)
-    return Answer("OK", body=body, elapsed_s=perf_counter() - started)
+        return Response("CANCELLED", message="cancelled by the client", elapsed_s=perf_counter() - started)
+    return Response("OK", body=body, elapsed_s=perf_counter() - started)
 
 
 def infer_message(request: InferenceRequest) -> Any:

@@ -14,10 +14,8 @@ from typing import Any
 
 import msgspec
 
-from loadgen.bench.interruption import interruptible, uninterrupted
-from loadgen.engine_matrix.plan import Cell, Turn, schedule
-from loadgen.engine_matrix.progress import Progress, name_of
-from loadgen.engine_matrix.records import Configuration, Conversion, Measured, Plan, Visit
+from loadgen.engine_matrix.plan import PlannedVisit, schedule
+from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Shape, Visit
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import (
     LIMITS,
@@ -27,9 +25,11 @@ from loadgen.engine_matrix.worker_process import (
     Preparation,
     WorkerError,
 )
-from loadgen.machine.environment import utc_now
+from loadgen.quantities import counted
 from loadgen.records.run import RunState
-from loadgen.storage.store import StorageError
+from loadgen.run.interruption import interruptible, uninterrupted
+from loadgen.run.machine import utc_now
+from loadgen.run.storage import StorageError
 
 CORES = len(os.sched_getaffinity(0))
 MADE_SIDE_BY_SIDE = max(1, CORES // 2)
@@ -40,11 +40,27 @@ MOST_FAILURES = 2
 """Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
 
 
+class MatrixProgress:
+    """Listens to the measurement of a matrix and shows nothing. Calls come in order, from one thread."""
+
+    def now(self, text: str) -> None:
+        """The current step."""
+
+    def visit_done(self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
+        """One visit is stored; `seconds_left` is estimated from those of this run."""
+
+
+def described(configuration: Configuration) -> str:
+    """For a reader: "torchvision:resnet50 torch/eager fp32, 2 threads"."""
+    threads = "" if configuration.threads is None else f", {counted(configuration.threads, 'thread')}"
+    return f"{configuration.model} {configuration.title}{threads}"
+
+
 def run_matrix(
-    plan: Plan, store: MatrixStore, progress: Progress, *, worker: Sequence[str], limits: Limits = LIMITS
+    plan: MatrixPlan, store: MatrixStore, progress: MatrixProgress, *, worker: Sequence[str], limits: Limits = LIMITS
 ) -> RunState:
     """Make every visit that is not stored yet; the folder is open. Raises `StorageError`."""
-    run = _Run(plan, store, progress, limits, worker)
+    run = _MatrixRun(plan, store, progress, limits, worker)
     state = RunState(state="running", phase="measuring")
     try:
         with interruptible():
@@ -64,20 +80,21 @@ def run_matrix(
 
 
 _Files = tuple[str, str, str]
+"""Model, engine and precision: configurations that share these share their files."""
 
 
-class _Run:
+class _MatrixRun:
     """The state of one run: what is done, what has failed, and the processes that are kept."""
 
     def __init__(
-        self, plan: Plan, store: MatrixStore, progress: Progress, limits: Limits, worker: Sequence[str]
+        self, plan: MatrixPlan, store: MatrixStore, progress: MatrixProgress, limits: Limits, worker: Sequence[str]
     ) -> None:
         self._plan, self._store, self._progress = plan, store, progress
         self._limits, self._worker = limits, worker
-        stored = {(one.round, one.configuration) for one in store.visits() if one.error is None}
-        self._turns = schedule(plan)
-        self._left = [turn for turn in self._turns if (turn.round, turn.configuration) not in stored]
-        self._kept: dict[int, EngineProcess] = {}
+        stored = {(visit.round, visit.configuration) for visit in store.visits() if visit.error is None}
+        self._visits = schedule(plan)
+        self._left = [planned for planned in self._visits if (planned.round, planned.configuration) not in stored]
+        self._processes: dict[int, EngineProcess] = {}
         self._current: EngineProcess | None = None
         self._preparing: deque[tuple[_Files, Preparation]] = deque()
         self._started: set[int] = set()
@@ -94,17 +111,19 @@ class _Run:
         self._prepare()
         self._began = monotonic()
         if self._plan.processes == "fresh":
-            for place, turn in enumerate(self._left):
-                self._visit(turn, place)
+            for place, planned in enumerate(self._left):
+                self._visit(planned, place)
             return
         models = [configuration.model for configuration in self._plan.configurations]
         for model in dict.fromkeys(models):
-            own = [(place, turn) for place, turn in enumerate(self._left) if models[turn.configuration] == model]
+            of_model = [
+                (place, planned) for place, planned in enumerate(self._left) if models[planned.configuration] == model
+            ]
             started = monotonic()
-            self._start_all({turn.configuration: None for _, turn in own})
+            self._start_all({planned.configuration: None for _, planned in of_model})
             self._loading.append(monotonic() - started)
-            for place, turn in own:
-                self._visit(turn, place)
+            for place, planned in of_model:
+                self._visit(planned, place)
             self.stop()
 
     def _start_all(self, places: Iterable[int]) -> None:
@@ -116,9 +135,9 @@ class _Run:
                 continue
             if len(loading) >= LOADED_SIDE_BY_SIDE:
                 self._wait_for_one(loading)
-            self._progress.now(f"starting {name_of(configuration)}")
+            self._progress.now(f"starting {described(configuration)}")
             try:
-                self._kept[place] = process = self._start(place, configuration)
+                self._processes[place] = process = self._start(place, configuration)
                 loading[process] = place
             except WorkerError as exc:
                 self._broken[place] = str(exc)
@@ -126,7 +145,8 @@ class _Run:
             self._wait_for_one(loading)
 
     def _wait_for_one(self, loading: dict[EngineProcess, int]) -> None:
-        """Wait until one of these is ready or has failed, and take it out: the oldest if none answers in time."""
+        """Wait until one of the loading processes is ready or has failed, and remove it; the oldest if none answers in
+        time."""
         answered, _, _ = select.select(list(loading), [], [], self._limits.load)
         process = answered[0] if answered else next(iter(loading))
         place = loading.pop(process)
@@ -134,48 +154,52 @@ class _Run:
             process.wait_until_ready(None if answered else 0.0)
         except WorkerError as exc:
             self._broken[place] = str(exc)
-            self._kept.pop(place).stop()
+            self._processes.pop(place).stop()
 
     def stop(self) -> None:
         """Stop every process."""
-        processes = (*self._kept.values(), *([self._current] if self._current else ()))
+        processes = (*self._processes.values(), *([self._current] if self._current else ()))
         for process in processes:
             process.end()
         for process in processes:
             process.stop()
         for _, preparation in self._preparing:
             preparation.stop()
-        self._kept.clear()
+        self._processes.clear()
         self._preparing.clear()
         self._current = None
 
     def _prepare(self) -> None:
-        """Make the models' own answers, and the files of the configurations that are left, once each: not in an
-        engine's process, whose memory and time they would count to.
+        """Make each model's own answers, and the files of the configurations that are left, once and in processes of
+        their own, so that they do not count towards an engine's memory and time.
 
         The first preparation of each engine tells whether it executes files. Of one that does not, another is needed
         only for a model that has no other preparation.
         """
-        wanted = list(dict.fromkeys(_files_of(self._plan.configurations[turn.configuration]) for turn in self._left))
-        self._make({engine: key for key in reversed(wanted) for engine in [key[1]]}.values())
-        self._make(key for key in wanted if key[1] not in self._fileless)
+        needed = list(
+            dict.fromkeys(_files_of(self._plan.configurations[planned.configuration]) for planned in self._left)
+        )
+        self._make({engine: key for key in reversed(needed) for engine in [key[1]]}.values())
+        self._make(key for key in needed if key[1] not in self._fileless)
         answered = {key[0] for key in self._prepared}
-        self._make({key[0]: key for key in wanted if key[0] not in answered}.values())
-        for key in wanted:
+        self._make({key[0]: key for key in needed if key[0] not in answered}.values())
+        for key in needed:
             self._prepared.setdefault(key, ())
 
     def _make(self, keys: Iterable[_Files]) -> None:
-        """Prepare these, as far as they are not, up to `MADE_SIDE_BY_SIDE` at once."""
+        """Prepare those that are not prepared yet, up to `MADE_SIDE_BY_SIDE` at once."""
         for key in keys:
             if key in self._prepared:
                 continue
-            place, one = next(found for found in enumerate(self._plan.configurations) if _files_of(found[1]) == key)
+            place, configuration = next(
+                pair for pair in enumerate(self._plan.configurations) if _files_of(pair[1]) == key
+            )
             if len(self._preparing) >= MADE_SIDE_BY_SIDE:
                 self._finish_preparation()
-            self._progress.now(f"preparing {one.model} for {one.engine} in {one.precision}")
+            self._progress.now(f"preparing {key[0]} for {key[1]} in {key[2]}")
             try:
-                log_path = self._store.log_path(f"{place:03d}-{one.engine}-prepare")
-                started = Preparation(self._request(one), log_path, self._worker, self._limits)
+                log_path = self._store.log_path(f"{place:03d}-{key[1]}-prepare")
+                started = Preparation(self._request(configuration), log_path, self._worker, self._limits)
                 self._preparing.append((key, started))
             except WorkerError as exc:
                 self._prepared[key] = str(exc)
@@ -183,7 +207,7 @@ class _Run:
             self._finish_preparation()
 
     def _finish_preparation(self) -> None:
-        """Wait for the oldest one."""
+        """Wait for the oldest preparation."""
         key, preparation = self._preparing[0]
         try:
             has_file, self._prepared[key] = preparation.wait()
@@ -194,59 +218,59 @@ class _Run:
         preparation.stop()
         self._preparing.popleft()
 
-    def _visit(self, turn: Turn, done: int) -> None:
-        configuration = self._plan.configurations[turn.configuration]
-        if self._failures.get(turn.configuration, 0) >= MOST_FAILURES:
+    def _visit(self, planned: PlannedVisit, done: int) -> None:
+        configuration = self._plan.configurations[planned.configuration]
+        if self._failures.get(planned.configuration, 0) >= MOST_FAILURES:
             return
-        self._progress.now(f"round {turn.round + 1} of {self._plan.rounds}: {name_of(configuration)}")
-        visit = self._measured(turn, configuration)
-        self._store.write_visit(turn.number, visit)
-        self._failures[turn.configuration] = 0 if visit.cells else self._failures.get(turn.configuration, 0) + 1
+        self._progress.now(f"round {planned.round + 1} of {self._plan.rounds}: {described(configuration)}")
+        visit = self._measured(planned, configuration)
+        self._store.write_visit(planned.number, visit)
+        self._failures[planned.configuration] = 0 if visit.cells else self._failures.get(planned.configuration, 0) + 1
         per_visit = (monotonic() - self._began - sum(self._loading)) / (done + 1)
-        later = {self._plan.configurations[turn.configuration].model for turn in self._left[done + 1 :]}
+        later = {self._plan.configurations[planned.configuration].model for planned in self._left[done + 1 :]}
         loads = max(self._loading, default=0.0) * len(later - {configuration.model})
         left = per_visit * (len(self._left) - done - 1) + loads
-        stored = len(self._turns) - len(self._left)
-        self._progress.visit_done(configuration, visit, stored + done + 1, len(self._turns), left)
+        stored = len(self._visits) - len(self._left)
+        self._progress.visit_done(configuration, visit, stored + done + 1, len(self._visits), left)
 
-    def _measured(self, turn: Turn, configuration: Configuration) -> Visit:
+    def _measured(self, planned: PlannedVisit, configuration: Configuration) -> Visit:
         """The visit, with its error if there is one and the cells that were measured before or beside it."""
-        base = Visit(round=turn.round, configuration=turn.configuration, started_at=utc_now())
+        base = Visit(round=planned.round, configuration=planned.configuration, started_at=utc_now())
         prepared = self._prepared[_files_of(configuration)]
-        broken = self._broken.get(turn.configuration)
+        broken = self._broken.get(planned.configuration)
         if isinstance(prepared, str) or broken is not None:
-            self._failures[turn.configuration] = MOST_FAILURES  # no round would change it
+            self._failures[planned.configuration] = MOST_FAILURES  # no round would change it
             return msgspec.structs.replace(base, error=broken or str(prepared))
         cells: list[Measured] = []
-        energy = self._plan.processes == "fresh" or turn.round == self._plan.rounds - 1
+        energy = self._plan.processes == "fresh" or planned.round == self._plan.rounds - 1
         error: str | None = None
-        keeps, process = self._plan.processes == "kept", self._kept.get(turn.configuration)
+        keeps, process = self._plan.processes == "kept", self._processes.get(planned.configuration)
         try:
             if process is None:
-                process = self._current = self._start(turn.configuration, configuration)
+                process = self._current = self._start(planned.configuration, configuration)
                 if keeps:
-                    self._kept[turn.configuration], self._current = process, None
+                    self._processes[planned.configuration], self._current = process, None
                 process.wait_until_ready()
-            base = self._with_costs(base, turn.configuration, process, prepared)
-            for cell in turn.cells:
+            base = self._with_costs(base, planned.configuration, process, prepared)
+            for cell in planned.cells:
                 try:
                     cells.append(process.measure(cell, self._seconds, energy=energy))
                 except CellError as exc:
                     error = error or f"{_shape(cell)}: {exc}"
-            if self._plan.settings.get("profile") and turn.round == self._plan.rounds - 1 and cells:
+            if self._plan.settings.get("profile") and planned.round == self._plan.rounds - 1 and cells:
                 cells = _with_kernels(cells, process)
         except WorkerError as exc:
             error = str(exc)
-            self._end(turn.configuration)
+            self._end(planned.configuration)
         except CellError as exc:
             error = error or f"profile: {exc}"
         if not keeps:
-            self._end(turn.configuration)
+            self._end(planned.configuration)
         return msgspec.structs.replace(base, error=error, cells=tuple(cells))
 
     def _with_costs(self, base: Visit, place: int, process: EngineProcess, prepared: tuple[Conversion, ...]) -> Visit:
-        """What the process cost until its engine was ready; with kept processes of its first visit alone. The first one
-        has the steps of the preparation, of whose file its process may know less."""
+        """Add what the process cost until its engine was ready, for a kept process only in its first visit. The first
+        visit has the steps of the preparation, because the process may not know how its file was made."""
         first, ready = place not in self._started, process.ready
         self._started.add(place)
         base = msgspec.structs.replace(base, description=ready.description, item=ready.item)
@@ -262,10 +286,10 @@ class _Run:
         return EngineProcess(self._request(configuration), configuration, log_path, self._worker, self._limits)
 
     def _end(self, place: int) -> None:
-        process = self._kept.get(place) or self._current
+        process = self._processes.get(place) or self._current
         if process is not None:
             process.stop()
-        self._kept.pop(place, None)
+        self._processes.pop(place, None)
         self._current = None
 
     @property
@@ -273,7 +297,7 @@ class _Run:
         return float(self._plan.settings.get("seconds", 1.0))
 
     def _request(self, configuration: Configuration) -> Mapping[str, Any]:
-        models = list(dict.fromkeys(one.model for one in self._plan.configurations))
+        models = list(dict.fromkeys(each.model for each in self._plan.configurations))
         settings = self._plan.settings
         return {
             "model": configuration.model,
@@ -294,16 +318,14 @@ class _Run:
 
 
 def _files_of(configuration: Configuration) -> _Files:
-    """What configurations with the same files have in common."""
     return configuration.model, configuration.engine, configuration.precision
 
 
 def _with_kernels(cells: Sequence[Measured], process: EngineProcess) -> list[Measured]:
-    shapes: list[Cell] = [(one.batch, one.length) for one in cells]
-    kernels = process.profile(shapes)
-    return [msgspec.structs.replace(one, kernels=found) for one, found in zip(cells, kernels, strict=True)]
+    profiles = process.profile([cell.shape for cell in cells])
+    return [msgspec.structs.replace(cell, kernels=kernels) for cell, kernels in zip(cells, profiles, strict=True)]
 
 
-def _shape(cell: Cell) -> str:
-    batch, length = cell
+def _shape(shape: Shape) -> str:
+    batch, length = shape
     return f"batch {batch}" if length is None else f"batch {batch}, length {length}"

@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from loadgen.engine_matrix.records import Configuration, Plan, Refusal
+from loadgen.engine_matrix.records import NO_MODEL, Configuration, MatrixPlan, RefusedCombination, Shape
 from loadgen.engine_matrix.settings import ALL, AUTO, NO_BASELINE, MatrixSettings
 from loadgen.experiment.plan import PlanError, unknown
 
 BATCHES = {"cpu": (1, 4, 8), "cuda": (1, 8, 32, 128)}
 BASELINE_PRECISION = "fp32"
-NO_MODEL = "null"
-"""The engine that computes no model, so that `all` leaves it out and its answers are not compared."""
-Cell = tuple[int, int | None]
-"""A batch size and a length."""
 
 
 class EngineOffer(msgspec.Struct, frozen=True):
@@ -43,7 +39,7 @@ class Offers(msgspec.Struct, frozen=True):
         return "cpu" if self.device == "cpu" else "cuda"
 
 
-class Wanted(NamedTuple):
+class EngineCombination(NamedTuple):
     """One combination of the axes; precision and mode may be auto, and 0 threads are all cores."""
 
     model: str
@@ -55,7 +51,7 @@ class Wanted(NamedTuple):
     """False for a baseline that only the speed-ups need."""
 
 
-class Checked(msgspec.Struct, frozen=True):
+class CombinationCheck(msgspec.Struct, frozen=True):
     """The worker's answer to one combination; see `servers.engines.request`."""
 
     reason: str | None
@@ -68,46 +64,51 @@ class Checked(msgspec.Struct, frozen=True):
     too_long: str | None
 
 
-class Turn(NamedTuple):
+class PlannedVisit(NamedTuple):
     """One visit to make: its number, and its cells in their order."""
 
     number: int
     round: int
     configuration: int
-    cells: tuple[Cell, ...]
+    cells: tuple[Shape, ...]
 
 
-def expand(settings: MatrixSettings, offers: Offers) -> tuple[Wanted, ...]:
+def expand(settings: MatrixSettings, offers: Offers) -> tuple[EngineCombination, ...]:
     """Every combination of the axes, each once, in the order of the settings; then the baselines. Raises `PlanError`
     for a name that no engine knows."""
-    place, known = offers.place, offers.engines
-    modes = {mode for one in known.values() for some in one.modes.values() for mode in some}
-    precisions = {name for one in known.values() for some in one.precisions.values() for name in some}
-    _check("--engines", settings.engines, (*known, ALL))
+    kind, offered = offers.place, offers.engines
+    modes = {mode for offer in offered.values() for of_kind in offer.modes.values() for mode in of_kind}
+    precisions = {name for offer in offered.values() for of_kind in offer.precisions.values() for name in of_kind}
+    _check("--engines", settings.engines, (*offered, ALL))
     _check("--modes", settings.modes, (AUTO, ALL, *sorted(modes)))
     _check("--precisions", settings.precisions, (AUTO, ALL, *sorted(precisions)))
-    engines = _with_all(settings.engines, (name for name in known if place in known[name].modes and name != NO_MODEL))
-    threads = settings.threads if place == "cpu" else (0,)
-    wanted: dict[Wanted, None] = {}
+    engines = _with_all(
+        settings.engines, (name for name in offered if kind in offered[name].modes and name != NO_MODEL)
+    )
+    threads = settings.threads if kind == "cpu" else (0,)
+    combinations: dict[EngineCombination, None] = {}
     for model, engine in product(settings.models, engines):
-        offer = known[engine]
+        offer = offered[engine]
         axes = (
-            _with_all(settings.precisions, offer.precisions.get(place, (AUTO,))),
-            _with_all(settings.modes, offer.modes.get(place, (AUTO,))),
+            _with_all(settings.precisions, offer.precisions.get(kind, (AUTO,))),
+            _with_all(settings.modes, offer.modes.get(kind, (AUTO,))),
             threads,
         )
-        wanted |= dict.fromkeys(Wanted(model, engine, *combination) for combination in product(*axes))
+        combinations |= dict.fromkeys(EngineCombination(model, engine, *values) for values in product(*axes))
     if settings.baseline != NO_BASELINE:
         engine, _, mode = settings.baseline.partition("/")
-        _check("--baseline", (engine,), tuple(known))
-        own = {mode for some in known[engine].modes.values() for mode in some}
-        _check("--baseline", (mode,), tuple(sorted(own)))
-        baselines = (Wanted(model, engine, BASELINE_PRECISION, mode, n) for model in settings.models for n in threads)
-        wanted |= dict.fromkeys(one._replace(asked=False) for one in baselines if one not in wanted)
-    return tuple(wanted)
+        _check("--baseline", (engine,), tuple(offered))
+        _check("--baseline", (mode,), sorted({mode for modes in offered[engine].modes.values() for mode in modes}))
+        for model, count in product(settings.models, threads):
+            baseline = EngineCombination(model, engine, BASELINE_PRECISION, mode, count)
+            if baseline not in combinations:
+                combinations[baseline._replace(asked=False)] = None
+    return tuple(combinations)
 
 
-def requests_of(settings: MatrixSettings, wanted: Sequence[Wanted], offers: Offers) -> list[dict[str, Any]]:
+def requests_of(
+    settings: MatrixSettings, combinations: Sequence[EngineCombination], offers: Offers
+) -> list[dict[str, Any]]:
     """The combinations as the worker takes them."""
     shared: dict[str, Any] = {
         "payload": settings.payload or "",
@@ -121,13 +122,13 @@ def requests_of(settings: MatrixSettings, wanted: Sequence[Wanted], offers: Offe
     return [
         {
             **shared,
-            "model": one.model,
-            "engine": one.engine,
-            "precision": one.precision,
-            "mode": one.mode,
-            "threads": one.threads,
+            "model": combination.model,
+            "engine": combination.engine,
+            "precision": combination.precision,
+            "mode": combination.mode,
+            "threads": combination.threads,
         }
-        for one in wanted
+        for combination in combinations
     ]
 
 
@@ -136,34 +137,40 @@ def batches_of(settings: MatrixSettings, offers: Offers) -> tuple[int, ...]:
     return tuple(sorted(set(settings.batches))) or BATCHES[offers.place]
 
 
-def make_plan(settings: MatrixSettings, offers: Offers, wanted: Sequence[Wanted], checked: Sequence[Checked]) -> Plan:
+def make_plan(
+    settings: MatrixSettings,
+    offers: Offers,
+    combinations: Sequence[EngineCombination],
+    checks: Sequence[CombinationCheck],
+) -> MatrixPlan:
     """The configurations that can be measured and those that are refused. Raises `PlanError` for a model or weights
     that do not exist, and where nothing can be measured."""
     configurations: dict[Configuration, None] = {}
-    refused: dict[Refusal, None] = {}
+    refused: dict[RefusedCombination, None] = {}
     lengths: dict[str, tuple[int | None, ...]] = {}
-    for one, found in zip(wanted, checked, strict=True):
-        if found.wrong:
-            raise PlanError(f"--models {one.model}: {found.reason}")
+    checked = list(zip(combinations, checks, strict=True))
+    for combination, check in checked:
+        if check.wrong:
+            raise PlanError(f"--models {combination.model}: {check.reason}")
         configuration = Configuration(
-            model=one.model,
-            engine=one.engine,
-            precision=found.precision or one.precision,
-            mode=found.mode or _first_mode(one, offers),
+            model=combination.model,
+            engine=combination.engine,
+            precision=check.precision or combination.precision,
+            mode=check.mode or _first_mode(combination, offers),
             device=offers.device,
-            threads=found.threads,
+            threads=check.threads,
         )
-        if found.reason is None:
+        if check.reason is None:
             configurations[configuration] = None
-            lengths[one.model] = found.lengths
-        if one.asked and (reason := found.reason or found.too_long) is not None:
-            refused[Refusal(configuration=configuration, reason=reason)] = None
-    if not any(found.reason is None and one.asked for one, found in zip(wanted, checked, strict=True)):
-        reasons = dict.fromkeys(str(found.reason) for one, found in zip(wanted, checked, strict=True) if one.asked)
-        raise PlanError(f"nothing can be measured: {'; '.join(list(reasons)[:3])}")
-    if settings.sequence_lengths and all(some == (None,) for some in lengths.values()):
+            lengths[combination.model] = check.lengths
+        if combination.asked and (reason := check.reason or check.too_long) is not None:
+            refused[RefusedCombination(configuration=configuration, reason=reason)] = None
+    reasons = dict.fromkeys(check.reason for combination, check in checked if combination.asked)
+    if None not in reasons:
+        raise PlanError(f"nothing can be measured: {'; '.join(map(str, [*reasons][:3]))}")
+    if settings.sequence_lengths and all(of_model == (None,) for of_model in lengths.values()):
         raise PlanError("--sequence-lengths: none of the models has an axis of variable size; leave the option out")
-    return Plan(
+    return MatrixPlan(
         settings=settings.content(),
         sha256=settings.sha256(),
         seed=settings.seed,
@@ -179,22 +186,22 @@ def make_plan(settings: MatrixSettings, offers: Offers, wanted: Sequence[Wanted]
     )
 
 
-def schedule(plan: Plan) -> tuple[Turn, ...]:
+def schedule(plan: MatrixPlan) -> tuple[PlannedVisit, ...]:
     """Every visit in its order: in each round every configuration once, in random order. With processes "kept" all
     rounds of a model come before those of the next."""
     places = range(len(plan.configurations))
     groups: list[list[int]] = [list(places)]
     if plan.processes == "kept":
-        models = dict.fromkeys(one.model for one in plan.configurations)
+        models = dict.fromkeys(configuration.model for configuration in plan.configurations)
         groups = [[place for place in places if plan.configurations[place].model == model] for model in models]
     return tuple(turn for group in groups for number in range(plan.rounds) for turn in _round(plan, number, group))
 
 
-def _round(plan: Plan, number: int, places: Sequence[int]) -> Iterator[Turn]:
+def _round(plan: MatrixPlan, number: int, places: Sequence[int]) -> Iterator[PlannedVisit]:
     for place in _shuffled(places, f"{plan.seed} round {number}"):
         cells = product(plan.batches, plan.lengths[plan.configurations[place].model])
         order = _shuffled(list(cells), f"{plan.seed} round {number} configuration {place}")
-        yield Turn(number * len(plan.configurations) + place, number, place, tuple(order))
+        yield PlannedVisit(number * len(plan.configurations) + place, number, place, tuple(order))
 
 
 def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
@@ -215,21 +222,21 @@ def _shuffled(values: Sequence[Any], seed: str) -> list[Any]:
     return Random(seed).sample(values, len(values))
 
 
-def _check(option: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for value in given:
+def _check(option: str, values: Iterable[str], known: Sequence[str]) -> None:
+    for value in values:
         if value not in known:
             raise PlanError(unknown(option, value, known))
 
 
-def _with_all(given: Sequence[str], every: Iterable[str]) -> tuple[str, ...]:
-    """The values given, with `every` in the place of all."""
+def _with_all(values: Sequence[str], every: Iterable[str]) -> tuple[str, ...]:
+    """The values, with `all` replaced by every value."""
     every = tuple(every)
-    return tuple(dict.fromkeys(one for value in given for one in (every if value == ALL else (value,))))
+    return tuple(dict.fromkeys(name for value in values for name in (every if value == ALL else (value,))))
 
 
-def _first_mode(one: Wanted, offers: Offers) -> str:
+def _first_mode(combination: EngineCombination, offers: Offers) -> str:
     """The mode of a refused combination, where the engine's first was asked for."""
-    if one.mode != AUTO:
-        return one.mode
-    modes = offers.engines[one.engine].modes
+    if combination.mode != AUTO:
+        return combination.mode
+    modes = offers.engines[combination.engine].modes
     return next(iter(modes.get(offers.place) or next(iter(modes.values()), ())), AUTO)

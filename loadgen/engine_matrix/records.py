@@ -1,6 +1,6 @@
 """What `abserve engines` stores, and what it finds.
 
-    DIR/plan.json           Plan        what was asked for and which combinations were refused; written first
+    DIR/plan.json           MatrixPlan  what was asked for and which combinations were refused; written first
     DIR/environment.json    Environment host, versions, GPU; see `loadgen.records.run`
     DIR/visits/NNNN.json    Visit       one engine process of one round; written when its last cell is measured
     DIR/matrix.json         Matrix      made from the files above by `analyse`, at any time
@@ -14,15 +14,29 @@ starting takes most of the time, one process per configuration of a model lives 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from loadgen.quantities import counted
 from loadgen.records.run import Environment, Record, RunState
+
+Shape = tuple[int, int | None]
+"""A batch size and a length."""
+NO_MODEL = "null"
+"""The engine that computes no model, so that `all` leaves it out and its answers are not compared."""
+
+
+class Scope(NamedTuple):
+    """A model on a device with a number of threads; only configurations of one scope are compared."""
+
+    model: str
+    device: str
+    threads: int | None
 
 
 class Configuration(Record, frozen=True, kw_only=True):
-    """What one engine process holds, as asked for; `auto` never occurs here."""
+    """The settings of one engine process; `auto` is already resolved."""
 
     model: str
     """As `--model` takes it: torchvision:resnet50."""
@@ -35,21 +49,37 @@ class Configuration(Record, frozen=True, kw_only=True):
     """Intra-op threads; None on a GPU."""
 
     @property
-    def group(self) -> tuple[str, str]:
-        """What must be equal before two configurations are compared at all: the model and the device."""
-        return self.model, self.device
+    def scope(self) -> Scope:
+        """The scope within which it is compared."""
+        return Scope(self.model, self.device, self.threads)
+
+    @property
+    def engine_mode(self) -> str:
+        """torch/eager"""
+        return f"{self.engine}/{self.mode}"
+
+    @property
+    def title(self) -> str:
+        """torch/eager fp32"""
+        return f"{self.engine_mode} {self.precision}"
+
+    @property
+    def name(self) -> str:
+        """torch/graph; onnxruntime/extended CPU, 2 threads"""
+        threads = "" if self.threads is None else f", {counted(self.threads, 'thread')}"
+        return f"{self.engine_mode}{' CPU' if self.device == 'cpu' else ''}{threads}"
 
 
-class Refusal(Record, frozen=True, kw_only=True):
+class RefusedCombination(Record, frozen=True, kw_only=True):
     """A combination that was asked for and is not run; the reason ends with the remedy where there is one."""
 
     configuration: Configuration
     reason: str
 
 
-class Plan(Record, frozen=True, kw_only=True):
-    """What was asked for. `settings` is the content of the matrix file in effect; `sha256` is that of it, and a run is
-    only resumed with the same."""
+class MatrixPlan(Record, frozen=True, kw_only=True):
+    """The settings of a matrix and what follows from them. `settings` is the content of the matrix file in effect and
+    `sha256` its hash; a run is only resumed with equal settings."""
 
     FILE: ClassVar[str] = "plan.json"
 
@@ -60,7 +90,7 @@ class Plan(Record, frozen=True, kw_only=True):
     rounds: int
     processes: Literal["fresh", "kept"] = "fresh"
     configurations: tuple[Configuration, ...]
-    refused: tuple[Refusal, ...]
+    refused: tuple[RefusedCombination, ...]
     batches: tuple[int, ...]
     lengths: dict[str, tuple[int | None, ...]]
     """By model; (None,) for a model without an axis of variable size."""
@@ -74,7 +104,7 @@ class Plan(Record, frozen=True, kw_only=True):
 
 class Conversion(Record, frozen=True, kw_only=True):
     """One step from the model to what the engine executes, with its own cost. `made_now` is False for an artefact that
-    already lay there; its seconds are then those of its manifest."""
+    already existed; its seconds are then those of its manifest."""
 
     step: str
     """export, quantise or build."""
@@ -118,6 +148,11 @@ class Measured(Record, frozen=True, kw_only=True):
     kernels: tuple[dict[str, Any], ...] = ()
     """With --profile: name, count, seconds, share; the longest first."""
 
+    @property
+    def shape(self) -> Shape:
+        """Its batch size and length."""
+        return self.batch, self.length
+
 
 class Visit(Record, frozen=True, kw_only=True):
     """One configuration in one round. With `error` the process, or one of its cells, failed: the cells are those that
@@ -126,7 +161,7 @@ class Visit(Record, frozen=True, kw_only=True):
 
     round: int
     configuration: int
-    """Its place in `Plan.configurations`."""
+    """Its place in `MatrixPlan.configurations`."""
     started_at: str
     error: str | None = None
     import_seconds: float | None = None
@@ -152,6 +187,11 @@ class Estimate(Record, frozen=True, kw_only=True):
         """Both bounds, or None where one is missing."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
+    def scaled(self, factor: float) -> Estimate:
+        """In another unit."""
+        low, high = (None if bound is None else bound * factor for bound in (self.low, self.high))
+        return Estimate(value=self.value * factor, low=low, high=high)
+
 
 class CellResult(Record, frozen=True, kw_only=True):
     """One cell over all rounds. Times are in ns of one batch; rates, ratios and TFLOP/s come from `latency_ns`."""
@@ -164,7 +204,7 @@ class CellResult(Record, frozen=True, kw_only=True):
     """Geometric mean over rounds of each round's median: on a GPU between device events, without copies to and from the
     host; on a CPU, and for an engine without device events, of the whole call."""
     call_ns: Estimate
-    """The same of the whole call by the host's clock, with every copy."""
+    """Like `latency_ns`, but of the whole call by the host's clock, with every copy."""
     p99_ns: int | None
     """Of all the times behind `latency_ns` together; None with too few for a 99th percentile."""
     items_per_second: Estimate
@@ -188,9 +228,14 @@ class CellResult(Record, frozen=True, kw_only=True):
     """Time per batch while the energy was measured, longer than the timed bursts; None where it was not measured."""
     kernels: tuple[dict[str, Any], ...] = ()
 
+    @property
+    def shape(self) -> Shape:
+        """Its batch size and length."""
+        return self.batch, self.length
+
 
 class ConfigurationResult(Record, frozen=True, kw_only=True):
-    """What one configuration cost before its first answer, over all rounds."""
+    """The start-up cost of one configuration, over all rounds."""
 
     configuration: Configuration
     item: str
@@ -221,6 +266,16 @@ class Winner(Record, frozen=True, kw_only=True):
     """Of a winner that is not certain: the configuration that it beats least certainly. It can be a much slower one
     whose time varies from round to round."""
 
+    @property
+    def scope(self) -> Scope:
+        """The model, device and threads of its competitors."""
+        return Scope(self.model, self.device, self.threads)
+
+    @property
+    def shape(self) -> Shape:
+        """Its batch size and length."""
+        return self.batch, self.length
+
 
 class BreakEven(Record, frozen=True, kw_only=True):
     """How many items a conversion has to serve before it pays, at one batch and length.
@@ -242,28 +297,25 @@ class BreakEven(Record, frozen=True, kw_only=True):
     parity: str
     """The proof that both compute the same."""
 
-
-class Answer(Record, frozen=True, kw_only=True):
-    """A question that the original studies asked, answered by this data. `outcome` is "undetermined" without the cells
-    that it needs."""
-
-    question: str
-    outcome: Literal["yes", "no", "undetermined"]
-    sentence: str
+    @property
+    def shape(self) -> Shape:
+        """Its batch size and length."""
+        return self.batch, self.length
 
 
 class Matrix(Record, frozen=True, kw_only=True):
-    """Everything measured and found. Fields are only added, with a default."""
+    """All results of a matrix. Fields are only added, with a default."""
 
     FILE: ClassVar[str] = "matrix.json"
 
     schema: Literal["abserve.engines/1"] = "abserve.engines/1"
     state: RunState | None
     environment: Environment
-    plan: Plan
+    plan: MatrixPlan
     configurations: tuple[ConfigurationResult, ...]
-    """In the order of `Plan.configurations`; those that never loaded have no description."""
+    """In the order of `MatrixPlan.configurations`; those that never loaded have no description."""
     cells: tuple[CellResult, ...]
     winners: tuple[Winner, ...] = ()
     break_even: tuple[BreakEven, ...] = ()
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[dict[str, str], ...] = ()
+    """Answers to four fixed questions, which earlier versions stored."""

@@ -1,19 +1,21 @@
-"""The folder of one matrix of engines: every visit on disk as soon as it is made, so that a run can be continued."""
+"""The folder of an engine matrix: every record on disk as soon as it is made, so that a run can be continued."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TypeVar, cast
 
-from loadgen.documents import DocumentError, list_inside, read_inside, read_record
-from loadgen.engine_matrix.records import Plan, Visit
+from loadgen.documents import DocumentError, list_inside, read_inside, read_record, read_stored, stored_path
+from loadgen.engine_matrix.analyse import analyse
+from loadgen.engine_matrix.records import Matrix, MatrixPlan, Visit
 from loadgen.records.run import Environment, Record, RunState
-from loadgen.storage.run_lock import only_run
-from loadgen.storage.store import StorageError, storage_sentence, write_whole
+from loadgen.run.storage import StorageError, StoredRunError, only_run, storage_sentence, write_whole
+from loadgen.verdict.result_file import ResultError
 
 VISITS = "visits"
+R = TypeVar("R", bound=Record)
 
 
 class MatrixStore:
@@ -43,28 +45,17 @@ class MatrixStore:
         """Write one visit. Raises `StorageError`."""
         write_whole(self.directory / VISITS / f"{number:04d}.json", visit)
 
-    def plan(self) -> Plan:
-        """The stored plan. Raises `StorageError`."""
-        plan: Plan = self._read(Plan.FILE, Plan)
-        return plan
-
-    def environment(self) -> Environment:
-        """The stored environment. Raises `StorageError`."""
-        environment: Environment = self._read(Environment.FILE, Environment)
-        return environment
-
-    def state(self) -> RunState:
-        """The stored state. Raises `StorageError`."""
-        state: RunState = self._read(RunState.FILE, RunState)
-        return state
+    def read(self, kind: type[R]) -> R:
+        """The stored record with its own file. Raises `StorageError`."""
+        return self._read(kind.FILE, kind)
 
     def visits(self) -> tuple[Visit, ...]:
         """All visits by number. Raises `StorageError` for one that cannot be read."""
         try:
-            names = [name for name in list_inside(self.directory, VISITS) if name.endswith(".json")]
+            names = visit_names(self.directory)
         except (OSError, DocumentError) as exc:
             raise StorageError(f"{self.directory / VISITS} cannot be read: {exc}; start again with --out") from exc
-        return tuple(self._read(name, Visit) for name in sorted(names, key=_number))
+        return tuple(self._read(name, Visit) for name in names)
 
     def log_path(self, name: str) -> Path:
         """The log of a process."""
@@ -74,16 +65,68 @@ class MatrixStore:
         """The file of a model's own answers."""
         return (self.directory / "references" / f"{number:02d}.npz").resolve()
 
-    def _read(self, name: str, kind: Any) -> Any:
+    def _read(self, name: str, kind: type[R]) -> R:
         path = self.directory / name
         try:
-            return read_record(read_inside(self.directory, name), kind)
+            return cast("R", read_record(read_inside(self.directory, name), kind))
         except OSError as exc:
             raise StorageError(f"cannot read {path}: {exc.strerror or exc}; give the folder of a matrix") from exc
         except DocumentError as exc:
             raise StorageError(f"{path} cannot be read: {exc}; remove it, or start again with --out") from exc
 
 
-def _number(name: str) -> int:
-    stem = PurePath(name).stem
-    return int(stem) if stem.isdecimal() else -1
+def visit_names(directory: Path) -> list[str]:
+    """The files of the visits, by number. Raises `OSError` and `DocumentError`."""
+
+    def number(name: str) -> int:
+        stem = PurePath(name).stem
+        return int(stem) if stem.isdecimal() else -1
+
+    return sorted((name for name in list_inside(directory, VISITS) if name.endswith(".json")), key=number)
+
+
+def is_matrix(directory: Path) -> bool:
+    """Whether a folder holds an engine matrix."""
+    return any(stored_path(directory / name).exists() for name in (MatrixPlan.FILE, Matrix.FILE))
+
+
+def stored_matrix(directory: Path) -> Matrix:
+    """The matrix of the stored visits, or the stored matrix.json of a folder without visits, such as a published one.
+
+    Raises `StoredRunError` and `ResultError`.
+    """
+    try:
+        names = visit_names(directory)
+    except (OSError, DocumentError) as exc:
+        raise StoredRunError(f"{directory / VISITS} cannot be read: {exc}") from exc
+    if not names and stored_path(directory / Matrix.FILE).exists():
+        return read_matrix(directory / Matrix.FILE)
+    plan = _read(directory, MatrixPlan.FILE, MatrixPlan)
+    environment = _read(directory, Environment.FILE, Environment)
+    if plan is None or environment is None:
+        missing = MatrixPlan.FILE if plan is None else Environment.FILE
+        raise StoredRunError(
+            f"{directory} holds no engine matrix: {missing} is missing; give the directory that `abserve engines` "
+            "wrote to"
+        )
+    visits = [visit for name in names if (visit := _read(directory, name, Visit)) is not None]
+    return analyse(plan, environment, visits, _read(directory, RunState.FILE, RunState))
+
+
+def _read(directory: Path, name: str, kind: type[R]) -> R | None:
+    """A record, or None without its file. Raises `StoredRunError`."""
+    try:
+        return cast("R", read_record(read_inside(directory, name), kind))
+    except FileNotFoundError:
+        return None
+    except (OSError, DocumentError) as exc:
+        raise StoredRunError(f"{directory / name} cannot be read: {exc}") from exc
+
+
+def read_matrix(path: Path) -> Matrix:
+    """Read a `matrix.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
+    field."""
+    try:
+        return cast("Matrix", read_record(read_stored(path), Matrix))
+    except (OSError, DocumentError) as exc:
+        raise ResultError(f"{path} is not an engine matrix of this version of abserve: {exc}") from exc

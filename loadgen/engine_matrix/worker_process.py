@@ -1,4 +1,4 @@
-"""The processes of `servers.engines.worker` as the matrix drives them: every wait is bounded, every answer checked."""
+"""Drives the processes of `servers.engines.worker`: every wait is bounded, every answer is checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from loadgen.documents import DocumentError, decode_json, one_line
-from loadgen.engine_matrix.plan import NO_MODEL, Cell, Checked, Offers
-from loadgen.engine_matrix.records import Configuration, Conversion, Measured
+from loadgen.engine_matrix.plan import CombinationCheck, Offers
+from loadgen.engine_matrix.records import NO_MODEL, Configuration, Conversion, Measured, Shape
 from loadgen.experiment.plan import PlanError
 from loadgen.launch.process import ChildProcess, ProcessError
 
@@ -59,7 +59,7 @@ class Ready(msgspec.Struct, frozen=True):
     item: str
 
 
-class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _WorkerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ready: Ready | None = None
     measured: Measured | None = None
     profiled: tuple[tuple[dict[str, Any], ...], ...] | None = None
@@ -95,7 +95,7 @@ class EngineProcess:
             raise WorkerError(wrong)
         self.ready, self._answers = ready, True
 
-    def measure(self, cell: Cell, seconds: float, *, energy: bool = True) -> Measured:
+    def measure(self, cell: Shape, seconds: float, *, energy: bool = True) -> Measured:
         """Measure one cell. Raises `CellError` if only this one fails."""
         batch, length = cell
         self._send({"batch": batch, "length": length, "seconds": seconds, "energy": energy})
@@ -106,7 +106,7 @@ class EngineProcess:
             raise WorkerError(f"measured no time at batch {batch}")
         return measured
 
-    def profile(self, cells: Sequence[Cell]) -> tuple[tuple[dict[str, Any], ...], ...]:
+    def profile(self, cells: Sequence[Shape]) -> tuple[tuple[dict[str, Any], ...], ...]:
         """The kernels of each of the cells, which were measured; nothing can be measured later."""
         self._send({"profile": cells})
         profiled = self._answer(self._limits.cell * len(cells), of_cell=True).profiled
@@ -137,7 +137,7 @@ class EngineProcess:
         if not self._process.send(_text(command).encode()):
             raise WorkerError(_death(self._process))
 
-    def _answer(self, limit_s: float, *, of_cell: bool = False) -> _Answer:
+    def _answer(self, limit_s: float, *, of_cell: bool = False) -> _WorkerMessage:
         self._answers, answered = False, self._answers
         answer = _read(self._process, limit_s)
         self._answers = answered
@@ -193,18 +193,20 @@ def read_offers(device: str, worker: Sequence[str], limits: Limits = LIMITS) -> 
     return _decoded(_output([*worker, "--offers", device], b"", limits.check), Offers)
 
 
-def check(requests: Sequence[Mapping[str, Any]], worker: Sequence[str], limits: Limits = LIMITS) -> tuple[Checked, ...]:
+def check(
+    requests: Sequence[Mapping[str, Any]], worker: Sequence[str], limits: Limits = LIMITS
+) -> tuple[CombinationCheck, ...]:
     """Which of the requests this machine can measure. Raises `PlanError`."""
     content = _output([*worker, "--check"], msgspec.json.encode(requests), limits.check)
-    found = _decoded(content, tuple[Checked, ...])
-    if len(found) != len(requests):
+    checks = _decoded(content, tuple[CombinationCheck, ...])
+    if len(checks) != len(requests):
         raise PlanError("the check of the engines answered for another number of combinations")
-    return found
+    return checks
 
 
-def _output(argv: Sequence[str], given: bytes, limit_s: float) -> bytes:
+def _output(argv: Sequence[str], stdin: bytes, limit_s: float) -> bytes:
     try:
-        done = subprocess.run(argv, input=given, capture_output=True, timeout=limit_s, check=False)
+        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as exc:
         raise PlanError(f"the check of the engines took more than {limit_s:g} s") from exc
     except OSError as exc:
@@ -218,14 +220,14 @@ def _output(argv: Sequence[str], given: bytes, limit_s: float) -> bytes:
 
 def _decoded(content: bytes, kind: type[T]) -> T:
     try:
-        found: T = decode_json(content, kind, most_bytes=MOST_ANSWER_BYTES)
+        decoded: T = decode_json(content, kind, most_bytes=MOST_ANSWER_BYTES)
     except DocumentError as exc:
         try:
-            refusal = decode_json(content, _Answer, most_bytes=MOST_ANSWER_BYTES).error
+            refusal = decode_json(content, _WorkerMessage, most_bytes=MOST_ANSWER_BYTES).error
         except DocumentError:
             refusal = None
         raise PlanError(refusal or f"the check of the engines answered what cannot be read: {exc}") from exc
-    return found
+    return decoded
 
 
 def _started(argv: Sequence[str], log_path: Path) -> ChildProcess:
@@ -235,7 +237,7 @@ def _started(argv: Sequence[str], log_path: Path) -> ChildProcess:
         raise WorkerError(one_line(str(exc), MOST_WORDS)) from exc
 
 
-def _read(process: ChildProcess, limit_s: float) -> _Answer:
+def _read(process: ChildProcess, limit_s: float) -> _WorkerMessage:
     started = monotonic()
     line = process.read_line(limit_s)
     if line is None:
@@ -243,10 +245,10 @@ def _read(process: ChildProcess, limit_s: float) -> _Answer:
     if not line:
         raise WorkerError(_death(process))
     try:
-        answer: _Answer = decode_json(line, _Answer, most_bytes=MOST_ANSWER_BYTES)
+        message: _WorkerMessage = decode_json(line, _WorkerMessage, most_bytes=MOST_ANSWER_BYTES)
     except DocumentError as exc:
         raise WorkerError(f"its answer cannot be read: {exc}") from exc
-    return answer
+    return message
 
 
 def _death(process: ChildProcess) -> str:

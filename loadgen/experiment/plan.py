@@ -38,7 +38,7 @@ from loadgen.stats.early_stopping import queries_needed
 GPU_WINDOW_S = 11.0
 GPU_REQUESTS = 110
 """Load per arm and workload, so that the GPU verification can decide: a little over its thresholds of 10 s and 100
-requests in `loadgen.probes.gpu_proof.records`."""
+requests in `loadgen.probes.gpu.records`."""
 GPU_BLOCK_S = 0.8
 """Shortest block whose GPU is watched: the energy counter of an H200 advances every 0.1 s."""
 LEAST_ROUNDS = 4

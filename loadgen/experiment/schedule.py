@@ -30,6 +30,23 @@ class ScheduledBlock:
     restart: int = 0
 
 
+def closed_loop(
+    concurrency: int,
+    requests: int,
+    *,
+    batch_size: int = 1,
+    seconds: float = 0.0,
+    max_seconds: float,
+    length: int | None = None,
+    rate_per_s: float | None = None,
+) -> Workload:
+    """A load that is not one of the experiment's workloads. `rate_per_s` does not limit it."""
+    return Workload(
+        scenario="concurrent", batch_size=batch_size, concurrency=concurrency, requests=requests, seconds=seconds,
+        max_seconds=max_seconds, rounds=1, sequence_length=length, rate_per_s=rate_per_s,
+    )  # fmt: skip
+
+
 def load_workloads(workloads: Sequence[Workload]) -> list[Workload]:
     """The workloads with blocks; cold starts, searches and ramps have their own order."""
     return [workload for workload in workloads if workload.has_blocks]

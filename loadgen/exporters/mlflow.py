@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 
 from loadgen.documents import is_stored, one_line, stored_path
 from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
-from loadgen.probes.gpu_proof.analyse import GpuFound
-from loadgen.ranking.candidates import configuration_name
+from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.records.run import Environment
 from loadgen.verdict.result_file import FILE_NAME, Result
 
@@ -113,7 +112,7 @@ def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
         if found.load_seconds is not None:
             metrics += _estimate("load_seconds", found.load_seconds)
         metrics += [Metric(f"conversion_seconds.{one.step}", one.seconds) for one in found.conversions]
-        nested.append(Nested(f"{own.model} {configuration_name(found)} {own.precision}", about, metrics))
+        nested.append(Nested(f"{own.model} {found.configuration.name} {own.precision}", about, metrics))
     return _export(uri, "engines", folder, params, matrix.environment, {"schema": matrix.schema}, [], nested)
 
 

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from loadgen.documents import MOST_RECORD_BYTES, DocumentError, open_inside, printable, read_limited, read_record
-from loadgen.storage.run_lock import is_running
+from loadgen.run.storage import is_running
 
 NEWEST = 20
 SILENT_SECONDS = 600.0

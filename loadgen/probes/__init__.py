@@ -1,1 +1,1 @@
-"""The studies: each answers one question, with its own records and analysis. A study never imports another."""
+"""The probes: each answers one question about a run, with its own records, analysis and sections."""

@@ -1,28 +1,22 @@
-"""The studies, in the order in which they measure and are shown.
+"""What a probe is, and the list of all probes in the order in which they measure and are shown.
 
-A study is one question with its measurement, analysis and report: a folder beside this module and its name below. Each
-part is a module of the folder, and each may be missing:
+A probe answers one question about a run. To add one, write a module with a `PROBE` and add its name below: the run then
+measures it, the analysis puts its finding into `result.json` below `studies`, and the report shows its sections. Every
+report imports all probes, so a probe imports the client and the load generator only inside the functions that measure.
 
-- `records.py`: what it stores (`FILE` names the file) and what it finds (a `Found`);
-- `measure.py`: `wanted(experiment)`, and `measure(bench)`, called with warm servers in every restart. The runner itself
-  calls what needs stopped servers (ceilings, cold starts);
-- `analyse.py`: `analyse(facts)`, a pure function from the records to the finding, which `result.json` holds below
-  `studies` under its `STUDY`;
-- `sections.py`: `SECTIONS`, by chapter of the report, functions that make one section of a result each.
-
-Parts are imported when they are needed: a report loads no measurement.
+The checks and the verdict stand below the probes. What they read of one is in `loadgen.records.probes` or in a module
+`NAME_analysis` beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from loadgen.records.run import Experiment, Found
 
-STUDIES = tuple(
+MODULES = tuple(
     f"loadgen.probes.{name}"
     for name in (
         "fairness",
@@ -30,7 +24,7 @@ STUDIES = tuple(
         "load",
         "rate_search",
         "answers",
-        "gpu_proof",
+        "gpu.probe",
         "causes",
         "ceiling",
         "cold_start",
@@ -38,23 +32,44 @@ STUDIES = tuple(
 )
 
 
-def parts(module: str, name: str) -> Iterator[Any]:
-    """The attribute `name` of this module in every study that has both."""
-    for study in STUDIES:
-        if find_spec(f"{study}.{module}") is not None:
-            found = import_module(f"{study}.{module}")
-            if hasattr(found, name):
-                yield getattr(found, name)
+class Probe:
+    """One question about a run; a probe overrides the parts that it has.
+
+    `Any` stands for types of the rooms above this module: a `RunContext`, `Facts`, a `Result`, a report's `Section`.
+    """
+
+    finding: type[Found] | None = None
+    """What `analyse` returns; None without an analysis."""
+    after_servers: bool = False
+    """Whether it measures when all servers are stopped, once per run."""
+
+    def wanted(self, experiment: Experiment) -> bool:
+        """Whether this experiment measures it."""
+        raise NotImplementedError
+
+    def measure(self, context: Any) -> None:
+        """Measure and store. Called at every start of the servers, when they are up and warm and give the same answers,
+        or once after they are stopped."""
+        raise NotImplementedError
+
+    def analyse(self, facts: Any) -> Found:
+        """The finding, computed from the records alone."""
+        raise NotImplementedError
+
+    def conclude(self, finding: Any, facts: Any) -> Any:  # noqa: ARG002 (for probes that need the verdicts)
+        """The finding with what follows from the verdicts of the comparisons, which `facts` now hold."""
+        return finding
+
+    def sections(self, result: Any) -> Mapping[str, Sequence[Any]]:  # noqa: ARG002 (for probes with sections)
+        """Its sections of the report, or None in place of one without content, by chapter: Why, Detail or Proof."""
+        return {}
 
 
-def measurements(experiment: Experiment) -> list[Callable[[Any], None]]:
-    """The measurements that this experiment wants, each called with a `Bench`."""
-    both = zip(parts("measure", "wanted"), parts("measure", "measure"), strict=True)
-    return [measure for wanted, measure in both if wanted(experiment)]
+def probes() -> list[Probe]:
+    """Every probe, in order."""
+    return [import_module(name).PROBE for name in MODULES]
 
 
 def finding_types() -> dict[str, type[Found]]:
-    """The types of the findings, by the name below `studies`."""
-    list(parts("analyse", "analyse"))
-    known = {kind.__module__.rpartition(".")[0]: kind for kind in Found.__subclasses__()}
-    return {known[study].STUDY: known[study] for study in STUDIES if study in known}
+    """The type of every probe's finding, by its name below `studies`."""
+    return {probe.finding.STUDY: probe.finding for probe in probes() if probe.finding is not None}

@@ -1,19 +1,24 @@
-"""What `abserve rank` finds: `rank.json`, schema abserve.rank/1.
+"""What `abserve rank` reads of a price file, and what it finds: `rank.json`, schema abserve.rank/1.
 
 A *machine* is a kind of machine, by its recorded environment. An *option* is an engine configuration or an arm on a
 machine. A *point* is one way to run an option, such as a batch size or a workload, with what was measured there. A
-*group* holds the options that did the same work, so that they may be compared.
+*group* holds the options that did the same work, so that they may be compared. Prices are never fetched, and no
+currency is converted.
 """
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
+from loadgen.documents import one_line, printable
 from loadgen.engine_matrix.records import Estimate
 from loadgen.records.run import Record
+from loadgen.strict_yaml import YamlError, read_mapping
 
 Kind = Literal["on-demand", "spot", "reserved"]
 Source = Literal["engines", "comparison"]
@@ -94,7 +99,7 @@ class Point(Record, frozen=True, kw_only=True):
 
 
 class Work(Record, frozen=True, kw_only=True):
-    """What must be equal before two options are ranked against each other."""
+    """The work that options must share to be ranked against each other."""
 
     source: Source
     """Items through an engine and items through a server are not the same work."""
@@ -129,14 +134,14 @@ class Cost(Record, frozen=True, kw_only=True):
     slo: Estimate | None = None
     """At the highest rate that held its latency bound."""
     points: tuple[Estimate, ...]
-    """In the order of `Option.points`."""
+    """In the order of `RankedOption.points`."""
     rank: int
     """By `full`, among the options of the group with a price in this currency."""
     front: tuple[int, ...] = ()
-    """Places in `Option.points` that are on the Pareto front of cost against latency."""
+    """Places in `RankedOption.points` that are on the Pareto front of cost against latency."""
 
 
-class Option(Record, frozen=True, kw_only=True):
+class RankedOption(Record, frozen=True, kw_only=True):
     """A ranked option; ranks count from 1, equal values share one."""
 
     name: str
@@ -160,11 +165,11 @@ class Option(Record, frozen=True, kw_only=True):
         return self.points[self.best]
 
 
-class Group(Record, frozen=True, kw_only=True):
+class RankedGroup(Record, frozen=True, kw_only=True):
     """Options that did the same work, the highest throughput first."""
 
     work: Work
-    options: tuple[Option, ...]
+    options: tuple[RankedOption, ...]
 
 
 class LeftOut(Record, frozen=True, kw_only=True):
@@ -175,7 +180,7 @@ class LeftOut(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class Ranking(Record, frozen=True, kw_only=True):
+class RankResult(Record, frozen=True, kw_only=True):
     """The whole ranking. Fields are only added, with a default."""
 
     schema: Literal["abserve.rank/1"] = "abserve.rank/1"
@@ -185,5 +190,72 @@ class Ranking(Record, frozen=True, kw_only=True):
     example_prices: bool
     """Whether they are the examples that abserve ships, and not the user's."""
     machines: tuple[Machine, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[RankedGroup, ...]
     left_out: tuple[LeftOut, ...]
+
+
+EXAMPLES = Path(__file__).parent / "prices.yaml"
+"""Dated public prices that abserve ships as examples."""
+ADD_A_PRICE = (
+    "add an entry with machine, match, price_per_hour, currency, kind, provider, source and date to a price file and "
+    "give it with --prices FILE (see docs/rank.md)"
+)
+
+
+class PriceError(ValueError):
+    """A price file cannot be used; the message names the file and the place."""
+
+
+def read_prices(path: Path) -> tuple[Price, ...]:
+    """The entries of a price file, with printable texts. Raises `PriceError`."""
+    try:
+        content = read_mapping(path, "a price file", "prices: []")
+        file: PriceFile = msgspec.convert(_printable(content), PriceFile)
+    except YamlError as exc:
+        raise PriceError(str(exc)) from exc
+    except msgspec.ValidationError as exc:
+        raise PriceError(f"{path}: {one_line(str(exc))}; docs/rank.md describes every key") from exc
+    for place, price in enumerate(file.prices):
+        match = price.match
+        if match.gpu is None and match.gpu_count is not None:
+            raise PriceError(
+                f"{path}: prices[{place}].match: gpu_count needs gpu; leave both out for a machine without"
+            )
+        least, most = match.cpu_count_min, match.cpu_count_max
+        if least is not None and most is not None and least > most:
+            raise PriceError(f"{path}: prices[{place}].match: cpu_count_min {least} is above cpu_count_max {most}")
+        if price.term is not None and price.kind != "reserved":
+            raise PriceError(f"{path}: prices[{place}]: only a reserved price has a term; remove it or set the kind")
+    return file.prices
+
+
+def matches(price: Price, machine: Machine) -> bool:
+    """Whether a price is for this machine."""
+    match = price.match
+    if match.gpu is None:
+        if machine.gpus:
+            return False
+    elif not machine.gpus or not all(match.gpu.casefold() in name.casefold() for name in machine.gpus):
+        return False
+    if match.gpu_count is not None and match.gpu_count != len(machine.gpus):
+        return False
+    if match.cpu is not None and match.cpu.casefold() not in (machine.cpu_model or "").casefold():
+        return False
+    cores = machine.cpu_count
+    if match.cpu_count_min is not None and (cores is None or cores < match.cpu_count_min):
+        return False
+    return match.cpu_count_max is None or (cores is not None and cores <= match.cpu_count_max)
+
+
+def prices_of(machine: Machine, prices: Sequence[Price]) -> tuple[Price, ...]:
+    """All prices for this machine, by currency, kind and amount."""
+    matching = [price for price in prices if matches(price, machine)]
+    return tuple(sorted(matching, key=lambda price: (price.currency, price.kind, price.price_per_hour)))
+
+
+def _printable(value: object) -> object:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(inner) for key, inner in value.items()}
+    return [_printable(inner) for inner in value] if isinstance(value, list) else value

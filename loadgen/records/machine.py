@@ -68,7 +68,7 @@ class Calibration(Record, frozen=True, kw_only=True):
     FILE = "calibration.json"
     schema: Literal["abserve.calibration/1"] = SCHEMA
     fingerprint: str
-    """Hash of the machine and the versions that affect the generator; see `loadgen.machine.fingerprint`."""
+    """Hash of the machine and the versions that affect the generator; see `loadgen.run.machine`."""
     made_at: str
     command: str
     host: dict[str, str | int | float | None]
@@ -117,7 +117,7 @@ class NoiseFloor(Record, frozen=True, kw_only=True):
     FILE = "noise_floors.json"
     schema: Literal["abserve.noise-floor/1"] = "abserve.noise-floor/1"
     fingerprint: str
-    """Hash of the machine; see `loadgen.machine.fingerprint`."""
+    """Hash of the machine; see `loadgen.run.machine`."""
     servers: str
     """Host of servers on another machine; empty for this machine."""
     title: str

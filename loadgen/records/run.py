@@ -10,15 +10,15 @@
     DIR/noise_floors.json  list[NoiseFloor]  of this machine, as far as they were measured
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
-Probes store more, see `loadgen.probes`. `abserve report DIR` makes `result.json`, `report.html` and
-`summary.md` from these records alone, at any time.
+Probes store more, see `loadgen.records.probes` and `loadgen.probes`. `abserve report DIR` makes `result.json`,
+`report.html` and `summary.md` from these records alone, at any time.
 Times in ns are of the generator's monotonic clock, so only differences mean anything; `*_at` are labels in UTC, ISO
 8601. A missing reading is None, never 0. Every file is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -57,7 +57,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything stored: immutable; unknown fields are refused."""
 
     FILE: ClassVar[str]
-    """Path of the record, or of the list of all records of this kind, relative to DIR."""
+    """Path relative to DIR: of the record, of the list of all records of this kind, or of a folder with a numbered file
+    for each."""
 
 
 class Pairing(NamedTuple):
@@ -67,8 +68,20 @@ class Pairing(NamedTuple):
     arm: Label
 
 
+class Figure(NamedTuple):
+    """A metric's value of one arm in one round that a probe measured without blocks."""
+
+    metric: str
+    workload: str
+    label: Label
+    round: int
+    restart: int
+    value: float | None
+    """In the metric's unit; None where the measurement failed."""
+
+
 class Found(Record, frozen=True, kw_only=True):
-    """A study's findings. Every field has a default: nothing was requested or found."""
+    """What a probe found. Every field has a default: nothing was requested or found."""
 
     STUDY: ClassVar[str]
     """Its name below `studies` in result.json."""
@@ -78,6 +91,10 @@ class Found(Record, frozen=True, kw_only=True):
         """The findings of this kind, or empty ones."""
         finding = findings.get(cls.STUDY)
         return finding if isinstance(finding, cls) else cls()
+
+    def figures(self) -> Sequence[Figure]:
+        """The figures of metrics that it measured itself, to be compared like those of blocks."""
+        return ()
 
 
 def setting_key(option: str) -> str:

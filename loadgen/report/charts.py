@@ -81,7 +81,7 @@ def label_text(text: str) -> str:
 
 
 def rounded(value: float) -> float:
-    """Six significant digits; a picture needs no more, and the file is a third smaller."""
+    """Round to six significant digits: enough for a picture, and the file is a third smaller."""
     return significant(value, 6)
 
 
@@ -97,30 +97,30 @@ def line(
     **more: object,
 ) -> doc.Figure:
     """Points of one arm, joined and marked. `hover` is the text at a point, `name` is added to the arm's name."""
-    found = list(points)
-    own = colour(result, label)
+    places = list(points)
+    shade = colour(result, label)
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "name": arm_name(result, label) + name,
         "legendgroup": label + name,
-        "x": [rounded(x) for x, _ in found],
-        "y": [rounded(y) for _, y in found],
-        "line": {"color": own, "width": 1.5, "dash": DASHES[place_of(result, label)], **(style or {})},
-        "marker": {"symbol": marker_of(result, label), "size": 8, "color": own, **(marker or {})},
+        "x": [rounded(x) for x, _ in places],
+        "y": [rounded(y) for _, y in places],
+        "line": {"color": shade, "width": 1.5, "dash": DASHES[place_of(result, label)], **(style or {})},
+        "marker": {"symbol": marker_of(result, label), "size": 8, "color": shade, **(marker or {})},
         "hovertemplate": f"{hover}<extra>{label_text(shown(label))}</extra>",
         **more,
     }
 
 
 def tall(result: Result, height: int) -> int:
-    """The height of a chart whose legend names the arms, from the height for two."""
+    """The height of a chart whose legend names every arm; `height` is that for two arms."""
     return height + 22 * (len(result.experiment.arms) - 2)
 
 
 def hollow(result: Result, label: Label, filled: Iterable[bool]) -> doc.Figure:
     """An arm's markers, some of them not filled."""
-    return {"symbol": [marker_of(result, label) + ("" if one else "-open") for one in filled]}
+    return {"symbol": [marker_of(result, label) + ("" if is_filled else "-open") for is_filled in filled]}
 
 
 def bars_across(
@@ -183,9 +183,9 @@ def chart_by_scenario(
 ) -> doc.Chart | None:
     """A chart with a view per scenario, the most loaded first; None where no scenario has traces."""
     data: list[doc.Figure] = []
-    found = [(workload.name, traces) for workload in result.experiment.workloads if (traces := make(workload.name))]
-    found.sort(key=lambda one: one[0] != result.verdict.main_scenario)
-    views = [add_view(data, workload, traces) for workload, traces in found]
+    scenarios = [(workload.name, traces) for workload in result.experiment.workloads if (traces := make(workload.name))]
+    scenarios.sort(key=lambda scenario: scenario[0] != result.verdict.main_scenario)
+    views = [add_view(data, workload, traces) for workload, traces in scenarios]
     return doc.Chart(name, title, caption, data, layout, views) if data else None
 
 
@@ -217,8 +217,8 @@ def log_axis(values: Iterable[float]) -> doc.Figure:
     low, high = min(positive), max(positive)
     room = max((high / low) ** 0.04, 1.02)
     low, high = low / room, high * room
-    found: doc.Figure = {"type": "log", "range": [math.log10(low), math.log10(high)]}
+    layout: doc.Figure = {"type": "log", "range": [math.log10(low), math.log10(high)]}
     ticks = round_ticks(low, high)
     if len(ticks) > 1:
-        found |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
-    return found
+        layout |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
+    return layout

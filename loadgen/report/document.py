@@ -1,4 +1,4 @@
-"""A report as data: chapters of sections, made of texts, lists, tables and charts. It knows no study and no markup.
+"""A report as data: chapters of sections, made of texts, lists, tables and charts. It knows neither probes nor markup.
 
 All text is plain, and each renderer escapes it for its format; HTML sets text between backticks as code. Every block
 names the formats it appears in, so a section is written once for all of them.
@@ -40,11 +40,7 @@ READ = TERMINAL | PAGES
 ALL = READ | CSV | JUNIT
 
 
-class Part(msgspec.Struct, frozen=True):
-    """Base of everything in a document."""
-
-
-class Text(Part, frozen=True):
+class Text(msgspec.Struct, frozen=True):
     """A paragraph; the style "warning" highlights it, "note" dims it."""
 
     text: str
@@ -52,7 +48,7 @@ class Text(Part, frozen=True):
     on: Format = READ
 
 
-class Link(Part, frozen=True):
+class Link(msgspec.Struct, frozen=True):
     """A link to a chapter ("#why") or to another file."""
 
     text: str
@@ -60,14 +56,14 @@ class Link(Part, frozen=True):
     on: Format = PAGES
 
 
-class Code(Part, frozen=True):
+class CodeBlock(msgspec.Struct, frozen=True):
     """A command, or other text to copy."""
 
     text: str
     on: Format = PAGES
 
 
-class Item(Part, frozen=True):
+class Item(msgspec.Struct, frozen=True):
     """`lead` stands in bold before the text, `below` are separate paragraphs."""
 
     text: str
@@ -76,14 +72,14 @@ class Item(Part, frozen=True):
     below: tuple[str, ...] = ()
 
 
-class Items(Part, frozen=True):
+class Items(msgspec.Struct, frozen=True):
     """A list."""
 
     items: Sequence[Item]
     on: Format = READ
 
 
-class Cell(Part, frozen=True):
+class Cell(msgspec.Struct, frozen=True):
     """Styled text in a table; `short` replaces it on a terminal, `hint` is a tooltip."""
 
     text: str
@@ -92,7 +88,7 @@ class Cell(Part, frozen=True):
     hint: str = ""
 
 
-class Strip(Part, frozen=True):
+class Strip(msgspec.Struct, frozen=True):
     """An interval to draw, as places on an axis from -1 to 1, with the band of no meaningful difference."""
 
     centre: float
@@ -106,7 +102,7 @@ class Strip(Part, frozen=True):
 Value = str | int | float | bool | None | Cell | Strip
 
 
-class Column(Part, frozen=True):
+class Column(msgspec.Struct, frozen=True):
     """A `name` stays on one line, a `number` is aligned right, a `text` may wrap, a `drawn` one holds strips.
 
     `short` is the heading on a terminal. A page hides a `roomy` column on a narrow screen and shows a `below` column
@@ -136,14 +132,14 @@ def texts(*titles: str) -> tuple[Column, ...]:
     return tuple(Column(title, "text") for title in titles)
 
 
-class Outcome(Part, frozen=True):
+class RowOutcome(msgspec.Struct, frozen=True):
     """The outcome of a row for a CI system; `kind` is the type of a failure."""
 
     state: Literal["passed", "failure", "skipped"]
     kind: str = ""
 
 
-class Table(Part, frozen=True):
+class Table(msgspec.Struct, frozen=True):
     """Rows of text, or of unrounded values for CSV.
 
     `name`: its name in CSV and JUnit. `grouped`: rows with the same first cell belong together. `total`: the last row
@@ -158,12 +154,12 @@ class Table(Part, frozen=True):
     caption: str = ""
     grouped: bool = False
     total: bool = False
-    outcomes: Sequence[Outcome] = ()
+    outcomes: Sequence[RowOutcome] = ()
     seconds: float = 0.0
     on: Format = ALL
 
 
-class View(Part, frozen=True):
+class View(msgspec.Struct, frozen=True):
     """A button of a chart: the traces it shows and its changes of the layout."""
 
     label: str
@@ -171,7 +167,7 @@ class View(Part, frozen=True):
     layout: Figure = {}
 
 
-class Chart(Part, frozen=True):
+class Chart(msgspec.Struct, frozen=True):
     """`caption` says how to read it. `data` and `layout` are Plotly's; colours are names of CSS variables ("--arm-0"),
     which the page resolves. A table holds the same figures."""
 
@@ -184,7 +180,7 @@ class Chart(Part, frozen=True):
     on: Format = HTML
 
 
-class Fold(Part, frozen=True):
+class Fold(msgspec.Struct, frozen=True):
     """Blocks that a page shows on demand."""
 
     summary: str
@@ -192,7 +188,7 @@ class Fold(Part, frozen=True):
     on: Format = PAGES
 
 
-class Panel(Part, frozen=True):
+class Panel(msgspec.Struct, frozen=True):
     """The outcome of the whole document, in a word and a sentence."""
 
     badge: str
@@ -202,10 +198,10 @@ class Panel(Part, frozen=True):
     on: Format = READ
 
 
-Block = Text | Link | Code | Items | Table | Chart | Fold | Panel
+Block = Text | Link | CodeBlock | Items | Table | Chart | Fold | Panel
 
 
-class Section(Part, frozen=True):
+class Section(msgspec.Struct, frozen=True):
     """`half`: a page shows two of them side by side."""
 
     title: str
@@ -213,14 +209,14 @@ class Section(Part, frozen=True):
     half: bool = False
 
 
-class Chapter(Part, frozen=True):
+class Chapter(msgspec.Struct, frozen=True):
     """Sections that a page shows under one heading."""
 
     title: str
     sections: tuple[Section, ...]
 
 
-class Document(Part, frozen=True):
+class Document(msgspec.Struct, frozen=True):
     """`about` is shown at the top of a page; JUnit stores `started_at`."""
 
     title: str
@@ -241,17 +237,19 @@ class Document(Part, frozen=True):
 
 def section(title: str, *blocks: Block | None, on: Format = ALL, half: bool = False) -> Section | None:
     """A section of the blocks with content, in the formats `on` only; None without such blocks."""
-    found = [block for block in blocks if block is not None and block.on & on and _has_content(block)]
-    return Section(title, tuple(replace(block, on=block.on & on) for block in found), half) if found else None
+    shown = [block for block in blocks if block is not None and block.on & on and _has_content(block)]
+    return Section(title, tuple(replace(block, on=block.on & on) for block in shown), half) if shown else None
 
 
 def only(document: Document, on: Format) -> Document:
     """The part of a document that one format shows, columns included."""
     chapters = []
     for chapter in document.chapters:
-        kept = [replace(one, blocks=blocks) for one in chapter.sections if (blocks := _shown(one.blocks, on))]
-        if kept:
-            chapters.append(replace(chapter, sections=tuple(kept)))
+        sections = [
+            replace(section, blocks=blocks) for section in chapter.sections if (blocks := _shown(section.blocks, on))
+        ]
+        if sections:
+            chapters.append(replace(chapter, sections=tuple(sections)))
     return replace(document, chapters=tuple(chapters))
 
 
@@ -260,7 +258,7 @@ def _has_content(block: Block) -> bool:
     match block:
         case Table():
             return bool(block.rows) or not block.on & READ
-        case Items(items=content) | Text(text=content) | Code(text=content):
+        case Items(items=content) | Text(text=content) | CodeBlock(text=content):
             return bool(content)
         case Fold():
             return any(map(_has_content, block.blocks))
@@ -269,28 +267,28 @@ def _has_content(block: Block) -> bool:
 
 
 def _shown(blocks: tuple[Block, ...], on: Format) -> tuple[Block, ...]:
-    found: list[Block] = []
+    shown: list[Block] = []
     for block in blocks:
         if not block.on & on or not _has_content(block):
             continue
         if isinstance(block, Table):
-            found.append(_columns(block, on))
+            shown.append(_columns(block, on))
         elif not isinstance(block, Fold | Panel):
-            found.append(block)
+            shown.append(block)
         elif (inner := _shown(block.blocks, on)) or isinstance(block, Panel):
-            found.append(replace(block, blocks=inner))
-    return tuple(found)
+            shown.append(replace(block, blocks=inner))
+    return tuple(shown)
 
 
 def _columns(table: Table, on: Format) -> Table:
     """The table without the columns of other formats and, for a reader, without columns that are empty in every row."""
-    kept = [
+    places = [
         place
         for place, column in enumerate(table.columns)
         if column.on & on and (not on & READ or any(row[place] not in ("", None) for row in table.rows))
     ]
-    columns = tuple(table.columns[place] for place in kept)
-    return replace(table, columns=columns, rows=[[row[place] for place in kept] for row in table.rows])
+    columns = tuple(table.columns[place] for place in places)
+    return replace(table, columns=columns, rows=[[row[place] for place in places] for row in table.rows])
 
 
 def text_of(value: Value, *, short: bool = False) -> str:

@@ -1,37 +1,77 @@
-"""The formats for other programs: their names, and writing them to files."""
+"""Writes reports to files, each whole or not at all, and to the summary of a step in GitHub Actions."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import loadgen.report.document as doc
-from loadgen.report.contents import result_document
-from loadgen.report.renderers.csv import csv_names, render_csv
-from loadgen.report.renderers.junit import render_junit
+from loadgen.documents import stored_path
+from loadgen.experiment.options import write_content
+from loadgen.experiment.plan import Combination
+from loadgen.report.contents import index_document, result_document
+from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.verdict.result_file import Result, encode_result, write_atomically
+from loadgen.report.renderers.tables import csv_names, render_csv, render_junit
+from loadgen.verdict.result_file import FILE_NAME, Result, ResultError, encode_result, read_result, write_atomically
 
+EXPERIMENT_FILE = "experiment.yaml"
 CSV = "comparisons"
 """The table that the plain name csv stands for."""
+STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
+"""The variable that names the file of a step's summary, in Markdown."""
+MOST_SUMMARY_BYTES = 1 << 20
+"""GitHub's limit per step; it shows nothing of a longer summary."""
+CUT = "\n\nThe summary was cut here: GitHub shows at most 1 MiB per step. The files of the run hold all of it.\n"
+
+
+def write_reports(out_dir: Path, result: Result) -> list[Path]:
+    """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`; returns their paths,
+    report.html first. An equal result.json of an older version is not replaced. Raises `OSError`."""
+    settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
+    document = result_document(result)
+    contents = {
+        "report.html": render_html(document).encode(),
+        "summary.md": render_markdown(document).encode(),
+        FILE_NAME: encode_result(result),
+    }
+    if settings is not None and sha256 is not None:
+        contents[EXPERIMENT_FILE] = write_content(settings, sha256).encode()
+    stored = None
+    with suppress(ResultError):
+        stored = read_result(out_dir / FILE_NAME)
+    for name, content in contents.items():
+        if name != FILE_NAME or stored != result:
+            write_atomically(out_dir / name, content)
+    return [stored_path(out_dir / name) for name in contents]
+
+
+def write_index(out_dir: Path, results: Mapping[Combination, Result | None]) -> None:
+    """Write index.html and summary.md of several runs. Raises `OSError`."""
+    document = index_document(results)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(out_dir / "index.html", render_html(document).encode())
+    write_atomically(out_dir / "summary.md", render_markdown(document).encode())
 
 
 def formats(result: Result, document: doc.Document | None = None) -> dict[str, Callable[[], str]]:
     """The renderers by name; every CSV table is a format."""
-    found = document or result_document(result)
+    rendered = document or result_document(result)
     tables = {
-        "csv" if name == CSV else f"csv-{name}": lambda name=name: render_csv({"": found}, name)
-        for name in sorted(csv_names(found), key=lambda name: (name != CSV, name))
+        "csv" if name == CSV else f"csv-{name}": lambda name=name: render_csv({"": rendered}, name)
+        for name in sorted(csv_names(rendered), key=lambda name: (name != CSV, name))
     }
     return tables | {
         "json": lambda: encode_result(result).decode(),
-        "junit": lambda: render_junit({"": found}),
-        "markdown": lambda: render_markdown(found),
+        "junit": lambda: render_junit({"": rendered}),
+        "markdown": lambda: render_markdown(rendered),
     }
 
 
 def write_junit(path: Path, results: Mapping[str, Result | None]) -> None:
-    """Write the file whole or not at all. Raises `OSError`."""
+    """Write the test cases of all runs. Raises `OSError`."""
     documents = {name: None if result is None else result_document(result) for name, result in results.items()}
     write_atomically(path, render_junit(documents).encode())
 
@@ -41,3 +81,31 @@ def write_csv(path: Path, results: Mapping[str, Result | None]) -> None:
     documents = {name: result_document(result) for name, result in results.items() if result is not None}
     for name, target in ((CSV, path), ("blocks", path.with_name(f"{path.stem}-blocks{path.suffix or '.csv'}"))):
         write_atomically(target, render_csv(documents, name).encode())
+
+
+def append_job_summary(markdown: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Append to the step's summary, if there is one, within its limit. A file that cannot be written is never an error:
+    the return value is then a warning to show."""
+    name = environment.get(STEP_SUMMARY)
+    if not name:
+        return None
+    path = Path(name)
+    try:
+        size = path.stat().st_size if path.exists() else 0
+        content = markdown.encode() + b"\n"
+        room = MOST_SUMMARY_BYTES - size
+        if len(content) > room:
+            content = _shortened(content, room - len(CUT.encode()))
+        if content:
+            with path.open("ab") as file:
+                file.write(content)
+    except OSError as exc:
+        return f"no job summary: {path} ({STEP_SUMMARY}) cannot be written: {exc.strerror or exc}"
+    return None
+
+
+def _shortened(content: bytes, room: int) -> bytes:
+    """Whole lines that fit, and the sentence that says so; nothing where not even that fits."""
+    if room < 0:
+        return b""
+    return content[: content.rfind(b"\n", 0, room + 1) + 1] + CUT.encode()

@@ -1,13 +1,14 @@
-"""The progress of a run: what happens now, how long it still takes, and the ratios so far with narrowing intervals.
+"""What a command shows while it measures: the step, the time left, and the ratios so far with narrowing intervals.
 
-On a terminal one line is always moving, below a table of the workloads with their ratios so far; elsewhere (a log, CI)
-only finished things are printed, a line each.
+On a terminal one line is always moving, below a table of the workloads with their ratios so far. In a log or in CI only
+finished things are printed, a line each.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -19,17 +20,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.bench.live_ratios import LiveRatio, LiveRatios
-from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.documents import one_line
-from loadgen.probes.cold_start.records import ColdStart
+from loadgen.engine_matrix.analyse import samples_ns
+from loadgen.engine_matrix.measure import MatrixProgress, described
+from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit
 from loadgen.quantities import counted, number, per_second
 from loadgen.records.payloads import inputs_in_words
+from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
+from loadgen.run.progress import LiveRatio, LiveRatios, RunProgress
 from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.checks.run import parity_figures
 
@@ -76,7 +79,7 @@ class MovingLine:
         return f", about {clock(remaining).strip()} left" if remaining > 0 else ", almost done"
 
 
-class RichProgress(MovingLine, Progress):
+class RichProgress(MovingLine, RunProgress):
     """What `abserve compare` shows while it measures."""
 
     def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
@@ -122,7 +125,7 @@ class RichProgress(MovingLine, Progress):
         self._unit = per_second(str(about.get("item", "item")))
         self._say(f"inputs: {inputs_in_words(about)}")
 
-    def cold_start_done(self, record: ColdStart) -> None:
+    def cold_start_done(self, record: ServerStart) -> None:
         """Print one cold start."""
         if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
             self._say(f"{shown(record.label)}  did not start: {record.error}", style="red")
@@ -159,23 +162,23 @@ class RichProgress(MovingLine, Progress):
             line = f"{who}  {record.workload:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
             self._say(line, style="red" if problem else "")
         self._last_block = " ".join(f"{who} {record.workload}: {rate}, {p50}".split())
-        found: list[LiveRatio] = []
+        ratios: list[LiveRatio] = []
         try:
-            found = self._ratios.add(summary) if self._ratios is not None else []
+            ratios = self._ratios.add(summary) if self._ratios is not None else []
         except Exception as exc:  # noqa: BLE001 (what only shows may not end a run)
             self._ratios = None
             self._say(
                 f"no ratios during this run ({type(exc).__name__}: {one_line(str(exc), 100)}); the report has them",
                 style="yellow",
             )
-        if not found:
+        if not ratios:
             return
         self._unprinted = True
         if self._console.is_terminal:
             self._live.refresh()
         else:
-            for one in found:
-                self._say(ratio_line(one))
+            for ratio in ratios:
+                self._say(ratio_line(ratio))
 
     def _line(self) -> RenderableType:
         self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({clock(self._elapsed())}{self._left()})"))
@@ -201,33 +204,37 @@ class RichProgress(MovingLine, Progress):
 
 
 def clock(seconds: float) -> str:
-    """m:ss."""
+    """A duration as m:ss."""
     whole = max(0, round(seconds))
     return f"{whole // 60:2d}:{whole % 60:02d}"
 
 
-def _better(one: LiveRatio) -> tuple[str, str]:
-    return better_of(Pairing(one.baseline, one.arm), one.ratio, one.ci95, _HIGHER_IS_BETTER[one.metric], one.pairs)
+def _better(ratio: LiveRatio) -> tuple[str, str]:
+    return better_of(
+        Pairing(ratio.baseline, ratio.arm), ratio.ratio, ratio.ci95, _HIGHER_IS_BETTER[ratio.metric], ratio.pairs
+    )
 
 
-def ratio_line(one: LiveRatio) -> str:
+def ratio_line(ratio: LiveRatio) -> str:
     """For a log: "concurrent(16)  throughput, B against A: B 1.31× (1.22–1.40) after 3 of 8 pairs"."""
-    done = counted(one.pairs, "pair") if one.planned is None else f"{one.pairs} of {counted(one.planned, 'pair')}"
-    better, interval = _better(one)
-    bounds = f" ({interval})" if one.ci95 is not None else ""
-    why = "" if one.ci95 is not None else f"; no interval: {one.reason}"
-    arms = f"{shown(one.arm)} against {shown(one.baseline)}"
-    return f"{one.workload}  {one.metric}, {arms}: {better}{bounds} after {done}{why}"
+    done = (
+        counted(ratio.pairs, "pair") if ratio.planned is None else f"{ratio.pairs} of {counted(ratio.planned, 'pair')}"
+    )
+    better, interval = _better(ratio)
+    bounds = f" ({interval})" if ratio.ci95 is not None else ""
+    why = "" if ratio.ci95 is not None else f"; no interval: {ratio.reason}"
+    arms = f"{shown(ratio.arm)} against {shown(ratio.baseline)}"
+    return f"{ratio.workload}  {ratio.metric}, {arms}: {better}{bounds} after {done}{why}"
 
 
 def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
     """A row per workload and arm, for a terminal of `width` columns; all intervals share one axis around 1."""
-    arms = {shown(one.arm) for one in ratios}
-    labels = max((len(shown(label)) for one in ratios for label in (one.arm, one.baseline)), default=1)
+    arms = {shown(ratio.arm) for ratio in ratios}
+    labels = max((len(shown(label)) for ratio in ratios for label in (ratio.arm, ratio.baseline)), default=1)
     several = len(arms) > 1
     used = 66 + labels + (2 + max(map(len, arms)) if several else 0)
     track = min(MAX_TRACK, max(MIN_TRACK, width - used))
-    span = max((_reach(one) for one in ratios), default=_MIN_SPAN)
+    span = max((_reach(ratio) for ratio in ratios), default=_MIN_SPAN)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("workload", no_wrap=True)
     table.add_column("pairs", justify="right", no_wrap=True)
@@ -240,19 +247,19 @@ def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
     room = track - len(low) - len(high)
     axis = low + "1".center(room) + high if room > 2 else "1".center(track)
     table.add_column(Text(axis, style="dim"), no_wrap=True, width=track)
-    for one in ratios:
+    for ratio in ratios:
         table.add_row(
-            one.workload,
-            f"{one.pairs}" if one.planned is None else f"{one.pairs}/{one.planned}",
-            one.metric.removesuffix(" latency"),
-            *([shown(one.arm)] if several else []),
-            *_better(one),
-            track_of(one, track, span),
+            ratio.workload,
+            f"{ratio.pairs}" if ratio.planned is None else f"{ratio.pairs}/{ratio.planned}",
+            ratio.metric.removesuffix(" latency"),
+            *([shown(ratio.arm)] if several else []),
+            *_better(ratio),
+            track_of(ratio, track, span),
         )
     return table
 
 
-def track_of(one: LiveRatio, track: int, span: float) -> Text:
+def track_of(ratio: LiveRatio, track: int, span: float) -> Text:
     """The interval of the ratio to the baseline as a line on a logarithmic axis from exp(-span) to exp(span), the ratio
     as a dot, 1 as a bar."""
 
@@ -261,18 +268,67 @@ def track_of(one: LiveRatio, track: int, span: float) -> Text:
 
     marks = [" "] * track
     marks[track // 2] = "│"
-    if one.ci95 is not None:
-        low, high = map(column, one.ci95)
+    if ratio.ci95 is not None:
+        low, high = map(column, ratio.ci95)
         for place in range(low, high + 1):
             marks[place] = "┼" if place == track // 2 else "─"
-    if one.ratio is not None:
-        marks[column(one.ratio)] = "●"
-    style = "" if one.ci95 is None or one.ci95[0] <= 1.0 <= one.ci95[1] else "bold"
+    if ratio.ratio is not None:
+        marks[column(ratio.ratio)] = "●"
+    style = "" if ratio.ci95 is None or ratio.ci95[0] <= 1.0 <= ratio.ci95[1] else "bold"
     return Text("".join(marks), style=style)
 
 
-def _reach(one: LiveRatio) -> float:
+def _reach(ratio: LiveRatio) -> float:
     """How far a row extends from 1; the wide interval of few pairs does not squeeze the others."""
-    bounds = [abs(math.log(bound)) for bound in one.ci95 or ()]
-    centre = abs(math.log(one.ratio)) if one.ratio else 0.0
+    bounds = [abs(math.log(bound)) for bound in ratio.ci95 or ()]
+    centre = abs(math.log(ratio.ratio)) if ratio.ratio else 0.0
     return max(_MIN_SPAN, centre * 1.1, min(max(bounds, default=0.0), 3.0 * max(centre, _MIN_SPAN)))
+
+
+class EngineProgress(MovingLine, MatrixProgress):
+    """What `abserve engines` shows while it measures."""
+
+    def now(self, text: str) -> None:
+        """Change the moving line; a log gets a line only for preparations, because every visit has its own line."""
+        self._now = text
+        if not self._console.is_terminal and not text.startswith("round "):
+            self._say(text)
+
+    def visit_done(self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
+        """Print one visit: its rate at the largest cell, or why it failed."""
+        self._ends_at = monotonic() + seconds_left
+        faults = [cell.fault for cell in visit.cells if cell.fault is not None and configuration.engine != NO_MODEL]
+        text = f"{done}/{of}  {described(configuration)}: {_rates(visit, configuration.device)}"
+        left = "" if self._console.is_terminal or done == of else f"  (about {clock(seconds_left).strip()} left)"
+        self._say(text + left)
+        for problem, style in ((visit.error, "red"), (faults[0] if faults else None, "red")):
+            if problem is not None:
+                self._say(f"! {problem}", style)
+
+    def _line(self) -> Spinner:
+        text = f"{clock(self._elapsed()).strip()}{self._left()}  {self._now}"
+        self._spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
+        return self._spinner
+
+    def _say(self, text: str, style: str = "") -> None:
+        line = Text(text, style=style)
+        self._console.print(line, soft_wrap=not self._console.is_terminal)  # a log has no width
+
+
+def _rates(visit: Visit, device: str) -> str:
+    """The rates of the smallest and the largest cell of a visit."""
+    if not visit.cells:
+        return "failed"
+    ordered = sorted(visit.cells, key=lambda cell: (cell.length or 0, cell.batch))
+    chosen = ordered[:1] if len(ordered) == 1 else [ordered[0], ordered[-1]]
+    return ", ".join(
+        f"{_named(comparison)} {number(_rate(comparison, device))} {per_second(visit.item)}" for comparison in chosen
+    )
+
+
+def _named(cell: Measured) -> str:
+    return f"batch {cell.batch}" + ("" if cell.length is None else f" × {cell.length}")
+
+
+def _rate(cell: Measured, device: str) -> float:
+    return cell.batch / median(samples_ns(cell, device)) * 1e9

@@ -1,1 +1,1 @@
-"""Runs an experiment: servers up, phases in their order, every record stored as it happens."""
+"""A run: its servers, its context, the load, the stored folder, and what this machine's earlier measurements say."""

@@ -1,64 +1,62 @@
 """Runs an experiment: starts the servers, compares their answers, loads them, stores every record at once.
 
-Order: inputs and export → for each restart (all servers up → parity → warm-up → studies under load → servers down) →
-engines alone → cold starts. Parity comes before any load, so that a wrong server costs no time; cold starts come last,
-when the page cache is warm for all. Under load all servers are up and one of them gets requests. The studies are in
-`loadgen.probes`, their run context in `loadgen.bench`.
+Order: inputs and export → for each restart (all servers up → parity → warm-up → probes under load → servers down) →
+probes of stopped servers: engines alone, cold starts. Parity comes before any load, so that a wrong server costs no
+time; cold starts come last, when the page cache is warm for all. Under load all servers are up and one of them gets
+requests. At each restart all servers are started, described and compared again. The probes are in `loadgen.probes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Literal
 
 import msgspec
 
-from loadgen.bench.answers import LEAST_ANSWERS, AnswersUnderLoad
-from loadgen.bench.bench import Bench
-from loadgen.bench.generator_size import size_generator
-from loadgen.bench.gpu_recording import SAMPLER
-from loadgen.bench.interruption import interruptible, uninterrupted
-from loadgen.bench.load_runner import LoadError
-from loadgen.bench.preparation import PreparationError, describe_inputs, export_artefacts, make_inputs, prepare_inputs
-from loadgen.bench.progress import Progress
-from loadgen.client.endpoint import EndpointError
-from loadgen.client.inputs import InputError
-from loadgen.client.requests import AddressError
+from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.experiment.plan import padding_in_words, sized
 from loadgen.experiment.schedule import load_workloads, schedule
-from loadgen.generator.process import GeneratorError
 from loadgen.invocation import ABSERVE
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.process import ProcessError
+from loadgen.launch.compose import ComposeDeployment, require_one_way
+from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.launch.interface import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.work_folder import work_folder
-from loadgen.machine.calibration import own_calibration
-from loadgen.machine.environment import read_environment, utc_now
-from loadgen.machine.noise_floor import own_floors
-from loadgen.probes.ceiling.measure import measure_ceilings
-from loadgen.probes.ceiling.plan import wants_ceilings
-from loadgen.probes.cold_start.measure import measure_cold_starts, repetitions_of
-from loadgen.probes.registry import measurements
+from loadgen.probes.registry import Probe, probes
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.run import Experiment, RunState
-from loadgen.run.servers import ParityFailedError, make_arms, require_parity, start_servers
-from loadgen.stats.agreement import tolerance_of
-from loadgen.storage.run_lock import running
-from loadgen.storage.store import RunStore, StorageError
+from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, RunState, option_of, shown
+from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad, ParityTarget, check_parity
+from loadgen.run.arms import Arm
+from loadgen.run.context import OBSTACLES, RunContext, size_generator
+from loadgen.run.errors import ParityFailedError, PreparationError
+from loadgen.run.gpu_recording import SAMPLER
+from loadgen.run.interruption import interruptible, uninterrupted
+from loadgen.run.machine import own_calibration, read_environment, utc_now
+from loadgen.run.noise_floor import own_floors
+from loadgen.run.preparation import (
+    READY_SECONDS,
+    describe_inputs,
+    export_artefacts,
+    make_deployment,
+    make_inputs,
+    model_name,
+    prepare_inputs,
+)
+from loadgen.run.progress import RunProgress
+from loadgen.run.storage import RunStore, StorageError, running
+from loadgen.stats.agreement import Tolerance, tolerance_of
 
-RUN_ERRORS = (
-    AddressError, DeploymentError, EndpointError, GeneratorError, InputError, LoadError, ParityFailedError,
-    PreparationError, ProcessError, StorageError,
-)  # fmt: skip
+RUN_ERRORS = (*OBSTACLES, ParityFailedError, PreparationError, StorageError)
 """Exceptions that end a run as failed, with their message; any other is a bug and is raised."""
 
 
 def run_experiment(
     experiment: Experiment,
     out_dir: Path,
-    progress: Progress,
+    progress: RunProgress,
     *,
     abserve: Sequence[str] = ABSERVE,
     sampler: Sequence[str] = SAMPLER,
@@ -70,137 +68,255 @@ def run_experiment(
     """
     store = RunStore(out_dir)
     store.write(experiment)
-    run = _Run(experiment, store, progress, abserve, sampler)
+    context = RunContext(experiment, store, progress, abserve, sampler)
     error: str | None = None
     ended: Literal["finished", "interrupted", "failed"] = "finished"
     with interruptible(), running(out_dir):
         try:
             try:
-                run.phases()
+                _run_phases(context)
             finally:
                 with uninterrupted():
-                    run.resources.close()
+                    context.resources.close()
         except KeyboardInterrupt:
             ended = "interrupted"
         except RUN_ERRORS as exc:
             ended, error = "failed", store.without_secrets(str(exc))
         except BaseException as exc:
             with suppress(StorageError):
-                store.write(RunState(state="failed", phase=run.phase, error=repr(exc), finished_at=utc_now()))
+                store.write(RunState(state="failed", phase=context.phase, error=repr(exc), finished_at=utc_now()))
             raise
-        state = RunState(state=ended, phase=run.phase, error=error, finished_at=utc_now())
+        state = RunState(state=ended, phase=context.phase, error=error, finished_at=utc_now())
         with suppress(StorageError), uninterrupted():  # on a full disk the state stays "running", without a process
             store.write(state)
     return state
 
 
-class _Run(Bench):
-    """One run in its order, and the run context of its studies."""
-
-    def phases(self) -> None:
-        experiment, store, progress = self.experiment, self.store, self.progress
-        studies = measurements(experiment)
-        progress.plan(self.forecast.remaining_s())
-        self._make_room()
-        self.enter("preparing inputs")
-        self.experiment, inputs = prepare_inputs(experiment, self.samples_folder, self.abserve)
-        experiment = self.experiment
-        store.write(experiment)
-        make_arms(self)
-        about = {} if inputs is None else describe_inputs(inputs, experiment.seed)
-        store.write(read_environment({"status": "unknown"}, about))
-        if rule := padding_in_words(experiment, int(about.get("length_max", 0))):
-            progress.padding_decided(rule)
-        if experiment.deployment == "embedded":
-            self.enter("exporting the model")
-            export_artefacts(experiment, store, progress.now, self.abserve)
-        for restart in range(experiment.restarts):
-            if restart:
-                self._stop_servers()
-            self.restart = restart
-            self.enter("starting the servers")
-            started = monotonic()
-            start_servers(self)
-            self.forecast.start_takes(monotonic() - started)
-            if restart == 0:
-                self.inputs = inputs or make_inputs(
-                    experiment, self.samples_folder, self.signatures[experiment.baseline.label]
-                )
-                described = describe_inputs(self.inputs, experiment.seed)
-                progress.inputs_ready(described)
-                environment = read_environment(self._gpu_info(), described)
-                store.write(environment)
-                store.write_all(NoiseFloor, own_floors(environment, experiment))
-            self.enter("checking parity")
-            tolerance = tolerance_of(record.in_effect.get("precision") for record in self.records)
-            require_parity(self, tolerance)
-            if restart == 0:
-                self.answers = AnswersUnderLoad(store, experiment.seed, tolerance)
-            if studies:
-                self._load(studies)
-        if studies:
-            self.generator.stop()
-        if experiment.deployment == "embedded" or repetitions_of(experiment):  # a stack that was up stays up
-            self._stop_servers()
-        if wants_ceilings(experiment):
-            self.enter("measuring the engines alone")
-            lengths = {length for samples in self.inputs.values() for length in samples.lengths}
-            measure_ceilings(experiment, self.records, store, progress, self.work, self.abserve, lengths=lengths)
-        if repetitions_of(experiment) and any(arm.deployment.launched for arm in self.arms.values()):
-            self.enter("cold starts")
-            measure_cold_starts(
-                experiment, self.arms, self.records, self.inputs, self.signatures, store, progress, self.forecast
+def _run_phases(context: RunContext) -> None:
+    """The whole run in its order."""
+    store, progress = context.store, context.progress
+    measured = [probe for probe in probes() if probe.wanted(context.experiment)]
+    under_load = [probe for probe in measured if not probe.after_servers]
+    after_servers = [probe for probe in measured if probe.after_servers]
+    progress.plan(context.forecast.remaining_s())
+    _make_work_folder(context)
+    context.enter("preparing inputs")
+    context.experiment, inputs = prepare_inputs(context.experiment, context.samples_folder, context.abserve)
+    experiment = context.experiment
+    store.write(experiment)
+    make_arms(context)
+    about = {} if inputs is None else describe_inputs(inputs, experiment.seed)
+    store.write(read_environment({"status": "unknown"}, about))
+    if rule := padding_in_words(experiment, int(about.get("length_max", 0))):
+        progress.padding_decided(rule)
+    if experiment.deployment == "embedded":
+        context.enter("exporting the model")
+        export_artefacts(experiment, store, progress.now, context.abserve)
+    for restart in range(experiment.restarts):
+        if restart:
+            _stop_servers(context)
+        context.restart = restart
+        context.enter("starting the servers")
+        started = monotonic()
+        start_servers(context)
+        context.forecast.start_takes(monotonic() - started)
+        if restart == 0:
+            context.inputs = inputs or make_inputs(
+                experiment, context.samples_folder, context.signatures[experiment.baseline.label]
             )
-        self.phase = "finished"
+            described = describe_inputs(context.inputs, experiment.seed)
+            progress.inputs_ready(described)
+            environment = read_environment(_gpu_info(context), described)
+            store.write(environment)
+            store.write_all(NoiseFloor, own_floors(environment, experiment))
+        context.enter("checking parity")
+        tolerance = tolerance_of(record.in_effect.get("precision") for record in context.records)
+        require_parity(context, tolerance)
+        if restart == 0:
+            context.answers = AnswersUnderLoad(store, experiment.seed, tolerance)
+        if under_load:
+            _load(context, under_load)
+    if under_load:
+        context.generator.stop()
+    if experiment.deployment == "embedded" or after_servers:  # a stack that was up stays up
+        _stop_servers(context)
+    for probe in after_servers:
+        probe.measure(context)
+    context.phase = "finished"
 
-    def _make_room(self) -> None:
-        try:
-            self.work = self.resources.enter_context(work_folder("run"))
-        except OSError as exc:
-            raise PreparationError(
-                f"cannot make a temporary folder: {exc.strerror or exc}; set TMPDIR to a folder that can be written"
-            ) from exc
-        self.samples_folder = self.work / "samples"
-        self.resources.callback(self.gpu.close)
 
-    def _stop_servers(self) -> None:
-        self.enter("stopping the servers")
-        for arm in self.arms.values():
-            arm.deployment.stop()
+def _make_work_folder(context: RunContext) -> None:
+    try:
+        context.work = context.resources.enter_context(work_folder("run"))
+    except OSError as exc:
+        raise PreparationError(
+            f"cannot make a temporary folder: {exc.strerror or exc}; set TMPDIR to a folder that can be written"
+        ) from exc
+    context.samples_folder = context.work / "samples"
+    context.resources.callback(context.gpu.close)
 
-    def _load(self, studies: Sequence[Callable[[Bench], None]]) -> None:
-        """Warm-up and the studies under load, on servers that have just been started."""
-        self.answers.begin()
-        self.enter("warming up")
-        first = self.restart == 0
-        if first:
-            self.start_generator(max(1, self.experiment.processes))
-        workloads = load_workloads(self.experiment.workloads)
-        batch_sizes = [workload.batch_size for workload in workloads] or [1]
-        if first:
-            self.prepare_bodies(batch_sizes)
-        took = self.warm_up(workloads)
-        alone_s = min(
-            (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
-            default=0.0,
+
+def _stop_servers(context: RunContext) -> None:
+    context.enter("stopping the servers")
+    for arm in context.arms.values():
+        arm.deployment.stop()
+
+
+def _load(context: RunContext, measured: Sequence[Probe]) -> None:
+    """Warm-up and the probes under load, on servers that have just been started."""
+    context.answers.begin()
+    context.enter("warming up")
+    first = context.restart == 0
+    if first:
+        context.start_generator(max(1, context.experiment.processes))
+    workloads = load_workloads(context.experiment.workloads)
+    batch_sizes = [workload.batch_size for workload in workloads] or [1]
+    if first:
+        context.prepare_bodies(batch_sizes)
+    took = context.warm_up(workloads)
+    alone_s = min(
+        (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
+        default=0.0,
+    )
+    context.forecast.checks_take(len(context.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s)
+    if first:
+        calibration = own_calibration()
+        if calibration is not None:
+            context.store.write(calibration)
+        context.experiment = msgspec.structs.replace(
+            context.experiment,
+            workloads=sized(context.experiment.workloads, took),
+            processes=context.experiment.processes or size_generator(context, calibration, batch_sizes),
         )
-        self.forecast.checks_take(len(self.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s)
-        if first:
-            calibration = own_calibration()
-            if calibration is not None:
-                self.store.write(calibration)
-            self.experiment = msgspec.structs.replace(
-                self.experiment,
-                workloads=sized(self.experiment.workloads, took),
-                processes=self.experiment.processes or size_generator(self, calibration, batch_sizes),
-            )
-            self.store.write(self.experiment)
-            self.forecast.blocks_are(schedule(self.experiment))
-        self.gpu.start(self.arms, self.records)
-        for measure in studies:
-            measure(self)
+        context.store.write(context.experiment)
+        context.forecast.blocks_are(schedule(context.experiment))
+    context.gpu.start(context.arms, context.records)
+    for probe in measured:
+        probe.measure(context)
 
-    def _gpu_info(self) -> dict[str, object]:
-        """This machine's GPU as a launched server reports it."""
-        known = (record.gpu_info for record in self.records if record.launched and record.gpu_info is not None)
-        return next(known, {"status": "unknown"})
+
+def _gpu_info(context: RunContext) -> dict[str, object]:
+    """This machine's GPU as a launched server reports it."""
+    documents = (record.gpu_info for record in context.records if record.launched and record.gpu_info is not None)
+    return next(documents, {"status": "unknown"})
+
+
+def make_arms(context: RunContext) -> None:
+    """Find the servers without starting any; the end of the run stops launched servers and restores a stack.
+    Raises `AddressError`, and `DeploymentError` for a stack that is not up."""
+    experiment = context.experiment
+    for request in experiment.arms:
+        deployment = make_deployment(request, experiment, context.store, context.work, context.abserve)
+        model, payload = experiment.model_of(request) or experiment.model, experiment.payload_of(request)
+        context.arms[request.label] = Arm(
+            request,
+            deployment,
+            model,
+            experiment.transport,
+            payload,
+            request_timeout_s=experiment.request_timeout_s,
+        )
+        context.resources.callback(deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop)
+
+
+def start_servers(context: RunContext) -> None:
+    """Start all at once on fresh ports, in the reverse order each time; describe and store them. Raises
+    `DeploymentError`, `EndpointError`, `ParityFailedError`."""
+    order = list(context.arms.items())
+    for label, arm in reversed(order) if context.restart % 2 else order:
+        context.progress.now(f"{shown(label)}: {arm.request.target}")
+        arm.deployment.start()
+    require_one_way([arm.deployment for arm in context.arms.values()])
+    context.records = [_await(context, label) for label in context.arms]
+    context.store.write_all(ArmRecord, context.records)
+    _require_batch_sizes(context)
+    context.signatures = _signatures(context)
+
+
+def _await(context: RunContext, label: Label) -> ArmRecord:
+    arm = context.arms[label]
+    context.progress.now(f"waiting until {shown(label)} ({arm.request.target}) is ready")
+    try:
+        if isinstance(arm.deployment, ComposeDeployment):
+            model = arm.deployment.await_model(arm.model, READY_SECONDS)
+        else:
+            deployments = {other: started.deployment for other, started in context.arms.items()}
+            model = model_name(arm.request, context.experiment, deployments)
+        context.arms[label] = arm = replace(arm, model=model)
+        arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else RUNNING_READY_SECONDS)
+        record = arm.record()
+    except (DeploymentError, EndpointError) as exc:
+        raise DeploymentError(f"arm {label} ({arm.request.target}): {exc}") from exc
+    context.progress.arm_ready(record)
+    return record
+
+
+def _require_batch_sizes(context: RunContext) -> None:
+    """Raises `DeploymentError` when a server would refuse a batch size of the load."""
+    largest = context.experiment.largest_batch
+    limits = {record.label: (record, record.in_effect.get("max_batch_size")) for record in context.records}
+    small = {label: (record, n) for label, (record, n) in limits.items() if isinstance(n, int) and 0 < n < largest}
+    if not small:
+        return
+    taken = " and ".join(f"arm {label} ({record.title}) accepts at most {n}" for label, (record, n) in small.items())
+    options = " ".join(
+        f"{option_of(label, 'option')} max-batch-size={largest}"
+        if isinstance(context.arms[label].deployment, EmbeddedDeployment)
+        else f"a larger max_batch_size on the server of arm {label}"
+        for label in small
+    )
+    raise DeploymentError(
+        f"the load has batches of {largest}, but {taken}; give {options}, or leave that size out of --batch-sizes"
+    )
+
+
+def _signatures(context: RunContext) -> dict[Label, Signature]:
+    """The inputs and outputs of each arm. Raises `ParityFailedError` when they differ; the inputs may, where the arms
+    get different payloads."""
+    inputs_alike = len(context.experiment.payloads) == 1
+    signatures = {label: arm.endpoint.signature(arm.model) for label, arm in context.arms.items()}
+    interfaces = {}
+    for label, signature in signatures.items():
+        inputs = ", ".join(sorted(f"{tensor.name} ({tensor.datatype})" for tensor in signature.inputs))
+        outputs = ", ".join(sorted(tensor.name for tensor in signature.outputs))
+        interfaces[label] = f"{inputs if inputs_alike else '…'} → {outputs}"
+    (first, expected), *others = interfaces.items()
+    different = [f"{label} has {interface}" for label, interface in others if interface != expected]
+    if different:
+        message = (
+            f"the arms do not serve the same model: {first} has {expected}, {', '.join(different)}; "
+            "name the same model on all arms"
+        )
+        context.store.write(ParityRecord(cases=(), ok=False, error=message))
+        raise ParityFailedError(message)
+    for label, arm in context.arms.items():
+        context.arms[label] = replace(arm, signature=signatures[label])
+    return signatures
+
+
+def require_parity(context: RunContext, tolerance: Tolerance) -> None:
+    """Compare the arms' answers to the same inputs, at each batch size of the load. Raises `ParityFailedError` after
+    storing the comparison."""
+    count = next(iter(context.inputs.values())).count
+    context.progress.now(f"sending {count} inputs to every server, alone and in mixed batches")
+    limits = [size for record in context.records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
+    limits += [1 for signature in context.signatures.values() if not signature.batched]
+    used = {workload.batch_size for workload in context.experiment.workloads}
+    largest = max(1, min([*limits, max({8, *used})]))
+    arms = {
+        label: ParityTarget(arm.target, context.signatures[label], context.inputs[arm.payload], arm.request_timeout_s)
+        for label, arm in context.arms.items()
+    }
+    sizes = {largest, *(size for size in used if size < largest)}
+    record = check_parity(arms, sizes, tolerance, context.experiment.lengths)
+    context.store.write(record)
+    context.progress.parity_done(record)
+    if record.error is not None:
+        raise ParityFailedError(f"the arms' answers cannot be checked, so their speed is not compared: {record.error}")
+    if not record.ok:
+        first, *more = [case for case in record.cases if not case.ok]
+        others = f", and {len(more)} more of {len(record.cases)} cases" if more else ""
+        raise ParityFailedError(
+            "the arms do not give the same answers, so their speed is not compared: "
+            f"{first.name} (output {first.output} {first.fault}){others}"
+        )

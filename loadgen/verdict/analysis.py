@@ -9,17 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.comparison.comparisons import compare_all, invalidate, leading_comparisons
+from loadgen.comparison.comparisons import compare_all, invalidate
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.stages import break_down
 from loadgen.comparison.summaries import summarise_blocks, summarise_workload
 from loadgen.documents import one_line, stored_path
-from loadgen.probes.causes.analyse import CausesFound, with_verdicts
-from loadgen.probes.rate_search.records import RampFound, RateFound, RatesFound
-from loadgen.probes.registry import parts
-from loadgen.records.run import Found
-from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
+from loadgen.probes.registry import probes
+from loadgen.run.storage import StoredRun, StoredRunError, read_run
 from loadgen.verdict.checks.registry import make_checks, reason_against
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
 from loadgen.verdict.result_file import FILE_NAME, Result, read_result
@@ -59,12 +56,11 @@ def analyse_run(run: StoredRun) -> Result:
         )
     )
     facts = Facts(run, blocks, summaries, breakdowns)
-    every: list[Found] = [find(facts) for find in parts("analyse", "analyse")]
-    findings = {found.STUDY: found for found in every}
+    analyses = {probe.finding.STUDY: probe for probe in probes() if probe.finding is not None}
+    findings = {name: probe.analyse(facts) for name, probe in analyses.items()}
     facts = replace(facts, findings=findings)
-    searches = facts.of(RatesFound)
-    values: list[RateFound | RampFound] = [*searches.rates, *searches.ramps]
-    drafts = compare_all(run.experiment, blocks, run.cold_starts, values, latencies_of(run.blocks), facts.item)
+    figures = [figure for finding in findings.values() for figure in finding.figures()]
+    drafts = compare_all(run.experiment, blocks, figures, latencies_of(run.blocks), facts.item)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         floors = floors_by_arm(run.experiment, run.arms, run.noise_floors)
@@ -72,8 +68,9 @@ def analyse_run(run: StoredRun) -> Result:
     facts = replace(facts, comparisons=drafts)
     checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
-    causes = with_verdicts(facts.of(CausesFound), run.experiment, leading_comparisons(comparisons))
-    facts = replace(facts, comparisons=comparisons, findings={**findings, CausesFound.STUDY: causes})
+    facts = replace(facts, comparisons=comparisons)
+    findings = {name: probe.conclude(findings[name], facts) for name, probe in analyses.items()}
+    facts = replace(facts, findings=findings)
     titles = {request.label: request.target for request in run.experiment.arms}
     titles |= {arm.label: arm.title for arm in run.arms}
     verdict = reach_verdict(facts, titles, checks)
@@ -92,7 +89,7 @@ def analyse_run(run: StoredRun) -> Result:
         summaries=summaries,
         stages=breakdowns,
         blocks=blocks,
-        studies={name: found for name, found in facts.findings.items() if found != type(found)()},
+        studies={name: finding for name, finding in facts.findings.items() if finding != type(finding)()},
         stopping=stopping,
         noise_floors=run.noise_floors,
         noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment, run.arms),

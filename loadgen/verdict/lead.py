@@ -15,7 +15,7 @@ from loadgen.comparison.comparisons import Comparison, advantage
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import ArmStages
 from loadgen.comparison.stalls import find_stalls
-from loadgen.probes.causes.analyse import CauseEffect, CausesFound
+from loadgen.probes.causes_analysis import CauseEffect, CausesFound
 from loadgen.quantities import Interval, number, ratio
 from loadgen.records.model_config import queue_policy_of, whole
 from loadgen.records.run import ArmRecord, Label, shown

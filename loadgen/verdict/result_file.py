@@ -46,7 +46,7 @@ class Result(Record, frozen=True, kw_only=True):
     stages: tuple[LatencyBreakdown, ...]
     blocks: tuple[BlockSummary, ...]
     studies: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Each study's findings by its name; a study that found nothing is left out."""
+    """Each probe's finding by its name; a probe that found nothing is left out."""
     stopping: Stopping | None = None
     """None in results from before there were several stopping rules."""
     noise_floors: tuple[NoiseFloor, ...] = ()

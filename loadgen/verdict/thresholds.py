@@ -32,6 +32,7 @@ from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READ
 from loadgen.comparison.summaries import LatencySummary
 from loadgen.experiment.plan import PlanError
 from loadgen.quantities import number
+from loadgen.records.probes import ServerStart
 from loadgen.records.run import Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
@@ -360,7 +361,7 @@ def _singles(metric: str, label: Label, workload: str, facts: Facts) -> list[flo
     """The metric in each block or start of an arm; empty if one of them lacks it."""
     values: list[float | None]
     if metric in (TIME_TO_READY.name, TIME_TO_FIRST_ANSWER.name):
-        starts = [start for start in facts.run.cold_starts if start.label == label]
+        starts = [start for start in facts.run.records_of(ServerStart) if start.label == label]
         moments = [start.ready_ns if metric == TIME_TO_READY.name else start.first_answer_ns for start in starts]
         values = [None if moment is None else moment / NS_PER_S for moment in moments]
     else:

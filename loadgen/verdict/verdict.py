@@ -14,9 +14,8 @@ from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import Ranking, neighbours, rank
 from loadgen.comparison.stages import TITLES, LatencyBreakdown
-from loadgen.comparison.summaries import WorkloadSummary
-from loadgen.probes.causes.analyse import CausesFound
-from loadgen.probes.load.analyse import FORMED_FACTOR
+from loadgen.comparison.summaries import FORMED_FACTOR, WorkloadSummary
+from loadgen.probes.causes_analysis import CausesFound
 from loadgen.quantities import number, sentence, share, signed_ms
 from loadgen.records.run import Experiment, Label, Record, Workload, shown
 from loadgen.verdict.checks.generator import RECONNECT_LIMIT

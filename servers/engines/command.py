@@ -15,6 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from servers.cli.options import EngineOptions, checked, fail, settings_of, takes_settings
 from servers.engines.environment import enter_environment_of
 from servers.engines.factory import build_engine, check_engine
 from servers.engines.interface import EngineDescription, EngineError
@@ -22,7 +23,6 @@ from servers.engines.processors import nvidia_device_present, wait_policy
 from servers.engines.settings import EngineSettings, engine_kind, parse_spinning
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
-from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
     from servers.engines.measurement import BatchMeasurement
@@ -150,8 +150,8 @@ def artefact(
     if engine_kind(settings.kind).executes is None:
         return None
     from servers.export.artefacts import executed_file
-    from servers.export.errors import ExportError
-    from servers.models.atomic_folder import FolderError
+    from servers.export.manifest import ExportError
+    from servers.models.files import FolderError
 
     try:
         return executed_file(
@@ -171,7 +171,7 @@ def photographs(specification: ModelSpecification) -> Mapping[str, Array] | None
     if specification.image is None:
         return None
     from servers.export.parity import corpus_pixels
-    from servers.models.preprocessing import normalise
+    from servers.models.images import normalise
 
     pixels = corpus_pixels(specification, PICTURES)
     sent = pixels if specification.payload == "uint8" else normalise(pixels, specification.image)

@@ -228,7 +228,7 @@ def references_of(
     import torch
 
     from servers.engines.torch_towers import expected_answers
-    from servers.models.model_size import count_flops
+    from servers.models.modules import count_flops
     from servers.models.uint8_module import executed_module
 
     module = executed_module(specification, specification.load_module(weights))

@@ -11,7 +11,7 @@ import numpy as np
 
 from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
-from servers.models.preprocessing import UInt8Array, normalise
+from servers.models.images import UInt8Array, normalise
 from servers.models.specification import ModelSpecification, Preprocessing
 from servers.models.weights import WeightsSource
 from servers.protocol.tensors import Array

@@ -35,7 +35,7 @@ from servers.engines.onnxruntime_cuda import (
 )
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.gpu.cuda_library import device_uuid
-from servers.models.file_names import for_library
+from servers.models.files import for_library
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, TensorSpec
 

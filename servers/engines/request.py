@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from servers import defaults
+from servers.cli import defaults
 from servers.engines.batches import has_buckets
 from servers.engines.environment import environment_of
 from servers.engines.factory import check_engine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from servers import defaults
+from servers.cli import defaults
 from servers.engines.processors import cuda_index, nvidia_device_present
 from servers.models.specification import choose_from
 
@@ -29,7 +29,7 @@ class EngineKind:
     """The libraries that `load` imports first, besides the model's own. A server imports them earlier to time them
     separately."""
     executes: str | None = None
-    """The operators of the exported file that it executes, or package (see `servers.export.file_form`); None: it
+    """The operators of the exported file that it executes, or package (see `servers.export.manifest`); None: it
     executes the model's own module."""
     install: str = "pip install 'abserve[servers]'"
     """The command that installs its libraries."""

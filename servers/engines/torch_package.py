@@ -1,7 +1,7 @@
 """torch's AOTInductor: a model compiled beforehand to a package of machine code (.pt2), executed without its module.
 
-`servers.export.package` makes the package and compares its answers, as this engine gives them, with the module's own;
-the manifest beside it holds the result. The batch and the axes are free, so nothing is compiled at load.
+`servers.export.torch_export` makes the package; its answers, as this engine gives them, are compared with the module's
+own, and the manifest beside it holds the result. The batch and the axes are free, so nothing is compiled at load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from servers.engines.interface import EngineDescription, EngineError, export_command
 from servers.engines.torch import TorchEngine
 from servers.engines.torch_towers import FAILURES, DeviceTower, check_datatypes, reason_of
-from servers.models.file_names import for_library
+from servers.models.files import for_library
 
 
 class AOTInductorEngine(TorchEngine):

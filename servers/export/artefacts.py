@@ -5,7 +5,7 @@
     ROOT/<model>/<weights>-int8/model_int8.onnx             INT8 weights and activations
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           UINT8 input; with FP16 weights model_uint8_fp16.onnx
     ROOT/<model>/<weights>-fused/model.onnx                 ONNX Runtime's own operators; other forms have -fused, too
-    ROOT/<model>/<weights>-package-<processor>/model.pt2    torch's package, see `servers.export.package`
+    ROOT/<model>/<weights>-package-<processor>/model.pt2    torch's package, see `servers.export.torch_export`
     ROOT/<model>/<weights>-jax/model.onnx                   from its JAX function; other forms have -jax, too
     ROOT/<model>-<hash of its path>/…                       a model from a file of the user
 
@@ -23,26 +23,44 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from servers import defaults
+from servers.cli import defaults
 from servers.engines.agreement import TOLERANCE
 from servers.engines.factory import build_engine, why_not_through_jax
 from servers.engines.interface import Engine
 from servers.engines.proof import Answer
 from servers.engines.settings import KINDS, EngineSettings, engine_kind
-from servers.export.errors import ExportError
-from servers.export.file_form import OPSETS, PACKAGE, PLAIN, PRECISIONS, FileForm, Operators, executed_form
-from servers.export.manifest import Manifest, package_versions, read_manifest
-from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
-from servers.export.package import target, write_package
+from servers.export.manifest import (
+    OPSETS,
+    PACKAGE,
+    PLAIN,
+    PRECISIONS,
+    ExportError,
+    FileForm,
+    Manifest,
+    Operators,
+    executed_form,
+    package_versions,
+    read_manifest,
+)
 from servers.export.parity import assert_parity, measure_parity
 from servers.export.quantisation import quantise
-from servers.export.tensorrt_plan import PlanRequest, ensure_plan, gpu_kind, profile_shapes
-from servers.export.tensorrt_tools import bindings_version
-from servers.models.atomic_folder import atomic_folder, exclusive, file_sha256, remove_abandoned
+from servers.export.tensorrt import PlanRequest, bindings_version, ensure_plan, gpu_kind, profile_shapes
+from servers.export.torch_export import (
+    UserFile,
+    convert_to_fp16,
+    package_target,
+    read_user_file,
+    write_onnx,
+    write_package,
+)
+from servers.models.files import atomic_folder, exclusive, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[str], None]
 
@@ -164,8 +182,8 @@ def ensure_artefact(
         remove_abandoned(folder)
         if not force:
             progress("checking the existing artefact")
-            if found := find_artefact(root, specification, weights, form):
-                return found
+            if artefact := find_artefact(root, specification, weights, form):
+                return artefact
             _refuse_another_file(folder, weights)
         plain = None if form.precision != "int8" else ensure_artefact(specification, weights, root, progress=progress)
         return _make(specification, weights, form, folder, progress, plain)
@@ -191,7 +209,7 @@ def executed_file(
     plan_release = (release or bindings_version() or _imported_release()) if of_plans else ""
     form = executed_form(engine, precision)
     if form.operators == PACKAGE:
-        form = replace(form, target=target())
+        form = replace(form, target=package_target())
     artefact = ensure_artefact(specification, weights, root, form=form, progress=progress)
     if not plan_release:
         return ExecutedFile(artefact.path, artefact.manifest)
@@ -225,7 +243,7 @@ def _imported_release() -> str:
 
 
 def _users_file(specification: ModelSpecification, weights: WeightsSource, form: FileForm) -> Artefact | None:
-    """The user's ONNX file if it has the form; None if a file must be made."""
+    """The user's ONNX file if it has the requested form; None if a file must be made."""
     if specification.file is None:
         return None
     user = read_user_file(specification.file)
@@ -289,15 +307,6 @@ def _refuse_another_file(folder: Path, weights: WeightsSource) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Original:
-    """What a file is made from; `write` returns what the manifest says of it: seconds, operators, opset and so on."""
-
-    fp32_bytes: int
-    write: Callable[[Path], dict[str, Any]]
-    answers: Answer
-
-
 def _make(
     specification: ModelSpecification,
     weights: WeightsSource,
@@ -306,20 +315,25 @@ def _make(
     progress: Progress,
     plain: Artefact | None,
 ) -> Artefact:
+    """Write the file, compare it with the model, and put both it and its manifest into `folder`.
+
+    `plain` is the FP32 file that an INT8 one is made from.
+    """
     name = _file_name(specification, form)
     with (
-        _original(specification, weights, form, progress, plain) as original,
-        atomic_folder(folder, needed_bytes=original.fp32_bytes * 105 // 100) as fresh,
+        _original(specification, weights, progress) as (module, fp32_bytes, answers),
+        atomic_folder(folder, needed_bytes=fp32_bytes * 105 // 100) as fresh,
     ):
         path = fresh / name
-        written = original.write(path)
+        seconds, written = _write(specification, module, path, form, progress, plain)
         progress("comparing the file with the model")
         with _loaded(specification, weights, path, form) as engine:
-            parity = measure_parity(specification, original.answers, engine, form.precision)
+            parity = measure_parity(specification, answers, engine, form.precision)
         assert_parity(parity)
         manifest = Manifest(
             **_required(specification, weights, form),
             weights_revision=weights.revision if isinstance(weights, PretrainedWeights) else None,
+            seconds=round(seconds, 3),
             **written,
             file=name,
             bytes=path.stat().st_size,
@@ -334,54 +348,46 @@ def _make(
 
 @contextmanager
 def _original(
-    specification: ModelSpecification,
-    weights: WeightsSource,
-    form: FileForm,
-    progress: Progress,
-    plain: Artefact | None,
-) -> Iterator[_Original]:
-    """The model's own module, or the user's FP32 file, of which an FP16 or INT8 one is wanted.
-
-    `plain` is the FP32 file that an INT8 one is made from.
-    """
-
-    def quantised(source: Artefact, path: Path) -> dict[str, Any]:
-        progress(f"quantising {source.path.name} to INT8")
-        seconds, how = quantise(specification, source.path, path)
-        same = {"operators": source.manifest.operators, "opset": source.manifest.opset}
-        return {"seconds": round(seconds, 3), "quantisation": how, **same}
-
+    specification: ModelSpecification, weights: WeightsSource, progress: Progress
+) -> Iterator[tuple[torch.nn.Module | None, int, Answer]]:
+    """What a file is made from: the model's own module, or None for the user's FP32 file; its bytes and its answers."""
     if (file := specification.file) is not None:
-        user = read_user_file(file)
-
-        def convert(path: Path) -> dict[str, Any]:
-            if plain is not None:
-                return quantised(plain, path)
-            progress(f"converting {file.name} to FP16")
-            seconds = convert_to_fp16(file, path)
-            return {"seconds": round(seconds, 3), "operators": user.operators, "opset": user.opset}
-
         with _loaded(specification, weights, file, PLAIN) as engine:
-            yield _Original(user.bytes, convert, engine.infer)
+            yield None, read_user_file(file).bytes, engine.infer
         return
     from servers.engines.torch_towers import expected_answers
 
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)
-
-    def export(path: Path) -> dict[str, Any]:
-        if plain is not None:
-            return quantised(plain, path)
-        if form.operators == PACKAGE:
-            progress("compiling with AOTInductor")
-            seconds = write_package(specification, module, path)
-            return {"seconds": round(seconds, 3), "operators": PACKAGE}
-        progress("exporting to ONNX")
-        seconds, operators = write_onnx(specification, module, path, form)
-        return {"seconds": round(seconds, 3), "operators": operators, "opset": OPSETS[operators]}
-
     parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
-    yield _Original(parameter_bytes, export, partial(expected_answers, specification, module))
+    yield module, parameter_bytes, partial(expected_answers, specification, module)
+
+
+def _write(
+    specification: ModelSpecification,
+    module: torch.nn.Module | None,
+    path: Path,
+    form: FileForm,
+    progress: Progress,
+    plain: Artefact | None,
+) -> tuple[float, dict[str, Any]]:
+    """Write the file to `path`; returns the seconds taken and what the manifest says of the file's operators."""
+    if plain is not None:
+        progress(f"quantising {plain.path.name} to INT8")
+        seconds, how = quantise(specification, plain.path, path)
+        operators, opset = plain.manifest.operators, plain.manifest.opset
+        return seconds, {"quantisation": how, "operators": operators, "opset": opset}
+    if module is None:
+        assert specification.file is not None
+        progress(f"converting {specification.file.name} to FP16")
+        user = read_user_file(specification.file)
+        return convert_to_fp16(specification.file, path), {"operators": user.operators, "opset": user.opset}
+    if form.operators == PACKAGE:
+        progress("compiling with AOTInductor")
+        return write_package(specification, module, path), {"operators": PACKAGE}
+    progress("exporting to ONNX")
+    seconds, operators = write_onnx(specification, module, path, form)
+    return seconds, {"operators": operators, "opset": OPSETS[operators]}
 
 
 @contextmanager

@@ -11,13 +11,13 @@ import typer
 from pydantic import Field
 from rich.console import Console
 
-from servers import defaults
+from servers.cli import defaults
+from servers.cli.options import ModelOptions, checked, fail, settings_of, takes_settings
 from servers.engines.environment import enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
-from servers.export.errors import ExportError
-from servers.export.file_form import FileForm, Operators, executed_form
-from servers.models.atomic_folder import FolderError
+from servers.export.manifest import ExportError, FileForm, Operators, executed_form
+from servers.models.files import FolderError
 from servers.models.registry import (
     DEFAULT_MODEL,
     UnknownModelError,
@@ -26,7 +26,6 @@ from servers.models.registry import (
     payload_variants,
 )
 from servers.models.weights import WeightsError, parse_weights, pin
-from servers.options import ModelOptions, checked, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
     from servers.export.artefacts import Artefact
@@ -39,7 +38,7 @@ JAX_ENGINE = "onnxruntime-jax"
 """The engine whose libraries make a file with the operators `jax`."""
 
 
-class Target(StrEnum):
+class ExportFormat(StrEnum):
     """The file that `abserve export --to` makes."""
 
     ONNX = "onnx"
@@ -63,7 +62,7 @@ class ExportSettings(ModelOptions):
         description="standard, for every runtime, fused, ONNX Runtime's own, or jax, standard ones made from the "
         "model's JAX function; default: fused, and standard for TensorRT.",
     )
-    to: Target = Field(Target.ONNX, description="The file to make.")
+    to: ExportFormat = Field(ExportFormat.ONNX, description="The file to make.")
     force: bool = Field(False, description="Export even when it is up to date.")
     max_batch_size: int = Field(defaults.MAX_BATCH_SIZE, ge=1, description="Largest batch of a TensorRT plan.")
 
@@ -101,7 +100,7 @@ def export(**options: object) -> None:
                 specification, source, settings.artefacts, form=form, force=settings.force, progress=progress
             )
         _show(console, artefact)
-        if settings.to is Target.TENSORRT:
+        if settings.to is ExportFormat.TENSORRT:
             _build_plan(console, specification, source, artefact, precision, settings)
     except (WeightsError, EngineError, ExportError, FolderError) as exc:
         fail(str(exc), exc)
@@ -116,7 +115,7 @@ def triton_repo(
     ] = DEFAULT_MODEL,
 ) -> None:
     """Generate config.pbtxt of a model, with each of its payloads, for Triton's native backends."""
-    from servers.export.triton_config import write_model_repository
+    from servers.triton.config import write_model_repository
 
     try:
         written = write_model_repository(out, payload_variants(get_specification(model)))
@@ -130,11 +129,11 @@ def triton_repo(
 
 def _form(settings: ExportSettings) -> tuple[str, FileForm]:
     """The precision of the engine that executes the file, and the form of the ONNX file."""
-    if settings.to is Target.AOTINDUCTOR:
+    if settings.to is ExportFormat.AOTINDUCTOR:
         return _package_form(settings)
-    if settings.to is Target.TENSORRT and settings.operators is Operators.FUSED:
+    if settings.to is ExportFormat.TENSORRT and settings.operators is Operators.FUSED:
         raise ExportError("TensorRT has none of the fused operators; use --operators standard")
-    engine = "onnxruntime" if settings.to is Target.ONNX else "tensorrt"
+    engine = "onnxruntime" if settings.to is ExportFormat.ONNX else "tensorrt"
     precision = EngineSettings(engine, settings.precision).precision
     if engine == "tensorrt" and precision == "int8":
         raise ExportError("abserve builds no INT8 plan for TensorRT; use --precision fp16, or --to onnx")
@@ -143,13 +142,13 @@ def _form(settings: ExportSettings) -> tuple[str, FileForm]:
 
 
 def _package_form(settings: ExportSettings) -> tuple[str, FileForm]:
-    from servers.export.package import target
+    from servers.export.torch_export import package_target
 
     if settings.operators is not None:
         raise ExportError("a package of AOTInductor has no ONNX operators; leave --operators out")
     requested = EngineSettings("aotinductor", settings.precision)
     requested.check_here()
-    return requested.precision, executed_form("aotinductor", requested.precision, target())
+    return requested.precision, executed_form("aotinductor", requested.precision, package_target())
 
 
 def _build_plan(
@@ -160,10 +159,15 @@ def _build_plan(
     precision: str,
     settings: ExportSettings,
 ) -> None:
-    """For Python's TensorRT, else that of an installed Triton, else that of the container."""
+    """Build the plan for Python's TensorRT, else for an installed Triton's, else for the container's."""
     from servers.export.artefacts import plan_request
-    from servers.export.tensorrt_plan import TENSORRT_RELEASE, container_command, ensure_plan
-    from servers.export.tensorrt_tools import bindings_version, library_version
+    from servers.export.tensorrt import (
+        TENSORRT_RELEASE,
+        bindings_version,
+        container_command,
+        ensure_plan,
+        library_version,
+    )
 
     release = bindings_version() or library_version() or TENSORRT_RELEASE
     here = plan_request(

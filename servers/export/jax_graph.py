@@ -15,7 +15,7 @@ import numpy as np
 
 from servers.engines.interface import EngineError, first_line
 from servers.engines.jax_engine import as_jax, start_jax
-from servers.export.errors import ExportError
+from servers.export.manifest import ExportError
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import TensorSpec
 
@@ -62,7 +62,7 @@ def _traced(specification: ModelSpecification, module: torch.nn.Module, opset: i
     weights, function = as_jax(specification, module, "float32")
 
     def of_item(*item: Any) -> tuple[Any, ...]:
-        return tuple(output[0] for output in function(weights, [one[None] for one in item]))
+        return tuple(output[0] for output in function(weights, [value[None] for value in item]))
 
     (batch,) = jax.export.symbolic_shape("batch")
     shapes = [
@@ -92,11 +92,13 @@ def _pool_fewer_dimensions(graph: Any) -> None:
             readers.setdefault(name, []).append(node)
     for pool in [node for node in graph.node if node.op_type == "MaxPool"]:
         sizes = {
-            one.name: one for one in pool.attribute if one.name in ("kernel_shape", "strides", "dilations", "pads")
+            attribute.name: attribute
+            for attribute in pool.attribute
+            if attribute.name in ("kernel_shape", "strides", "dilations", "pads")
         }
         count = len(sizes["kernel_shape"].ints)
         pads = list(sizes["pads"].ints) if "pads" in sizes else [0] * 2 * count
-        single = all(one.ints[:2] == [1, 1] for name, one in sizes.items() if name != "pads")
+        single = all(attribute.ints[:2] == [1, 1] for name, attribute in sizes.items() if name != "pads")
         if count <= _MOST_POOLED or not single or any((*pads[:2], *pads[count : count + 2])):
             continue
         first, last, around = pool.input[0], pool.output[0], []
@@ -106,10 +108,10 @@ def _pool_fewer_dimensions(graph: Any) -> None:
         while [node.op_type for node in readers.get(last, [])] == ["Squeeze"]:
             around.append(readers[last][0])
             last = around[-1].output[0]
-        for name, one in sizes.items():
-            kept = [*pads[2:count], *pads[count + 2 :]] if name == "pads" else list(one.ints[2:])
-            del one.ints[:]
-            one.ints.extend(kept)
+        for name, attribute in sizes.items():
+            values = [*pads[2:count], *pads[count + 2 :]] if name == "pads" else list(attribute.ints[2:])
+            del attribute.ints[:]
+            attribute.ints.extend(values)
         pool.input[0], pool.output[0] = first, last
         for node in around:
             graph.node.remove(node)
@@ -121,20 +123,20 @@ def _restore_datatypes(graph: Any, specification: ModelSpecification) -> None:
     from onnx import helper
 
     def differing(values: Sequence[Any], tensors: Sequence[TensorSpec]) -> list[tuple[Any, int, int]]:
-        wanted = {tensor.name: helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)) for tensor in tensors}
-        found = [(value, value.type.tensor_type.elem_type, wanted[value.name]) for value in values]
-        return [one for one in found if one[1] != one[2]]
+        specified = {tensor.name: helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)) for tensor in tensors}
+        types = [(value, value.type.tensor_type.elem_type, specified[value.name]) for value in values]
+        return [(value, of_graph, of_model) for value, of_graph, of_model in types if of_graph != of_model]
 
-    for value, own, given in differing(graph.input, specification.inputs):
+    for value, of_graph, of_model in differing(graph.input, specification.inputs):
         inner = f"{value.name}/jax"
         for node in graph.node:
             node.input[:] = [inner if name == value.name else name for name in node.input]
-        graph.node.insert(0, helper.make_node("Cast", [value.name], [inner], name=f"{inner}/cast", to=own))
-        value.type.tensor_type.elem_type = given
-    for value, _, wanted in differing(graph.output, specification.outputs):
+        graph.node.insert(0, helper.make_node("Cast", [value.name], [inner], name=f"{inner}/cast", to=of_graph))
+        value.type.tensor_type.elem_type = of_model
+    for value, _, of_model in differing(graph.output, specification.outputs):
         inner = f"{value.name}/jax"
         for node in graph.node:
             for names in (node.input, node.output):
                 names[:] = [inner if name == value.name else name for name in names]
-        graph.node.append(helper.make_node("Cast", [inner], [value.name], name=f"{inner}/cast", to=wanted))
-        value.type.tensor_type.elem_type = wanted
+        graph.node.append(helper.make_node("Cast", [inner], [value.name], name=f"{inner}/cast", to=of_model))
+        value.type.tensor_type.elem_type = of_model

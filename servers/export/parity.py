@@ -11,11 +11,9 @@ from servers.engines.agreement import disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine
 from servers.engines.proof import Answer, Proof
-from servers.export.errors import ParityError
-from servers.export.manifest import ParityMeasurement
-from servers.models.corpus import jpeg_paths
-from servers.models.items import valid_items
-from servers.models.preprocessing import UInt8Array, decode_jpeg, normalise, resize_and_crop
+from servers.export.manifest import ParityError, ParityMeasurement
+from servers.models.images import UInt8Array, decode_jpeg, normalise, resize_and_crop
+from servers.models.items import jpeg_paths, valid_items
 from servers.models.specification import Axis, ModelSpecification
 from servers.protocol.tensors import Array
 
@@ -48,17 +46,17 @@ def measure_parity(
     for batch in parity_batches(specification):
         expected = batch.sent.without_padding(reference(batch.reference))
         answers = batch.sent.without_padding(engine.infer(batch.sent.inputs))
-        found = disagreement(specification, expected, answers, precision)
+        agreement = disagreement(specification, expected, answers, precision)
         measurements.append(
             ParityMeasurement(
                 batch=batch.rows,
                 sizes=dict(batch.sizes),
                 padded=bool(batch.sent.lengths),
-                cosine_min=found.cosine_min,
-                relative_error=found.relative_error,
-                max_abs=max((output.max_abs for output in found.outputs.values()), default=None),
-                top1=found.top1,
-                fault=found.fault,
+                cosine_min=agreement.cosine_min,
+                relative_error=agreement.relative_error,
+                max_abs=max((output.max_abs for output in agreement.outputs.values()), default=None),
+                top1=agreement.top1,
+                fault=agreement.fault,
             )
         )
     return tuple(measurements)

@@ -2,7 +2,7 @@
 
 Weights are INT8 with a scale per output channel, activations UINT8 with one range per tensor. The ranges are fixed by
 calibration, so an answer does not depend on the other items of its batch. Dynamic quantisation, which measures each
-batch, is not used for any model: OpenVINO executes its MatMulInteger in FP32, and the file would say INT8 in vain.
+batch, is not used for any model: OpenVINO executes its MatMulInteger in FP32, although the file says INT8.
 Convolutions and products with constant weights are quantised; the products within an attention stay in FP32.
 """
 
@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from servers.engines.onnxruntime import PRECISION_KEY, ort_reason
-from servers.export.errors import ExportError
+from servers.export.manifest import ExportError
 from servers.export.parity import BATCHES, corpus_pixels
-from servers.models.corpus import jpeg_paths
-from servers.models.items import valid_items
-from servers.models.preprocessing import normalise
+from servers.models.images import normalise
+from servers.models.items import jpeg_paths, valid_items
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array
 
@@ -76,10 +75,10 @@ def quantise(specification: ModelSpecification, source: Path, path: Path) -> tup
         raise ExportError(
             f"ONNX Runtime cannot quantise {specification.name}: {ort_reason(exc)}; use --precision fp32"
         ) from exc
-    made = onnx.load(path)
-    properties = {entry.key: entry.value for entry in made.metadata_props}
-    onnx.helper.set_model_props(made, {**properties, PRECISION_KEY: "int8"})
-    onnx.save(made, path)
+    quantised = onnx.load(path)
+    properties = {entry.key: entry.value for entry in quantised.metadata_props}
+    onnx.helper.set_model_props(quantised, {**properties, PRECISION_KEY: "int8"})
+    onnx.save(quantised, path)
     listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     how = f"static QDQ of {listed}: INT8 weights per channel, UINT8 activations, ranges (min-max) from {described}"
     return (time.perf_counter_ns() - started_ns) / 1e9, how
@@ -128,7 +127,7 @@ def _reader(batches: list[Mapping[str, Array]]) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the tool's advice about its own preprocessing, which it logs without a logger of its own."""
+    """Hide the tool's advice about its own preprocessing, which it sends to the root logger."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servers.engines.vit.tower import BYTE_CENTRE, BYTE_SCALE, TowerShape, fold_bytes, read_shape
-from servers.export.file_form import OPSETS, Operators
+from servers.export.manifest import OPSETS, Operators
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -185,11 +185,11 @@ class _TowerGraph:
         if self._dtype == np.float16:
             embedding = self.add("Cast", [embedding], "embedding_fp32", to=TensorProto.FLOAT)
         self.add("Reshape", [embedding, self.integers("flat", [-1, *target.item_shape])], target.name)
-        given = TensorProto.UINT8 if source.datatype == "UINT8" else TensorProto.FLOAT
+        datatype = TensorProto.UINT8 if source.datatype == "UINT8" else TensorProto.FLOAT
         graph = helper.make_graph(
             self._nodes,
             specification.name,
-            [helper.make_tensor_value_info(source.name, given, ["batch", *source.item_shape])],
+            [helper.make_tensor_value_info(source.name, datatype, ["batch", *source.item_shape])],
             [helper.make_tensor_value_info(target.name, TensorProto.FLOAT, ["batch", *target.item_shape])],
             self._initializers,
         )

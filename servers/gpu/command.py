@@ -17,10 +17,10 @@ from pydantic_settings import BaseSettings
 from rich.console import Console
 from rich.table import Table
 
-from servers.defaults import HOST
-from servers.launch_plan import in_path
+from servers.cli.defaults import HOST
+from servers.cli.launch import in_path
+from servers.cli.options import checked, fail, settings_of, takes_settings
 from servers.models.specification import choose_from
-from servers.options import checked, fail, settings_of, takes_settings
 
 TIMEOUT_SECONDS = 10.0
 IS_IT_A_SERVER = "is it a server of the Open Inference Protocol?"

@@ -3,7 +3,6 @@
 A user's own file describes its module with `Input`, `Output` and `UserModel` (docs/models.md).
 """
 
-from servers.models.specification import Preprocessing
-from servers.models.user_model import Input, Output, UserModel
+from servers.models.specification import Input, Output, Preprocessing, UserModel
 
 __all__ = ["Input", "Output", "Preprocessing", "UserModel"]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from servers.cli.options import fail
 from servers.models.registry import (
     DEFAULT_MODEL,
     SOURCES,
@@ -18,7 +19,6 @@ from servers.models.registry import (
     payload_variants,
 )
 from servers.models.specification import ModelSpecification
-from servers.options import fail
 
 SCHEMA = "abserve.models/1"
 
@@ -36,7 +36,7 @@ def samples(
     images: Annotated[Path | None, typer.Option("--images", help="Folder of JPEG files to use.")] = None,
 ) -> None:
     """Write sample inputs and samples.json; does nothing when up to date."""
-    from servers.models.atomic_folder import FolderError
+    from servers.models.files import FolderError
     from servers.models.samples import SamplesError, write_samples
 
     try:
@@ -64,8 +64,8 @@ def models(
         _print(_json({"schema": SCHEMA, "names": names}) if json else "\n".join(names))
         return
     try:
-        wanted = [reference] if reference else list(known_references())
-        described = [_described(get_base(one)) for one in wanted]
+        references = [reference] if reference else known_references()
+        described = [_described(get_base(name)) for name in references]
     except UnknownModelError as exc:
         fail(str(exc), exc, status=2)
     if json:
@@ -73,11 +73,11 @@ def models(
     elif reference is None:
         _show_list(described)
     else:
-        _show_one(described[0])
+        _show_details(described[0])
 
 
 def _described(specification: ModelSpecification) -> dict[str, Any]:
-    from servers.models.model_size import measure_size
+    from servers.models.modules import measure_size
     from servers.models.weights import WeightsError, parse_weights
 
     try:
@@ -90,13 +90,14 @@ def _described(specification: ModelSpecification) -> dict[str, Any]:
         "name": specification.name,
         "title": specification.title,
         "item": specification.item,
-        "inputs": [_tensor(specification, one) for one in specification.inputs],
+        "inputs": [_tensor(specification, tensor) for tensor in specification.inputs],
         "outputs": [
-            {**_tensor(specification, one), "kind": specification.kind_of(one.name)} for one in specification.outputs
+            {**_tensor(specification, tensor), "kind": specification.kind_of(tensor.name)}
+            for tensor in specification.outputs
         ],
         "axes": [
-            {"name": one.name, "default": one.default, "largest": one.largest, "padding": dict(one.padding)}
-            for one in specification.axes
+            {"name": axis.name, "default": axis.default, "largest": axis.largest, "padding": dict(axis.padding)}
+            for axis in specification.axes
         ],
         "definition_sha256": specification.definition_sha256,
         "payloads": [variant.payload for variant in payload_variants(specification)],
@@ -109,7 +110,7 @@ def _described(specification: ModelSpecification) -> dict[str, Any]:
 
 
 def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:
-    """Its shape has names where the size is free."""
+    """A tensor as JSON; in its shape a variable size is the name of its axis."""
     shape: list[int | str] = ["batch", *tensor.item_shape]
     for axis in specification.axes:
         if tensor.name in axis.places:
@@ -118,9 +119,9 @@ def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:
 
 
 def _show_list(described: list[dict[str, Any]]) -> None:
-    for one in described:
-        _print(f"{one['reference']}: {one['title']}, {_size(one)}")
-        _print(f"    {_brief(one['inputs'])} → {_brief(one['outputs'])}")
+    for model in described:
+        _print(f"{model['reference']}: {model['title']}, {_size(model)}")
+        _print(f"    {_brief(model['inputs'])} → {_brief(model['outputs'])}")
     libraries = "|".join(source for source in SOURCES if all_names(source))
     _print(
         f"\nAll names of a library: abserve models {libraries}. Other models: FILE.py:FUNCTION, FILE.onnx, a folder of "
@@ -128,30 +129,30 @@ def _show_list(described: list[dict[str, Any]]) -> None:
     )
 
 
-def _show_one(one: dict[str, Any]) -> None:
+def _show_details(model: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    tags = one["pretrained_tags"]
+    tags = model["pretrained_tags"]
     axes = [
         f"{axis['name']}: {axis['default']} by default, at most {axis['largest']}, "
         f"{'padded' if axis['padding'] else 'not padded'}"
-        for axis in one["axes"]
+        for axis in model["axes"]
     ]
     for name, value in (
-        ("Model", one["reference"]),
-        ("Title", one["title"]),
-        ("Name on servers", one["name"]),
-        ("Inputs", "\n".join(map(_line, one["inputs"]))),
-        ("Outputs", "\n".join(f"{_line(output)}, compared as {output['kind']}" for output in one["outputs"])),
+        ("Model", model["reference"]),
+        ("Title", model["title"]),
+        ("Name on servers", model["name"]),
+        ("Inputs", "\n".join(map(_line, model["inputs"]))),
+        ("Outputs", "\n".join(f"{_line(output)}, compared as {output['kind']}" for output in model["outputs"])),
         ("Variable sizes", "\n".join(axes)),
-        ("Payloads", ", ".join(one["payloads"])),
-        ("Largest batch", str(one["max_batch_size"])),
-        ("Size", _size(one)),
-        ("File, SHA-256", one["definition_sha256"]),
-        ("Default weights", one["default_weights"]),
+        ("Payloads", ", ".join(model["payloads"])),
+        ("Largest batch", str(model["max_batch_size"])),
+        ("Size", _size(model)),
+        ("File, SHA-256", model["definition_sha256"]),
+        ("Default weights", model["default_weights"]),
         ("Weights by tag", ", ".join(tags)),
     ):
         if value:
@@ -173,13 +174,14 @@ def _line(tensor: dict[str, Any]) -> str:
     return f"{tensor['name']} {tensor['datatype']} [{', '.join(map(str, tensor['shape']))}]"
 
 
-def _size(one: dict[str, Any]) -> str:
-    parameters, flops = one["parameters"], one["flops_per_item"]
+def _size(model: dict[str, Any]) -> str:
+    parameters, flops = model["parameters"], model["flops_per_item"]
     counted = f"{parameters / 1e6:,.1f} million" if parameters >= 10**6 else f"{parameters:,}"
     if flops is None:
         return f"{counted} parameters"
-    unit, prefix = next((one for one in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if flops >= one[0]), (1, ""))
-    return f"{counted} parameters, {flops / unit:.4g} {prefix}FLOP per {one['item']}"
+    scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    unit, prefix = next((scale for scale in scales if flops >= scale[0]), (1, ""))
+    return f"{counted} parameters, {flops / unit:.4g} {prefix}FLOP per {model['item']}"
 
 
 def _json(document: object) -> str:

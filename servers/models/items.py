@@ -1,10 +1,14 @@
-"""Random items of a model: valid values by datatype and range, padded to the longest item."""
+"""Items to send to a model: photographs, or random values by datatype and range, padded to the longest item.
+
+The photographs are in `corpus/`, JPEGs of several sizes and qualities; CREDITS.md there names source and licence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +17,15 @@ from servers.protocol.tensors import Array
 
 Values = Mapping[str, tuple[int, int]]
 """By input, the least value and the one above the largest."""
+CORPUS = Path(__file__).resolve().parent / "corpus"
+QUANTILES = {0.0: 5, 0.05: 10, 0.1: 13, 0.25: 22, 0.5: 38, 0.75: 69, 0.9: 108, 0.95: 148, 0.99: 265, 1.0: 2213}
+"""Share of the paragraphs of real text with at most so many tokens; between them lengths are interpolated.
+
+Measured in the 2,295 paragraphs with at least three words of `pydoc_data.topics` of Python 3.11.7, the reference manual
+that comes with Python (PSF licence, version 2). A paragraph ends at a blank line. Its tokens were counted as a
+WordPiece tokenizer would roughly make them: a run of letters and a run of digits count one for every 7 characters
+begun, every other character that is not space counts one, and two special tokens frame the paragraph.
+"""
 
 
 def random_array(
@@ -52,17 +65,38 @@ def random_items(
     Lengths may differ only on a padded axis. Other axes have their default size.
     """
     generator, axis, sizes = np.random.default_rng(seed), specification.main_axis, specification.along(max(lengths))
-    made = {}
+    items = {}
     for tensor in specification.inputs:
         shape = (len(lengths), *specification.item_shape(tensor, sizes))
         array = random_array(generator, shape, tensor.dtype, (values or {}).get(tensor.name))
         if axis is not None:
             axis.pad(tensor.name, array, lengths)
-        made[tensor.name] = array
-    return made
+        items[tensor.name] = array
+    return items
 
 
 def item_bytes(specification: ModelSpecification, length: int | None) -> int:
     """The size of one item's inputs; a BYTES element counts as 8 bytes."""
     sizes = specification.along(length)
-    return sum(prod(specification.item_shape(one, sizes)) * one.dtype.itemsize for one in specification.inputs)
+    return sum(prod(specification.item_shape(tensor, sizes)) * tensor.dtype.itemsize for tensor in specification.inputs)
+
+
+def text_lengths(count: int, seed: int, largest: int) -> list[int]:
+    """`count` lengths in random order, one from each of `count` equal parts of the distribution, cut at `largest`.
+
+    So even a few lengths have nearly the distribution's mean.
+    """
+    generator = np.random.default_rng(seed)
+    shares = (generator.permutation(count) + generator.random(count)) / count
+    lengths = np.interp(shares, list(QUANTILES), list(QUANTILES.values()))
+    return [min(largest, round(length)) for length in lengths]
+
+
+def jpeg_paths() -> tuple[Path, ...]:
+    """The corpus in its fixed order."""
+    return tuple(sorted(CORPUS.glob("*.jpg")))
+
+
+def credits_text() -> str:
+    """Source, author and licence of every picture, as Markdown."""
+    return (CORPUS / "CREDITS.md").read_text(encoding="utf-8")

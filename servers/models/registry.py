@@ -30,7 +30,7 @@ SOURCES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_m
 
 
 def source_module(name: str) -> ModuleType:
-    """The module of a source; imports it, which imports no library of models."""
+    """Import the module of a source, which itself imports no library of models."""
     return import_module(f"{sources.__name__}.{name}")
 
 
@@ -69,30 +69,30 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
         return _variants(DEFAULT_MODEL)
     source, separator, name = reference.partition(":")
     if separator and source in SOURCES:
-        found = source_module(source).specify(name)
-        if found is None:
-            _refuse(reference, name, {one: f"{source}:{one}" for one in all_names(source)}, f" {source}")
+        specification = source_module(source).specify(name)
+        if specification is None:
+            _refuse(reference, name, {name: f"{source}:{name}" for name in all_names(source)}, f" {source}")
     else:
         taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
         try:
-            found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
+            specification = next((module.specify(reference) for module in taking if module.takes(reference)), None)
         except OSError as exc:  # a path that nobody may read, or that is too long
             raise UnknownModelError(f"{reference:.200}: {exc.strerror or exc}") from exc
-        if found is None and "/" in reference:
+        if specification is None and "/" in reference:
             raise UnknownModelError(
                 f"unknown model {reference!r}: give FILE.py:FUNCTION, FILE.onnx, or a folder with a config.json of "
                 "transformers or a config.pbtxt of Triton"
             )
-        if found is None:
-            known = [*_SERVED, *known_references()]
-            names = {one.partition(":")[2]: one for one in known}
-            _refuse(reference, reference, names | dict(zip(known, known, strict=True)))
-    return MappingProxyType({variant.payload: variant for variant in payload_variants(found)})
+        if specification is None:
+            references = [*_SERVED, *known_references()]
+            by_name = {name.partition(":")[2]: name for name in references}
+            _refuse(reference, reference, by_name | {name: name for name in references})
+    return MappingProxyType({variant.payload: variant for variant in payload_variants(specification)})
 
 
-def _refuse(reference: str, name: str, known: Mapping[str, str], source: str = "") -> NoReturn:
+def _refuse(reference: str, name: str, references: Mapping[str, str], source: str = "") -> NoReturn:
     """Raises `UnknownModelError` with the references of the known names that are closest to `name`."""
-    close = " or ".join(dict.fromkeys(known[one] for one in closest(name, known)))
+    close = " or ".join(dict.fromkeys(references[name] for name in closest(name, references)))
     hint = f"did you mean {close}? List" if close else "list"
     raise UnknownModelError(f"unknown model {reference!r}; {hint} all names with: abserve models{source}")
 
@@ -100,13 +100,14 @@ def _refuse(reference: str, name: str, known: Mapping[str, str], source: str = "
 def known_references() -> Iterator[str]:
     """The well-known models of every source; others exist."""
     for source in SOURCES:
-        yield from (f"{source}:{name}" for name in source_module(source).names())
+        names = getattr(source_module(source), "names", tuple)
+        yield from (f"{source}:{name}" for name in names())
 
 
 def all_names(source: str) -> tuple[str, ...]:
     """Every name that a source knows; those of a large library take seconds."""
     module = source_module(source)
-    names: tuple[str, ...] = getattr(module, "all_names", module.names)()
+    names: tuple[str, ...] = getattr(module, "all_names", getattr(module, "names", tuple))()
     return names
 
 
@@ -121,7 +122,7 @@ def get_base(reference: str) -> ModelSpecification:
 
 
 def get_variant(reference: str, payload: str) -> ModelSpecification:
-    """The variant of a model for `payload`; for an empty one the model `reference`. Raises `UnknownModelError`."""
+    """The variant of a model for `payload`; empty: the one that `reference` names. Raises `UnknownModelError`."""
     if payload and payload not in PAYLOADS:
         raise UnknownModelError(f"unknown payload {payload!r}; {choose_from(payload, PAYLOADS)}")
     variants = _variants(reference)
@@ -134,9 +135,9 @@ def get_variant(reference: str, payload: str) -> ModelSpecification:
 
 
 def get_variants(reference: str, payloads: str) -> tuple[ModelSpecification, ...]:
-    """The variants for a list such as `fp32,uint8`, in its order; for an empty one the model `reference` alone.
+    """The variants for a list such as `fp32,uint8`, in its order; empty: only the one that `reference` names.
 
     Raises `UnknownModelError`.
     """
-    wanted = dict.fromkeys(payload.strip() for payload in payloads.split(",") if payload.strip())
-    return tuple(get_variant(reference, payload) for payload in wanted or ("",))
+    names = dict.fromkeys(payload.strip() for payload in payloads.split(",") if payload.strip())
+    return tuple(get_variant(reference, payload) for payload in names or ("",))

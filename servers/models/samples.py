@@ -25,12 +25,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
-from servers.models.corpus import credits_text, jpeg_paths
-from servers.models.items import item_bytes, valid_items
-from servers.models.preprocessing import ImageError, decode_jpeg, normalise, resize_and_crop
+from servers.models.files import FolderError, atomic_folder, file_sha256
+from servers.models.images import ImageError, decode_jpeg, normalise, resize_and_crop
+from servers.models.items import credits_text, item_bytes, jpeg_paths, text_lengths, valid_items
 from servers.models.registry import payload_variants
-from servers.models.sequence_lengths import text_lengths
 from servers.models.specification import Axis, ModelSpecification, Preprocessing
 from servers.protocol.tensors import Array
 
@@ -99,16 +97,16 @@ def _write_images(specification: ModelSpecification, folder: Path, images: Path 
 def _jpegs(folder: Path) -> Sequence[Path]:
     if not folder.is_dir():
         raise SamplesError(f"--images {folder}: no such folder")
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
-    if not found:
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
+    if not paths:
         raise SamplesError(f"--images {folder}: no .jpg or .jpeg files in it")
     inside = folder.resolve()
-    for path in found:  # a folder may come from somebody else: no pipe is waited for, no other file is sent
+    for path in paths:  # a folder may come from somebody else: no pipe is waited for, no other file is sent
         if not path.is_file() or not path.resolve().is_relative_to(inside):
             raise SamplesError(f"--images {folder}: {path.name} is not a regular file inside the folder")
         if path.stat().st_size > MOST_JPEG_BYTES:
             raise SamplesError(f"--images {folder}: {path.name} has more than {MOST_JPEG_BYTES:,} bytes")
-    return found
+    return paths
 
 
 def _decode(path: Path, preprocessing: Preprocessing) -> Any:
@@ -148,7 +146,7 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
 
 
 def _lengths_of(arrays: Mapping[str, Array], axis: Axis | None) -> list[int]:
-    """The length of each item that the user supplies: all have that of the array."""
+    """One length per item of the user's samples, which all have the arrays' length."""
     return [1 if axis is None else axis.size_of(arrays)] * len(next(iter(arrays.values())))
 
 
@@ -177,8 +175,8 @@ def _count(specification: ModelSpecification, length: int | None) -> int:
 
 
 def _document(specification: ModelSpecification, kind: str, count: int) -> dict[str, Any]:
-    own = specification.samples is not None  # an author's items are tensors, also those of images
-    variants = [specification] if own else payload_variants(specification)
+    # An author's items are tensors, also those of images.
+    variants = payload_variants(specification) if specification.samples is None else [specification]
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -194,8 +192,8 @@ def _document(specification: ModelSpecification, kind: str, count: int) -> dict[
             variant.payload: {
                 "model": variant.name,
                 "inputs": [
-                    {"name": one.name, "datatype": one.datatype, "item_shape": list(one.item_shape)}
-                    for one in variant.inputs
+                    {"name": tensor.name, "datatype": tensor.datatype, "item_shape": list(tensor.item_shape)}
+                    for tensor in variant.inputs
                 ],
             }
             for variant in variants
@@ -215,7 +213,7 @@ def _save(folder: Path, name: str, payload: str, array: Array) -> dict[str, obje
 
 
 def _base64(value: Any) -> Any:
-    return [_base64(one) for one in value] if isinstance(value, list) else base64.b64encode(value).decode()
+    return [_base64(element) for element in value] if isinstance(value, list) else base64.b64encode(value).decode()
 
 
 def _entry(folder: Path, path: Path) -> dict[str, object]:
@@ -231,8 +229,8 @@ def _up_to_date(folder: Path, document: Mapping[str, Any]) -> bool:
     existing = _read(folder)
     if existing.get("source_sha256") == document["source_sha256"] and _untouched(folder, existing):
         return True
-    ours = str(existing.get("schema")).startswith("abserve.samples/")
-    if not ours and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    holds_samples = str(existing.get("schema")).startswith("abserve.samples/")
+    if not holds_samples and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FolderError(f"{folder} exists and holds something other than samples; choose another folder")
     return False
 

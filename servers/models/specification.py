@@ -1,4 +1,8 @@
-"""A model as it is served: one immutable record that every server, engine, exporter and test reads."""
+"""A model as it is served: one immutable record that every server, engine, exporter and test reads.
+
+A user's file describes its module with `from servers.models import Input, Output, UserModel`. Shapes there begin with
+"batch"; a string names a dimension of variable size, and `sizes` gives its default and its largest value.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from servers.models.weights import FindPretrained, WeightsSource
-
 
 Payload = Literal["tensors", "fp32", "uint8", "jpeg"]
 PAYLOADS: tuple[Payload, ...] = get_args(Payload)
@@ -56,9 +59,9 @@ class Axis:
     default: int
     largest: int
     places: Mapping[str, int]
-    """The dimension that it is, by tensor; the batch is dimension 0."""
+    """By tensor, the index of this dimension; the batch is dimension 0."""
     padding: Mapping[str, int] = field(default_factory=dict)
-    """By input, the value of places beyond an item's own length. Empty: items cannot be padded."""
+    """By input, the value that fills the positions beyond an item's length. Empty: items cannot be padded."""
 
     @property
     def padded(self) -> bool:
@@ -75,7 +78,7 @@ class Axis:
         return batch if place is None else batch[(slice(None),) * place + (slice(size),)]
 
     def pad(self, name: str, batch: Array, lengths: Iterable[int]) -> None:
-        """Write the padding, zero for an output, to the places beyond each item's own length."""
+        """Fill the positions beyond each item's length with the padding, with zero for an output."""
         place = self.places.get(name)
         if place is not None and place < batch.ndim:
             value = b"" if batch.dtype.hasobject else self.padding.get(name, 0)
@@ -99,27 +102,27 @@ class ModelSpecification:
     and returns the output, or a tuple of the outputs in order. Imports torch itself, so that reading a specification
     stays cheap. Raises `WeightsError`, always for a model that is only a `file`."""
     reference: str = ""
-    """The value of `--model`: open_clip:ViT-B-32, or an absolute path. `label` has no folders: publish that one."""
+    """The value of `--model`: open_clip:ViT-B-32, or an absolute path. `label` has no folders."""
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
-    """By output; an output without an entry is a `tensor`."""
+    """How each output is compared; an output without an entry is a `tensor`."""
     axes: tuple[Axis, ...] = ()
     id_counts: Mapping[str, int] = field(default_factory=dict)
-    """By input of ids, such as token ids, how many the model knows: 0 to one less. Servers refuse others."""
+    """By input of ids, such as token ids, the number of valid ones: 0 to one less. Servers refuse others."""
     item: str = "item"
     """What one row of a batch is: image, sequence, item."""
     flops_per_item: int | None = None
     """Floating-point operations per item at the axes' default sizes, a multiply-add counted as two; None: unknown."""
     definition_sha256: str | None = None
-    """Of the user's file that defines the model: with other content it is another model, also with equal weights."""
+    """SHA-256 of the user's file that defines the model: other content means another model, even with equal weights."""
     file: Path | None = None
     """The ONNX file of a model without a module; engines that execute files take it unchanged."""
     make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
     """`make_items(seed, lengths)` returns one item per length, padded to the longest, by input. A model without axes
     uses only the number of lengths. None: photographs for a model of images, else random values."""
     samples: Mapping[str, Array] | None = field(default=None, compare=False)
-    """Items that the model's author supplies, by input, padded to the longest; None: others are made."""
+    """Items that the model's author supplies, by input, padded to the longest; None: items are generated."""
     image: Preprocessing | None = None
-    """From an image to the only input; None for a model that takes no image."""
+    """How an image becomes the only input; None for a model that takes no image."""
     default_weights: str = "random:0"
     pretrained_tags: Callable[[], tuple[str, ...]] = tuple
     """The tags that `--weights` accepts for this model."""
@@ -152,7 +155,7 @@ class ModelSpecification:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """From an image to the only input. Raises `ValueError` for a model that takes no image."""
+        """How an image becomes the only input. Raises `ValueError` for a model that takes no image."""
         if self.image is None:
             raise ValueError(f"{self.name} takes no image")
         return self.image
@@ -173,7 +176,7 @@ class ModelSpecification:
         return self.padded_axis or next(iter(self.axes), None)
 
     def along(self, size: int | None) -> dict[str, int]:
-        """The sizes by axis with this one of the main axis; None, and a model without axes: the defaults."""
+        """Sizes by axis, with `size` for the main one; empty, which means the defaults, for None or without axes."""
         return {} if size is None or (axis := self.main_axis) is None else {axis.name: size}
 
     def kind_of(self, output: str) -> OutputKind:
@@ -197,7 +200,7 @@ def image_specification(
     load_module: Callable[[WeightsSource], torch.nn.Module],
     **fields: Any,
 ) -> ModelSpecification:
-    """The specification of a model with one image as input; `fields` are more of it, or replace these."""
+    """The specification of a model with one image as input; `fields` add to the usual ones or replace them."""
     source, _, name = reference.partition(":")
     usual: dict[str, Any] = {
         "name": served_name(reference),
@@ -219,20 +222,66 @@ def served_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "model"
 
 
-def refuse_tag(reference: str, tag: str, known: Iterable[str]) -> NoReturn:
+def refuse_tag(reference: str, tag: str, names: Iterable[str]) -> NoReturn:
     """Raises `UnknownModelError`: the library has the model, but not these weights of it."""
-    raise UnknownModelError(f"{reference} has no weights {tag!r}; {choose_from(tag, known)}")
+    raise UnknownModelError(f"{reference} has no weights {tag!r}; {choose_from(tag, names)}")
 
 
-def choose_from(value: str, known: Iterable[str]) -> str:
+def choose_from(value: str, choices: Iterable[str]) -> str:
     """The end of a message about an unknown value: the closest known one, or all of them if none is close."""
-    names = list(known)
+    names = list(choices)
     close = closest(value, names)
     return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"
 
 
-def closest(value: str, known: Iterable[str]) -> list[str]:
+def closest(value: str, choices: Iterable[str]) -> list[str]:
     """Up to three known names that begin with `value`, the shortest first, or else are most like it."""
-    names, lower = list(known), value.lower()
+    names, lower = list(choices), value.lower()
     close = sorted((name for name in names if lower and name.lower().startswith(lower)), key=len)
     return close[:3] or get_close_matches(value, names) or get_close_matches(lower, names)
+
+
+Shape = Sequence[int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input: its name, a datatype of the protocol such as FP32 or INT64, and its shape."""
+
+    name: str
+    datatype: str
+    shape: Shape
+    values: tuple[int, int] | None = None
+    """Generated values: from the first, below the second. Default: bytes for UINT8, 0 or 1 for other integers, else
+    normally distributed. If an embedding of the module has as many rows as the second, servers refuse other ids."""
+    padding: int | None = None
+    """The value of places beyond an item's own length; None: items of different lengths share no batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output. `kind` says how answers are compared: embedding, logits, labels or tensor."""
+
+    name: str
+    datatype: str
+    shape: Shape
+    kind: OutputKind = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class UserModel:
+    """A module with its description; the module takes the inputs in order and returns one tensor or a tuple."""
+
+    module: torch.nn.Module
+    inputs: Sequence[Input]
+    outputs: Sequence[Output]
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Default and largest size of each dimension that a shape names, besides the batch."""
+    title: str | None = None
+    item: str = "item"
+    """What one row of a batch is, for the report: image, sequence."""
+    max_batch_size: int = 32
+    samples: Mapping[str, Any] | None = None
+    """Items to send, by input: arrays [items, …] of one length; default: generated ones."""
+    image: Preprocessing | None = None
+    """For a model whose only input is normalised pixels, FP32 [batch, 3, size, size]."""

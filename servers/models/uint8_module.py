@@ -3,7 +3,7 @@
 Every other payload is executed by the model's own module.
 
 The arithmetic is torchvision's, in FP32 and in its order, so on one device the answers equal those to pixels from
-`servers.models.preprocessing.normalise`, bit for bit.
+`servers.models.images.normalise`, bit for bit.
 
 torch.jit.script reads the annotations of the class, so they must not be postponed: no `from __future__ import
 annotations` here.
@@ -15,7 +15,7 @@ from servers.models.specification import ModelSpecification, Preprocessing
 
 
 class UInt8Images(torch.nn.Module):
-    """uint8 (n, s, s, 3) → the answer of `tower` to float (n, 3, s, s) in its own precision, `dtype`."""
+    """uint8 (n, s, s, 3) → the output of `tower` for float (n, 3, s, s) in its precision, `dtype`."""
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -28,7 +28,7 @@ class UInt8Images(torch.nn.Module):
         self.register_buffer("std", torch.tensor(preprocessing.std).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """See the class."""
+        """Normalise the bytes and run the tower."""
         scaled = pixel_values.permute(0, 3, 1, 2).to(self.mean.dtype) / 255
         normalised = (scaled - self.mean) / self.std
         embedding: torch.Tensor = self.tower(normalised.to(self.dtype))

@@ -17,8 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.file_names import for_library
-from servers.models.onnx_parts import onnx_parts, parts_sha256
+from servers.models.files import for_library, onnx_parts, parts_sha256
 
 if TYPE_CHECKING:
     import torch
@@ -108,20 +107,20 @@ FindPretrained = Callable[[PretrainedWeights], Path]
 """The file of a tag on this machine, downloaded when it is missing. Raises `WeightsError`."""
 
 
-def parse_weights(given: str | None, default: str = "random:0") -> WeightsSource:
+def parse_weights(option: str | None, default: str = "random:0") -> WeightsSource:
     """Read the `--weights` option; None means `default`, which is the model's.
 
     Raises `WeightsError` for a malformed seed or pin, or a missing file.
     """
-    text = default if given is None else given
+    text = default if option is None else option
     if text.startswith("random:") or text == "random":
         seed = text.partition(":")[2] or "0"
         if not seed.isdecimal():
             raise WeightsError(f"--weights {text}: the seed must be a whole number ≥ 0, as in random:0")
         return RandomWeights(int(seed))
-    found = _PINNED.fullmatch(text)
-    assert found is not None  # the first part takes any text
-    name, revision, sha256 = found[1], found[2], found[3]
+    match = _PINNED.fullmatch(text)
+    assert match is not None  # the first part takes any text
+    name, revision, sha256 = match[1], match[2], match[3]
     path = Path(name).expanduser()
     if path.suffix in CHECKPOINT_SUFFIXES or "/" in name:
         if not path.is_file():
@@ -194,12 +193,12 @@ def pin(source: WeightsSource, find_pretrained: FindPretrained | None) -> Weight
 
 def verify(path: Path, option: str, sha256: str | None) -> None:
     """Raises `WeightsError` if the file is not the pinned one; `option` begins the message."""
-    if sha256 is not None and (found := _hash(path, option)) != sha256:
-        raise WeightsError(f"{option}: the file has SHA-256 {found}, but the pin requires {sha256}")
+    if sha256 is not None and (actual := _hash(path, option)) != sha256:
+        raise WeightsError(f"{option}: the file has SHA-256 {actual}, but the pin requires {sha256}")
 
 
 def _hash(path: Path, name: str) -> str:
-    """Of an ONNX file with the data files that it names."""
+    """The SHA-256 of a file; of an ONNX file together with the data files that it names."""
     try:
         return parts_sha256(onnx_parts(path) if path.suffix == ".onnx" else (path,))
     except OSError as exc:

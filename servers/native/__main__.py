@@ -14,20 +14,20 @@ def main() -> int:
 
     from pydantic import ValidationError
 
+    from servers.cli.launch import ListenerError, bind
+    from servers.cli.options import validation_sentence
     from servers.engines.padding import padding_of
     from servers.engines.processors import wait_policy
     from servers.engines.settings import EngineError, parse_spinning
-    from servers.listener import ListenerError, bind
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
     from servers.native.settings import from_argv
-    from servers.options import validation_sentence
 
     try:
-        given = from_argv(sys.argv[1:])
-        os.environ.update(wait_policy(parse_spinning(given.spinning)))
-        specifications = get_variants(given.model, given.payloads)
-        settings = given.resolved(specifications[0])
+        requested = from_argv(sys.argv[1:])
+        os.environ.update(wait_policy(parse_spinning(requested.spinning)))
+        specifications = get_variants(requested.model, requested.payloads)
+        settings = requested.resolved(specifications[0])
         settings.engine_settings().check()
         padding_of(specifications[0], settings.pad_sizes)
         weights = parse_weights(settings.weights, specifications[0].default_weights)

@@ -14,12 +14,11 @@ from starlette.exceptions import HTTPException
 
 from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
+from servers.native.documents import CONTENT_TYPE, render
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
-from servers.native.http_front_end import refusal
-from servers.native.inference import InferenceService
-from servers.native.metrics import CONTENT_TYPE, render
-from servers.native.regions import DeviceRegion, RegionTable, SystemRegion
-from servers.native.served_models import ServedModels
+from servers.native.http_parser import refusal
+from servers.native.inference import InferenceService, ServedModels
+from servers.native.shared_memory import RegionTable
 from servers.protocol.errors import ContractError, InvalidRequestError
 from servers.protocol.values import parse_json
 
@@ -43,12 +42,12 @@ class _SystemMemory(msgspec.Struct):
     offset: int = 0
 
 
-class _Handle(msgspec.Struct):
+class _EncodedHandle(msgspec.Struct):
     b64: str
 
 
 class _CudaMemory(msgspec.Struct):
-    raw_handle: _Handle
+    raw_handle: _EncodedHandle
     device_id: int
     byte_size: int
 
@@ -119,13 +118,15 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
         }
     for region in ("", "/region/{region}"):
         methods |= {
-            f"GET /v2/systemsharedmemory{region}/status": lambda request: regions.rows(SystemRegion, _region(request)),
-            f"GET /v2/cudasharedmemory{region}/status": lambda request: regions.rows(DeviceRegion, _region(request)),
+            f"GET /v2/systemsharedmemory{region}/status": lambda request: regions.rows(
+                _region(request), on_device=False
+            ),
+            f"GET /v2/cudasharedmemory{region}/status": lambda request: regions.rows(_region(request), on_device=True),
             f"POST /v2/systemsharedmemory{region}/unregister": lambda request: regions.unregister(
-                SystemRegion, _region(request)
+                _region(request), on_device=False
             ),
             f"POST /v2/cudasharedmemory{region}/unregister": lambda request: regions.unregister(
-                DeviceRegion, _region(request)
+                _region(request), on_device=True
             ),
         }
     return methods
@@ -165,8 +166,8 @@ def _add_errors(app: FastAPI) -> None:
 
 def _error(status: int, message: str, headers: Mapping[str, str]) -> Response:
     answer = refusal(HttpError(status, message))
-    own = {name.decode(): value.decode() for name, value in answer.headers}
-    return Response(answer.body, status, {**headers, **own})
+    response_headers = {name.decode(): value.decode() for name, value in answer.headers}
+    return Response(answer.body, status, {**headers, **response_headers})
 
 
 def _json(document: object) -> Response:

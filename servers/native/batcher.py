@@ -1,15 +1,21 @@
-"""The dynamic batcher: a bounded queue in front of an engine.
+"""The dynamic batcher: a bounded queue in front of an engine, and the rule for when its next batch starts.
 
-One thread forms the batches, starts them on the engine, with as many in flight as it has room for, and finishes them.
-When a batch starts and how large it is, `BatchFormer` says; nothing waits longer
-than `max_queue_delay_us` for others. Requests keep their order, are never split, and are merged only when their items
-have the same shapes, or can be padded to the same. Front ends pass references to arrays, not copies, and keep the
-memory unchanged until the request is complete. `on_complete` is called there, once per executed batch, and
-for requests that are refused before it.
+Requests keep their order, are never split, and share a batch only if their items have the same shapes or can be padded
+to the same. Front ends pass references to arrays, not copies, and keep the memory unchanged until the request is
+complete. One thread forms the batches, starts them, as many at a time as the engine has room for, and finishes them.
+
+`BatchFormer` decides when. If the engine is idle, a batch starts at once, unless waiting pays. An example: the clients
+had at most 8 rows outstanding during the last 16 to 32 batches, and 3 rows wait. Executing 3 and then 5 takes
+4 + 5 = 9 ms, all 8 together 6 ms: waiting saves 3 ms. The batch waits if clients usually send 5 rows within 2 ms after
+a batch, so that the saving is 1.5 times the wait; it waits at most those 3 ms, never longer than `max_queue_delay_us`,
+and never for a single row. While a batch executes, the next one starts 0.1 ms (and the time to start and to copy it)
+before the predicted end, or when it is full. All predictions are moving averages, in which the newest value counts
+25 %. A batch takes all waiting rows, or only as many as fill a bucket if that executes more rows per second.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -22,18 +28,16 @@ import numpy as np
 
 from servers.engines.interface import DeviceMemory, Engine, Finish, HostMemory, Request
 from servers.engines.padding import Padding
-from servers.native.arena import Arena
-from servers.native.batch_former import BatchFormer
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
+    FailureLog,
     QueueFullError,
     RequestExpiredError,
     ShuttingDownError,
 )
-from servers.native.failure_log import FailureLog
-from servers.native.page_locks import PageLocks
-from servers.native.queued_request import QueuedRequest, singles
+from servers.native.interface import QueuedRequest
+from servers.native.memory import Arena, PageLocks
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, InternalError
@@ -43,13 +47,157 @@ log = FailureLog("abserve.batcher")
 
 FAILED = "inference failed on the server, the server's log has the cause"
 POLL_S = 50e-6
-"""How often a batcher's own thread looks whether its batch is executed."""
+"""How often a batcher's thread checks whether its batch has been executed."""
 WATCH_NS = 1_000_000
-"""So long after a batch a loop goes on looking for the next request: one that sleeps takes 0.1 ms longer for it."""
+"""Keep polling this long after a batch: waking a sleeping loop takes 0.1 ms."""
+
+BATCHES_PER_PEAK = 16
+"""The peak of outstanding rows is the highest of the last one to two times this many batches."""
+MIN_MISSING_ROWS = 2
+"""Never wait for fewer rows: a single one may be a client that is slower than the others."""
+MIN_GAIN = 1.5
+"""Wait only if the saving is this many times the wait: the expected requests may not come."""
+NEWEST_SHARE = 0.25
+"""How much the newest execution changes the expected time of its bucket."""
+LEAD_NS = 100_000
+"""A batch starts so long, and the times to start and to copy it, before the predicted end of the one before."""
+COPIED_BYTES_PER_NS = 25
+"""About the speed of PCI Express 4 and 5 with sixteen lanes; a wrong value only starts a batch earlier or later."""
+
+
+@dataclass(slots=True)
+class _FinishedBatch:
+    """A finished batch; `missing` of its rows have not returned yet."""
+
+    ns: int
+    rows: int
+    missing: int
+
+
+class BatchFormer:
+    """Decides when the next batch of one engine starts and with how many rows: no thread, no clock, no request.
+
+    All times are ns of one monotonic clock.
+    """
+
+    def __init__(
+        self, max_rows: int, max_delay_ns: int, executed_rows: Callable[[int], int], row_bytes: int = 0
+    ) -> None:
+        """`executed_rows` gives the bucket in which a batch is executed; `row_bytes` is the size of a row's inputs."""
+        self._max_rows = max_rows
+        self._max_delay_ns = max_delay_ns
+        self._bucket = {rows: executed_rows(rows) for rows in range(1, max_rows + 1)}
+        self._buckets = sorted(set(self._bucket.values()) & set(self._bucket))
+        self._copy_ns_per_row = row_bytes / COPIED_BYTES_PER_NS
+        self._execution_ns: dict[int, float] = {}
+        self._running: deque[tuple[int, int]] = deque()  # start and bucket of each batch that is not finished
+        self._running_rows: deque[int] = deque()
+        self._start_ns = 0.0
+        self._peaks = [0, 0]  # of outstanding rows: before the last turn, and since
+        self._return_ns = math.inf  # from the end of a batch until as many rows were queued
+        self._return_rows = 1.0  # of such a batch
+        self._ends = deque([_FinishedBatch(0, 0, 0)] * 2)
+        self._outstanding_rows = 0  # of the last finished batch, and those that were queued during it
+        self._batches = 0
+
+    def arrived(self, now_ns: int, rows: int) -> None:
+        """A request has been queued at `now_ns`."""
+        before_last, last = self._ends
+        end = last if now_ns >= last.ns else before_last
+        if end.missing > 0 and now_ns >= end.ns:
+            end.missing -= rows
+            if end.missing <= 0:
+                self._returned(end, now_ns)
+        if now_ns < last.ns:  # queued during the last execution, when nobody could say so
+            self._outstanding_rows += rows
+            self._peaks[1] = max(self._peaks[1], self._outstanding_rows)
+
+    def started(self, now_ns: int, rows: int, took_ns: int = 0) -> None:
+        """The next batch is on its way to the device; its start at `now_ns` kept the thread for `took_ns`."""
+        self._start_ns += NEWEST_SHARE * (took_ns - self._start_ns)
+        self._running.append((now_ns, self._bucket[rows]))
+        self._running_rows.append(rows)
+        self._batches += 1
+        if self._batches % BATCHES_PER_PEAK == 0:
+            self._peaks = [self._peaks[1], 0]
+
+    def finished(self, now_ns: int) -> None:
+        """The oldest batch on its way has been executed."""
+        start_ns, bucket = self._running.popleft()
+        took_ns = now_ns - max(start_ns, self._free_from_ns)
+        self._outstanding_rows = self._running_rows.popleft()
+        before_last = self._ends.popleft()
+        if before_last.missing > 0:  # they took longer than a batch, perhaps much longer
+            self._returned(before_last, self._ends[0].ns)
+        self._ends.append(_FinishedBatch(now_ns, self._outstanding_rows, self._outstanding_rows))
+        before = self._execution_ns.get(bucket, took_ns)
+        self._execution_ns[bucket] = before + NEWEST_SHARE * (took_ns - before)
+
+    @property
+    def _free_from_ns(self) -> int:
+        """When the engine finished its last batch."""
+        return self._ends[-1].ns
+
+    @property
+    def running(self) -> int:
+        """Batches that have started and not finished."""
+        return len(self._running)
+
+    def wait_ns(self, now_ns: int, rows: int, oldest_ns: int) -> int:
+        """How long `rows` waiting rows, the oldest queued at `oldest_ns`, should wait for others; 0: start now."""
+        self._peaks[1] = max(self._peaks[1], rows + sum(self._running_rows))
+        if rows >= self._max_rows:
+            return 0
+        free_ns = self._predicted_end_ns() if self._running else self._free_from_ns
+        patience_ns = min(self._max_delay_ns, self._saved_ns(rows))
+        if patience_ns > 0:
+            return max(0, max(free_ns, oldest_ns) + patience_ns - now_ns)
+        if not self._running:
+            return 0
+        return max(0, free_ns - LEAD_NS - round(self._start_ns + rows * self._copy_ns_per_row) - now_ns)
+
+    def rows_to_take(self, rows: int) -> int:
+        """How many of the waiting rows the next batch takes at most."""
+        most = min(rows, self._max_rows)
+        if most in self._buckets or not self._execution_ns:
+            return most
+        candidates = [bucket for bucket in self._buckets if most // 2 < bucket < most]
+        return max([most, *candidates], key=lambda taken: taken / self._expected_ns(taken))
+
+    def _returned(self, end: _FinishedBatch, now_ns: int) -> None:
+        """The clients of a batch have asked again, or have at least taken so long."""
+        took_ns = now_ns - end.ns
+        before = self._return_ns if self._return_ns < math.inf else took_ns
+        self._return_ns = before + NEWEST_SHARE * (took_ns - before)
+        self._return_rows += NEWEST_SHARE * (end.rows - self._return_rows)
+
+    def _saved_ns(self, rows: int) -> int:
+        """What executing `rows` with those that are missing saves; 0 if they come too late for that, or are few."""
+        missing = min(self._max_rows, max(self._peaks)) - rows
+        if missing < MIN_MISSING_ROWS:
+            return 0
+        apart_ns = self._expected_ns(rows) + self._expected_ns(missing)
+        saved_ns = apart_ns - self._expected_ns(rows + missing)
+        wait_ns = self._return_ns * max(1, missing / self._return_rows)
+        return round(saved_ns) if MIN_GAIN * wait_ns < saved_ns else 0
+
+    def _expected_ns(self, rows: int) -> float:
+        bucket = self._bucket[min(rows, self._max_rows)]
+        measured_ns = self._execution_ns.get(bucket)
+        if measured_ns is not None or not self._execution_ns:
+            return measured_ns or 0.0
+        measured: Sequence[int] = sorted(self._execution_ns)
+        return float(np.interp(bucket, measured, [self._execution_ns[size] for size in measured]))
+
+    def _predicted_end_ns(self) -> int:
+        end_ns = self._free_from_ns
+        for start_ns, bucket in self._running:
+            end_ns = max(start_ns, end_ns) + round(self._execution_ns.get(bucket, 0))
+        return end_ns
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _RunningBatch:
     """A batch on its way through the engine."""
 
     requests: list[QueuedRequest]
@@ -60,13 +208,14 @@ class _Flight:
 
 
 class Batcher:
-    """Owns the engine and its threads from `start` to `stop`.
+    """Owns a loaded engine and its queue until `stop`, and executes in one thread, which calls `run`.
 
     A request counts as waiting until it is claimed for a batch, expired or withdrawn.
     """
 
     def __init__(
         self,
+        engine: Engine,
         settings: NativeSettings,
         statistics: Statistics,
         on_complete: Callable[[Sequence[QueuedRequest]], None],
@@ -79,49 +228,41 @@ class Batcher:
         """`on_broken` is called once, when the engine cannot execute even zeros any more or its thread has failed.
 
         `check_values` raises `ContractError` for inputs that the engine must not get. Requests lie in the `arena`,
-        which an engine on a GPU page-locks. With `wake` an engine that executes beside Python belongs to a loop that
-        calls `turn`: after `wake`, after `submit`, and when the last turn said. It waits for nothing, so one thread
-        receives, starts and finishes, and no time goes from one to the other. Other engines have a thread.
+        which an engine on a GPU page-locks. `wake`: see `LoopBatcher`.
         """
-        self._wake = wake
-        self.takes_addresses = False
-        self._turned = False  # the loop has taken over
-        self._ended = threading.Event()
-        self._arena = arena
-        self._page_locks: PageLocks | None = None
-        self._max_batch_size = settings.max_batch_size
-        self._max_queue_delay_ns = settings.max_queue_delay_us * 1000
+        self._engine = engine
         self._queue_size = settings.queue_size
+        self._max_batch_size = settings.max_batch_size
         self._statistics = statistics
         self._on_complete = on_complete
         self._on_broken = on_broken
         self._padding = padding
         self._checks = [] if check_values is None else [check_values]
-        self._broken = False
-        self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None ends it
+        if engine.checks_values:
+            self._checks.append(engine.check_values)
+        self.takes_addresses = engine.takes_addresses and not self._checks
+        """Whether the inputs of a request may be `HostMemory`."""
+        on_gpu = engine.device_index is not None
+        self._page_locks = PageLocks(engine, arena) if on_gpu and arena is not None else None
+        engine.prepare_no_more()
+        max_delay_ns = settings.max_queue_delay_us * 1000
+        self._former = BatchFormer(settings.max_batch_size, max_delay_ns, engine.executed_rows, engine.row_bytes)
         self._lock = threading.Lock()  # guards the two below, and `taken` of every request
         self._closed = False
         self.waiting = 0
         """Requests in the queue, without those being executed."""
-        self._lined_up: deque[QueuedRequest] = deque()  # taken from the queue, in no batch yet
-        self._flights: deque[_Flight] = deque()
+        self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None ends it
+        self._waiting_requests: deque[QueuedRequest] = deque()  # taken from the queue, in no batch yet
+        self._running: deque[_RunningBatch] = deque()
         self._idle_from_ns = 0
         self._failed: list[QueuedRequest] = []  # of a batch that failed: each is executed again, alone
-        self._ends = False  # None came out of the queue
-        self._thread: threading.Thread | None = None
-        self._engine: Engine
-        self._former: BatchFormer
-
-    def start(self, prepare: Callable[[], Engine | None]) -> None:
-        """`prepare` loads the engine, in the batcher's own thread; it returns None when that failed."""
-        self._thread = threading.Thread(target=self._run, args=(prepare,), name="engine", daemon=True)
-        self._thread.start()
+        self._broken = False
+        self._ends = False  # no request comes any more
+        self._ended = threading.Event()
+        self._wake = wake
 
     def submit(self, request: QueuedRequest) -> None:
-        """Queue a request; any thread, with `wake` the one that turns.
-
-        Raises `QueueFullError` or `ShuttingDownError` at once.
-        """
+        """Queue a request. Raises `QueueFullError` or `ShuttingDownError` at once."""
         request.enqueued_ns = time.perf_counter_ns()
         with self._lock:
             if self._closed:
@@ -129,145 +270,120 @@ class Batcher:
             if self.waiting + request.count > self._queue_size:
                 raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
             self._count_waiting(request.count)
-            if not self._turned:
-                self._queue.put(request)
-                return
-        self._accept(request)  # in the thread that turns
+            self._enqueue(request)
 
-    def withdraw(self, request: QueuedRequest, instead: Sequence[QueuedRequest] = ()) -> bool:
+    def _enqueue(self, request: QueuedRequest) -> None:
+        self._queue.put(request)
+
+    def withdraw(self, request: QueuedRequest, remaining: Sequence[QueuedRequest] = ()) -> bool:
         """Take a request back; any thread. True if the engine and `on_complete` will not get it.
 
-        `instead` are those that it stood for and that stay: they get its place. Only for the thread that turns.
+        `remaining` are the parts of a group that stay, in its place; only for `LoopBatcher`.
         """
         with self._lock:
             if request.taken:
                 return False
             request.taken = True
-            self._count_waiting(sum([one.count for one in instead]) - request.count)
-        if instead:
-            self._line_up()
-            place = self._lined_up.index(request)
-            for one in reversed(instead):
-                self._lined_up.insert(place, one)
+            self._count_waiting(sum([part.count for part in remaining]) - request.count)
+        if remaining:
+            place = self._waiting_requests.index(request)
+            for part in reversed(remaining):
+                self._waiting_requests.insert(place, part)
         request.drop_inputs()
         return True
+
+    def run(self) -> None:
+        """Execute until `stop`; in the thread that has loaded the engine."""
+        try:
+            while not self._ended.is_set():
+                seconds = self._turn()
+                if self._ended.is_set():
+                    return
+                with suppress(queue.Empty):  # while the engine works, the interpreter is left to other threads
+                    self._receive(self._queue.get(timeout=None if seconds is None else max(POLL_S, seconds)))
+        except Exception:
+            log.exception("the thread of an engine failed")
+            self.fail()
 
     def stop(self, timeout: float) -> bool:
         """Refuse new requests, execute the queued ones and close the engine. False if that took too long."""
         with self._lock:
             self._closed = True
-            self._queue.put(None)
-        if self._thread is None:
-            return True
-        if self._wake is not None:
-            self._wake()
+            self._end()
         return self._ended.wait(timeout)
 
-    def turn(self) -> float | None:
-        """Do what can be done now; in the thread of the loop that gave `wake`.
+    def _end(self) -> None:
+        self._queue.put(None)
 
-        Returns after how many seconds to call again if nothing comes, None: not before `wake` or `submit` is called.
+    def turn(self) -> float | None:
+        """See `LoopBatcher`; here the thread does everything."""
+        return None
+
+    def _turn(self) -> float | None:
+        """Do what can be done now, and wait for nothing.
+
+        Returns after how many seconds to call again if no request comes; None: not before one comes.
         """
-        return self._turn() if self._turned and not self._ended.is_set() else None
+        engine, former, waiting = self._engine, self._former, self._waiting_requests
+        while True:
+            while not self._queue.empty():  # nobody else takes from it
+                self._receive(self._queue.get_nowait())
+            if self._running and engine.ready():
+                self._finish_batch(self._running[0])
+                self._running.popleft()
+                continue
+            while waiting and waiting[0].taken:
+                waiting.popleft()
+            if self._running and (not waiting or self._failed or len(self._running) >= engine.flights):
+                return 0.0
+            if self._failed:
+                self._execute_alone()
+            elif waiting:
+                rows = self._mergeable_rows()
+                wait_ns = 0 if self._ends else former.wait_ns(time.perf_counter_ns(), rows, waiting[0].enqueued_ns)
+                if wait_ns > 0:
+                    return 0.0 if self._running else wait_ns / 1e9
+                self._start_batch(self._take(former.rows_to_take(rows)))
+            elif self._ends:
+                engine.close()
+                self._ended.set()
+                return None
+            else:
+                return None
 
     def _count_waiting(self, change: int) -> None:
         self.waiting += change
         self._statistics.set_queued(self.waiting)
 
-    def _run(self, prepare: Callable[[], Engine | None]) -> None:
-        try:
-            engine = prepare()
-            if engine is None:
-                self._ended.set()
-            else:
-                self._use(engine)
-        except Exception:
-            log.exception("the thread of an engine failed")
-            self._abandon()
+    def _receive(self, item: QueuedRequest | None) -> None:
+        if item is None:
+            self._ends = True
+        else:
+            self._accept(item)
 
-    def _abandon(self) -> None:
+    def _accept(self, request: QueuedRequest) -> None:
+        self._former.arrived(request.enqueued_ns, request.rows)
+        self._waiting_requests.append(request)
+
+    def fail(self) -> None:
         """Nothing can be executed any more: refuse what is here, and what will come."""
         with self._lock:
             self._closed = True
         with suppress(queue.Empty):
             while (request := self._queue.get_nowait()) is not None:
-                self._lined_up.append(request)
-        begun = [*self._failed, *(request for flight in self._flights for request in flight.requests)]
-        waiting = self._claim(self._lined_up)
-        self._refuse([*waiting, *(one for one in begun if not one.complete)], InternalError(FAILED))
+                self._waiting_requests.append(request)
+        begun = [*self._failed, *(request for batch in self._running for request in batch.requests)]
+        waiting = self._claim(self._waiting_requests)
+        self._refuse([*waiting, *(request for request in begun if not request.complete)], InternalError(FAILED))
         self._on_broken()
         with suppress(Exception):
             self._engine.close()
         self._ended.set()
 
-    def _use(self, engine: Engine) -> None:
-        if self._arena is not None and engine.device_index is not None:
-            self._page_locks = PageLocks(engine, self._arena)
-        engine.prepare_no_more()
-        if engine.checks_values:
-            self._checks.append(engine.check_values)
-        self._former = BatchFormer(
-            self._max_batch_size, self._max_queue_delay_ns, engine.executed_rows, engine.row_bytes
-        )
-        self._engine = engine
-        self.takes_addresses = engine.takes_addresses and not self._checks
-        if engine.flights > 1 and self._wake is not None:
-            self._turned = True
-            self._wake()
-            return
-        while not self._ended.is_set():
-            seconds = self._turn()
-            if self._ended.is_set():
-                return
-            with suppress(queue.Empty):  # while the engine works, the interpreter is left to other threads
-                self._accept(self._queue.get(timeout=None if seconds is None else max(POLL_S, seconds)))
-
-    def _turn(self) -> float | None:
-        """See `turn`."""
-        engine, former, lined_up = self._engine, self._former, self._lined_up
-        while True:
-            self._line_up()
-            if self._flights and engine.ready():
-                self._land(self._flights[0])
-                self._flights.popleft()
-                continue
-            while lined_up and lined_up[0].taken:
-                lined_up.popleft()
-            if self._flights and (not lined_up or self._failed or len(self._flights) >= engine.flights):
-                return 0.0
-            if self._failed:
-                self._execute_alone()
-            elif lined_up:
-                rows = self._mergeable_rows()
-                wait_ns = 0 if self._ends else former.wait_ns(time.perf_counter_ns(), rows, lined_up[0].enqueued_ns)
-                if wait_ns > 0:
-                    return 0.0 if self._flights else wait_ns / 1e9
-                self._depart(self._take(former.rows_to_take(rows)))
-            elif self._ends:
-                engine.close()
-                self._ended.set()
-                return None
-            elif self._turned and time.perf_counter_ns() - self._idle_from_ns < WATCH_NS:
-                return 0.0
-            else:
-                return None
-
-    def _line_up(self) -> None:
-        """Take everything out of the queue that is there; nobody else takes from it."""
-        while not self._queue.empty():
-            self._accept(self._queue.get_nowait())
-
-    def _accept(self, item: QueuedRequest | None) -> None:
-        if item is None:
-            self._ends = True
-        else:
-            self._former.arrived(item.enqueued_ns, item.rows)
-            self._lined_up.append(item)
-
     def _mergeable_rows(self) -> int:
         """Rows at the front that fit into one batch; the largest batch if no later request can join them."""
-        first, rows = self._lined_up[0], 0
-        for request in self._lined_up:
+        first, rows = self._waiting_requests[0], 0
+        for request in self._waiting_requests:
             if request.taken:
                 continue
             if request.key != first.key or rows + request.rows > self._max_batch_size:
@@ -279,27 +395,27 @@ class Batcher:
         """The requests at the front, in order, with `most` rows at most; at least one."""
         batch: list[QueuedRequest] = []
         rows = 0
-        while self._lined_up:
-            request = self._lined_up[0]
+        while self._waiting_requests:
+            request = self._waiting_requests[0]
             if not request.taken:
                 if batch and request.key != batch[0].key:
                     break
-                if rows + request.rows > most and (batch or request.apart is not None):
+                if rows + request.rows > most and (batch or request.split is not None):
                     fitting = (most - rows) * request.count // request.rows
-                    if request.apart is None or (batch and not fitting):
+                    if request.split is None or (batch and not fitting):
                         break
-                    self._lined_up.popleft()
-                    self._lined_up.extendleft(reversed(request.apart(max(1, fitting))))
+                    self._waiting_requests.popleft()
+                    self._waiting_requests.extendleft(reversed(request.split(max(1, fitting))))
                     continue
                 rows += request.rows
                 batch.append(request)
-            self._lined_up.popleft()
+            self._waiting_requests.popleft()
         return batch
 
     def _claim(self, batch: Iterable[QueuedRequest]) -> list[QueuedRequest]:
         """The batch without withdrawn and expired requests; the others can no longer be withdrawn."""
         now_ns = time.perf_counter_ns()
-        wanted: list[QueuedRequest] = []
+        claimed: list[QueuedRequest] = []
         expired: list[QueuedRequest] = []
         with self._lock:
             for request in batch:
@@ -307,23 +423,23 @@ class Batcher:
                     continue
                 request.taken = True
                 late = request.deadline_ns is not None and now_ns >= request.deadline_ns
-                (expired if late else wanted).append(request)
-            self._count_waiting(-sum([request.count for request in (*wanted, *expired)]))
+                (expired if late else claimed).append(request)
+            self._count_waiting(-sum([request.count for request in (*claimed, *expired)]))
         if expired:
             self._refuse(expired, RequestExpiredError(EXPIRED))
-        return wanted
+        return claimed
 
     def _readable(self, claimed: list[QueuedRequest]) -> list[QueuedRequest]:
         """The requests whose inputs can be read and executed; the others are refused."""
         checks = self._checks
-        if not checks and not any([one.device_inputs or one.device_outputs for one in claimed]):  # noqa: C419  faster
+        if not checks and not any([request.input_windows or request.output_windows for request in claimed]):  # noqa: C419  faster
             return claimed
         readable = []
         for request in claimed:
             try:
                 _open_device_memory(request, None if checks else self._engine.device_index)
                 if checks:
-                    arrays = {name: one for name, one in request.inputs.items() if isinstance(one, np.ndarray)}
+                    arrays = {name: array for name, array in request.inputs.items() if isinstance(array, np.ndarray)}
                     for check in checks:
                         check(arrays)
             except ContractError as error:
@@ -335,14 +451,14 @@ class Batcher:
                 readable.append(request)
         return readable
 
-    def _depart(self, batch: list[QueuedRequest]) -> None:
-        requests = self._readable(self._claim(batch))
-        flight = self._begin(requests) if requests else None
-        if flight is not None:
-            self._former.started(flight.start_ns, flight.rows, flight.started_ns - flight.start_ns)
-            self._flights.append(flight)
+    def _start_batch(self, taken: list[QueuedRequest]) -> None:
+        requests = self._readable(self._claim(taken))
+        batch = self._begin(requests) if requests else None
+        if batch is not None:
+            self._former.started(batch.start_ns, batch.rows, batch.started_ns - batch.start_ns)
+            self._running.append(batch)
 
-    def _begin(self, requests: list[QueuedRequest]) -> _Flight | None:
+    def _begin(self, requests: list[QueuedRequest]) -> _RunningBatch | None:
         """Start a batch; None if that failed, or if the engine takes no batch of this shape."""
         start_ns = time.perf_counter_ns()
         engine = self._engine
@@ -351,7 +467,7 @@ class Batcher:
                 self._page_locks.notice([_address(request) for request in requests])
             given_ns = time.perf_counter_ns()
             if any([request.borrowed for request in requests]):  # noqa: C419  as above
-                inputs: list[Request] = [{**one.inputs, **one.borrowed_inputs} for one in requests]
+                inputs: list[Request] = [{**request.inputs, **request.borrowed_inputs} for request in requests]
                 finish = engine.start(inputs, self._padding, [request.borrowed_outputs for request in requests])
             else:
                 finish = engine.start([request.inputs for request in requests], self._padding)
@@ -364,27 +480,27 @@ class Batcher:
             return None
         rows = sum([request.rows for request in requests])
         started_ns = time.perf_counter_ns() if engine.flights > 1 else given_ns  # else it has been executed as well
-        return _Flight(requests, rows, start_ns, started_ns, finish)
+        return _RunningBatch(requests, rows, start_ns, started_ns, finish)
 
-    def _land(self, flight: _Flight) -> None:
+    def _finish_batch(self, batch: _RunningBatch) -> None:
         """Complete the requests of a batch that is executed, unless it failed."""
         try:
-            answers = flight.finish()
+            answers = batch.finish()
         except Exception:
-            log.exception("inference failed", rows=flight.rows, requests=len(flight.requests))
+            log.exception("inference failed", rows=batch.rows, requests=len(batch.requests))
             self._former.finished(time.perf_counter_ns())
-            self._failed += flight.requests
+            self._failed += batch.requests
         else:
             finished_ns = time.perf_counter_ns()
             self._former.finished(finished_ns)
-            self._complete(flight, answers, finished_ns)
+            self._complete(batch, answers, finished_ns)
             self._idle_from_ns = time.perf_counter_ns()
 
-    def _complete(self, flight: _Flight, answers: list[dict[str, Array]], finished_ns: int) -> None:
+    def _complete(self, batch: _RunningBatch, answers: list[dict[str, Array]], finished_ns: int) -> None:
         complete = []
-        for request, answer in zip(flight.requests, answers, strict=True):
+        for request, answer in zip(batch.requests, answers, strict=True):
             try:
-                for name, window in request.device_outputs.items():
+                for name, window in request.output_windows.items():
                     memory = request.borrowed_outputs.get(name)
                     if memory is None:
                         window.write(answer[name])
@@ -397,11 +513,11 @@ class Batcher:
                 request.outputs = answer
                 complete.append(request)
         self._statistics.record_execution(
-            flight.rows,
-            self._engine.executed_rows(flight.rows),
-            [(flight.start_ns - one.enqueued_ns, one.count) for one in flight.requests],
-            flight.started_ns - flight.start_ns,
-            finished_ns - flight.started_ns,
+            batch.rows,
+            self._engine.executed_rows(batch.rows),
+            [(batch.start_ns - request.enqueued_ns, request.count) for request in batch.requests],
+            batch.started_ns - batch.start_ns,
+            finished_ns - batch.started_ns,
             time.perf_counter_ns() - finished_ns,
         )
         self._on_complete(complete)
@@ -410,15 +526,15 @@ class Batcher:
         """After a batch has failed: each request alone, so that only the cause of the failure fails."""
         failed, self._failed = self._failed, []
         works = self._check_engine()
-        alone = [one for request in failed for one in singles(request)]
+        alone = [request for group in failed for request in _single_requests(group)]
         if len(alone) == 1 or not works:
             self._refuse(alone, InternalError(FAILED))
             return
         for request in alone:
-            flight = self._begin([request])
-            if flight is not None:
-                self._former.started(flight.start_ns, flight.rows)
-                self._land(flight)
+            batch = self._begin([request])
+            if batch is not None:
+                self._former.started(batch.start_ns, batch.rows)
+                self._finish_batch(batch)
             if self._failed:
                 self._failed = []
                 self._refuse([request], InternalError(FAILED))
@@ -444,6 +560,37 @@ class Batcher:
         self._on_complete(requests)
 
 
+class LoopBatcher(Batcher):
+    """Executes in the loop of a process, for an engine that executes beside Python.
+
+    One thread then receives, starts and finishes, and no time goes from one to the other. It submits, and it calls
+    `turn`: after `wake`, after `submit`, and when the last turn said.
+    """
+
+    _enqueue = Batcher._accept
+
+    def run(self) -> None:
+        """Let the loop take over."""
+        assert self._wake is not None
+        self._wake()
+
+    def _end(self) -> None:
+        self._ends = True
+        self.run()
+
+    def turn(self) -> float | None:
+        """Do what can be done now, and wait for nothing.
+
+        Returns after how many seconds to call again if nothing comes, None: not before `wake` or `submit` is called.
+        """
+        if self._ended.is_set():
+            return None
+        seconds = self._turn()
+        if seconds is None and time.perf_counter_ns() - self._idle_from_ns < WATCH_NS:
+            return 0.0
+        return seconds
+
+
 def _open_device_memory(request: QueuedRequest, device: int | None) -> None:
     """Let an engine on this device use the memory itself, and read inputs to the host otherwise.
 
@@ -454,7 +601,7 @@ def _open_device_memory(request: QueuedRequest, device: int | None) -> None:
     read: dict[str, Array] = {}
     used = []
     try:
-        for borrowed, windows in ((inputs, request.device_inputs), (outputs, request.device_outputs)):
+        for borrowed, windows in ((inputs, request.input_windows), (outputs, request.output_windows)):
             for name, window in windows.items():
                 if window.on(device):
                     borrowed[name] = window.borrow()
@@ -474,3 +621,12 @@ def _address(request: QueuedRequest) -> int:
         return first.addresses[0]
     address: int = first.__array_interface__["data"][0]
     return address
+
+
+def _single_requests(group: QueuedRequest) -> list[QueuedRequest]:
+    """The requests of a group, each for itself."""
+    requests = []
+    while group.split is not None:
+        request, group = group.split(1)
+        requests.append(request)
+    return [*requests, group]

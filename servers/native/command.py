@@ -12,23 +12,21 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from servers.defaults import ARTEFACTS
+from servers.cli.defaults import ARTEFACTS, TuningError
+from servers.cli.launch import LaunchPlan, ListenerError, bind, check_free, host_in_url
+from servers.cli.options import fail, takes_settings, tuning_of, validation_sentence, with_tuning
 from servers.engines.environment import enter_environment_of
 from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
 from servers.engines.padding import padding_of
 from servers.engines.settings import engine_kind
-from servers.export.errors import ExportError
-from servers.launch_plan import LaunchPlan, host_in_url
-from servers.listener import ListenerError, bind, check_free
-from servers.models.atomic_folder import FolderError
+from servers.export.manifest import ExportError
+from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.native.settings import NativeSettings, artefact_field, to_argv
-from servers.options import fail, takes_settings, tuning_of, validation_sentence, with_tuning
-from servers.tuning import TuningError
 
 CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
 """How this server's log says why it ended."""
@@ -37,7 +35,7 @@ Artefact = tuple[Path, dict[str, object] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class NativeLaunch:
     """Checked options: the settings are valid and the ports were free a moment ago."""
 
     settings: NativeSettings
@@ -75,15 +73,15 @@ class Launch:
         )
 
 
-def check(options: Mapping[str, Any]) -> Launch:
+def check(options: Mapping[str, Any]) -> NativeLaunch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
-    given = NativeSettings(**{name: value for name, value in options.items() if value is not None})
-    given = with_tuning(given, given.tuning)
-    specifications = get_variants(given.model, given.payloads)
+    requested = NativeSettings(**{name: value for name, value in options.items() if value is not None})
+    requested = with_tuning(requested, requested.tuning)
+    specifications = get_variants(requested.model, requested.payloads)
     first = specifications[0]
-    settings = given.resolved(first)
-    for one in settings.of_engines():
-        one.engine_settings().check_here()
+    settings = requested.resolved(first)
+    for engine in settings.of_engines():
+        engine.engine_settings().check_here()
     check_engine(first.executed, settings.engine_settings())
     enter_environment_of(settings.engine)
     padding_of(first, settings.pad_sizes)
@@ -95,7 +93,7 @@ def check(options: Mapping[str, Any]) -> Launch:
     # A path is absolute: a supervisor may start the server from another folder.
     model = first.reference if first.reference.startswith("/") else settings.model
     settings = settings.model_copy(update={"weights": weights.text, "model": model})
-    return Launch(settings, specifications, weights, tuning_of(given))
+    return NativeLaunch(settings, specifications, weights, tuning_of(requested))
 
 
 @takes_settings(NativeSettings)
@@ -126,11 +124,11 @@ def serve_native(
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets this process's PID and signals
 
 
-def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> Artefact:
+def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Path) -> Artefact:
     """The exported file, made first when it is missing, and its manifest."""
     from servers.export.artefacts import executed_file  # not above: it imports an engine
 
-    found = executed_file(
+    artefact = executed_file(
         launch.settings.engine,
         launch.settings.precision,
         specification,
@@ -139,4 +137,4 @@ def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> 
         progress=lambda step: typer.echo(step, err=True),
         max_batch_size=launch.settings.max_batch_size,
     )
-    return found.path.absolute(), None if found.manifest is None else found.manifest.to_dict()
+    return artefact.path.absolute(), None if artefact.manifest is None else artefact.manifest.to_dict()

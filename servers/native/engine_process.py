@@ -1,9 +1,10 @@
-"""The process that executes: the engine's side of a server, whose front ends are other processes.
+"""The engine's side of a server: its models, the registered regions, and the process that executes.
 
-One thread receives what the front ends send, and gives the engines that execute beside Python their turns: while a
-batch is on a GPU it asks again and again for the next message and for the end of the batch, so that neither waits for a
-thread to wake up. Engines that execute in Python's threads have their own, and whatever blocks goes to other threads.
-All answers of a batch that belong to one front end are one message.
+`ModelHost` is one model from loading to the end, `EngineSide` all models and regions, for front ends anywhere.
+`EngineServer` is the loop of an engine's process. One thread receives what the front ends send, and gives the engines
+that execute beside Python their turns: while a batch is on a GPU it asks again and again for the next message and for
+the end of the batch, so that neither waits for a thread to wake up. Engines that execute in Python's threads have their
+own, and whatever blocks goes to other threads. All answers of a batch that belong to one front end are one message.
 """
 
 from __future__ import annotations
@@ -13,34 +14,62 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
+import msgspec
 import structlog
 
-from servers.engines.interface import HostMemory
-from servers.native.arena import Arena
-from servers.native.engine_side import EngineSide, Offer
-from servers.native.errors import EXPIRED, RequestExpiredError
-from servers.native.failure_log import FailureLog
-from servers.native.messages import (
+from servers.engines.batches import warm_up_sizes
+from servers.engines.interface import Engine, EngineDescription, EngineError, HostMemory, profiled
+from servers.engines.padding import padding_of
+from servers.engines.settings import EngineSettings
+from servers.models.specification import ModelSpecification
+from servers.native.batcher import Batcher, LoopBatcher
+from servers.native.errors import (
+    EXPIRED,
+    SHUTTING_DOWN,
+    FailureLog,
+    NotReadyError,
+    RequestExpiredError,
+    ShuttingDownError,
+)
+from servers.native.inference import signature_of
+from servers.native.interface import (
+    ApplyStatus,
+    CheckCuda,
+    EngineOperation,
+    FrontEnd,
+    FrontEndOpened,
+    FrontEndOperation,
+    LoadModel,
+    ModelState,
+    ModelStatus,
+    QueuedRequest,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+    UnloadModel,
+    UnregisterMemory,
+)
+from servers.native.ipc import (
     FAILED,
     FORM_UNKNOWN,
     REQUESTS,
     STOP_BY,
-    Answer,
-    Ask,
     Cancel,
-    Done,
+    Control,
+    ControlDone,
     Form,
     FrameReader,
     Message,
     ReceivedForm,
+    RequestDone,
     Submit,
     SubmitMany,
-    Unusable,
+    UnusableMessage,
     done_many_message,
     done_message,
     encode_all,
@@ -49,17 +78,388 @@ from servers.native.messages import (
     failure_of,
     unusable_of,
 )
-from servers.native.queued_request import QueuedRequest
+from servers.native.memory import Arena
 from servers.native.settings import NativeSettings
+from servers.native.shared_memory import RegionRegister
 from servers.native.statistics import Statistics
-from servers.protocol.errors import ContractError
-from servers.protocol.tensors import Array
+from servers.protocol.errors import ContractError, InternalError, UnavailableError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import Array, like
 
 log = structlog.get_logger("abserve.engine")
 log_limited = FailureLog("abserve.engine")
 
+UNLOAD_SECONDS = 30
+NOTIFY_SECONDS = 35.0
+"""How long a front end may take to execute an operation: longer than the decoding of images that it has accepted."""
+
+MAX_BLOCKING = 8
+"""Threads for operations that block, but for loads and unloads; more wait."""
 READ_BYTES = 256 * 1024
 LONG_S = 0.002
+
+_LOADING = threading.Lock()
+"""Models of one process load one after the other: while one captures CUDA graphs, no other may wait for a device."""
+
+BuildEngine = Callable[[EngineSettings], Engine]
+"""Builds a model's engine; called in the engine thread, where its imports block nothing else."""
+Offer = tuple[ModelSpecification, BuildEngine]
+"""A model to be served, and how its engine is built."""
+
+
+class ModelHost:
+    """One served model: its engine, its queue, and its life from loading to the end. Any thread; some methods block."""
+
+    def __init__(
+        self,
+        specification: ModelSpecification,
+        build_engine: BuildEngine,
+        settings: NativeSettings,
+        statistics: Statistics,
+        arena: Arena,
+        on_complete: Callable[[Sequence[QueuedRequest]], None],
+        on_change: Callable[[bool], None],
+        wake: Callable[[], None] | None,
+    ) -> None:
+        """`on_complete` gets requests that the engine is done with.
+
+        `wake`: see `LoopBatcher`.
+        `on_change` is called when `state` or `description` is another; with True it returns when all front ends know.
+        """
+        self.signature = signature_of(specification, settings)
+        self.state = ModelState.LOADING
+        self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
+        self._build_engine = partial(build_engine, settings.engine_settings())
+        self._settings = settings
+        self._statistics = statistics
+        self._arena = arena
+        self.padding = padding_of(specification, settings.pad_sizes)
+        self._on_complete = on_complete
+        self._on_change = on_change
+        self._wake = wake
+        self._on_failure: Callable[[], None] = lambda: None
+        self._front_ends_open: threading.Event | None = None
+        self._control = threading.Lock()
+        self._settled = threading.Event()  # the load has ended, with or without success
+        self._thread: threading.Thread | None = None
+        self._batcher: Batcher | None = None  # from the end of the first load on
+        self.takes_addresses = False
+        """Whether the inputs of a request may be `HostMemory`."""
+
+    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
+        """Begin to load; returns at once. `on_failure` is called, in any thread, if the model cannot be served.
+
+        The model is not READY before `front_ends_open` is set.
+        """
+        self._on_failure = on_failure
+        self._front_ends_open = front_ends_open
+        self._start_thread()
+
+    def load(self) -> None:
+        """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
+        with self._control:
+            if self.state not in (ModelState.UNLOADED, ModelState.FAILED):
+                self._check_ready()
+                return
+            self._finish()
+            self._on_failure = lambda: None  # the client gets the error, and the server goes on
+            self._settled.clear()
+            self._change(ModelState.LOADING)
+            self._start_thread()
+            self._settled.wait()
+            if self.state is ModelState.FAILED:
+                raise InternalError(f"model '{self.signature.name}' failed to load, the server's log has the reason")
+
+    def unload(self) -> None:
+        """Refuse new requests, finish the accepted ones and free the engine. Raises `ContractError`."""
+        with self._control:
+            if self.state not in (ModelState.UNLOADED, ModelState.FAILED):
+                self._check_ready()
+            self._change(ModelState.UNLOADED, wait=True)
+            self._finish()
+
+    def submit(self, queued: QueuedRequest) -> None:
+        """Queue a checked request. Raises `UnavailableError`."""
+        if self._batcher is None:
+            self._check_ready()
+        else:
+            self._batcher.submit(queued)
+
+    def turn(self) -> float | None:
+        return None if self._batcher is None else self._batcher.turn()
+
+    def withdraw(self, queued: QueuedRequest, remaining: Sequence[QueuedRequest] = ()) -> bool:
+        """Take it back; True if the engine will not execute it and `on_complete` will not get it. See `Batcher`."""
+        return self._batcher is not None and self._batcher.withdraw(queued, remaining)
+
+    def stop(self, timeout: float) -> bool:
+        """Execute the queue, then free the engine. False if that took longer than `timeout` seconds."""
+        loading = self.state in (ModelState.LOADING, ModelState.ACCEPTING)
+        self.state = ModelState.STOPPING
+        # A load cannot be interrupted, so do not wait for it.
+        if self._batcher is None:
+            return self._thread is None or not loading
+        return self._batcher.stop(0 if loading else timeout)
+
+    def _check_ready(self) -> None:
+        if self.state is ModelState.STOPPING:
+            raise ShuttingDownError(SHUTTING_DOWN)
+        if self.state is not ModelState.READY:
+            raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
+
+    def _finish(self) -> None:
+        if self._batcher is not None and not self._batcher.stop(UNLOAD_SECONDS):
+            raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again later")
+        self.description = None  # nothing is in effect any more
+        self._on_change(True)
+
+    def _change(self, state: ModelState, *, wait: bool = False) -> None:
+        if self.state is not ModelState.STOPPING:
+            self.state = state
+        self._on_change(wait)
+        if state is ModelState.FAILED:
+            self._on_failure()
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Load, and execute unless the process's loop does that; in the engine's thread."""
+        batcher = self._load_batcher()
+        if batcher is None:
+            self._change(ModelState.FAILED)
+            self._settled.set()
+            return
+        self._batcher = batcher
+        self.takes_addresses = batcher.takes_addresses
+        try:
+            if self.state is ModelState.STOPPING:  # since the load began
+                batcher.stop(0)
+            elif self._front_ends_open is not None:
+                self._front_ends_open.wait()
+            with suppress(ContractError):  # a front end that does not answer learns it all the same
+                self._change(ModelState.ACCEPTING, wait=True)
+            self._change(ModelState.READY)
+        except Exception:
+            log.exception("the thread of an engine failed")
+            batcher.fail()
+        self._settled.set()
+        batcher.run()
+
+    def _load_batcher(self) -> Batcher | None:
+        """Load and warm up. None when that failed, after the log has the reason."""
+        check_values = self.signature.check_values if self.signature.id_counts else None
+        try:
+            with _LOADING:
+                engine, self.description = _load_engine(self._build_engine, self.signature)
+            if engine.device_index is not None:
+                self._arena.page_locks = True
+            kind = LoopBatcher if engine.flights > 1 and self._wake is not None else Batcher
+            return kind(
+                engine,
+                self._settings,
+                self._statistics,
+                self._on_complete,
+                self._broken,
+                self.padding,
+                check_values,
+                self._arena,
+                self._wake,
+            )
+        except EngineError as error:
+            log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
+        except Exception:
+            log.exception("the model cannot be served")
+        return None
+
+    def _broken(self) -> None:
+        """The engine broke: the server ends, or stays not ready, and its supervisor sees that. In the engine thread."""
+        if self.state in (ModelState.LOADING, ModelState.ACCEPTING, ModelState.READY):
+            self._change(ModelState.FAILED)
+        self._settled.set()
+
+
+def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) -> tuple[Engine, EngineDescription]:
+    """A loaded and warm engine; blocks, in the thread that will use it. Raises `EngineError` and whatever it raises."""
+    started_ns = time.perf_counter_ns()
+    engine = build_engine()
+    log.info("engine imported", model=signature.name)  # a step of a cold start, as is "weights loaded"
+    engine.load()
+    log.info("weights loaded", model=signature.name)
+    description = engine.describe()
+    if description.max_batch_size < signature.max_batch_size:
+        most = description.max_batch_size
+        raise EngineError(f"the engine executes at most {most} items at once: set --max-batch-size {most} or less")
+    loaded_ns = time.perf_counter_ns()
+    engine.warm_up(warm_up_sizes(signature.max_batch_size))
+    description = profiled(engine) or description
+    log.info(
+        "ready",
+        model=signature.name,
+        engine=f"{description.kind} {description.version}",
+        precision=description.precision,
+        device=description.device,
+        weights=description.weights,
+        load_s=round((loaded_ns - started_ns) / 1e9, 2),
+        warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
+    )
+    return engine, description
+
+
+class EngineSide:
+    """The models, the regions, and the front ends that are notified of every change. Any thread."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        offers: Sequence[Offer],
+        statistics: Sequence[Statistics],
+        arena: Arena,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        """`wake`: see `LoopBatcher`."""
+        self._front_ends: list[FrontEnd] = []
+        self._lock = threading.RLock()  # so that all front ends are notified in the same order
+        self.regions = RegionRegister(self._notify_all, others_come=wake is not None)
+        self.hosts = [
+            ModelHost(specification, build, settings, counters, arena, complete, self._changed, wake)
+            for (specification, build), counters in zip(offers, statistics, strict=True)
+        ]
+        self._blocking = ThreadPoolExecutor(MAX_BLOCKING, "control")
+        self._loading = [ThreadPoolExecutor(1, "loading") for _ in self.hosts]
+
+    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
+        """Begin to load all models; none is READY before `front_ends_open` is set.
+
+        `on_failure` is called, in any thread, when a model cannot be served.
+        """
+        for host in self.hosts:
+            host.start(on_failure, front_ends_open)
+
+    def add(self, front_end: FrontEnd) -> None:
+        """A front end has begun: it learns everything."""
+        with self._lock:
+            self._front_ends.append(front_end)
+            front_end.notify(self._status())
+            for opening in self.regions.openings:
+                front_end.notify(opening)
+
+    def remove(self, front_end: FrontEnd) -> None:
+        """A front end has ended."""
+        with self._lock, suppress(ValueError):
+            self._front_ends.remove(front_end)
+
+    def threads(self, operation: EngineOperation) -> ThreadPoolExecutor:
+        """Where `execute` may block. A model is loaded and unloaded in one thread, however many ask for that."""
+        if isinstance(operation, LoadModel | UnloadModel):
+            return self._loading[operation.model]
+        return self._blocking
+
+    def execute(self, operation: EngineOperation) -> None:
+        """Execute an operation for a front end; blocks. Raises `ContractError`."""
+        match operation:
+            case LoadModel(model=model):
+                self.hosts[model].load()
+                self._changed(True)  # front ends were notified of READY without waiting
+            case UnloadModel(model=model):
+                self.hosts[model].unload()
+            case RegisterSystemMemory(name=name, key=key, offset=offset, byte_size=byte_size):
+                self.regions.register_system(name, key, offset, byte_size)
+            case RegisterCudaMemory(name=name, handle=handle, device=device, byte_size=byte_size):
+                self.regions.register_cuda(name, handle, device, byte_size)
+            case UnregisterMemory(on_device=on_device, name=name):
+                self.regions.unregister(on_device, name)
+            case CheckCuda():
+                self.regions.check_cuda()
+            case _:
+                raise TypeError(f"only the process of the engine executes {type(operation).__name__}")
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        """Queue a checked request. Raises `ContractError`."""
+        if queued.device_inputs or queued.device_outputs:
+            self._open_windows(model, queued)
+        self.hosts[model].submit(queued)
+
+    def _open_windows(self, model: int, queued: QueuedRequest) -> None:
+        window, inputs = self.regions.window, queued.inputs
+        outputs = {
+            spec.name: like(spec.dtype, (queued.rows, *spec.item_shape))
+            for spec in self.hosts[model].signature.outputs
+            if -1 not in spec.item_shape and not spec.dtype.hasobject
+        }
+        queued.input_windows = {
+            name: window(region, offset, size, inputs[name])
+            for name, (region, offset, size) in queued.device_inputs.items()
+        }
+        queued.output_windows = {
+            name: window(region, offset, size, outputs.get(name))
+            for name, (region, offset, size) in queued.device_outputs.items()
+        }
+
+    def turn(self) -> float | None:
+        """A turn of every model; see `LoopBatcher`."""
+        waits = [seconds for host in self.hosts if (seconds := host.turn()) is not None]
+        return min(waits, default=None)
+
+    def stop(self, timeout: float) -> bool:
+        """Execute the queues and free the engines; blocks. False if that took longer than `timeout` in all."""
+        ends = time.perf_counter() + timeout
+        finished = [host.stop(max(0.0, ends - time.perf_counter())) for host in self.hosts]
+        return all(finished)
+
+    @property
+    def failed(self) -> bool:
+        return any(host.state is ModelState.FAILED for host in self.hosts)
+
+    def _changed(self, wait: bool) -> None:
+        """A model has another state: notify the front ends, and wait for them if `wait`."""
+        with self._lock:
+            notified = self._notify(self._status())
+        if wait:
+            _wait_for(notified)
+
+    def _status(self) -> ApplyStatus:
+        statuses = []
+        for host in self.hosts:
+            # Details may hold objects of an engine's library, which no message can carry.
+            plain = msgspec.to_builtins(host.description, enc_hook=str)
+            description = None if plain is None else msgspec.convert(plain, EngineDescription)
+            statuses.append(ModelStatus(host.state, description))
+        return ApplyStatus(tuple(statuses))
+
+    def _notify_all(self, operation: FrontEndOperation) -> None:
+        """Let every front end execute an operation, and wait for all. Raises the first `ContractError`."""
+        _wait_for(self._notify(operation))
+
+    def _notify(self, operation: FrontEndOperation) -> list[Future[None]]:
+        with self._lock:
+            return [front_end.notify(operation) for front_end in self._front_ends]
+
+
+def _wait_for(notified: Sequence[Future[None]]) -> None:
+    """Raises the first `ContractError`, after all have answered."""
+    ends = time.monotonic() + NOTIFY_SECONDS
+    errors: list[ContractError] = []
+    for done in notified:
+        try:
+            done.result(max(0.0, ends - time.monotonic()))
+        except ContractError as error:
+            errors.append(error)
+        except FutureTimeoutError:
+            errors.append(UnavailableError("accepted requests are still being prepared, try again later"))
+    if errors:
+        raise errors[0]
+
+
+def complete(requests: Sequence[QueuedRequest]) -> None:
+    """Hand each request to its front end, in one call for all that belong to the same."""
+    by_front_end: dict[FrontEnd, list[QueuedRequest]] = {}
+    for queued in requests:
+        if queued.front_end is not None:
+            by_front_end.setdefault(queued.front_end, []).append(queued)
+    for front_end, completed in by_front_end.items():
+        front_end.complete(completed)
 
 
 class FrontEndChannel:
@@ -80,7 +480,7 @@ class FrontEndChannel:
         self._unsent = bytearray()
         self._ended = False
         self._numbers = itertools.count()
-        self._told: dict[int, Future[Any]] = {}
+        self._operations: dict[int, Future[None]] = {}
 
     def form(self, number: int, rows: int) -> ReceivedForm | None:
         """The form of a message, None if it did not come. Raises `ValueError` for another number of rows."""
@@ -90,14 +490,13 @@ class FrontEndChannel:
         return form
 
     def complete(self, requests: Sequence[QueuedRequest]) -> None:
-        """See `FrontEnd`."""
         done: list[Message] = []
         for queued in requests:
             try:
                 self._add_done(done, queued)
             except Exception as error:  # it must not stop the thread of an engine
                 log_limited.exception("an answer could not be sent")
-                done.append(Done(queued.number, [], failure_of(error)))
+                done.append(RequestDone(queued.number, [], failure_of(error)))
         self.send(done)
 
     def _add_done(self, done: list[Message], queued: QueuedRequest) -> None:
@@ -113,30 +512,30 @@ class FrontEndChannel:
             done.append(done_many_message(numbers, queued.outputs or {}))
         else:
             failure = failure_of(queued.error)
-            done += [Done(number, [], failure) for number in numbers]
+            done += [RequestDone(number, [], failure) for number in numbers]
 
-    def tell(self, method: str, *arguments: object) -> Future[Any]:
+    def notify(self, operation: FrontEndOperation) -> Future[None]:
         """See `FrontEnd`; one that has ended has done everything."""
-        told: Future[Any] = Future()
+        done: Future[None] = Future()
         with self._lock:
             number = next(self._numbers)
-            self._told[number] = told
+            self._operations[number] = done
             ended = self._ended
         if ended:
-            told.set_result(None)
+            done.set_result(None)
         else:
-            self.send([Ask(number, method, list(arguments))])
-        return told
+            self.send([Control(number, operation)])
+        return done
 
-    def answered(self, answer: Answer) -> None:
-        """The front end has done what it was told."""
-        told = self._told.pop(answer.number, None)
-        if told is None:
+    def control_done(self, message: ControlDone) -> None:
+        """The front end has executed an operation."""
+        done = self._operations.pop(message.number, None)
+        if done is None:
             return
-        if answer.failure is None:
-            told.set_result(None)
+        if message.failure is None:
+            done.set_result(None)
         else:
-            told.set_exception(error_of(answer.failure))
+            done.set_exception(error_of(message.failure))
 
     def send(self, messages: Sequence[Message]) -> None:
         """Send now or, where the front end is slow to read, soon; never blocks.
@@ -156,7 +555,7 @@ class FrontEndChannel:
                 self._unsent += frame
                 self._epoll.modify(self.socket, select.EPOLLIN | select.EPOLLOUT)
 
-    def fail(self, message: Unusable, *, sent: bool) -> None:
+    def fail(self, message: UnusableMessage, *, sent: bool) -> None:
         """Fail what a message is about that could not be sent, or not be used: here, or at the front end."""
         if message.kind is Form:
             for number in message.numbers or list(self.forms):
@@ -164,8 +563,8 @@ class FrontEndChannel:
         for reply in failed(message, FAILED):
             if sent != (message.kind in REQUESTS):
                 self.send([reply])
-            elif isinstance(reply, Answer):
-                self.answered(reply)
+            elif isinstance(reply, ControlDone):
+                self.control_done(reply)
 
     def send_more(self) -> None:
         """The socket takes bytes again."""
@@ -180,9 +579,9 @@ class FrontEndChannel:
             self._ended = True
             self._epoll.unregister(self.socket)
             self.socket.close()
-            told, self._told = self._told, {}
-        for answer in told.values():
-            answer.set_result(None)
+            operations, self._operations = self._operations, {}
+        for done in operations.values():
+            done.set_result(None)
 
 
 class EngineServer:
@@ -201,8 +600,8 @@ class EngineServer:
         self._arena = arena
         self._supervisor = supervisor
         wakes, self._waker = socket.socketpair()
-        for one in (wakes, self._waker):
-            one.setblocking(False)
+        for wake_socket in (wakes, self._waker):
+            wake_socket.setblocking(False)
         self._wakes = wakes
         self._side = EngineSide(settings, offers, statistics, arena, self._wake)
         self._epoll = select.epoll()
@@ -237,7 +636,7 @@ class EngineServer:
             if descriptor in self._channels:
                 self._serve(self._channels[descriptor], events)
             elif descriptor == self._supervisor.fileno():
-                self._stop_by = self._meet()
+                self._stop_by = self._read_supervisor()
             else:
                 with suppress(BlockingIOError):
                     self._wakes.recv(4096)
@@ -251,8 +650,8 @@ class EngineServer:
         self._failed.set()
         self._wake()
 
-    def _meet(self) -> float | None:
-        """Take the socket of a new front end; when to have stopped if the supervisor wants that, or has died."""
+    def _read_supervisor(self) -> float | None:
+        """Add a front end, or return the shutdown deadline: the supervisor's, or this process's own if it has died."""
         data, descriptors, _, _ = socket.recv_fds(self._supervisor, STOP_BY.size, 1)
         for descriptor in descriptors:
             channel = FrontEndChannel(socket.socket(fileno=descriptor), self._arena, self._epoll)
@@ -278,16 +677,16 @@ class EngineServer:
         except ConnectionError:
             count = 0
         if count == 0:
-            self._lose(channel)
+            self._remove(channel)
             return
         for message in channel.reader.feed(memoryview(self._buffer)[:count]):
             try:
-                self._take(channel, message)
+                self._handle(channel, message)
             except Exception:  # it must not end the process: others wait for theirs
                 log_limited.exception("a message of a front end could not be used")
                 channel.fail(unusable_of(message), sent=False)
 
-    def _take(self, channel: FrontEndChannel, message: Message | Unusable) -> None:
+    def _handle(self, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Submit):
             self._submit(channel, message)
         elif isinstance(message, SubmitMany):
@@ -296,17 +695,18 @@ class EngineServer:
             channel.forms[message.number] = ReceivedForm(message, self._side.hosts[message.model].padding)
         elif isinstance(message, Cancel):
             self._cancel(channel, message.number)
-        elif isinstance(message, Answer):
-            channel.answered(message)
-        elif isinstance(message, Ask):
-            self._side.threads(message.method, message.arguments).submit(self._carry_out, channel, message)
-        elif isinstance(message, Unusable):
+        elif isinstance(message, ControlDone):
+            channel.control_done(message)
+        elif isinstance(message, Control):
+            assert isinstance(message.operation, EngineOperation)
+            self._side.threads(message.operation).submit(self._execute, channel, message.number, message.operation)
+        elif isinstance(message, UnusableMessage):
             channel.fail(message, sent=False)
 
     def _submit(self, channel: FrontEndChannel, message: Submit) -> None:
         form = channel.form(message.form, message.rows)
         if form is None:
-            channel.send([Done(message.number, [], FORM_UNKNOWN)])
+            channel.send([RequestDone(message.number, [], FORM_UNKNOWN)])
             return
         try:
             inputs: Mapping[str, Array | HostMemory]
@@ -315,7 +715,7 @@ class EngineServer:
             else:
                 inputs = form.arrays(message.data, self._arena)
             queued = QueuedRequest(inputs, message.rows, form.key, message.deadline_ns, None)
-            queued.owner, queued.number = channel, message.number
+            queued.front_end, queued.number = channel, message.number
             if message.device_inputs or message.device_outputs:
                 queued.device_inputs, queued.device_outputs = message.device_inputs or {}, message.device_outputs or {}
             channel.requests[message.number] = queued, form.model, message.room
@@ -324,13 +724,13 @@ class EngineServer:
             if not isinstance(error, ContractError):
                 log_limited.exception("a request could not be queued")
             channel.requests.pop(message.number, None)
-            channel.send([Done(message.number, [], failure_of(error))])
+            channel.send([RequestDone(message.number, [], failure_of(error))])
 
     def _submit_many(self, channel: FrontEndChannel, message: SubmitMany) -> None:
-        """As one, where the engine takes addresses: then the batcher has as little to do as for a single request."""
+        """Queue the group as one object if the engine accepts addresses: that costs as little as a single request."""
         form = channel.form(message.form, message.rows)
         if form is None:
-            channel.send([Done(number, [], FORM_UNKNOWN) for number in message.numbers])
+            channel.send([RequestDone(number, [], FORM_UNKNOWN) for number in message.numbers])
             return
         if len(message.numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
             for number, data in zip(message.numbers, message.data, strict=True):
@@ -348,12 +748,12 @@ class EngineServer:
     def _group(
         self, channel: FrontEndChannel, form: ReceivedForm, rows: int, numbers: list[int], data: list[list[int]]
     ) -> QueuedRequest:
-        """One for all of these requests, each of so many rows."""
+        """One queued request for all of these, each of `rows` rows."""
         count = len(numbers)
         queued = QueuedRequest(form.addresses(data, self._arena), rows * count, form.key, None, None)
-        queued.count, queued.owner, queued.number = count, channel, numbers[0]
+        queued.count, queued.front_end, queued.number = count, channel, numbers[0]
 
-        def apart(first: int) -> tuple[QueuedRequest, QueuedRequest]:
+        def split(first: int) -> tuple[QueuedRequest, QueuedRequest]:
             parts = (
                 self._group(channel, form, rows, numbers[:first], data[:first]),
                 self._group(channel, form, rows, numbers[first:], data[first:]),
@@ -365,42 +765,42 @@ class EngineServer:
         channel.groups[numbers[0]] = numbers
         channel.requests.update(dict.fromkeys(numbers, (queued, form.model, None)))
         if count > 1:
-            queued.apart = apart
+            queued.split = split
         return queued
 
     def _cancel(self, channel: FrontEndChannel, number: int) -> None:
         queued, model, _ = channel.requests.get(number, (None, 0, None))
         if queued is None or queued.taken:
             return
-        leaving, stay = queued, list[QueuedRequest]()
+        leaving, remaining = queued, list[QueuedRequest]()
         place = channel.groups.get(queued.number, [number]).index(number)
-        if leaving.apart is not None and place:
-            before, leaving = leaving.apart(place)
-            stay.append(before)
-        if leaving.apart is not None:
-            leaving, after = leaving.apart(1)
-            stay.append(after)
-        if self._side.hosts[model].withdraw(queued, stay):
+        if leaving.split is not None and place:
+            before, leaving = leaving.split(place)
+            remaining.append(before)
+        if leaving.split is not None:
+            leaving, after = leaving.split(1)
+            remaining.append(after)
+        if self._side.hosts[model].withdraw(queued, remaining):
             leaving.error = RequestExpiredError(EXPIRED)
             channel.complete([leaving])
 
-    def _carry_out(self, channel: FrontEndChannel, message: Ask) -> None:
+    def _execute(self, channel: FrontEndChannel, number: int, operation: EngineOperation) -> None:
         failure = None
         try:
-            if message.method == "opened":
+            if isinstance(operation, FrontEndOpened):
                 self._opened = {*self._opened, channel} & {*self._channels.values()}  # without those that have ended
                 if len(self._opened) >= (self._settings.fronts or 0):
                     self._front_ends_open.set()
             else:
-                self._side.carry_out(message.method, message.arguments)
+                self._side.execute(operation)
         except Exception as error:
             if not isinstance(error, ContractError):
-                log_limited.exception("a request for a change failed", method=message.method[:64])
+                log_limited.exception("a control operation failed", operation=type(operation).__name__)
             failure = failure_of(error)
-        channel.send([Answer(message.number, failure)])
+        channel.send([ControlDone(number, failure)])
 
-    def _lose(self, channel: FrontEndChannel) -> None:
-        """A front end has ended: nobody waits for its requests."""
+    def _remove(self, channel: FrontEndChannel) -> None:
+        """A front end has ended: withdraw its requests."""
         del self._channels[channel.socket.fileno()]
         self._side.remove(channel)
         for queued, model, _ in list(channel.requests.values()):

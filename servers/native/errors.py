@@ -1,8 +1,16 @@
-"""Why the server refuses a request, beyond the contract's errors, and how each refusal is counted and answered."""
+"""Why the server refuses a request, how each refusal is counted and answered, and a log for failures that may repeat.
+
+A client that sends the same bad request again and again must not fill a disk, nor take the time of others.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from typing import NamedTuple
+
+import structlog
 
 from servers.protocol.errors import (
     ContractError,
@@ -105,3 +113,42 @@ def unread(error: ContractError) -> HttpError:
 def grpc_status(error: ContractError) -> str:
     """The name of a failed call's gRPC status."""
     return _outcome(error).grpc_status
+
+
+LOGGED_EVERY_S = 10.0
+MAX_KINDS = 256
+
+
+class FailureLog:
+    """Logs exceptions with their tracebacks, each kind at most every ten seconds; any thread.
+
+    Failures are of one kind if the event, the exception's class and the line that raised it are the same.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._log = structlog.get_logger(name)
+        self._lock = threading.Lock()
+        self._kinds: dict[object, tuple[float, int]] = {}  # when it was logged last, and how many were not since
+
+    def exception(self, event: str, **fields: object) -> None:
+        """Log the exception that is handled now, unless one of its kind was logged just before."""
+        now = time.monotonic()
+        kind = event, *_origin()
+        with self._lock:
+            logged, unlogged = self._kinds.get(kind, (-LOGGED_EVERY_S, 0))
+            if now < logged + LOGGED_EVERY_S:
+                self._kinds[kind] = logged, unlogged + 1
+                return
+            if len(self._kinds) >= MAX_KINDS:
+                self._kinds.clear()
+            self._kinds[kind] = now, 0
+        self._log.exception(event, **fields, **({"repeated": unlogged} if unlogged else {}))
+
+
+def _origin() -> tuple[object, ...]:
+    error_class, _, trace = sys.exc_info()
+    if trace is None:
+        return (error_class,)
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return error_class, trace.tb_frame.f_code, trace.tb_lineno

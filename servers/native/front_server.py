@@ -1,4 +1,7 @@
-"""A front end's server: it listens or gets connections, answers, and finishes accepted work at the end."""
+"""The server of a front end, in a process of its own or together with the engines.
+
+It listens, or gets connections from the supervisor, answers, and finishes accepted work at the end.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,33 @@ import asyncio
 import gc
 import importlib
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
 
 from servers.models.specification import ModelSpecification
 from servers.native.app import create_app
-from servers.native.arena import RequestMemory
-from servers.native.http_connection import connection_factory
-from servers.native.http_front_end import HttpFrontEnd
-from servers.native.inference import EngineLink, InferenceService
-from servers.native.regions import RegionTable
-from servers.native.served_models import ServedModels
+from servers.native.engine_link import EngineClient, EnginePool
+from servers.native.http import HttpFrontEnd, connection_factory
+from servers.native.inference import InferenceService, ServedModels, signature_of
+from servers.native.interface import ApplyStatus, EngineLink, FrontEndOpened, FrontEndOperation, OpenRegion
+from servers.native.ipc import CLOSED, GRPC
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
+from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Statistics
 
 if TYPE_CHECKING:
-    from servers.native.grpc_front_end import GrpcFrontEnd
+    from servers.native.grpc import GrpcFrontEnd
 
 log = structlog.get_logger("abserve.server")
 
@@ -59,17 +65,11 @@ class NativeServer(uvicorn.Server):
         self._on_listening = on_listening
         self._on_open = on_open
         services = [
-            InferenceService(number, specification, settings, link, memory, own)
-            for number, (specification, own) in enumerate(zip(specifications, statistics, strict=True))
+            InferenceService(number, specification, settings, link, memory, counters)
+            for number, (specification, counters) in enumerate(zip(specifications, statistics, strict=True))
         ]
         self.models = ServedModels(services, link, settings.allow_model_control)
         self.regions = RegionTable(settings, memory, link)
-        self.told: Mapping[str, Callable[..., Any]] = {
-            "states": self.models.apply,
-            "open": self.regions.open,
-            "forget": self.regions.forget,
-        }
-        """What the engine's side may tell this front end: coroutine functions."""
         self.grpc: GrpcFrontEnd | None = None
         self.stop_by = float("inf")
         """When accepted work must be finished, in `time.monotonic` seconds; known once the server shuts down."""
@@ -95,13 +95,22 @@ class NativeServer(uvicorn.Server):
             )
         )
 
+    async def execute(self, operation: FrontEndOperation) -> None:
+        """Execute an operation of the engine's side. Raises `ContractError`."""
+        if isinstance(operation, ApplyStatus):
+            await self.models.apply(operation.models)
+        elif isinstance(operation, OpenRegion):
+            self.regions.open(operation)
+        else:
+            self.regions.close(operation.names)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and open the gRPC front end, whose imports take a good part of a second."""
         await super().startup(sockets)
         self._on_listening()
         if self._settings.grpc_port:
             # Imported in a thread: the loop goes on answering HTTP, and a cold start does not wait for the import.
-            module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc_front_end")
+            module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc")
             self.grpc = grpc = module.GrpcFrontEnd(self.models, self.regions, self._settings, self._memory)
             grpc.on_close = self.on_close
         if self.grpc is not None and self._grpc_listener is not None:
@@ -152,7 +161,7 @@ class NativeServer(uvicorn.Server):
         connections = list(self.server_state.connections)
         log.error("accepted work is not finished in time and is refused", connections=len(connections))
         for connection in connections:
-            connection.give_up()  # type: ignore[union-attr]  # all are `Connection`s
+            connection.give_up()  # type: ignore[union-attr]  # all are `HttpServerConnection`s
 
 
 def _end_at_the_latest_in(seconds: float) -> None:
@@ -165,3 +174,112 @@ def _end_at_the_latest_in(seconds: float) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
+
+
+DESCRIPTORS_AT_ONCE = 64
+
+
+class FrontProcessServer(NativeServer):
+    """It ends when the supervisor says so, or has gone; signals are for the supervisor."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        specifications: Sequence[ModelSpecification],
+        statistics: Sequence[Statistics],
+        memory: RequestMemory,
+        supervisor: socket.socket,
+        engines: Sequence[socket.socket],
+    ) -> None:
+        signatures = [signature_of(specification, settings) for specification in specifications]
+        self._link: EngineClient | EnginePool
+        if len(engines) == 1:
+            self._link = client = EngineClient(memory, signatures, self._engine_ended)
+            self._connect_engines = partial(client.open, engines[0])
+        else:
+            self._link = pool = EnginePool(settings.devices, memory, signatures, self._engine_ended)
+            self._connect_engines = partial(pool.open, engines)
+        self._supervisor = supervisor
+        self._opening: set[asyncio.Task[None]] = set()
+        self._unreported = 0  # connections that have closed, of which the supervisor does not know yet
+        super().__init__(settings, specifications, statistics, self._link, memory, lambda: None, self._opened)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connect to the engines' processes first: then health checks can be answered."""
+        await self._connect_engines(self.execute)
+        await super().startup(sockets)
+        self._supervisor.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._supervisor, self._receive)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().remove_reader(self._supervisor)
+        await super().shutdown(sockets)
+        self.models.stop()
+
+    def _opened(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._link.control(FrontEndOpened()))
+        self._opening.add(task)
+
+    def _engine_ended(self) -> None:
+        self.models.fail()
+
+    def on_close(self) -> None:
+        """See `NativeServer`: the supervisor knows who has the fewest."""
+        self._unreported += 1
+        if self._unreported == 1:
+            self._report_closed()
+
+    def _report_closed(self) -> None:
+        """Tell the supervisor of all connections that have closed, as soon as it takes that."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._unreported -= self._supervisor.send(CLOSED * self._unreported)
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended
+            self._unreported = 0
+        if self._unreported:
+            loop.add_writer(self._supervisor, self._report_closed)
+        else:
+            loop.remove_writer(self._supervisor)
+
+    def _receive(self) -> None:
+        """Connections from the supervisor, or its end; some of them before others have their turn."""
+        with suppress(BlockingIOError):
+            for _ in range(DESCRIPTORS_AT_ONCE):
+                try:
+                    data, descriptors, *_ = socket.recv_fds(self._supervisor, DESCRIPTORS_AT_ONCE, DESCRIPTORS_AT_ONCE)
+                except ConnectionResetError:  # it has ended without reading who has closed connections
+                    data, descriptors = b"", []
+                for kind, descriptor in zip(data, descriptors, strict=False):
+                    self._open(socket.socket(fileno=descriptor), grpc=kind == GRPC)
+                for _ in data[len(descriptors) :]:  # no descriptor was left for these: they are closed
+                    self.on_close()
+                if not data:
+                    self.should_exit = True
+                    asyncio.get_running_loop().remove_reader(self._supervisor)
+                    return
+
+    def _open(self, connection: socket.socket, *, grpc: bool) -> None:
+        connection.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._accept(connection, grpc=grpc))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _accept(self, connection: socket.socket, *, grpc: bool) -> None:
+        try:
+            await self.accept(connection, grpc=grpc)
+        except OSError:  # the client has left already
+            connection.close()
+            self.on_close()
+
+
+def run_front_end(server: FrontProcessServer) -> int:
+    """Serve until the supervisor ends it; returns the process's exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    server.run(sockets=[])
+    return 0

@@ -1,4 +1,4 @@
-"""Connections of gRPC clients: HTTP/2 (RFC 9113) from bytes to calls and back, within limits.
+"""gRPC connections: bytes to HTTP/2 frames and calls, and answers back, within limits.
 
 The transport receives the bytes of a message straight into the memory that the engine reads. Such a read runs nine
 bytes past the frame: they are the head of the next one, and the next bytes of the message replace them there. All other
@@ -12,18 +12,41 @@ back: a client without credit (rapid resets, floods of empty frames, pings, sett
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from servers.native import http2_frames as http2
-from servers.native.errors import HOLDS_ENOUGH
-from servers.native.grpc_answers import Answers, ending_frame
-from servers.native.grpc_calls import MAX_METADATA_BYTES, STREAM_WINDOW, Call, CallHead
-from servers.native.http2_frames import Http2Error
-from servers.native.limits import UnreadAnswers
-from servers.protocol.errors import UnavailableError
+from servers.native import http2
+from servers.native.errors import HOLDS_ENOUGH, FailureLog, failure_reason
+from servers.native.grpc_call import STREAM_WINDOW, Call, MessageAnswer
+from servers.native.grpc_messages import MessageTemplates
+from servers.native.http2 import (
+    MAX_METADATA_BYTES,
+    CallHead,
+    GrpcMethod,
+    Http2Error,
+    OutgoingMessages,
+    ending_frame,
+    read_call_head,
+)
+from servers.native.limits import Turns
+from servers.native.memory import ALIGNMENT, GrpcMessage, RequestMemory, UnreadAnswers
+from servers.native.settings import NativeSettings
+from servers.native.statistics import Statistics
+from servers.protocol.errors import ContractError, UnavailableError
+
+READ_BYTES = 64 * 1024
+"""Room for one read of everything but the messages' own bytes. Of a large message, this much is copied."""
+SCARCE_SHARE = 4
+"""Room is scarce when less than 1/SCARCE_SHARE of the bytes that may be held are left."""
+TURNS_NS = 2_000_000
+"""What all connections together may take of one turn of the event loop, beside one read each."""
+TICK_S = 0.25
+"""How often the deadlines of connections and calls are checked: one timer for all, so that a call sets none."""
+
+log = FailureLog("abserve.grpc")
 
 MAX_CALLS = 512
 """Calls per connection; clients queue those beyond it."""
@@ -56,14 +79,13 @@ _GREETING = http2.settings_frame(
 _SETTINGS_ACK = http2.frame(http2.SETTINGS, http2.ACK, 0)
 
 
-class Connection(asyncio.BufferedProtocol):
+class GrpcServerConnection(asyncio.BufferedProtocol):
     """One client. Belongs to the event loop."""
 
-    def __init__(self, front_end: Any) -> None:
-        """`front_end` is a `GrpcFrontEnd`, whose module imports this one."""
-        self._front_end = front_end
+    def __init__(self, connections: GrpcConnections) -> None:
+        self._connections = connections
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
-        self._blocks: http2.HeaderBlocks[CallHead] = http2.HeaderBlocks(front_end.read_head)
+        self._blocks: http2.HeaderBlocks[CallHead] = http2.HeaderBlocks(connections.read_head)
         self._unparsed = bytearray()  # read but not used yet
         self._greeted = False  # the client's preface has come
         self._settled = False  # and its settings
@@ -84,8 +106,8 @@ class Connection(asyncio.BufferedProtocol):
         self._controls: deque[Callable[[], None]] = deque()  # calls that do not infer, which take turns
         self._resuming = False  # `_go_on` is going to be called
         self._unacknowledged = 0  # bytes received since the connection's window was updated
-        self._answers = Answers(self._write, self._end)
-        self._unread = UnreadAnswers(front_end.budget)
+        self._answers = OutgoingMessages(self._write, self._end)
+        self._unread = UnreadAnswers(connections.budget)
         self._choked_since = 0.0  # when the client stopped reading; 0: it reads
         self._paused = False  # nothing is read from the transport
         self._room_by = 0.0  # when a message that waits for room is refused; 0: none waits
@@ -97,7 +119,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
-        if self._front_end.add(self):
+        if self._connections.add(self):
             self._transport.write(_GREETING)
         else:
             self._transport.abort()
@@ -111,7 +133,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._direct = count
                 return message.room[message.filled : message.filled + count + http2.HEAD_BYTES]
         self._direct = 0
-        return self._front_end.room  # type: ignore[no-any-return]  # of a front end, see `__init__`
+        return self._connections.room
 
     def buffer_updated(self, nbytes: int) -> None:
         """`nbytes` have arrived in that memory."""
@@ -119,15 +141,15 @@ class Connection(asyncio.BufferedProtocol):
         if count:
             self._received(min(count, nbytes), nbytes)
         elif self._unparsed or self._held_up:
-            self._unparsed += self._front_end.room[:nbytes]
+            self._unparsed += self._connections.room[:nbytes]
             if not self._paused:
                 self._advance(self._unparsed, len(self._unparsed))
         else:
-            self._advance(self._front_end.scratch, nbytes)
+            self._advance(self._connections.scratch, nbytes)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The client or the server has closed."""
-        self._front_end.discard(self)
+        self._connections.discard(self)
         self._unread.count(0)
         calls, self._calls = self._calls, {}
         self._call = self._ends = None
@@ -186,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def expire(self, now: float, seconds: float, *, pressed: bool, scarce: bool) -> None:
         """End what has taken too long (see `Call.expire`); `seconds` have passed since the last time."""
-        settings = self._front_end.settings
+        settings = self._connections.settings
         self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
         if self._choked_since and now > self._choked_since + settings.read_timeout_s:
             self._transport.abort()
@@ -233,7 +255,7 @@ class Connection(asyncio.BufferedProtocol):
         """Go on when the other connections have had their turn."""
         if not self._resuming:
             self._resuming = True
-            self._front_end.turns.add(self._go_on)
+            self._connections.turns.add(self._go_on)
 
     def _go_on(self) -> None:
         """Use the bytes that have been read, and read more, unless something still forbids it."""
@@ -430,7 +452,7 @@ class Connection(asyncio.BufferedProtocol):
             if not self._block_ends:
                 self._write(http2.reset_frame(stream, http2.NO_ERROR))
         else:
-            self._calls[stream] = call = Call(self, self._front_end, stream, head, self._answers.initial_window)
+            self._calls[stream] = call = Call(self, self._connections, stream, head, self._answers.initial_window)
             if self._block_ends:
                 call.remote_end()
 
@@ -462,17 +484,14 @@ class Connection(asyncio.BufferedProtocol):
     # Called by calls
 
     def grant(self, call: Call, increment: int) -> None:
-        """Let the client send `increment` bytes more on this call."""
         if not call.ending:
             call.receive_window += increment
             self._write(http2.window_update(call.stream, increment))
 
     def has_room(self, count: int) -> bool:
-        """Whether an answer of `count` bytes may wait for the client to read it; it counts as held until it has."""
         return self._unread.count(self._transport.get_write_buffer_size() + self._answers.waiting_bytes + count)
 
     def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
-        """Send a message with its prefix, as soon as the client's windows allow it; the `last` one ends the call."""
         self.credit_answer()
         self._answers.send(call, pieces, last=last)
         if self._paused:
@@ -482,27 +501,25 @@ class Connection(asyncio.BufferedProtocol):
         """Answer a call that does not infer, one per turn: it may take a millisecond, and its request has no bytes."""
         self._controls.append(answer)
         if len(self._controls) == 1:
-            self._front_end.turns.add(self._answer_control)
+            self._connections.turns.add(self._answer_control)
 
     def _answer_control(self) -> None:
         if self._controls:
             self._controls.popleft()()
         if self._controls:
-            self._front_end.turns.add(self._answer_control)
+            self._connections.turns.add(self._answer_control)
 
     def credit_answer(self) -> None:
         """A message has been answered, if only by an error: it was worth its frames."""
         self._credit += CREDIT_PER_ANSWER
 
     def finish(self, call: Call, trailers: bytes) -> None:
-        """End the call with these trailers, behind what still waits to be sent."""
         self._answers.finish(call, trailers)
         if not call.closed:  # its answers wait for the client
             call.drop_messages()
             self._drop_content(call)
 
     def reset(self, call: Call) -> None:
-        """End the call at once: its client does not take its answer."""
         self._write(http2.reset_frame(call.stream, http2.CANCEL))
         call.ending = True
         call.cancel()
@@ -554,3 +571,123 @@ def _number(content: bytes) -> int:
     if len(content) != http2.NUMBER.size:
         raise Http2Error(http2.FRAME_SIZE_ERROR, "the frame has four bytes")
     return int(http2.NUMBER.unpack(content)[0])
+
+
+class GrpcConnections(ABC):
+    """All gRPC connections of one event loop, with the memory, the turns and the time limits that they share."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        memory: RequestMemory,
+        methods: Mapping[bytes, GrpcMethod],
+        statistics: Statistics,
+    ) -> None:
+        """`methods` by path; `statistics` count what fails before a message names its model."""
+        self.settings = settings
+        self.memory = memory
+        self.budget = memory.budget
+        self.on_close: Callable[[], None] = lambda: None
+        """Called for each connection that has been closed."""
+        self.templates = MessageTemplates()
+        self.scratch = bytearray(READ_BYTES)
+        self.room = memoryview(self.scratch)
+        self.turns = Turns(TURNS_NS)
+        """Of connections that have more to be read or answered than others should wait for."""
+        self._methods = methods
+        self._statistics = statistics
+        # Half of the process's file descriptors: the other half is left to HTTP, and so to health checks.
+        self._max_connections = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._connections: set[GrpcServerConnection] = set()
+        self._stopping = False
+        self._all_closed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticked = 0.0
+
+    @abstractmethod
+    def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
+        """See `CallServer`."""
+
+    def connect(self) -> GrpcServerConnection:
+        """A protocol for a new client, as `loop.create_server` and `loop.connect_accepted_socket` take it."""
+        return GrpcServerConnection(self)
+
+    @property
+    def open_connections(self) -> int:
+        """How many clients are connected."""
+        return len(self._connections)
+
+    async def stop(self, seconds: float) -> None:
+        """Accept no more calls; those under way have `seconds` before they are refused. Returns when all are closed."""
+        self._stopping = True
+        for connection in list(self._connections):
+            connection.shut_down()
+        try:
+            async with asyncio.timeout(seconds):
+                while self._connections:
+                    self._all_closed.clear()
+                    await self._all_closed.wait()
+        except TimeoutError:
+            for connection in list(self._connections):
+                connection.give_up()
+
+    # Called by connections and calls
+
+    def add(self, connection: GrpcServerConnection) -> bool:
+        """A client has connected; False if there are too many, or the server stops."""
+        if self._stopping or len(self._connections) >= self._max_connections:
+            return False
+        self._connections.add(connection)
+        if self._timer is None:
+            self._ticked = time.monotonic()
+            self._tick()
+        return True
+
+    def discard(self, connection: GrpcServerConnection) -> None:
+        """A client has left."""
+        self._connections.discard(connection)
+        self.on_close()
+        if not self._connections:
+            self._all_closed.set()
+
+    def read_head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
+        """What the headers of a call say."""
+        return read_call_head(fields, self._methods)
+
+    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
+        """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""
+        if size > self.budget.left + self._arriving_bytes(size):
+            return None
+        offset = 0 if compressed else self.templates.tensor_offset(size)
+        try:
+            return GrpcMessage(
+                self.memory, call, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=http2.HEAD_BYTES
+            )
+        except MemoryError:
+            return None
+
+    def _arriving_bytes(self, size: int) -> int:
+        if size <= self.budget.left:  # nearly always
+            return 0
+        return sum(connection.arriving_bytes for connection in self._connections)
+
+    def count_failure(self, error: ContractError, start_ns: int) -> None:
+        """Count an inference without a message."""
+        self._statistics.record_failure(failure_reason(error), start_ns)
+
+    def count_disconnect(self) -> None:
+        """Count a client that left before its message was complete."""
+        self._statistics.record_disconnect()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        seconds, self._ticked = now - self._ticked, now
+        pressed = any(connection.waits_for_room for connection in self._connections)
+        scarce = pressed or self.budget.left < self.budget.limit // SCARCE_SHARE
+        for connection in list(self._connections):
+            try:
+                connection.expire(now, seconds, pressed=pressed, scarce=scarce)
+            except Exception:  # the others have their limits, and the timer goes on
+                log.exception("the time limits of a connection could not be applied")
+        # Without connections nothing ticks; the next one starts the timer again.
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._connections else None

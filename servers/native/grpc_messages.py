@@ -1,17 +1,21 @@
-"""gRPC messages: a serialised request as an `InferRequest`, and an `InferResponse` as a message.
+"""gRPC messages: a serialised request as an `InferRequest`, an `InferResponse` as a message, and request templates.
 
 The raw inputs are cut out of the serialised bytes as views before protobuf parses the rest: its parser would copy them,
 and so would each access to `raw_input_contents`. So a batch is gathered from the bytes that gRPC received, and a
 request that runs alone is read there. Typed contents are cut out as well, and decoded here once the model has accepted
 their number: protobuf makes eight bytes and more of a value that was sent as one, and holds the interpreter until it is
 done. For the same reason the fields are counted before parsing: a map of millions of parameters took it a minute.
+
+A template is a decoded and checked request, kept by the bytes around its id and its raw tensors: a message of the same
+size that has the same bytes there is the same message with other values.
 """
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -21,6 +25,8 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from servers.native.inference import InferenceService
+from servers.native.templates import KEPT_BYTES, KEPT_TEMPLATES, Repeated, Template
 from servers.protocol.codec import MAX_ID_CHARACTERS, check_classification, find_window, window_array
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.records import (
@@ -30,6 +36,7 @@ from servers.protocol.records import (
     InputTensor,
     ModelSignature,
     Parameter,
+    RegionWindow,
     RequestedOutput,
 )
 from servers.protocol.tensors import DATATYPES, Array, like
@@ -114,8 +121,8 @@ def parse_message(content: bytes | memoryview) -> ParsedMessage:
     view = memoryview(content)
     raw: list[RawInput] = []
     contents: list[list[memoryview]] = []
-    kept: list[bytes | memoryview] = []
-    kept_from = fields = 0
+    pieces: list[bytes | memoryview] = []
+    piece_start = fields = 0
     for number, _, start, value, end in _fields(view, 0, len(view)):
         fields = _counted(fields)
         item, cut = b"", number == _RAW
@@ -129,9 +136,9 @@ def parse_message(content: bytes | memoryview) -> ParsedMessage:
             for _ in _fields(view, value, end):
                 fields = _counted(fields)
         if cut:
-            kept += [view[kept_from:start], item]
-            kept_from = end
-    rest = b"".join([*kept, view[kept_from:]])
+            pieces += [view[piece_start:start], item]
+            piece_start = end
+    rest = b"".join([*pieces, view[piece_start:]])
     if len(rest) > MAX_REST_BYTES:
         raise InvalidRequestError(
             f"the message has {len(rest)} bytes beside the values of its inputs, the limit is {MAX_REST_BYTES}"
@@ -231,23 +238,23 @@ def _values(contents: Sequence[memoryview], datatype: str, count: int, name: str
     field = _CONTENTS.get(datatype)
     if field is None:
         raise InvalidRequestError(f"input '{name}' is {datatype}, which only raw_input_contents can carry")
-    title, wanted, encoding = field
+    title, value_field, encoding = field
     pieces: list[memoryview] = []
     for part in contents:
         for number, kind, _, start, end in _fields(part, 0, len(part)):
-            if number == wanted and kind in (encoding, _LENGTH):
+            if number == value_field and kind in (encoding, _LENGTH):
                 pieces.append(part[start:end])
     if encoding == _LENGTH:
-        found = len(pieces)
+        value_count = len(pieces)
     elif encoding == _VARINT:
-        found = sum(int(np.count_nonzero(octets < 0x80)) for piece in pieces for octets in _octets(piece))
+        value_count = sum(int(np.count_nonzero(octets < 0x80)) for piece in pieces for octets in _octets(piece))
     else:
         size = DATATYPES[datatype].itemsize
-        found = sum(map(len, pieces)) // size
+        value_count = sum(map(len, pieces)) // size
         if any(len(piece) % size for piece in pieces):
             raise InvalidRequestError(f"'{title}' of input '{name}' ends inside a value")
-    if found != count:
-        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, '{title}' has {found}")
+    if value_count != count:
+        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, '{title}' has {value_count}")
     return pieces
 
 
@@ -333,19 +340,19 @@ def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
 def _without_contents(item: memoryview, fields: int) -> tuple[bytes, list[memoryview], int]:
     """An input without its typed contents, these, and `fields` plus its own. Raises `InvalidRequestError`."""
     contents: list[memoryview] = []
-    kept: list[memoryview] = []
-    kept_from = 0
+    pieces: list[memoryview] = []
+    piece_start = 0
     for number, kind, start, value, end in _fields(item, 0, len(item)):
         fields = _counted(fields)
         if number == _INPUT_CONTENTS and kind == _LENGTH:
             contents.append(item[value:end])
             for _ in _fields(item, value, end):
                 fields = _counted(fields)
-            kept.append(item[kept_from:start])
-            kept_from = end
+            pieces.append(item[piece_start:start])
+            piece_start = end
     if not contents:
         return b"", contents, fields
-    rest = b"".join([*kept, item[kept_from:]])
+    rest = b"".join([*pieces, item[piece_start:]])
     return _INPUT_TAG + _as_varint(len(rest)) + rest, contents, fields
 
 
@@ -395,3 +402,190 @@ def _as_varint(value: int) -> bytes:
         value >>= 7
     octets.append(value)
     return bytes(octets)
+
+
+_KEPT_LAYOUTS = 4
+"""Of one size; every one costs a look-up."""
+_KEPT_OFFSETS = 1024
+_PREFIX = struct.Struct(">BI")
+_NAME, _VERSION, _ID, _STREAMED = b"\x0a", b"\x12", b"\x1a", b"\x12"
+"""Tags: the first fields of a request and of a response, and the response in a message of a stream."""
+_MOST = 127
+"""Longest field whose length is one byte."""
+_END = b"\xff"
+"""Neither a tag nor such a length."""
+
+
+class _ResponseParts(NamedTuple):
+    """The bytes of a response around its id and its outputs."""
+
+    lead: bytes
+    rest: Sequence[bytes]
+    """Before each output; the first piece follows the id."""
+    size: int
+    """Of the whole response without an id."""
+    whole: Sequence[bytes]
+    """Before each output, all bytes of a response without an id."""
+
+
+class MessageTemplate(Template):
+    """The request that these bytes make, with any id and any values of its tensors."""
+
+    __slots__ = ("service",)
+    service: InferenceService
+
+    def answer(
+        self, outputs: Mapping[str, Array], targets: Mapping[str, RegionWindow], request_id: bytes, *, streamed: bool
+    ) -> list[bytes]:
+        """The response's message in pieces, with its prefix. Raises `ContractError`."""
+        data = self.data(outputs, targets)
+        shapes = streamed, self.shapes(outputs)
+        between: _ResponseParts | None = self._answers.get(shapes)
+        if between is None:
+            between = self._between(outputs, [len(piece) for piece in data], streamed=streamed)
+            self.keep_answer(shapes, between)
+        before = between.whole
+        if request_id:
+            before = [
+                _head(between.lead, request_id, between.size, streamed=streamed) + between.rest[0],
+                *between.rest[1:],
+            ]
+        return [piece for pair in zip(before, data, strict=True) for piece in pair]
+
+    def _between(self, outputs: Mapping[str, Array], sizes: Sequence[int], *, streamed: bool) -> _ResponseParts:
+        signature = self.service.signature
+        message = encode_message(self.response(outputs, signature))
+        content = (encode_streamed(message).infer_response if streamed else message).SerializeToString()
+        end = len(content)
+        rest: list[bytes] = []
+        for size in reversed(sizes):  # the raw outputs are the message's last fields
+            end -= size
+            start = end - 1 - len(_as_varint(size))
+            rest.append(content[start:end])
+            end = start
+        named = service_pb2.ModelInferResponse(model_name=signature.name, model_version=signature.version)
+        lead = named.SerializeToString()  # the id is the next field
+        rest[-1] = content[len(lead) : end] + rest[-1]
+        rest.reverse()
+        whole = [_head(lead, b"", len(content), streamed=streamed) + rest[0], *rest[1:]]
+        return _ResponseParts(lead, rest, len(content), whole)
+
+
+def _head(lead: bytes, request_id: bytes, size: int, *, streamed: bool) -> bytes:
+    """A response's bytes up to the end of its id, with the message's prefix; `size` is that without an id."""
+    field = b"".join([_ID, _as_varint(len(request_id)), request_id]) if request_id else b""
+    size += len(field)
+    envelope = _STREAMED + _as_varint(size) if streamed else b""
+    return b"".join([_PREFIX.pack(0, len(envelope) + size), envelope, lead, field])
+
+
+def id_field(content: memoryview) -> tuple[int, int]:
+    """Where the field of a message's id begins and ends, if libraries wrote it where they do; two zeros otherwise."""
+    start = bytes(content[: 3 * (2 + _MOST)]) + _END
+    place = 0
+    if start[:1] == _NAME and start[1] <= _MOST:
+        place = 2 + start[1]
+    if start[place : place + 1] == _VERSION and start[place + 1] <= _MOST:
+        place += 2 + start[place + 1]
+    if start[place : place + 1] != _ID or start[place + 1] > _MOST:
+        return 0, 0
+    end = place + 2 + start[place + 1]
+    return (place, end) if start[place:end].isascii() else (0, 0)
+
+
+@dataclass(eq=False, slots=True)
+class _Layout:
+    """Where the raw tensors are in messages of one size without their ids, and the templates by the bytes around."""
+
+    spans: tuple[tuple[int, int], ...]
+    templates: dict[bytes, tuple[MessageTemplate, bytes | None]]
+    """With the id of those whose key holds it."""
+
+    def head(self, content: memoryview, start: int, end: int) -> bytes:
+        """The bytes around the tensors, without the id, whose field is at this place."""
+        moved = end - start
+        if len(self.spans) == 1 and self.spans[0][1] + moved == len(content):  # nearly always
+            first = self.spans[0][0] + moved
+            return bytes(content[:start]) + bytes(content[end:first]) if end else bytes(content[:first])
+        pieces, place = [content[:start]], end
+        for first, last in self.spans:
+            pieces.append(content[place : first + moved])
+            place = last + moved
+        return b"".join([*pieces, content[place:]])
+
+
+class MessageTemplates:
+    """The latest templates of one server, for messages of all models."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[int, list[_Layout]] = {}
+        self._count = 0
+        self._offsets: dict[int, int] = {}  # by the size of a message, with its id: where its first tensor began
+
+    def tensor_offset(self, size: int) -> int:
+        """Where the first raw tensor probably begins in a message of this size."""
+        return self._offsets.get(size, 0)
+
+    def find(self, content: memoryview) -> Repeated[MessageTemplate] | None:
+        """What is known of a message that came before with another id and other values."""
+        repeated = self._find(content, 0, 0)
+        if repeated is None:
+            start, end = id_field(content)
+            repeated = self._find(content, start, end) if end else None
+        return repeated
+
+    def _find(self, content: memoryview, start: int, end: int) -> Repeated[MessageTemplate] | None:
+        moved = end - start
+        for layout in self._layouts.get(len(content) - moved, ()):
+            kept_template = layout.templates.get(layout.head(content, start, end))
+            if kept_template is not None:
+                template, fixed = kept_template
+                if layout.spans and len(content) not in self._offsets:
+                    self._note_offset(len(content), layout.spans[0][0] + moved)
+                return template, bytes(content[start + 2 : end]) if fixed is None else fixed, moved
+        return None
+
+    def keep(
+        self, content: memoryview, raw: Sequence[RawInput], request: InferRequest, service: InferenceService
+    ) -> None:
+        """Keep a decoded message's template, unless it must be decoded each time. Raises `ContractError`."""
+        head_bytes = len(content) - sum(item.end - item.start for item in raw)
+        if len(raw) != sum(item.window is None for item in request.inputs) or head_bytes > KEPT_BYTES:
+            return
+        start, end = id_field(content)
+        fixed = None
+        if bytes(content[start + 2 : end]).decode() != request.id or not _is_only_id(content, raw, start, end):
+            start, end, fixed = 0, 0, request.id.encode()
+        moved = end - start
+        spans = tuple((item.start - moved, item.end - moved) for item in raw)
+        template = MessageTemplate.of(request, [first for first, _ in spans], service.signature, service.padding)
+        if template is None:
+            return
+        template.service = service
+        if self._count >= KEPT_TEMPLATES:  # messages that differ each time must not accumulate
+            self._layouts.clear()
+            self._count = 0
+        layouts = self._layouts.setdefault(len(content) - moved, [])
+        layout = next((layout for layout in layouts if layout.spans == spans), None)
+        if layout is None:
+            layout = _Layout(spans, {})
+            del layouts[_KEPT_LAYOUTS - 1 :]
+            layouts.insert(0, layout)
+        layout.templates[layout.head(content, start, end)] = template, fixed
+        self._count += 1
+        if raw:
+            self._note_offset(len(content), raw[0].start)
+
+    def _note_offset(self, size: int, offset: int) -> None:
+        if len(self._offsets) >= _KEPT_OFFSETS:
+            self._offsets.clear()
+        self._offsets[size] = offset
+
+
+def _is_only_id(content: memoryview, raw: Sequence[RawInput], start: int, end: int) -> bool:
+    """Whether the message has no id without this field: of several the last one counts."""
+    pieces, place = [content[:start]], end
+    for item in raw:
+        pieces.append(content[place : item.tag])
+        place = item.end
+    return not service_pb2.ModelInferRequest.FromString(b"".join([*pieces, content[place:]])).id

@@ -1,32 +1,201 @@
-"""HTTP/1.1 requests from bytes: no socket and no event loop.
+"""HTTP/1.1 requests from bytes, and responses to bytes, without a socket or an event loop.
 
 `HeadReader` reads a head with httptools and then checks itself where the body ends, because requests are smuggled where
 two servers read one stream differently. `RequestParser` finds heads and bodies in a connection's bytes and returns
 whole requests. Both raise `HttpError` for what exceeds the limits.
+
+The transport receives a `FixedBody` straight into the slot that the engine reads; only the bytes that came in one read
+with the head, at most 64 KiB, are copied once. A slot costs nothing before the bytes arrive, and each byte is charged
+when it does. A `ChunkedBody` is copied once, out of its framing. A `DroppedBody` belongs to a request that is refused
+already: its bytes are read and dropped, so that the connection can go on.
+
+Every body has `arrived`, the number of bytes so far, and `feed`, which takes the body's bytes of `data[start:end]` and
+returns where they end. Pass unconsumed bytes again: with more data if none was consumed, else in the next turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
 import httptools
+import numpy as np
 
-from servers.native.arena import RequestMemory
-from servers.native.errors import HOLDS_ENOUGH, HttpError, unread
-from servers.native.http_body import ChunkedBody, DroppedBody, FixedBody
+from servers.native.errors import HOLDS_ENOUGH, HttpError, http_status, unread
 from servers.native.limits import CONTROL_BODY_BYTES
+from servers.native.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.codec import HEADER_LENGTH
 from servers.protocol.errors import ContractError, UnavailableError
 
+MAX_CHUNK_LINE = 256
+FREE_CHUNKS = 256
+MIN_MEAN_CHUNK_BYTES = 64
+"""Chunks beyond the free ones must have this many bytes on average: a chunk costs as much work as some KiB."""
+STEPS_PER_FEED = 128
+"""A chunk takes two or three steps. The rest is read after the other connections had their turn."""
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
+
+
+class FixedBody:
+    """A body of known size, in a slot where its first binary tensor, after `json_bytes`, is aligned to 64 bytes."""
+
+    __slots__ = ("complete", "filled", "size", "slot", "view")
+
+    def __init__(self, slot: ArenaSlot, size: int, json_bytes: int) -> None:
+        """The slot has room for `size` + `ALIGNMENT` bytes."""
+        memory = np.asarray(slot)
+        offset = -(slot.offset + json_bytes) % ALIGNMENT
+        self.slot = slot
+        self.view = memory[offset : offset + size].data
+        self.size = size
+        self.filled = 0
+        self.complete = size == 0
+
+    @classmethod
+    def take(cls, memory: RequestMemory, receiver: Receiver, size: int, json_bytes: int) -> FixedBody | None:
+        """An empty body; None when no slot is left for it."""
+        slot = memory.take_for(receiver, size + ALIGNMENT)
+        return None if slot is None else cls(slot, size, json_bytes)
+
+    @property
+    def arrived(self) -> int:
+        return self.filled
+
+    def feed(self, data: bytearray, start: int, end: int) -> int:
+        taken = min(end - start, self.size - self.filled)
+        self.view[self.filled : self.filled + taken] = memoryview(data)[start : start + taken]
+        self.received(taken)
+        return start + taken
+
+    def received(self, count: int) -> None:
+        """`count` bytes have been written behind the others."""
+        self.filled += count
+        self.complete = self.filled == self.size
+
+
+class DroppedBody:
+    """A body of known size whose bytes are not needed."""
+
+    __slots__ = ("_left", "_size", "complete")
+
+    def __init__(self, size: int) -> None:
+        self._left = self._size = size
+        self.complete = size == 0
+
+    @property
+    def arrived(self) -> int:
+        return self._size - self._left
+
+    def feed(self, data: bytearray, start: int, end: int) -> int:  # noqa: ARG002  the bytes are dropped
+        taken = min(end - start, self._left)
+        self._left -= taken
+        self.complete = self._left == 0
+        return start + taken
+
+
+class ChunkedBody:
+    """A body in chunks: at most as many bytes as its slot has, in at most `max_chunks`, and trailers, which are
+    dropped."""
+
+    __slots__ = ("_chunks", "_left", "_limit", "_max_chunks", "_memory", "_trailers", "arrived", "complete", "slot")
+
+    def __init__(self, slot: ArenaSlot, max_bytes: int, max_chunks: int) -> None:
+        """The slot has room for `max_bytes`."""
+        self.slot = slot
+        self._memory = np.asarray(slot)[:max_bytes].data
+        self.complete = False
+        self.arrived = 0
+        self._limit = max_bytes
+        self._max_chunks = max_chunks
+        self._chunks = 0
+        self._left = 0  # of the current chunk, with the CR LF behind it
+        self._trailers = -1  # bytes of them so far; -1 until the last chunk
+
+    @property
+    def view(self) -> memoryview:
+        return self._memory[: self.arrived]
+
+    def feed(self, data: bytearray, start: int, end: int) -> int:
+        """Take up to `STEPS_PER_FEED` pieces of chunks. Raises `HttpError`."""
+        view = memoryview(data)
+        for _ in range(STEPS_PER_FEED):
+            if start == end or self.complete:
+                break
+            if self._trailers >= 0:
+                at = self._trailer(data, start, end)
+            elif self._left:
+                at = self._chunk(view, start, end)
+            else:
+                at = self._size_line(data, start, end)
+            if at == start:
+                break
+            start = at
+        view.release()
+        return start
+
+    def _chunk(self, view: memoryview, start: int, end: int) -> int:
+        content = min(end - start, self._left - 2)
+        if content > 0:
+            self._memory[self.arrived : self.arrived + content] = view[start : start + content]
+            self.arrived += content
+            self._left -= content
+            return start + content
+        if end - start < 2:
+            return start
+        if bytes(view[start : start + 2]) != b"\r\n":
+            raise HttpError(400, "a chunk of the body is not as long as it says")
+        self._left = 0
+        return start + 2
+
+    def _size_line(self, data: bytearray, start: int, end: int) -> int:
+        match = _SIZE_LINE.match(data, start, end)
+        if match is None:
+            if end - start > MAX_CHUNK_LINE or data.find(b"\n", start, end) >= 0:
+                raise HttpError(400, "a chunk of the body has no valid size")
+            return start
+        if match.end() - start > MAX_CHUNK_LINE:
+            raise HttpError(400, "a chunk of the body has too long an extension")
+        size = int(match[1], 16)
+        if size == 0:
+            self._trailers = 0
+            return match.end()
+        self._chunks += 1
+        if self._chunks > self._max_chunks:
+            raise HttpError(400, f"the body has more than {self._max_chunks} chunks")
+        if self._chunks > FREE_CHUNKS and self.arrived < (self._chunks - 1) * MIN_MEAN_CHUNK_BYTES:
+            raise HttpError(400, f"the body's chunks have less than {MIN_MEAN_CHUNK_BYTES} bytes on average")
+        if self.arrived + size > self._limit:
+            raise HttpError(413, f"the body has more than {self._limit} bytes, the server's limit")
+        self._left = size + 2
+        return match.end()
+
+    def _trailer(self, data: bytearray, start: int, end: int) -> int:
+        line = data.find(b"\n", start, end) + 1
+        self._trailers += max(0, line - start)
+        if self._trailers + (end - start if line == 0 else 0) > 16 * MAX_CHUNK_LINE:
+            raise HttpError(400, "the trailers of the body are too long")
+        if line == 0:
+            return start
+        if data[line - 2 : line] != b"\r\n":
+            raise HttpError(400, "a trailer of the body does not end with CR LF")
+        self.complete = line - start == 2
+        return line
+
+
 HEAD_ENDS = b"\r\n\r\n"
 _CARRIAGE_RETURN = 13
 _EMPTY = memoryview(b"")
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_FORBIDDEN = b"\r\n\x00"
+Headers = list[tuple[bytes, bytes]]
 BARE_LINE_FEED = "a line of the request's head does not end with CR LF"
 _KEPT_HEADS = 256
 _KEPT_HEAD_BYTES = 4096
@@ -202,7 +371,7 @@ def infer_target(path: str) -> tuple[str, str | None] | None:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class HttpRequest:
     """A whole request, or one with a `refusal`, whose body was dropped.
 
     The body's memory counts as held until `release`, and until nothing else refers to it.
@@ -275,7 +444,7 @@ class RequestParser:
         """Whether the budget has no room for the next byte of the body."""
         return isinstance(self._body, FixedBody) and self._budget.left <= 0
 
-    def parse(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
+    def parse(self, data: bytearray, start: int, end: int) -> tuple[int, HttpRequest | RequestHead | None]:
         """Parse the next piece of `data[start:end]`. Returns where it ends (`start`: more is needed), and a request.
 
         While a body is still missing the head is returned alone. Raises `HttpError`.
@@ -292,7 +461,7 @@ class RequestParser:
         left = self._budget.left
         return body.view[body.filled : body.filled + left] if left > 0 else None
 
-    def received(self, count: int) -> Request | None:
+    def received(self, count: int) -> HttpRequest | None:
         """`count` bytes have been written to `space`. Returns the request if it is complete."""
         body = self._body
         assert isinstance(body, FixedBody)
@@ -330,14 +499,14 @@ class RequestParser:
         else:
             self._body = LostBody()
 
-    def _parse_head(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
+    def _parse_head(self, data: bytearray, start: int, end: int) -> tuple[int, HttpRequest | RequestHead | None]:
         if data.startswith(b"\r\n", start, end):
             if self._skipped_line:
                 raise HttpError(400, "more than one empty line comes before the request")
             self._skipped_line = True
             return start + 2, None
-        found = data.find(HEAD_ENDS, start, end)
-        if found < 0:
+        head_end = data.find(HEAD_ENDS, start, end)
+        if head_end < 0:
             self.head = None
             if not ord("A") <= data[start] <= ord("Z") and data[start] != _CARRIAGE_RETURN:
                 raise HttpError(400, "the request is not valid HTTP")
@@ -346,17 +515,17 @@ class RequestParser:
                 raise HttpError(400, BARE_LINE_FEED)
             return start, None
         self._skipped_line = False
-        found += len(HEAD_ENDS)
+        head_end += len(HEAD_ENDS)
         self.head = None
-        self.head = head = self._heads.read(bytes(data[start:found]))
+        self.head = head = self._heads.read(bytes(data[start:head_end]))
         self.start_ns = time.perf_counter_ns()
         self._body = body = self._choose_body(head)
         if body is None:
-            return found, self._completed()
-        found, request = self._feed(body, data, found, end)
+            return head_end, self._completed()
+        head_end, request = self._feed(body, data, head_end, end)
         if request is None and self._refusal is not None and head.expects_continue:  # its body need not be sent
             raise unread(self._refusal)
-        return found, request or head
+        return head_end, request or head
 
     def _choose_body(self, head: RequestHead) -> FixedBody | ChunkedBody | DroppedBody | None:
         """Choose the body's memory. Raises `HttpError` for a body that is not read at all."""
@@ -386,7 +555,7 @@ class RequestParser:
 
     def _feed(
         self, body: FixedBody | ChunkedBody | DroppedBody | LostBody, data: bytearray, start: int, end: int
-    ) -> tuple[int, Request | None]:
+    ) -> tuple[int, HttpRequest | None]:
         if isinstance(body, FixedBody):
             used = body.feed(data, start, min(end, start + self._budget.left))
             self._hold(body, used - start)
@@ -396,15 +565,51 @@ class RequestParser:
                 raise unread(UnavailableError(HOLDS_ENOUGH))
         return used, self._completed() if body.complete else None
 
-    def _completed(self) -> Request:
+    def _completed(self) -> HttpRequest:
         head, body, refusal = self.head, self._body, self._refusal
         assert head is not None
         if isinstance(body, FixedBody | ChunkedBody):
             self._memory.arrived(body.slot)
         self._body = None
-        return Request(head, self.start_ns, refusal, body if isinstance(body, FixedBody | ChunkedBody) else None)
+        return HttpRequest(head, self.start_ns, refusal, body if isinstance(body, FixedBody | ChunkedBody) else None)
 
     def _hold(self, body: FixedBody | ChunkedBody, size: int) -> bool:
         held = self._budget.hold(size)
         body.slot.charged += size if held else 0
         return held
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    """One response; `headers` include its Content-Length. The rest of a large body comes in `more` pieces."""
+
+    status: int
+    headers: Headers
+    body: bytes
+    more: Sequence[bytes] = ()
+
+    @property
+    def size(self) -> int:
+        """The bytes of the whole body."""
+        return len(self.body) + sum(map(len, self.more))
+
+    def encode(self, common: bytes, *, with_body: bool = True) -> bytes:
+        """The bytes to send before `more`, with the header lines `common`. Line ends inside a header are left out."""
+        parts = [STATUS_LINES.get(self.status, b"HTTP/1.1 %d \r\n" % self.status), common]
+        for name, value in self.headers:
+            # Starlette's redirects and errors may quote the client; a line end in the quote would begin a header.
+            parts += [name.translate(None, _FORBIDDEN), b": ", value.translate(None, _FORBIDDEN), b"\r\n"]
+        parts.append(b"\r\n")
+        if with_body:
+            parts.append(self.body)
+        return b"".join(parts)
+
+
+def refusal(error: ContractError | HttpError) -> HttpResponse:
+    """The response to a failed request: `{"error": …}` in ASCII, since a message may quote any text of a client."""
+    status = http_status(error)
+    body = json.dumps({"error": str(error)}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    return HttpResponse(status, headers, body)

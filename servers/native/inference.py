@@ -1,34 +1,34 @@
-"""Inference behind HTTP and gRPC: one object checks a request, passes it to the engine, and makes its response.
+"""Inference behind HTTP and gRPC: the served models of a front end, each of which checks requests, passes them to the
+engine, and makes the responses.
 
-The engine is in this process or in another one: see `EngineLink`.
+Each model has its own engine, queue and statistics, as with Triton: nothing is merged across models. An arm under test
+serves exactly one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from enum import Enum
 from math import prod
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import batch_key, padding_of
-from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
+from servers.models.images import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
-from servers.native.arena import RequestMemory
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
+    FailureLog,
     NotReadyError,
     QueueFullError,
     RequestExpiredError,
     ShuttingDownError,
 )
-from servers.native.failure_log import FailureLog
-from servers.native.queued_request import QueuedRequest
+from servers.native.interface import EngineLink, LoadModel, ModelState, ModelStatus, QueuedRequest, UnloadModel
+from servers.native.memory import RequestMemory
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
 from servers.protocol.codec import read_elements, write_output
@@ -40,8 +40,9 @@ from servers.protocol.records import (
     ModelSignature,
     OutputTensor,
     RegionReference,
+    RegionWindow,
     RequestedOutput,
-    Window,
+    shown,
 )
 from servers.protocol.tensors import Array
 
@@ -52,46 +53,8 @@ INLINE_READ_BYTES = 2**20
 """More bytes of system shared memory than this are read in threads."""
 PIECE_BYTES = 4 * 2**20
 """What one thread reads at a time: a core copies this much in half a millisecond."""
-_DELAY_THREADS = 256
 
 R = TypeVar("R")
-
-
-class State(Enum):
-    """READY and ACCEPTING answer inference requests. FAILED means that loading failed, or that the engine broke.
-
-    A loaded model is ACCEPTING until all front ends know: no client sees that it is ready and is then refused.
-    """
-
-    LOADING = "loading"
-    ACCEPTING = "accepting"
-    READY = "ready"
-    FAILED = "failed"
-    UNLOADED = "unloaded"
-    STOPPING = "stopping"
-
-
-class Waiter(Protocol):
-    """The part of a front end that waits for a queued request."""
-
-    def wake(self, queued: QueuedRequest) -> None:
-        """The request is complete; called in the event loop."""
-
-
-class EngineLink(Protocol):
-    """The way from a front end to the engine; belongs to the event loop, where it calls `Waiter.wake`."""
-
-    def submit(self, model: int, queued: QueuedRequest) -> None:
-        """Queue a checked request for a model, by its number. Raises `UnavailableError`, or completes it with one."""
-
-    def withdraw(self, model: int, queued: QueuedRequest) -> bool:
-        """Take it back; True if the engine will not execute it and its waiter will not be called.
-
-        False: it will be complete soon, with `RequestExpiredError` if it came back.
-        """
-
-    async def ask(self, method: str, *arguments: object) -> None:
-        """Let the engine's side do something else. Raises `ContractError`."""
 
 
 class FutureWaiter:
@@ -205,7 +168,7 @@ class InferenceService:
         self.settings = settings
         self.statistics = statistics
         self.description: EngineDescription | None = None
-        self.state = State.LOADING
+        self.state = ModelState.LOADING
         self.decoding: DecodingSettings | None = None  # None for a model that takes tensors
         self._decoder: RequestDecoder | None = None
         if specification.payload == "jpeg":
@@ -214,51 +177,49 @@ class InferenceService:
         self._number = number
         self._link = link
         self._memory = memory
-        self._delays = ThreadPoolExecutor(_DELAY_THREADS, "added-delay") if settings.added_delay_ms else None
 
     @property
     def ready(self) -> bool:
         """Loaded, warmed up and not shutting down."""
-        return self.state is State.READY
+        return self.state is ModelState.READY
 
-    async def apply(self, state: State, description: EngineDescription | None) -> None:
+    async def apply(self, status: ModelStatus) -> None:
         """What the engine's side says; returns when the engine has got every request that was accepted before."""
-        if self.state is not State.STOPPING:
-            self.state = state
-            self.description = description
-        if state not in (State.READY, State.ACCEPTING) and self._decoder is not None:
+        if self.state is not ModelState.STOPPING:
+            self.state = status.state
+            self.description = status.description
+        if status.state not in (ModelState.READY, ModelState.ACCEPTING) and self._decoder is not None:
             await self._decoder.idle.wait()
 
     def stop(self) -> None:
         """Accept nothing any more."""
-        self.state = State.STOPPING
-        if self._delays is not None:
-            self._delays.shutdown(wait=False)
+        self.state = ModelState.STOPPING
         if self._decoder is not None:
             self._decoder.close()
 
     def check_loaded(self) -> None:
         """Raises `NotFoundError` for an unloaded model, which is as unknown as any other until it is loaded again."""
-        if self.state is State.UNLOADED:
+        if self.state is ModelState.UNLOADED:
             raise NotFoundError(f"Request for unknown model: '{self.signature.name}' is unloaded")
 
     def check_accepting(self) -> None:
         """Raises `UnavailableError` unless the model can answer now."""
-        if self.state is not State.ACCEPTING:
+        if self.state is not ModelState.ACCEPTING:
             self.check_ready()
 
     def check_ready(self) -> None:
         """Raises `UnavailableError` unless the model can answer now, and every front end knows."""
-        if self.state is State.READY:
+        if self.state is ModelState.READY:
             return
-        if self.state is State.STOPPING:
+        if self.state is ModelState.STOPPING:
             raise ShuttingDownError(SHUTTING_DOWN)
         raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
 
     @property
     def direct(self) -> bool:
         """Whether a checked request needs only the queue, so that `enqueue` can replace `infer`."""
-        return self._decoder is None and self._delays is None and not self.settings.queue_timeout_us
+        settings = self.settings
+        return self._decoder is None and not settings.added_delay_ms and not settings.queue_timeout_us
 
     def enqueue(self, queued: QueuedRequest) -> None:
         """Queue a checked request. Raises `UnavailableError`."""
@@ -266,7 +227,6 @@ class InferenceService:
         self._link.submit(self._number, queued)
 
     def withdraw(self, queued: QueuedRequest) -> bool:
-        """See `EngineLink`."""
         return self._link.withdraw(self._number, queued)
 
     async def infer(
@@ -310,8 +270,8 @@ class InferenceService:
         finally:
             if timer is not None:
                 timer.cancel()
-        if self._delays is not None:  # asyncio.sleep would round to whole ms, and tests rely on this delay
-            await loop.run_in_executor(self._delays, time.sleep, self.settings.added_delay_ms / 1000)
+        if self.settings.added_delay_ms:
+            await _sleep_at_least(self.settings.added_delay_ms / 1000)
         if queued.error is not None:
             raise copy(queued.error)  # else its traceback would keep this frame and its arrays
         executed_ns = time.perf_counter_ns()
@@ -345,7 +305,7 @@ class InferenceService:
             wake_all([queued])
 
 
-async def _fetch_in_pieces(window: Window) -> None:
+async def _fetch_in_pieces(window: RegionWindow) -> None:
     """Read a large input with several threads. Raises the first `ContractError`, after all have ended."""
     window.view()  # the memory, before the threads fill it
     starts = range(0, window.reference.byte_size, PIECE_BYTES)
@@ -353,6 +313,13 @@ async def _fetch_in_pieces(window: Window) -> None:
     for result in await asyncio.gather(*pieces, return_exceptions=True):
         if result is not None:
             raise result
+
+
+async def _sleep_at_least(seconds: float) -> None:
+    """Unlike `asyncio.sleep`, whose timers may fire a millisecond early."""
+    ends = time.perf_counter() + seconds
+    while (left := ends - time.perf_counter()) > 0:
+        await asyncio.sleep(left)
 
 
 def signature_of(specification: ModelSpecification, settings: NativeSettings) -> ModelSignature:
@@ -371,23 +338,12 @@ def signature_of(specification: ModelSpecification, settings: NativeSettings) ->
 def _device_places(tensors: Sequence[InputTensor | RequestedOutput]) -> Mapping[str, tuple[str, int, int]]:
     """By name: region, offset and size of those on a GPU."""
     return {
-        tensor.name: window.place
-        for tensor in tensors
-        if (window := tensor.window) is not None and window.region.on_device
+        tensor.name: window.place for tensor in tensors if (window := tensor.window) is not None and window.on_device
     }
 
 
-def _on_device(window: Window | None) -> bool:
-    return window is not None and window.region.on_device
-
-
-async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., R], *arguments: object) -> R:
-    """Run `work` in one of `threads`, whose queue does not keep the arguments of a cancelled caller."""
-    waiting = [arguments]
-    try:
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: work(*waiting.pop()))
-    finally:
-        waiting.clear()
+def _on_device(window: RegionWindow | None) -> bool:
+    return window is not None and window.on_device
 
 
 def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping[str, Array]) -> InferResponse:
@@ -396,15 +352,94 @@ def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping
     Raises `ContractError`.
     """
     datatypes = {spec.name: spec.datatype for spec in signature.outputs}
-    wanted = request.outputs or [RequestedOutput(name, request.binary_output) for name in datatypes]
+    requested = request.outputs or [RequestedOutput(name, request.binary_output) for name in datatypes]
     tensors = []
-    for output in wanted:
+    for output in requested:
         data, window = outputs[output.name], output.window
         reference: RegionReference | None = None
-        if window is not None and window.region.on_device:
+        if window is not None and window.on_device:
             size = prod(data.shape) * data.itemsize
             reference = RegionReference(window.reference.region, size, window.reference.offset)
         elif window is not None:
             reference = write_output(window, data)
         tensors.append(OutputTensor(output.name, datatypes[output.name], data, output.binary, reference))
     return InferResponse(signature.name, signature.version, request.id, tuple(tensors))
+
+
+MAX_NAME_CHARACTERS = 255
+
+
+class ServedModels:
+    """At least one service, each with another name; the first is the default one."""
+
+    def __init__(self, services: Sequence[InferenceService], link: EngineLink, allow_control: bool = False) -> None:
+        """`services` are in the order in which the engine's side has their models."""
+        self._services = {service.signature.name: service for service in services}
+        if not services or len(self._services) != len(services):
+            raise ValueError("a server needs at least one model, and no two with the same name")
+        self.default = services[0]
+        self._link = link
+        self._allow_control = allow_control
+
+    def __iter__(self) -> Iterator[InferenceService]:
+        return iter(self._services.values())
+
+    def find(self, name: str, version: str | None = None) -> InferenceService:
+        """The service of a model that is not unloaded. Raises `NotFoundError`."""
+        service = self.named(name, version)
+        service.check_loaded()
+        return service
+
+    def named(self, name: str, version: str | None = None) -> InferenceService:
+        """The service of a model, whatever its state. Raises `NotFoundError`."""
+        service = self._services.get(name)
+        if service is None:
+            raise NotFoundError(f"Request for unknown model: {shown(name)} is not found")
+        if version is not None and version != service.signature.version:
+            raise NotFoundError(f"Request for unknown model: {shown(name)} version {shown(version)} is not found")
+        return service
+
+    @property
+    def ready(self) -> bool:
+        return all(service.ready for service in self)
+
+    def check_ready(self) -> None:
+        """Raises `UnavailableError` unless every model can answer now."""
+        for service in self:
+            service.check_ready()
+
+    async def apply(self, models: Sequence[ModelStatus]) -> None:
+        """What the engine's side says about each model; see `InferenceService.apply`."""
+        await asyncio.gather(*(service.apply(status) for service, status in zip(self, models, strict=True)))
+
+    def fail(self) -> None:
+        """The engine's process has ended: nothing is ready, and never will be."""
+        for service in self:
+            service.state = ModelState.FAILED
+
+    def stop(self) -> None:
+        """Accept nothing any more."""
+        for service in self:
+            service.stop()
+
+    async def load(self, name: str, parameters: Mapping[str, object]) -> None:
+        """Returns when the model is warmed up and ready, at once if it is already. Raises `ContractError`."""
+        number = self._number(name)
+        if parameters:
+            raise InvalidRequestError("a load takes no configuration and no files: models are chosen at the start")
+        await self._link.control(LoadModel(number))
+
+    async def unload(self, name: str) -> None:
+        """Refuse new requests at once; returns when accepted ones are finished and the engine is freed.
+
+        Raises `ContractError`.
+        """
+        await self._link.control(UnloadModel(self._number(name)))
+
+    def _number(self, name: str) -> int:
+        """Raises `ContractError` without model control or for a bad name; names never reach a file system."""
+        if not self._allow_control:
+            raise InvalidRequestError("model control is switched off; start the server with --allow-model-control")
+        if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable() or "/" in name or ".." in name:
+            raise InvalidRequestError(f"a model's name has 1 to {MAX_NAME_CHARACTERS} characters, without '/' and '..'")
+        return list(self).index(self.named(name))

@@ -1,66 +1,29 @@
-"""The bytes that all clients together may make the server hold, and the time that they get of an event loop."""
+"""What the requests of clients may cost an event loop: its time, the threads beside it, and inflated bodies."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import mmap
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from servers.native.errors import HOLDS_ENOUGH
-from servers.protocol.errors import UnavailableError
+from servers.protocol.errors import InvalidRequestError, TooLargeError, UnavailableError
 
 CONTROL_BODY_BYTES = 64 * 1024
 """Largest body of a request that is not an inference: no such request needs more."""
-UNCOUNTED_BYTES = 64 * 1024
-"""Answers with fewer bytes in all that a client has not read do not count as held, like one read of what it sends."""
+INFLATED_STEP_BYTES = 64 * 1024
+"""Compressed bodies are inflated in steps of this size, which fit into memory that the heap has anyway."""
+MAX_INFLATING = 8
+"""Most compressed bodies that are inflated and parsed, or wait for that, in each front end over HTTP and over gRPC.
 
+A connection has one request at a time.
+"""
 
-class ByteBudget:
-    """Bytes of requests that have arrived, wait in the queue or are executed, and of answers that are not read yet.
-
-    Each front end counts its own in one of `counters`, which all share: 64-bit integers, one per front end. Any thread
-    of a front end holds and releases. Front ends that hold at the same moment may together exceed the limit by one read
-    each.
-    """
-
-    def __init__(self, limit: int, counters: memoryview | None = None, own: int = 0) -> None:
-        self.limit = limit
-        self._counters = memoryview(bytearray(8)).cast("q") if counters is None else counters
-        self._own = own
-        self._lock = threading.RLock()  # reentrant: the garbage collector may call `release` anywhere
-
-    @property
-    def held(self) -> int:
-        return sum(self._counters)
-
-    @property
-    def left(self) -> int:
-        return self.limit - sum(self._counters)
-
-    def hold(self, count: int) -> bool:
-        """Add `count` bytes; False, and nothing is added, when they would be too many."""
-        with self._lock:
-            if sum(self._counters) + count > self.limit:
-                return False
-            self._counters[self._own] += count
-            return True
-
-    @contextmanager
-    def holding(self, count: int) -> Iterator[None]:
-        """Hold `count` bytes inside the `with` block. Raises `UnavailableError` when they would be too many."""
-        if not self.hold(count):
-            raise UnavailableError(HOLDS_ENOUGH)
-        try:
-            yield
-        finally:
-            self.release(count)
-
-    def release(self, count: int) -> None:
-        with self._lock:
-            self._counters[self._own] -= count
+R = TypeVar("R")
 
 
 class Turns:
@@ -95,22 +58,64 @@ class Turns:
             self._schedule()
 
 
-class UnreadAnswers:
-    """The bytes of one client's answers that it has not read yet, as far as they count as held."""
+async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., R], *arguments: object) -> R:
+    """Run `work` in one of `threads`, whose queue does not keep the arguments of a cancelled caller."""
+    waiting = [arguments]
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: work(*waiting.pop()))
+    finally:
+        waiting.clear()
 
-    __slots__ = ("_budget", "_counted")
 
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
-        self._counted = 0
+class InflatingThread:
+    """Inflates compressed bodies one at a time, and refuses more than `MAX_INFLATING` at once; for one event loop.
 
-    def count(self, unread: int) -> bool:
-        """The client has `unread` bytes now; False, and nothing changes, when all clients would have too many."""
-        counted = unread if unread > UNCOUNTED_BYTES else 0
-        more = counted - self._counted
-        if more > 0 and not self._budget.hold(more):
-            return False
-        if more < 0:
-            self._budget.release(-more)
-        self._counted = counted
-        return True
+    One thread, apart from those that parse: a few compressed bytes are as much work as a megabyte of plain JSON.
+    """
+
+    def __init__(self, refusal: str) -> None:
+        self._refusal = refusal
+        self._thread = ThreadPoolExecutor(1, "inflating")
+        self._count = 0
+
+    async def run(self, inflate: Callable[..., R], *arguments: object) -> R:
+        """Call `inflate` in the thread. Raises `UnavailableError` when too many wait already."""
+        if self._count >= MAX_INFLATING:
+            raise UnavailableError(self._refusal)
+        self._count += 1
+        try:
+            return await in_thread(self._thread, inflate, *arguments)
+        finally:
+            self._count -= 1
+
+
+def decompress(data: memoryview, limit: int) -> memoryview:
+    """Raises `TooLargeError` before more than `limit` + 1 bytes exist, `InvalidRequestError` for other formats.
+
+    The result is in a mapping, whose pages go back to the kernel with it: zlib's own buffers come from the heap, which
+    grew by their sum and kept 44 MiB after one bomb of 512 MiB.
+    """
+    decoder = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, by its own header
+    content = mmap.mmap(-1, 4 * INFLATED_STEP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared cannot grow
+    used = 0
+    while used < len(data) and not decoder.eof:
+        rest: bytes | memoryview = data[used : used + INFLATED_STEP_BYTES]
+        used += len(rest)
+        full = True
+        while full and not decoder.eof:
+            room = min(INFLATED_STEP_BYTES, limit + 1 - content.tell())
+            try:
+                piece = decoder.decompress(rest, room)
+            except zlib.error as exc:
+                raise InvalidRequestError("the body is not what its Content-Encoding says") from exc
+            if content.tell() + len(piece) > len(content):
+                content.resize(2 * len(content))
+            content.write(piece)
+            if content.tell() > limit:
+                raise TooLargeError(f"the body has more than {limit} bytes after decompression, the server's limit")
+            rest, full = decoder.unconsumed_tail, len(piece) == room
+    if not decoder.eof:
+        raise InvalidRequestError("the compressed body ends too early")
+    if decoder.unused_data or used < len(data):
+        raise InvalidRequestError("bytes follow the end of the compressed body")
+    return memoryview(content)[: content.tell()]

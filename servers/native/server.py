@@ -5,22 +5,26 @@ from __future__ import annotations
 import importlib
 import logging
 import resource
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 
 import structlog
 
+from servers.cli.launch import host_in_url
 from servers.engines.interface import Engine
 from servers.engines.settings import EngineSettings, engine_kind
-from servers.launch_plan import host_in_url
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-from servers.native.engine_side import Offer
+from servers.native.engine_process import Offer
 from servers.native.settings import NativeSettings, artefact_field
-from servers.native.supervisor import Supervisor
+from servers.native.supervisor import Supervisor, exit_status
 
 log = structlog.get_logger("abserve.server")
 
@@ -35,7 +39,12 @@ def run(
     """Make the models from the settings and serve them; see `serve`."""
     if settings.added_delay_ms:
         log.warning("every answer is delayed, as asked for a test", added_delay_ms=settings.added_delay_ms)
-    return serve(settings, [_offer(settings, one, weights) for one in specifications], listener, grpc_listener)
+    return serve(
+        settings,
+        [_offer(settings, specification, weights) for specification in specifications],
+        listener,
+        grpc_listener,
+    )
 
 
 def serve(
@@ -59,9 +68,63 @@ def serve(
 
     if settings.fronts:
         return Supervisor(settings, offers, listener, grpc_listener, on_listening).run()
-    from servers.native.one_process import serve_in_one_process  # not above: the other shape forks before this import
-
     return serve_in_one_process(settings, offers, listener, grpc_listener, on_listening)
+
+
+def serve_in_one_process(
+    settings: NativeSettings,
+    offers: Sequence[Offer],
+    listener: socket.socket,
+    grpc_listener: socket.socket | None,
+    on_listening: Callable[[], None],
+) -> int:
+    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread.
+
+    An engine thread may still be loading when this returns: the caller must not wait for it.
+    """
+    # Not above: a server of several processes forks before these imports.
+    from servers.native.engine_link import LocalLink
+    from servers.native.engine_process import EngineSide
+    from servers.native.front_server import NativeServer
+    from servers.native.memory import RequestMemory
+    from servers.native.statistics import Statistics
+
+    statistics = [Statistics(settings.max_batch_size) for _ in offers]
+    memory = RequestMemory.alone(settings)
+    side = EngineSide(settings, offers, statistics, memory.arena)
+    link = LocalLink(side)
+    front_ends_open = threading.Event()
+    specifications = [specification for specification, _ in offers]
+
+    def begin() -> None:
+        on_listening()
+        link.open(server.execute)
+        side.start(stop, front_ends_open)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    server = NativeServer(settings, specifications, statistics, link, memory, begin, front_ends_open.set, grpc_listener)
+    received: list[int] = []
+
+    def note(signal_number: int, _frame: FrameType | None) -> None:
+        """Keep a signal that comes before uvicorn handles them: uvicorn then stops as soon as it has begun.
+
+        After its shutdown uvicorn raises its signals again, and dying of one would skip the rest of this function.
+        """
+        received.append(signal_number)
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    server.run(sockets=[listener])
+    failed = side.failed
+    server.models.stop()
+    finished = side.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
+    log.info("stopped", accepted_work_finished=finished)
+    if failed:
+        return 1
+    return exit_status(received)
 
 
 def imported_first(engine: str, specification: ModelSpecification) -> tuple[str, ...]:

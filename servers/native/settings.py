@@ -11,15 +11,15 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings
 
-from servers import defaults
+from servers.cli import defaults
+from servers.cli.defaults import ALL
+from servers.cli.options import OptionTraits, PadTo, Tuning, flag_of, settings_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import cuda_index, thread_count
 from servers.engines.settings import EngineError, EngineSettings, engine_kind, parse_spinning
-from servers.models.preprocessing import MAX_PIXELS
+from servers.models.images import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
-from servers.options import Option, PadTo, Tuning, flag_of, settings_of
-from servers.tuning import ALL
 
 MAX_TIMEOUT_US = 3_600_000_000
 """Longest timeout in the queue that the server or a request may set."""
@@ -65,20 +65,20 @@ class NativeSettings(BaseSettings):
         "divided between them.",
     )
     spinning: Literal["auto", "on", "off"] = Field("auto", title="Engine", description=defaults.SPINNING)
-    artefact: Annotated[Path | None, Option(offered=False)] = Field(
+    artefact: Annotated[Path | None, OptionTraits(offered=False)] = Field(
         None, title="Engine", description="The file of the model's own inputs, for engines that execute one."
     )
-    artefact_uint8: Annotated[Path | None, Option(offered=False)] = Field(
+    artefact_uint8: Annotated[Path | None, OptionTraits(offered=False)] = Field(
         None, title="Engine", description="The file of UINT8 pixels, for engines that execute one."
     )
-    max_batch_size: Annotated[int, Option(of_model=True)] = Field(
+    max_batch_size: Annotated[int, OptionTraits(of_model=True)] = Field(
         defaults.MAX_BATCH_SIZE,
         ge=1,
         le=4096,
         title="Batching",
         description="Largest batch that is executed or accepted; default: the model's.",
     )
-    max_queue_delay_us: Annotated[int, Option(tunes=True)] = Field(
+    max_queue_delay_us: Annotated[int, OptionTraits(tunes=True)] = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         le=10_000_000,
@@ -139,7 +139,7 @@ class NativeSettings(BaseSettings):
     keep_alive_timeout_s: float = Field(
         75, gt=0, title="Limits", description="How long an idle connection stays open, HTTP or gRPC."
     )
-    decode_threads: Annotated[int, Option(tunes=True)] = Field(
+    decode_threads: Annotated[int, OptionTraits(tunes=True)] = Field(
         0, ge=0, le=256, title="Limits", description="Threads that decode JPEG files; 0: one per core, up to four."
     )
     max_image_pixels: int = Field(
@@ -154,7 +154,7 @@ class NativeSettings(BaseSettings):
     shutdown_timeout_s: float = Field(
         30, gt=0, le=3600, title="Access and process", description="Time to finish accepted work after SIGTERM (s)."
     )
-    fronts: Annotated[int | None, Option(tunes=True)] = Field(
+    fronts: Annotated[int | None, OptionTraits(tunes=True)] = Field(
         None,
         ge=0,
         le=64,
@@ -163,11 +163,11 @@ class NativeSettings(BaseSettings):
         "Default: 0 on a CPU; on GPUs the number of cores less one per GPU and one more, at most eight. With several "
         "devices at least 1.",
     )
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(tunes=True)] = Field(
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], OptionTraits(tunes=True)] = Field(
         "info", title="Access and process", description="Lowest level that is logged."
     )
     tuning: Tuning = ALL
-    added_delay_ms: Annotated[float, Option(hidden=True, tunes=True)] = Field(
+    added_delay_ms: Annotated[float, OptionTraits(hidden=True, tunes=True)] = Field(
         0,
         ge=0,
         le=60_000,
@@ -185,16 +185,16 @@ class NativeSettings(BaseSettings):
         chosen."""
         engine = "torch" if specification.file is None else "onnxruntime"
         chosen = "max_batch_size" in self.model_fields_set
-        known = self.model_copy(
+        resolved = self.model_copy(
             update={
                 "engine": engine if self.engine == "auto" else self.engine,
                 "max_batch_size": self.max_batch_size if chosen else specification.max_batch_size,
             }
         )
-        return known.model_copy(
+        return resolved.model_copy(
             update={
-                "precision": known.engine_settings().precision,
-                "fronts": known._fronts_here() if known.fronts is None else known.fronts,
+                "precision": resolved.engine_settings().precision,
+                "fronts": resolved._fronts_here() if resolved.fronts is None else resolved.fronts,
             }
         )
 
@@ -286,5 +286,5 @@ def from_argv(argv: Sequence[str]) -> NativeSettings:
     parser = argparse.ArgumentParser("servers.native", description="The native server process.", allow_abbrev=False)
     for name, field in NativeSettings.model_fields.items():
         parser.add_argument(flag_of(name), dest=name, help=field.description)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    return NativeSettings(**given)
+    options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    return NativeSettings(**options)

@@ -149,12 +149,12 @@ def row_width(max_batch_size: int) -> int:
 class Statistics:
     """The counters of one model: written to the process's own row, and read as the sum of all; any thread."""
 
-    def __init__(self, max_batch_size: int, rows: Sequence[memoryview] = (), own: int = 0) -> None:
+    def __init__(self, max_batch_size: int, rows: Sequence[memoryview] = (), row: int = 0) -> None:
         """`rows` are 64-bit integers, `row_width` in each; without any, this process has them alone."""
         self._max_batch_size = max_batch_size
         width = row_width(max_batch_size)
         self._rows = rows or [memoryview(bytearray(8 * width)).cast("q")]
-        self._own = self._rows[own]
+        self._counters = self._rows[row]
         self._lock = threading.Lock()
 
     def record_execution(
@@ -167,16 +167,16 @@ class Statistics:
         compute_output_ns: int,
     ) -> None:
         """One executed batch; `queued` holds times in the queue, in ns, each with its number of requests."""
-        own, parts = self._own, (compute_input_ns, compute_infer_ns, compute_output_ns)
+        counters, parts = self._counters, (compute_input_ns, compute_infer_ns, compute_output_ns)
         requests = sum([count for _, count in queued])
         with self._lock:
-            own[_LAST_MS] = time.time_ns() // 1_000_000
-            own[_INFERENCES] += rows
-            own[_EXECUTED] += executed_rows
+            counters[_LAST_MS] = time.time_ns() // 1_000_000
+            counters[_INFERENCES] += rows
+            counters[_EXECUTED] += executed_rows
             for place, times in ((_BATCHES + 4 * (rows - 1), 1), (_COMPUTE, requests)):
-                own[place] += times
+                counters[place] += times
                 for part, part_ns in enumerate(parts, start=1):
-                    own[place + part] += part_ns * times
+                    counters[place + part] += part_ns * times
             for waited_ns, count in queued:
                 self._add(_QUEUE_NS, waited_ns, count)
             self._add(_COMPUTE_NS, sum(parts))
@@ -184,31 +184,31 @@ class Statistics:
     def record_success(self, times: RequestTimes) -> None:
         """One answered request; called just before its answer is sent, so that its sender finds it counted."""
         total_ns = time.perf_counter_ns() - times.start_ns
-        own = self._own
+        counters = self._counters
         with self._lock:
-            own[_RECEIVE_NS] += times.receive_ns
-            own[_DECODE_NS] += times.decode_ns
-            own[_ENCODE_NS] += times.encode_ns
+            counters[_RECEIVE_NS] += times.receive_ns
+            counters[_DECODE_NS] += times.decode_ns
+            counters[_ENCODE_NS] += times.encode_ns
             self._add(_REQUEST_NS, total_ns)
 
     def record_failure(self, reason: str, start_ns: int) -> None:
         """One request that was refused or failed; `reason` is one of `FAILURE_REASONS`."""
         with self._lock:
-            self._own[_FAILED_NS] += time.perf_counter_ns() - start_ns
-            self._own[_FAILURE_PLACES[reason]] += 1
+            self._counters[_FAILED_NS] += time.perf_counter_ns() - start_ns
+            self._counters[_FAILURE_PLACES[reason]] += 1
 
     def record_disconnect(self) -> None:
         """One client that left before its answer; neither a success nor a failure."""
         with self._lock:
-            self._own[_DISCONNECTS] += 1
+            self._counters[_DISCONNECTS] += 1
 
     def set_queued(self, count: int) -> None:
         """So many requests wait for the engine."""
-        self._own[_QUEUED] = count
+        self._counters[_QUEUED] = count
 
     def set_decoding(self, count: int) -> None:
         """The images of so many requests are being decoded."""
-        self._own[_DECODING] = count
+        self._counters[_DECODING] = count
 
     def snapshot(self) -> Counters:
         width = row_width(self._max_batch_size)
@@ -232,9 +232,9 @@ class Statistics:
         )
 
     def _add(self, histogram: int, value_ns: int, count: int = 1) -> None:
-        own = self._own
-        own[histogram + bisect_left(DURATION_BOUNDS_NS, value_ns)] += count
-        own[histogram + _HISTOGRAM_WIDTH - 1] += value_ns * count
+        counters = self._counters
+        counters[histogram + bisect_left(DURATION_BOUNDS_NS, value_ns)] += count
+        counters[histogram + _HISTOGRAM_WIDTH - 1] += value_ns * count
 
 
 def _histogram(counters: Sequence[int], place: int) -> Histogram:

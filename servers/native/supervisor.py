@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import structlog
 
 from servers.models.specification import ModelSpecification
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.engine_side import Offer
-from servers.native.limits import ByteBudget
-from servers.native.messages import GRPC, HTTP, STOP_BY
+from servers.native.engine_process import Offer
+from servers.native.ipc import GRPC, HTTP, STOP_BY
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics, row_width
 
@@ -37,9 +36,9 @@ SHORT_LIFE_S = 10.0
 MOST_SHORT_LIVES = 5
 """A front end that has died so often soon after its start is not started again: the server ends."""
 RESERVE_S = 0.2
-"""A child that has not finished its work is left so long to end by itself."""
+"""Time for a child to end by itself after its work should have been finished."""
 KILLED_S = 1.0
-"""How long a child may take to end after SIGKILL: one that waits in a driver that hangs may never end."""
+"""How long to wait for a child after SIGKILL: one that waits in a driver that hangs may never end."""
 RETRY_S = 0.001
 """Pause before a connection that no front end could take is offered again, if the system did not say that one can."""
 
@@ -88,11 +87,11 @@ class Supervisor:
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT, or until an engine's process ends; returns the exit status."""
         wakes, wakeup = socket.socketpair()
-        for one in (wakes, wakeup, *self._listeners):
-            one.setblocking(False)
+        for opened in (wakes, wakeup, *self._listeners):
+            opened.setblocking(False)
         signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-        for one_signal in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(one_signal, self._note)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, self._record_signal)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         self._inherited = [wakes, wakeup]
         for number, settings in enumerate(self._settings.of_engines()):
@@ -112,11 +111,11 @@ class Supervisor:
                     wakes.recv(4096)
                 elif events & selectors.EVENT_READ:
                     self._count_closed(key.data)
-            self._bury()
-            self._offer_again()
+            self._reap()
+            self._retry_held()
         return self._end()
 
-    def _note(self, number: int, _frame: object) -> None:
+    def _record_signal(self, number: int, _frame: object) -> None:
         """`_wait_for` logs a second signal: a handler that logs would wait for ever if it interrupts a line of it."""
         self._signals.append(number)
 
@@ -133,11 +132,11 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            controls = [*self._engines.values(), *(one.control for one in self._front_ends.values())]
+            controls = [*self._engines.values(), *(inherited.control for inherited in self._front_ends.values())]
             waiting = [] if self._waiting is None else [self._waiting[0]]
-            for one in [*self._listeners, *self._inherited, *controls, *waiting]:
-                if one not in keeps:
-                    one.close()
+            for inherited in [*self._listeners, *self._inherited, *controls, *waiting]:
+                if inherited not in keeps:
+                    inherited.close()
             self._selector.close()
             status = run()
         except Exception:
@@ -146,26 +145,26 @@ class Supervisor:
             os._exit(status)
 
     def _start_engine(self, number: int, settings: NativeSettings) -> None:
-        own, childs = socket.socketpair()
+        control, childs = socket.socketpair()
 
         def run() -> int:
-            own.close()
+            control.close()
             from servers.native.engine_process import EngineServer
 
             return EngineServer(settings, self._offers, self._statistics(number), self._arena, childs).run()
 
-        self._engines[self._fork(run, [childs])] = own
+        self._engines[self._fork(run, [childs])] = control
         childs.close()
 
     def _start_front_end(self, number: int, partition: int, short_lives: int) -> None:
-        own, childs = socket.socketpair()
+        control_socket, childs = socket.socketpair()
         pairs = [socket.socketpair() for _ in self._engines]
         to_engines = [to_engine for to_engine, _ in pairs]
 
         def run() -> int:
-            for one in (own, *(to_front_end for _, to_front_end in pairs)):
-                one.close()
-            from servers.native.front_process import FrontProcessServer, run_front_end
+            for other_end in (control_socket, *(to_front_end for _, to_front_end in pairs)):
+                other_end.close()
+            from servers.native.front_server import FrontProcessServer, run_front_end
 
             budget = ByteBudget(self._settings.max_held_bytes, self._budget_counters(), partition)
             memory = RequestMemory(self._arena, budget, partition)
@@ -179,10 +178,10 @@ class Supervisor:
 
         process = self._fork(run, [childs])
         childs.close()
-        own.setblocking(False)
-        front_end = _FrontEnd(number, process, own, partition, time.monotonic(), short_lives=short_lives)
+        control_socket.setblocking(False)
+        front_end = _FrontEnd(number, process, control_socket, partition, time.monotonic(), short_lives=short_lives)
         self._front_ends[process] = front_end
-        self._selector.register(own, self._control_events, front_end)
+        self._selector.register(control_socket, self._control_events, front_end)
         for control, (to_engine, to_front_end) in zip(self._engines.values(), pairs, strict=True):
             with suppress(OSError):  # it has ended, as this process will know soon
                 socket.send_fds(control, [b"f"], [to_front_end.fileno()])
@@ -192,19 +191,19 @@ class Supervisor:
     def _budget_counters(self) -> memoryview:
         return self._arena.counters[: self._arena.layout.partitions]
 
-    def _statistics(self, own: int) -> list[Statistics]:
+    def _statistics(self, process: int) -> list[Statistics]:
         """Of each model: one row for each engine, then one for each front end."""
         size, rows = self._settings.max_batch_size, _process_count(self._settings)
         width, place = row_width(size), self._arena.layout.partitions
         statistics = []
         for _ in self._offers:
             views = [self._arena.counters[place + row * width : place + (row + 1) * width] for row in range(rows)]
-            statistics.append(Statistics(size, views, own))
+            statistics.append(Statistics(size, views, process))
             place += rows * width
         return statistics
 
-    def _bury(self) -> None:
-        """Learn which children have ended."""
+    def _reap(self) -> None:
+        """Collect the exit statuses of children that have ended, and restart front ends."""
         while not self._failed:
             try:
                 process, status = os.waitpid(-1, os.WNOHANG)
@@ -218,9 +217,9 @@ class Supervisor:
                 if os.waitstatus_to_exitcode(status) < 0:
                     log.error("the engine's process has died", status=os.waitstatus_to_exitcode(status))
             elif process in self._front_ends:
-                self._replace(self._forget(process), os.waitstatus_to_exitcode(status))
+                self._restart(self._remove(process), os.waitstatus_to_exitcode(status))
 
-    def _forget(self, process: int) -> _FrontEnd:
+    def _remove(self, process: int) -> _FrontEnd:
         front_end = self._front_ends.pop(process)
         with suppress(KeyError):
             self._selector.unregister(front_end.control)
@@ -228,7 +227,7 @@ class Supervisor:
         self._arena.counters[front_end.partition] = 0  # nothing holds its bytes any more
         return front_end
 
-    def _replace(self, dead: _FrontEnd, status: int) -> None:
+    def _restart(self, dead: _FrontEnd, status: int) -> None:
         log.error("a front end has died and is started again", status=status)
         short = dead.short_lives + 1 if time.monotonic() - dead.since < SHORT_LIFE_S else 0
         if short > MOST_SHORT_LIVES:
@@ -252,12 +251,12 @@ class Supervisor:
                 log.warning("a connection could not be accepted", reason=str(error))
                 time.sleep(0.01)
                 return
-            if not self._pass_on(connection, self._listeners[listener]):
-                self._wait_with(connection, self._listeners[listener])
+            if not self._hand_over(connection, self._listeners[listener]):
+                self._hold(connection, self._listeners[listener])
 
-    def _pass_on(self, connection: socket.socket, kind: int) -> bool:
+    def _hand_over(self, connection: socket.socket, kind: int) -> bool:
         """Give it to the front end with the fewest; False if none can take it."""
-        for front_end in sorted(self._front_ends.values(), key=lambda one: one.open_connections):
+        for front_end in sorted(self._front_ends.values(), key=lambda front_end: front_end.open_connections):
             with suppress(OSError):  # it has died, or is too busy to take one
                 socket.send_fds(front_end.control, [bytes([kind])], [connection.fileno()])
                 front_end.open_connections += 1
@@ -265,18 +264,18 @@ class Supervisor:
                 return True
         return False
 
-    def _wait_with(self, connection: socket.socket, kind: int) -> None:
+    def _hold(self, connection: socket.socket, kind: int) -> None:
         """Accept nothing until a front end takes this one: the others wait in the backlog."""
         self._waiting = connection, kind
         for listener in self._listeners:
             self._selector.unregister(listener)
         self._watch_controls()
 
-    def _offer_again(self) -> None:
+    def _retry_held(self) -> None:
         """Offer the connection that waits, and accept others once it is taken."""
         if self._waiting is None:
             return
-        if not self._pass_on(*self._waiting):
+        if not self._hand_over(*self._waiting):
             time.sleep(RETRY_S)
             return
         self._waiting = None

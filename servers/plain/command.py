@@ -9,14 +9,13 @@ from typing import Annotated
 
 import typer
 
+from servers.cli.defaults import TuningError
+from servers.cli.launch import LaunchPlan, ListenerError, bind, host_in_url
+from servers.cli.options import checked, fail, takes_settings, to_argument, tuning_of, with_tuning
 from servers.engines.settings import EngineError, EngineSettings
-from servers.launch_plan import LaunchPlan, host_in_url
-from servers.listener import ListenerError, bind
 from servers.models.registry import UnknownModelError
 from servers.models.weights import WeightsError, parse_weights, pin
-from servers.options import checked, fail, takes_settings, tuning_of, with_tuning
-from servers.plain.settings import PlainSettings, to_argv
-from servers.tuning import TuningError
+from servers.plain.settings import PlainSettings
 
 PrintLaunch = Annotated[
     bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
@@ -37,23 +36,23 @@ def serve_litserve(print_launch: PrintLaunch = False, **options: object) -> None
     _serve("litserve", "LitServe", checked(PlainSettings, options), print_launch)
 
 
-def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> None:
+def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool) -> None:
     try:
-        given = with_tuning(given, given.tuning)
-        settings, name = _resolved(given)
+        requested = with_tuning(requested, requested.tuning)
+        settings, name = _resolved(requested)
     except (UnknownModelError, WeightsError, ListenerError, EngineError, TuningError) as exc:
         fail(str(exc), exc, status=2)
     url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
     assert settings.max_batch_size is not None
     plan = LaunchPlan(
-        argv=(sys.executable, "-m", f"servers.plain.{kind}_server", *to_argv(settings)),
+        argv=(sys.executable, "-m", f"servers.plain.{kind}_server", to_argument(settings)),
         env={},
         http_url=url,
         grpc_address=None,
         model=name,
         title=f"{title} torch {settings.precision}",
         max_batch_size=settings.max_batch_size,
-        tuning=tuning_of(given),
+        tuning=tuning_of(requested),
         cannot_pad=f"the {title} server does not pad",
     )
     if print_launch:
@@ -63,16 +62,16 @@ def _serve(kind: str, title: str, given: PlainSettings, print_launch: bool) -> N
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
 
 
-def _resolved(given: PlainSettings) -> tuple[PlainSettings, str]:
+def _resolved(requested: PlainSettings) -> tuple[PlainSettings, str]:
     """The settings with device, weights and largest batch chosen, and the model's name. Raises for what is wrong."""
-    specification = given.specification()
+    specification = requested.specification()
     largest = specification.max_batch_size
-    engine = EngineSettings("torch", given.precision, "eager", given.device, given.threads, largest)
+    engine = EngineSettings("torch", requested.precision, "eager", requested.device, requested.threads, largest)
     engine.check_here()
-    weights = pin(parse_weights(given.weights, specification.default_weights), specification.find_pretrained)
-    bind(given.host, given.http_port).close()
+    weights = pin(parse_weights(requested.weights, specification.default_weights), specification.find_pretrained)
+    bind(requested.host, requested.http_port).close()
     # A path is absolute: a supervisor may start the server from another folder.
-    model = specification.reference if specification.reference.startswith("/") else given.model
+    model = specification.reference if specification.reference.startswith("/") else requested.model
     chosen = {
         "model": model,
         "weights": weights.text,
@@ -80,4 +79,4 @@ def _resolved(given: PlainSettings) -> tuple[PlainSettings, str]:
         "precision": engine.precision,
         "max_batch_size": largest,
     }
-    return given.model_copy(update=chosen), specification.name
+    return requested.model_copy(update=chosen), specification.name

@@ -18,15 +18,16 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from servers.cli.options import from_argument
 from servers.models.specification import ModelSpecification
 from servers.plain.report import DTYPES, Report, check_input, check_values, module_of, read_runtime
-from servers.plain.settings import PlainSettings, from_argv
+from servers.plain.settings import PlainSettings
 from servers.protocol.tensors import Array
 
 LENGTH = "Inference-Header-Content-Length"
 
 
-class Model:
+class PlainModel:
     """The torch module in its precision on its device; warmed up as soon as it is made."""
 
     def __init__(self, settings: PlainSettings) -> None:
@@ -40,10 +41,10 @@ class Model:
         """The answers to requests that are executed as one batch; tensors in the specification's order."""
         merged = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*requests, strict=True)]
         inputs = [torch.from_numpy(array).to(self.device, non_blocking=True) for array in merged]
-        answer = self.module(*(one.to(self.dtype) if one.is_floating_point() else one for one in inputs))
+        answer = self.module(*(tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs))
         outputs = [
-            (one.float() if one.dtype == torch.bfloat16 else one).cpu().numpy().astype(tensor.dtype, copy=False)
-            for tensor, one in zip(
+            (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy().astype(spec.dtype, copy=False)
+            for spec, tensor in zip(
                 self.spec.outputs, answer if isinstance(answer, tuple | list) else [answer], strict=True
             )
         ]
@@ -51,10 +52,10 @@ class Model:
         return [list(split) for split in zip(*(np.split(output, ends) for output in outputs), strict=True)]
 
 
-class Batcher:
+class PlainBatcher:
     """Executes requests that wait together as one batch, in one thread: a GPU gains nothing from two."""
 
-    def __init__(self, model: Model, delay_us: int) -> None:
+    def __init__(self, model: PlainModel, delay_us: int) -> None:
         self.model, self.delay_s = model, delay_us / 1e6
         self.queue: asyncio.Queue[tuple[list[Array], asyncio.Future[list[Array]]]] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
@@ -70,17 +71,17 @@ class Batcher:
         while True:
             batch = [held or await self.queue.get()]
             held, end = None, loop.time() + self.delay_s
-            while held is None and (rows := sum(len(one[0]) for one, _ in batch)) < self.model.spec.max_batch_size:
+            while held is None and (rows := sum(len(entry[0]) for entry, _ in batch)) < self.model.spec.max_batch_size:
                 try:
                     async with asyncio.timeout_at(end if self.queue.empty() else None):
-                        one = await self.queue.get()
+                        entry = await self.queue.get()
                 except TimeoutError:
                     break
-                alike = [array.shape[1:] for array in one[0]] == [array.shape[1:] for array in batch[0][0]]
-                if alike and rows + len(one[0][0]) <= self.model.spec.max_batch_size:
-                    batch.append(one)
+                alike = [array.shape[1:] for array in entry[0]] == [array.shape[1:] for array in batch[0][0]]
+                if alike and rows + len(entry[0][0]) <= self.model.spec.max_batch_size:
+                    batch.append(entry)
                 else:
-                    held = one
+                    held = entry
             inputs, futures = zip(*batch, strict=True)
             try:
                 answers = await loop.run_in_executor(thread, self.model.infer, inputs)
@@ -88,7 +89,7 @@ class Batcher:
                     if not future.done():  # else its client has left
                         future.set_result(answer)
             except Exception as exc:  # noqa: BLE001 - every request of the batch gets 500, and the next batch its turn
-                for future in (one for one in futures if not one.done()):
+                for future in (entry for entry in futures if not entry.done()):
                     future.set_exception(exc)
 
 
@@ -96,13 +97,13 @@ def decode(spec: ModelSpecification, body: bytes, length: str | None) -> tuple[l
     """The inputs in the specification's order, as views of the body, and the JSON header."""
     try:
         end = int(length or len(body))
-        header, given = json.loads(body[:end]), {}
-        for one in header["inputs"]:
-            tensor = check_input(spec, one["name"], one["datatype"], one["shape"])
-            array = np.frombuffer(body, tensor.dtype, math.prod(one["shape"]), end).reshape(one["shape"])
-            check_values(spec, tensor.name, array, one["parameters"]["binary_data_size"])
-            given[tensor.name], end = array, end + array.nbytes
-        arrays = [given[tensor.name] for tensor in spec.inputs]
+        header, inputs = json.loads(body[:end]), {}
+        for item in header["inputs"]:
+            tensor = check_input(spec, item["name"], item["datatype"], item["shape"])
+            array = np.frombuffer(body, tensor.dtype, math.prod(item["shape"]), end).reshape(item["shape"])
+            check_values(spec, tensor.name, array, item["parameters"]["binary_data_size"])
+            inputs[tensor.name], end = array, end + array.nbytes
+        arrays = [inputs[tensor.name] for tensor in spec.inputs]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
         raise HTTPException(400, f"malformed request: {exc!r}") from exc
     if end != len(body) or len(set(map(len, arrays))) != 1:
@@ -133,9 +134,9 @@ def add_routes(app: FastAPI, spec: ModelSpecification, report: Report) -> None:
 
 
 def main() -> None:
-    model = Model(settings := from_argv())
+    model = PlainModel(settings := from_argument(PlainSettings))
     runtime = read_runtime(settings, model.module, model.infer)
-    batcher, app = Batcher(model, settings.max_queue_delay_us), FastAPI()
+    batcher, app = PlainBatcher(model, settings.max_queue_delay_us), FastAPI()
     add_routes(app, model.spec, Report("fastapi", settings, lambda: runtime))
 
     @app.post(f"/v2/models/{model.spec.name}/infer")

@@ -14,13 +14,15 @@ from typing import Annotated, Any
 import litserve
 from fastapi import Depends, Request, Response
 
+from servers.cli.options import from_argument
 from servers.gpu.info import Runtime
-from servers.plain.fastapi_server import LENGTH, Model, add_routes, decode, encode
+from servers.plain.fastapi_server import LENGTH, PlainModel, add_routes, decode, encode
 from servers.plain.report import Report, read_runtime
-from servers.plain.settings import PlainSettings, from_argv
+from servers.plain.settings import PlainSettings
 from servers.protocol.tensors import Array
 
-SPEC = from_argv().specification()
+SETTINGS = from_argument(PlainSettings)
+SPEC = SETTINGS.specification()
 Decoded = tuple[list[Array], dict[str, Any]]
 
 
@@ -40,7 +42,7 @@ class ProtocolAPI(litserve.LitAPI):  # type: ignore[misc,unused-ignore]  # LitSe
 
     def setup(self, device: str) -> None:  # noqa: ARG002 - it is that of the settings
         """Load and warm up, in the worker."""
-        self.model = Model(self.settings)
+        self.model = PlainModel(self.settings)
         self.report["runtime"] = read_runtime(self.settings, self.model.module, self.model.infer)
 
     def decode_request(self, request: Annotated[Decoded, Depends(read_request)]) -> Decoded:
@@ -88,17 +90,16 @@ def end(*_: object) -> None:
 
 
 def main() -> None:
-    settings = from_argv()
     with multiprocessing.Manager() as manager:
         report = manager.dict()
-        accelerator = "cpu" if settings.device == "cpu" else "cuda"
+        accelerator = "cpu" if SETTINGS.device == "cpu" else "cuda"
         # The worker puts the model on the device of the settings; LitServe only counts the devices.
-        server = litserve.LitServer(ProtocolAPI(settings, report), accelerator=accelerator, devices=1)
-        add_routes(server.app, SPEC, Report("litserve", settings, lambda: report["runtime"]))
+        server = litserve.LitServer(ProtocolAPI(SETTINGS, report), accelerator=accelerator, devices=1)
+        add_routes(server.app, SPEC, Report("litserve", SETTINGS, lambda: report["runtime"]))
         signal.signal(signal.SIGTERM, end)
         server.run(
-            host=settings.host,
-            port=settings.http_port,
+            host=SETTINGS.host,
+            port=SETTINGS.http_port,
             log_level="warning",
             generate_client_file=False,
             num_api_servers=1,

@@ -31,13 +31,13 @@ def module_of(settings: PlainSettings) -> torch.nn.Module:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     specification = settings.specification()
-    own = specification.load_module(parse_weights(settings.weights, specification.default_weights))
-    return to_precision(executed_module(specification, own), DTYPES[settings.precision])
+    module = specification.load_module(parse_weights(settings.weights, specification.default_weights))
+    return to_precision(executed_module(specification, module), DTYPES[settings.precision])
 
 
 def check_input(spec: ModelSpecification, name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
     """The input of this name. Raises `ValueError` or another error of Python's own for what the model does not take."""
-    tensor = next((one for one in spec.inputs if one.name == name), None)
+    tensor = next((candidate for candidate in spec.inputs if candidate.name == name), None)
     if tensor is None:
         raise ValueError(f"the model has no input {name}")
     fits = all(size == fixed or (fixed == -1 and size > 0) for size, fixed in zip(shape, tensor.shape, strict=True))
@@ -60,7 +60,7 @@ def read_runtime(
 ) -> Runtime:
     """Read everything back from torch; `infer` executes one batch, which the profiler watches on a GPU."""
     parameters, device = list(module.parameters()), torch.device(settings.device)
-    floating = [one for one in parameters if one.is_floating_point()]
+    floating = [parameter for parameter in parameters if parameter.is_floating_point()]
     dtype = max(floating, key=torch.Tensor.numel).dtype if floating else torch.float32
     tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     details: dict[str, object] = {
@@ -68,7 +68,7 @@ def read_runtime(
         "threads": torch.get_num_threads(),
         "cuda_build": torch.version.cuda,
         "cuda_available": device.type == "cuda" or torch.cuda.is_available(),
-        "parameters_by_device": dict(Counter(str(one.device) for one in parameters)),
+        "parameters_by_device": dict(Counter(str(parameter.device) for parameter in parameters)),
     }
     if device.type == "cuda":
         spec = settings.specification()
@@ -102,7 +102,7 @@ class Report:
         """The model's tensors."""
         spec = self.settings.specification()
         inputs, outputs = (
-            [{"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in tensors]
+            [{"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape} for tensor in tensors]
             for tensors in (spec.inputs, spec.outputs)
         )
         return {
@@ -135,8 +135,8 @@ class Report:
             "platform": "",
             "backend": runtime.kind,
             "max_batch_size": spec.max_batch_size,
-            "input": [_tensor(one) for one in spec.inputs],
-            "output": [_tensor(one) for one in spec.outputs],
+            "input": [_tensor(tensor) for tensor in spec.inputs],
+            "output": [_tensor(tensor) for tensor in spec.outputs],
             "dynamic_batching": {"max_queue_delay_microseconds": self.settings.max_queue_delay_us},
             "instance_group": [{"name": f"{spec.name}_0", "kind": kind, "count": 1}],
             "parameters": {name: {"string_value": str(value)} for name, value in parameters.items()},

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from servers import defaults
+from servers.cli import defaults
+from servers.cli.defaults import ALL
+from servers.cli.options import OptionTraits, Tuning, settings_of
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
-from servers.options import Option, Tuning, flag_of, settings_of
-from servers.tuning import ALL
 
 
 class PlainSettings(BaseSettings):
@@ -37,7 +36,7 @@ class PlainSettings(BaseSettings):
         None, ge=1, le=4096, title="Batching", description="Largest batch; default: the model's."
     )
     tuning: Tuning = ALL
-    max_queue_delay_us: Annotated[int, Option(tunes=True)] = Field(
+    max_queue_delay_us: Annotated[int, OptionTraits(tunes=True)] = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         le=10_000_000,
@@ -47,25 +46,11 @@ class PlainSettings(BaseSettings):
 
     def specification(self) -> ModelSpecification:
         """The one model with its largest batch. Raises `UnknownModelError` for what a plain server does not serve."""
-        found = get_variants(self.model, self.payloads)
-        if len(found) > 1:
+        variants = get_variants(self.model, self.payloads)
+        if len(variants) > 1:
             raise UnknownModelError(f"--payloads {self.payloads}: a plain server serves one payload; give one of them")
-        if found[0].payload == "jpeg":
+        if variants[0].payload == "jpeg":
             raise UnknownModelError("a plain server decodes no JPEG files; use --payloads uint8, or serve native")
-        if found[0].file is not None:
-            raise UnknownModelError(f"a plain server executes torch modules, and {found[0].label} is a file")
-        return replace(found[0], max_batch_size=self.max_batch_size or found[0].max_batch_size)
-
-
-def to_argv(settings: PlainSettings) -> tuple[str, ...]:
-    """Every setting that has a value, as `--name value`."""
-    given = ((name, getattr(settings, name)) for name in PlainSettings.model_fields)
-    return tuple(part for name, value in given if value not in (None, "") for part in (flag_of(name), str(value)))
-
-
-def from_argv() -> PlainSettings:
-    """The settings of this process, from its command line."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name, field in PlainSettings.model_fields.items():
-        parser.add_argument(flag_of(name), dest=name, help=field.description)
-    return PlainSettings(**{name: value for name, value in vars(parser.parse_args()).items() if value is not None})
+        if variants[0].file is not None:
+            raise UnknownModelError(f"a plain server executes torch modules, and {variants[0].label} is a file")
+        return replace(variants[0], max_batch_size=self.max_batch_size or variants[0].max_batch_size)

@@ -26,8 +26,8 @@ from servers.protocol.records import (
     ModelSignature,
     Parameter,
     RegionReference,
+    RegionWindow,
     RequestedOutput,
-    Window,
     parse_reference,
     shape_text,
 )
@@ -176,7 +176,7 @@ def is_slow_to_encode(response: InferResponse) -> bool:
     return sum(slow) > PIECE_VALUES
 
 
-def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindow | None) -> Window | None:
+def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindow | None) -> RegionWindow | None:
     """The shared memory that an input or output names, or None. Raises `ContractError`."""
     reference = parse_reference(parameters, owner)
     if reference is None:
@@ -186,18 +186,18 @@ def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindo
     return find(reference)
 
 
-def window_array(window: Window, datatype: str, shape: tuple[int, ...], name: str) -> Array:
-    """A view over the bytes that `Window.fetch` will read; empty elements for BYTES. Raises `ContractError`.
+def window_array(window: RegionWindow, datatype: str, shape: tuple[int, ...], name: str) -> Array:
+    """A view over the bytes that `RegionWindow.fetch` will read; empty elements for BYTES. Raises `ContractError`.
 
     For memory on a GPU it only has the shape and the type: nothing reads it.
     """
     if datatype == "BYTES":
-        if window.region.on_device:
+        if window.on_device:
             raise UnsupportedError(f"input '{name}' is BYTES, which this server does not read from CUDA shared memory")
         window.view()  # refused now if it is too large
         return reshaped(np.empty(element_count(shape, name), object), shape, name)
     check_byte_size(window.reference.byte_size, datatype, shape, name)
-    if window.region.on_device:
+    if window.on_device:
         return like(DATATYPES[datatype], shape)
     return array_from_bytes(window.view(), datatype, shape, name)
 
@@ -210,7 +210,7 @@ def read_elements(tensor: InputTensor) -> Array:
     return array_from_bytes(tensor.window.view(), tensor.datatype, tensor.shape, tensor.name)
 
 
-def write_output(window: Window, array: Array) -> RegionReference:
+def write_output(window: RegionWindow, array: Array) -> RegionReference:
     """Write an output to shared memory without copying it first, and return its place. Raises `ContractError`."""
     if array.dtype != object and array.flags.c_contiguous and array.size:
         data: bytes | memoryview = array.data.cast("B")

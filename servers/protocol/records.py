@@ -40,13 +40,8 @@ class RegionReference:
         return {**parameters, OFFSET: self.offset} if self.offset else parameters
 
 
-class Region(Protocol):
-    """Registered shared memory of the system or of a GPU. Every method raises `ContractError`."""
-
-    name: str
-    byte_size: int
-    on_device: bool
-    """Whether the memory is on a GPU, so that `write` blocks."""
+class RegionMemory(Protocol):
+    """Registered memory that the server reads and writes itself. Every method raises `ContractError`."""
 
     def check(self) -> None:
         """Raises if the memory is known to be gone."""
@@ -59,16 +54,22 @@ class Region(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Window:
+class RegionWindow:
     """The piece of a region that one request names. An input is copied from it once, into memory of the server.
 
-    `allocate` returns that memory, or raises `ContractError` where the server's limits forbid it.
+    `memory` is None for memory on a GPU: the engine reads and writes it, not who has the window.
+    `allocate` returns memory for an input, or raises `ContractError` where the server's limits forbid it.
     """
 
-    region: Region
+    memory: RegionMemory | None
     reference: RegionReference
     allocate: Callable[[int], Array]
     _input: Array | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the memory is on a GPU."""
+        return self.memory is None
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -84,24 +85,27 @@ class Window:
 
         Raises `ContractError` if the region is gone.
         """
-        self.region.read(self.reference.offset + start, self._host()[start:stop])
+        assert self.memory is not None
+        self.memory.read(self.reference.offset + start, self._host()[start:stop])
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write an output; blocks for a GPU's memory. Raises `ContractError`, also when the output does not fit."""
+        """Write an output. Raises `ContractError`, also when the output does not fit."""
+        assert self.memory is not None
         if len(data) > self.reference.byte_size:
             raise InvalidRequestError(
                 f"the output has {len(data)} bytes, but the request gives it {self.reference.byte_size} bytes"
             )
-        self.region.write(self.reference.offset, data)
+        self.memory.write(self.reference.offset, data)
 
     def _host(self) -> Array:
         if self._input is None:
-            self.region.check()
+            assert self.memory is not None
+            self.memory.check()
             self._input = self.allocate(self.reference.byte_size)
         return self._input
 
 
-FindWindow = Callable[[RegionReference], Window]
+FindWindow = Callable[[RegionReference], RegionWindow]
 """Raises `ContractError` for an unknown region and for a piece outside of it."""
 
 
@@ -135,7 +139,7 @@ class InputTensor:
     datatype: str
     shape: tuple[int, ...]
     data: Array
-    window: Window | None = None
+    window: RegionWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ class RequestedOutput:
 
     name: str
     binary: bool
-    window: Window | None = None
+    window: RegionWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +252,8 @@ class ModelSignature:
         for axis in self.axes:
             sizes = {name: shapes[name][place] for name, place in axis.places.items() if name in shapes}
             if len(set(sizes.values())) > 1:
-                found = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
-                raise InvalidRequestError(f"inputs of model '{self.name}' differ in their {axis.name} size: {found}")
+                listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
+                raise InvalidRequestError(f"inputs of model '{self.name}' differ in their {axis.name} size: {listed}")
             if sizes and max(sizes.values()) > axis.largest:
                 raise InvalidRequestError(
                     f"the {axis.name} size of model '{self.name}' is at most {axis.largest}, got {max(sizes.values())}"
@@ -266,7 +270,7 @@ class ModelSignature:
 
     def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
         if len(shape) != len(spec.shape) or any(
-            wanted not in (-1, got) for wanted, got in zip(spec.shape, shape, strict=True)
+            expected not in (-1, got) for expected, got in zip(spec.shape, shape, strict=True)
         ):
             raise InvalidRequestError(
                 f"unexpected shape for input '{spec.name}' for model '{self.name}', "
@@ -279,12 +283,12 @@ class ModelSignature:
             )
 
     def _check_outputs(self, names: list[str]) -> None:
-        known = [spec.name for spec in self.outputs]
+        available = [spec.name for spec in self.outputs]
         for name in names:
-            if name not in known:
+            if name not in available:
                 raise InvalidRequestError(
                     f"unexpected inference output {shown(name)} for model '{self.name}', "
-                    f"expected {', '.join(map(repr, sorted(known)))}"
+                    f"expected {', '.join(map(repr, sorted(available)))}"
                 )
         if len(set(names)) < len(names):
             raise InvalidRequestError("an output is requested more than once")

@@ -80,11 +80,11 @@ def add_bytes_elements(total: int, shape: Sequence[int], name: str) -> int:
     return total
 
 
-def check_byte_size(given: int, datatype: str, shape: tuple[int, ...], name: str) -> None:
+def check_byte_size(byte_size: int, datatype: str, shape: tuple[int, ...], name: str) -> None:
     """Raises `InvalidRequestError` when an input of this shape does not have `given` bytes."""
     expected = element_count(shape, name) * DATATYPES[datatype].itemsize
-    if given != expected:
-        raise InvalidRequestError(f"input '{name}' needs {expected} bytes as {datatype} of its shape, got {given}")
+    if byte_size != expected:
+        raise InvalidRequestError(f"input '{name}' needs {expected} bytes as {datatype} of its shape, got {byte_size}")
 
 
 def reshaped(flat: Array, shape: tuple[int, ...], name: str) -> Array:
@@ -219,13 +219,13 @@ def _strings(text: bytes, count: int, name: str) -> Iterator[Array]:
     flat: list[bytes] = []
     place = 0
     while place < len(text) and len(flat) <= count:
-        found = _STRUCTURE_OR_STRING.match(text, place)
-        if found is None:
+        token = _STRUCTURE_OR_STRING.match(text, place)
+        if token is None:
             raise InvalidRequestError(f"'data' of input '{name}' must hold only strings for datatype BYTES")
-        place = found.end()
-        if text[found.start()] == _QUOTE:
+        place = token.end()
+        if text[token.start()] == _QUOTE:
             try:
-                flat.append(orjson.loads(found[0]).encode())
+                flat.append(orjson.loads(token[0]).encode())
             except ValueError as exc:
                 raise InvalidRequestError(f"a string in 'data' of input '{name}' is not valid Unicode") from exc
     elements = np.empty(len(flat), dtype=object)

@@ -1,4 +1,4 @@
-"""Executes the requests of one merged batch as one execution of an engine. Knows nothing of Triton.
+"""Executes the requests of one merged batch as one execution of an engine; imports nothing of Triton.
 
 The decoder's threads first decode all images of the batch. A request with a bad image, a size or a value that the model
 does not take gets its error and leaves the batch; the others are executed without it. If the engine fails, each request
@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from servers.engines.interface import Engine
 from servers.engines.padding import BatchKey, batch_key, padding_of
-from servers.models.image_decoder import ImageDecoder
-from servers.models.preprocessing import ImageError
+from servers.models.images import ImageDecoder, ImageError
 from servers.models.specification import ModelSpecification
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.records import ModelSignature
@@ -24,7 +23,7 @@ from servers.protocol.tensors import Array
 
 
 class BatchExecutor:
-    """One engine; like it not thread-safe.
+    """Executes batches on one engine. Not thread-safe, as the engine.
 
     A specification with JPEG requests needs a `decoder`; the engine executes `specification.executed`. `pad_to` are the
     sizes to which requests of different sizes are padded (see `servers.engines.padding`).
@@ -70,8 +69,8 @@ class BatchExecutor:
                 key = batch_key(((name, array.shape) for name, array in inputs.items()), self._padding)
                 groups.setdefault(key, []).append(index)
         for indices in groups.values():
-            found = self._infer([inputs for index in indices if not isinstance(inputs := prepared[index], Exception)])
-            for index, answer in zip(indices, found, strict=True):
+            results = self._infer([inputs for index in indices if not isinstance(inputs := prepared[index], Exception)])
+            for index, answer in zip(indices, results, strict=True):
                 answers[index] = answer
         return answers
 
@@ -96,7 +95,7 @@ class BatchExecutor:
         return decoded
 
     def _infer(self, requests: Sequence[Mapping[str, Array]]) -> Sequence[dict[str, Array] | Exception]:
-        """Requests with the same key."""
+        """Execute requests that share a batch key."""
         try:
             return self._engine.start(requests, self._padding)()
         except Exception as error:  # noqa: BLE001  the caller answers and logs it

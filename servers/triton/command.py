@@ -14,14 +14,15 @@ from typing import Annotated, BinaryIO
 import typer
 from rich.console import Console
 
+from servers.cli.defaults import TuningError
+from servers.cli.launch import LaunchPlan
+from servers.cli.options import checked, fail, takes_settings
 from servers.engines.interface import EngineError
-from servers.export.errors import ExportError
-from servers.launch_plan import LaunchPlan
-from servers.models.atomic_folder import FolderError
+from servers.export.manifest import ExportError
+from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.weights import WeightsError, parse_weights, pin
-from servers.options import checked, fail, takes_settings
-from servers.triton.errors import TritonDiedError, TritonError, TritonOptionError
+from servers.triton.installation import TritonDiedError, TritonError, TritonOptionError
 from servers.triton.launch import (
     assert_python,
     assert_ready,
@@ -32,10 +33,9 @@ from servers.triton.launch import (
     prepare,
     prepare_repository,
 )
+from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
-from servers.triton.watch import TritonProcess
-from servers.tuning import TuningError
 
 READY_SECONDS = 330.0
 HEALTH_SECONDS = 0.5
@@ -80,7 +80,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.engines.padding import padding_of, parse_pad_to
     from servers.engines.settings import engine_kind, precision_on
     from servers.export.artefacts import ExecutedFile, current_plan, executed_file
-    from servers.export.tensorrt_tools import library_version
+    from servers.export.tensorrt import library_version
 
     installation = find_installation(settings, announce=console.print)
     if not is_loopback(settings.host) and installation.version == "2.51":
@@ -98,7 +98,8 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         precision, release = precision_on("cuda", settings.precision), library_version()
         batch = settings.max_batch_size or specifications[0].max_batch_size
         return all(
-            current_plan(precision, one.executed, weights, settings.artefacts, batch, release) for one in specifications
+            current_plan(precision, specification.executed, weights, settings.artefacts, batch, release)
+            for specification in specifications
         )
 
     backend = choose_backend(settings, installation, has_plan)
@@ -116,7 +117,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
             "are in another one; use abserve serve native"
         )
     if backend != "python":
-        if any(one.payload == "jpeg" for one in specifications):
+        if any(specification.payload == "jpeg" for specification in specifications):
             assert_python(installation, "decoding JPEG", "send another payload")
         if parse_pad_to(settings.pad_to):
             raise TritonOptionError(f"--pad-to: {does_not_pad(backend)}; leave the option out, or use --backend python")
@@ -126,15 +127,15 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
             "libnvinfer, which the tensorrt backend loads, was not found, so its version is unknown; add its folder to "
             "LD_LIBRARY_PATH, or use --backend onnxruntime"
         )
-    made: dict[str, ExecutedFile] = {}  # JPEG and UINT8 execute the same file
+    files: dict[str, ExecutedFile] = {}  # JPEG and UINT8 execute the same file
     models = []
     for specification in specifications:
         executed = specification.executed
         if engine_kind(engine.kind).executes is None:
             models.append(PlacedModel(specification))
             continue
-        if executed.name not in made:
-            made[executed.name] = executed_file(
+        if executed.name not in files:
+            files[executed.name] = executed_file(
                 engine.kind,
                 engine.precision,
                 executed,
@@ -144,7 +145,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
                 max_batch_size=engine.max_batch_size,
                 release=release,
             )
-        file = made[executed.name]
+        file = files[executed.name]
         models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))
     return prepare(settings, models, weights, installation, backend)
 
@@ -168,12 +169,12 @@ def _run(plan: LaunchPlan, log_file: Path, console: Console) -> None:
 def _stdout_for_results() -> Iterator[BinaryIO]:
     """Keep the file descriptor of stdout for the result; other output there, also of C libraries, goes to stderr."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        with os.fdopen(os.dup(kept), "wb") as results:
+        with os.fdopen(os.dup(stdout), "wb") as results:
             yield results
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)

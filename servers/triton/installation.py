@@ -1,19 +1,224 @@
-"""A tritonserver to start: the record of its files, and how one that is installed on this machine is read.
+"""A tritonserver that is installed on this machine, the Python that its python backend needs, and the errors of both.
 
 In NVIDIA's images it is in /opt/tritonserver: bin/tritonserver, TRITON_VERSION and one folder per backend in backends/.
+The python backend's process, the stub, links to a shared libpython. Debian's and Ubuntu's static `python3` leaves that
+to the package libpython3.X, which is fetched with apt's own signature checks and unpacked inside the virtual
+environment, so that the system does not change.
+
+TritonError
+├── TritonUnavailableError   this machine or Python environment cannot run it
+├── TritonOptionError        an option cannot be honoured
+└── TritonDiedError          the server, or the process that executes the model, ended, with the end of its log
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from servers.triton.errors import TritonOptionError
-from servers.triton.interpreter import Interpreter, find_libpython
+
+class TritonError(Exception):
+    """Root of the errors of the embedded Triton."""
+
+
+class TritonUnavailableError(TritonError):
+    """This machine or this Python environment cannot run the embedded Triton."""
+
+
+class TritonOptionError(TritonError):
+    """An option cannot be honoured, such as a port in use; the message names the option."""
+
+
+class TritonDiedError(TritonError):
+    """The server ended, or lost the process that executes its model.
+
+    `log_lines` are the relevant ones where the message has no cause.
+    """
+
+    def __init__(self, message: str, log_lines: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.log_lines = log_lines
+
+
+APT_TIMEOUT_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """Facts about one interpreter and its environment; tests make their own."""
+
+    python: tuple[int, int]
+    machine: str
+    glibc: tuple[int, int] | None
+    """Version of glibc; None for another C library, as on Alpine."""
+    package: Path | None
+    """Folder of the package `pytriton`, if it is installed."""
+    prefix: Path
+    """Root of the virtual environment."""
+    base_prefix: Path
+    """Root of the Python that made the environment."""
+    libpython_folders: tuple[Path, ...]
+    """Folders that may contain a shared libpython of this Python, the most likely first."""
+
+    @property
+    def minor(self) -> str:
+        """The Python version, as in "3.11"."""
+        return ".".join(map(str, self.python))
+
+    @property
+    def libpython_name(self) -> str:
+        """The file that the stub of Triton's python backend links to."""
+        return f"libpython{self.minor}.so.1.0"
+
+    @property
+    def is_system_python(self) -> bool:
+        """Whether this is the distribution's own Python."""
+        return self.base_prefix == Path("/usr")
+
+
+def current_interpreter() -> Interpreter:
+    """The facts of the running interpreter. Does not import pytriton, which may be broken."""
+    spec = find_spec("pytriton")
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Interpreter(
+        python=sys.version_info[:2],
+        machine=platform.machine(),
+        glibc=_glibc_version(),
+        package=Path(locations[0]) if locations else None,
+        prefix=Path(sys.prefix),
+        base_prefix=Path(sys.base_prefix),
+        libpython_folders=_libpython_folders(),
+    )
+
+
+def _glibc_version() -> tuple[int, int] | None:
+    with suppress(ValueError, OSError):
+        name, _, number = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+        major, minor = number.split(".")[:2]
+        return (int(major), int(minor)) if name == "glibc" else None
+    return None
+
+
+def _libpython_folders() -> tuple[Path, ...]:
+    """This Python's own folders before the system's: a library of another build may not fit its standard library.
+
+    sysconfig's LIBDIR is right for pyenv and Debian, but names the build machine's folder in uv's Pythons; base_prefix
+    and the folder beside the resolved executable are right for those.
+    """
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    candidates = [
+        sysconfig.get_config_var("LIBDIR"),
+        *(Path(sys.base_prefix) / lib for lib in ("lib", "lib64", f"lib/{multiarch}")),
+        Path(sys.executable).resolve().parent.parent / "lib",
+    ]
+    if Path(sys.base_prefix) == Path("/usr"):
+        candidates += [Path("/usr/lib") / multiarch, Path("/lib") / multiarch, Path("/usr/lib64")]
+    return tuple(dict.fromkeys(Path(folder) for folder in candidates if folder))
+
+
+def find_libpython(interpreter: Interpreter) -> Path | None:
+    """The library in this Python's folders, the cache or the loader's list; None if it is missing there."""
+    name = interpreter.libpython_name
+    for folder in (*interpreter.libpython_folders, cache_folder(interpreter)):
+        if (folder / name).is_file():
+            return folder / name
+    ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
+    try:
+        listing = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(rf"^\s*{re.escape(name)} \(.*\) => (.+)$", listing, re.MULTILINE)
+    return Path(match[1]) if match and Path(match[1]).is_file() else None
+
+
+def provide_libpython(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
+    """The library's path; fetched first if it is missing and apt can help.
+
+    Calls `announce` once before a download. Raises `TritonUnavailableError` with the exact remedy.
+    """
+    library = find_libpython(interpreter)
+    if library is not None:
+        return library
+    missing = f"{interpreter.libpython_name} is missing"
+    if not can_fetch(interpreter):
+        raise TritonUnavailableError(f"{missing}: {libpython_remedy(interpreter)}")
+    announce(f"{missing}: fetching it with apt-get into {cache_folder(interpreter)}")
+    try:
+        return _fetch(interpreter)
+    except (OSError, subprocess.SubprocessError) as exc:
+        lines = exc.stderr.strip().splitlines() if isinstance(exc, subprocess.CalledProcessError) else [str(exc)]
+        raise TritonUnavailableError(
+            f"{missing} and could not be fetched ({lines[-1] if lines else 'no reason given'}): "
+            f"{libpython_remedy(interpreter)}"
+        ) from exc
+
+
+def libpython_remedy(interpreter: Interpreter) -> str:
+    """The exact command that provides the library."""
+    minor = interpreter.minor
+    if ".pyenv" in interpreter.base_prefix.parts:
+        return f"run PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install --force {interpreter.base_prefix.name}"
+    if interpreter.is_system_python:
+        return f"run sudo apt-get install libpython{minor}"
+    return f"use a Python {minor} built with --enable-shared, for example from uv python install {minor}"
+
+
+def can_fetch(interpreter: Interpreter) -> bool:
+    """Whether apt can provide the library: only that of the distribution's own Python fits."""
+    return interpreter.is_system_python and all(map(shutil.which, ("apt-get", "dpkg-deb")))
+
+
+def cache_folder(interpreter: Interpreter) -> Path:
+    """The cache of libpython, inside the virtual environment, so that both disappear together."""
+    return interpreter.prefix / "share" / "abserve" / "libpython"
+
+
+def _fetch(interpreter: Interpreter) -> Path:
+    package = f"libpython{interpreter.minor}"
+    with tempfile.TemporaryDirectory(prefix="abserve-libpython-") as name:
+        folder = Path(name)
+        try:
+            _run(folder, "apt-get", "download", package)
+        except subprocess.CalledProcessError:
+            # A slim image has no package lists, and only root may write the system's: use private ones.
+            for part in ("lists/partial", "cache/archives/partial"):
+                (folder / part).mkdir(parents=True)
+            options = ("-o", f"Dir::State::Lists={folder / 'lists'}", "-o", f"Dir::Cache={folder / 'cache'}")
+            _run(folder, "apt-get", *options, "update")
+            _run(folder, "apt-get", *options, "download", package)
+        _run(folder, "dpkg-deb", "-x", str(next(folder.glob("*.deb"))), "unpacked")
+        source = next(folder.glob(f"unpacked/usr/lib/*/{interpreter.libpython_name}"))
+        target = cache_folder(interpreter) / interpreter.libpython_name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_suffix(f".{os.getpid()}.part")
+        shutil.copyfile(source, unfinished)
+        unfinished.replace(target)
+    return target
+
+
+def _run(folder: Path, *command: str) -> None:
+    subprocess.run(
+        command,
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=APT_TIMEOUT_SECONDS,
+        env={**os.environ, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+    )
+
 
 IMAGE_FOLDER = Path("/opt/tritonserver")
 BINARY = Path("bin", "tritonserver")
@@ -23,7 +228,7 @@ CODE = "model.py"
 
 
 STUB_SECONDS = 10.0
-"""For a stub without arguments, which ends in some ms."""
+"""Time limit of a stub without arguments, which ends in some ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +251,12 @@ class Installation:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names of the backends, as a config names them. A folder without a library or code is not a backend."""
-        found = self.backend_folder.glob("*")
+        """The names of the backends, as a config names them. A folder without library or code is not a backend."""
+        folders = self.backend_folder.glob("*")
         return tuple(
-            sorted(path.name for path in found if (path / library_name(path.name)).is_file() or (path / CODE).is_file())
+            sorted(
+                path.name for path in folders if (path / library_name(path.name)).is_file() or (path / CODE).is_file()
+            )
         )
 
     def runs_in_python(self, backend: str) -> bool:
@@ -94,8 +301,8 @@ def find_folder(requested: Path | None) -> Path | None:
                 f"backends, such as {IMAGE_FOLDER}"
             )
         return requested.absolute()
-    found = shutil.which("tritonserver")
-    if found is not None and (folder := Path(found).resolve().parents[1]) / BINARY == Path(found).resolve():
+    program = shutil.which("tritonserver")
+    if program is not None and (folder := Path(program).resolve().parents[1]) / BINARY == Path(program).resolve():
         return folder
     return IMAGE_FOLDER if os.access(IMAGE_FOLDER / BINARY, os.X_OK) else None
 
@@ -116,9 +323,9 @@ def read_installation(folder: Path, interpreter: Interpreter) -> Installation:
 
 
 def missing_library(stub: Path, library_path: str) -> str | None:
-    """The loader's words if the stub cannot start here for want of a library; None if it starts.
+    """The loader's message if the stub cannot start because a library is missing; None if it starts.
 
-    Triton waits minutes for such a stub. Without arguments it says how many it needs, and ends.
+    Triton waits minutes for such a stub. Started without arguments, a stub prints how many it needs, and ends.
     """
     environment = {**os.environ, "LD_LIBRARY_PATH": library_path}
     try:
@@ -129,14 +336,14 @@ def missing_library(stub: Path, library_path: str) -> str | None:
         return f"{stub}: {exc.strerror or exc}"
     except subprocess.TimeoutExpired:
         return None
-    found = re.search(r"error while loading shared libraries: (.+)", done.stderr.decode("utf-8", "replace"))
-    return None if found is None else found[1]
+    match = re.search(r"error while loading shared libraries: (.+)", done.stderr.decode("utf-8", "replace"))
+    return None if match is None else match[1]
 
 
 def stub_python(stub: Path) -> str | None:
     """The Python that a stub links to, as in "3.12"; None for a file that names none."""
-    found = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
-    return None if found is None else found[1].decode()
+    match = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
+    return None if match is None else match[1].decode()
 
 
 def takes_numpy_2(stub: Path) -> bool:
@@ -144,9 +351,9 @@ def takes_numpy_2(stub: Path) -> bool:
     return b"numpy._core" in stub.read_bytes()
 
 
-def _stub_for(interpreter: Interpreter, own: Path, others: Path) -> Path | None:
-    """NVIDIA's images have one stub, in the backend's folder; the wheel has one per Python beside the backends."""
-    candidates = (own, others / interpreter.minor / STUB)
+def _stub_for(interpreter: Interpreter, first: Path, others: Path) -> Path | None:
+    """The stub for this Python: the backend's own, as in NVIDIA's images, or the one of several in the wheel."""
+    candidates = (first, others / interpreter.minor / STUB)
     return next((path for path in candidates if path.is_file() and stub_python(path) == interpreter.minor), None)
 
 
@@ -161,5 +368,5 @@ def _version(folder: Path) -> str:
         text = (folder / "TRITON_VERSION").read_text(encoding="utf-8")
     except OSError:
         text = os.environ.get("TRITON_SERVER_VERSION", "") if folder == IMAGE_FOLDER else ""
-    found = re.match(r"\d+\.\d+", text.strip())
-    return "" if found is None else found[0]
+    match = re.match(r"\d+\.\d+", text.strip())
+    return "" if match is None else match[0]

@@ -14,45 +14,47 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+from servers.cli.defaults import ALL
+from servers.cli.launch import LaunchPlan, ListenerError, check_free, host_in_url, in_path
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
-from servers.export.triton_config import BatchingSettings
-from servers.launch_plan import LaunchPlan, host_in_url, in_path
-from servers.listener import ListenerError, check_free
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
-from servers.triton.errors import TritonOptionError
+from servers.triton.config import BatchingSettings
 from servers.triton.installation import (
     CODE,
     Installation,
+    TritonOptionError,
+    current_interpreter,
     find_folder,
+    libpython_remedy,
     missing_library,
     read_installation,
     takes_numpy_2,
 )
-from servers.triton.interpreter import current_interpreter, libpython_remedy
-from servers.triton.leftovers import (
+from servers.triton.process import (
+    CAUSES,
     assert_space,
     new_prefix,
     region_bytes,
     remove_abandoned_folders,
     remove_abandoned_regions,
 )
-from servers.triton.log import CAUSES
 from servers.triton.repository import (
     PlacedModel,
     Repository,
     Serving,
+    apply_tuning,
     assert_usable,
     lay_out,
     link_installation,
+    merge_config,
     plain_path,
 )
 from servers.triton.settings import TritonSettings
-from servers.triton.tuning import apply, merge
 from servers.triton.wheel import find_wheel
-from servers.tuning import ALL
 
 STUB_TIMEOUT_SECONDS = 300
 EXIT_TIMEOUT_SECONDS = 20
@@ -71,7 +73,7 @@ def find_installation(
 
 
 def choose_backend(settings: TritonSettings, installation: Installation, has_plan: Callable[[], bool]) -> str:
-    """The backend to execute with; `has_plan` tells whether the model's TensorRT plan is there.
+    """The backend to execute with; `has_plan` returns whether the model's TensorRT plan exists.
 
     Raises `TritonOptionError` for one that the installation does not have.
     """
@@ -170,11 +172,11 @@ def prepare(
     first = models[0]
     if settings.merge_config:
         for executed in dict.fromkeys(serving.name(model.specification.executed) for model in models):
-            merge(repository.models, executed, settings.merge_config)
+            merge_config(repository.models, executed, settings.merge_config)
     names = [serving.name(model.specification) for model in models]
     for name in names:
         _assert_name(name)
-    tuning = apply(repository.models, names, settings.tuning, repository.models)
+    tuning = apply_tuning(repository.models, names, settings.tuning, repository.models)
     executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
     decodes = backend != "python" and first.specification.decodes_to is not None
     how = f"ensemble of the python and {backend} backends" if decodes else f"{backend} backend"
@@ -187,19 +189,16 @@ def prepare(
         *(["--pinned-memory-pool-byte-size=0"] if engine.device == "cpu" else []),
         f"--backend-config=python,shm-default-byte-size={shared_bytes}",
     ]
+    shared = _shared_fields(settings, installation, repository, repository.models, more)
+    shared["env"] |= wait_policy(engine.spinning)
     return LaunchPlan(
-        argv=_argv(settings, installation, repository, repository.models, more),
-        env=_environment(installation, repository) | wait_policy(engine.spinning),
-        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
-        grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
-        metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
+        **shared,
         model=names[0],
         title=f"{installation.title}, {how}, {executes}",
         max_batch_size=engine.max_batch_size,
         cannot_pad=first.specification.cannot_pad or does_not_pad(backend),
         artefact=dict(first.manifest) if first.manifest is not None else None,
         tuning=tuning,
-        causes=CAUSES,
     )
 
 
@@ -221,8 +220,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     repository = link_installation(settings.folder, installation)
     models = folder.expanduser().absolute()
     served = models if settings.tuning == ALL else repository.models
-    tuning = apply(models, [settings.model], settings.tuning, served)
-    config = read_config(model) if (model / CONFIG).is_file() else None
+    tuning = apply_tuning(models, [settings.model], settings.tuning, served)
+    config = _config_in(model)
     backend = "" if config is None else config.backend or config.platform
     how = f"{backend} backend" if backend not in ("", "ensemble") else backend
     steps = list(step_folders(models, [settings.model]))
@@ -231,18 +230,13 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     return LaunchPlan(
-        argv=_argv(settings, installation, repository, served, more),
-        env=_environment(installation, repository),
-        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
-        grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
-        metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
+        **_shared_fields(settings, installation, repository, served, more),
         model=settings.model,
         title=", ".join(filter(None, (installation.title, how, f"your {settings.model}"))),
         max_batch_size=None if config is None else max(1, config.max_batch_size),
         tuning=tuning,
         cannot_pad="your model repository is served unchanged",
         cannot_measure=next(filter(None, map(_cannot_measure, steps)), None),
-        causes=CAUSES,
     )
 
 
@@ -252,25 +246,21 @@ def does_not_pad(backend: str) -> str | None:
 
 
 def prepare_trial(settings: TritonSettings, installation: Installation, models: Path) -> LaunchPlan:
-    """A launch of all models in a folder, which goes on without those that do not load. Raises `TritonError`."""
+    """A launch of all models in a folder; it goes on when one does not load. Raises `TritonError`."""
     repository = link_installation(settings.folder, installation)
     more = ["--model-control-mode=none", "--disable-auto-complete-config"]
-    argv = _argv(settings, installation, repository, models, more)
-    return LaunchPlan(
-        argv=tuple(word.replace("--exit-on-error=true", "--exit-on-error=false") for word in argv),
-        env=_environment(installation, repository),
-        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
-        grpc_address=None,
-        model="",
-        title=installation.title,
-        max_batch_size=None,
-        causes=CAUSES,
-    )
+    shared = _shared_fields(settings, installation, repository, models, more, exit_on_error="false")
+    return LaunchPlan(**shared, model="", title=installation.title, max_batch_size=None)
+
+
+def _config_in(folder: Path) -> Any:
+    """The ModelConfig of a model's folder; None without a config.pbtxt."""
+    return read_config(folder) if (folder / CONFIG).is_file() else None
 
 
 def _cannot_measure(folder: Path) -> str | None:
     """Why the load generator cannot send load to a model, as a sentence; None if it can."""
-    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    config = _config_in(folder)
     if config is None:
         return None
     if config.model_transaction_policy.decoupled:
@@ -294,7 +284,7 @@ def _assert_name(model: str) -> None:
 
 def _assert_step(installation: Installation, folder: Path, model: str) -> None:
     """Raise `TritonOptionError` for a model of the python backend that cannot load here."""
-    config = read_config(folder) if (folder / CONFIG).is_file() else None
+    config = _config_in(folder)
     file = (config and config.default_model_filename) or CODE
     has_code = any(folder.glob(f"*/{file}"))
     backend = (config and (config.backend or config.platform)) or ("python" if has_code else "")
@@ -333,7 +323,7 @@ def _engine(settings: TritonSettings, backend: str) -> EngineSettings:
 
 
 def _clean_up() -> None:
-    """What servers that were killed have left behind."""
+    """Remove what killed servers have left behind."""
     remove_abandoned_regions()
     remove_abandoned_folders()
 
@@ -343,12 +333,21 @@ def _listed(folder: Path) -> str:
     return f"its models: {', '.join(names)}" if names else "it has no folders at all"
 
 
-def _argv(
-    settings: TritonSettings, installation: Installation, repository: Repository, models: Path, more: Sequence[str]
-) -> tuple[str, ...]:
-    """tritonserver's command; it keeps its default for everything that is not named."""
+def _shared_fields(
+    settings: TritonSettings,
+    installation: Installation,
+    repository: Repository,
+    models: Path,
+    more: Sequence[str],
+    exit_on_error: str = "true",
+) -> dict[str, Any]:
+    """What every plan has: tritonserver's command with `more` arguments, its environment and its addresses.
+
+    tritonserver keeps its default for everything that is not named.
+    """
     address = _address(settings.host)
-    return (
+    host = host_in_url(WILDCARDS.get(address, address))
+    argv = (
         str(installation.binary),
         f"--model-repository={plain_path(models)}",
         f"--backend-directory={plain_path(repository.backends)}",
@@ -358,7 +357,7 @@ def _argv(
         f"--http-port={settings.http_port}",
         f"--grpc-port={settings.grpc_port}",
         f"--metrics-port={settings.metrics_port}",
-        "--exit-on-error=true",
+        f"--exit-on-error={exit_on_error}",
         # The sampler of `abserve compare` reads the GPU for both arms; a second reader would cost one arm.
         "--allow-gpu-metrics=false",
         "--allow-cpu-metrics=false",
@@ -369,21 +368,20 @@ def _argv(
         f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_SECONDS}",
         *more,
     )
-
-
-def _environment(installation: Installation, repository: Repository) -> dict[str, str]:
-    """The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader."""
-    return {
+    # The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader.
+    environment = {
         "LD_LIBRARY_PATH": _path(installation.libraries, repository.libraries, os.environ.get("LD_LIBRARY_PATH")),
         "PATH": _path(Path(sys.executable).parent, os.environ.get("PATH")),
         "PYTHONUNBUFFERED": "1",  # the last output of a dying model explains its death
     }
-
-
-def _reachable(settings: TritonSettings) -> str:
-    """The host part of its URLs."""
-    address = _address(settings.host)
-    return host_in_url(WILDCARDS.get(address, address))
+    return {
+        "argv": argv,
+        "env": environment,
+        "http_url": f"http://{host}:{settings.http_port}",
+        "grpc_address": f"{host}:{settings.grpc_port}",
+        "metrics_url": f"http://{host}:{settings.metrics_port}/metrics",
+        "causes": CAUSES,
+    }
 
 
 def is_loopback(host: str) -> bool:
@@ -397,9 +395,9 @@ def _path(*parts: Path | str | None) -> str:
 
 
 def _address(host: str) -> str:
-    """A numeric address, IPv4 if there is one: Triton listens on no names."""
+    """A numeric address, IPv4 if there is one: Triton does not resolve names."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return str(min(addresses, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
     except OSError as exc:
         raise TritonOptionError(f"--host {host} cannot be resolved; use an address such as 127.0.0.1") from exc

@@ -8,18 +8,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from servers import defaults
+from servers.cli import defaults
+from servers.cli.defaults import ALL
+from servers.cli.options import EngineOptions, PadTo, Tuning, settings_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineError, EngineSettings
-from servers.models.image_decoder import DecodingSettings
+from servers.models.images import DecodingSettings
 from servers.models.registry import get_variants
-from servers.options import EngineOptions, PadTo, Tuning, settings_of
-from servers.tuning import ALL
+from servers.triton.config import NATIVE_BACKENDS
 
 DECODING = DecodingSettings()
-NATIVE_MODES = {"onnxruntime": "session", "tensorrt": "graph"}
-"""How Triton's native backends execute: with optimization.cuda.graphs, which onnxruntime ignores."""
 
 
 class TritonSettings(EngineOptions):
@@ -99,11 +98,12 @@ class TritonSettings(EngineOptions):
             return replace(resolve_engine(requested), pad_to=parse_pad_to(self.pad_to))
         if self.engine not in ("onnxruntime", backend):
             raise EngineError(f"the {backend} backend does not run the engine {self.engine}; use --backend python")
-        if self.mode not in ("auto", NATIVE_MODES[backend]):
+        mode = NATIVE_BACKENDS[backend].mode
+        if self.mode not in ("auto", mode):
             raise EngineError(f"the {backend} backend has no mode {self.mode}; leave --mode out")
         if requested.spinning is not None:
             raise EngineError(f"the {backend} backend of Triton takes no setting for spinning; leave --spinning out")
-        return resolve_engine(replace(requested, kind=backend, mode=NATIVE_MODES[backend]))
+        return resolve_engine(replace(requested, kind=backend, mode=mode))
 
 
 def resolve_engine(requested: EngineSettings) -> EngineSettings:

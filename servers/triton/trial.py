@@ -1,7 +1,7 @@
 """Starts a tritonserver for a moment, as a launch would, so that `abserve doctor` ticks only what has run here.
 
 It gets a repository with a model per backend that answers max(0, x), and a request for each. The tensorrt backend only
-has to load: a plan runs on the GPU alone for which it was built.
+has to load: a plan runs only on the GPU for which it was built.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from servers.listener import bind
-from servers.triton.errors import TritonDiedError, TritonError
-from servers.triton.installation import CODE, STUB, Installation, library_name, missing_library
+from servers.cli.launch import bind
+from servers.triton.installation import (
+    CODE,
+    STUB,
+    Installation,
+    TritonDiedError,
+    TritonError,
+    library_name,
+    missing_library,
+)
 from servers.triton.launch import prepare_trial, search_path
-from servers.triton.log import CODE_OF_ERROR
+from servers.triton.process import CODE_OF_ERROR, TritonProcess
 from servers.triton.settings import TritonSettings
-from servers.triton.watch import TritonProcess
 
 USED = ("onnxruntime", "tensorrt", "python")
 """The backends that abserve uses."""

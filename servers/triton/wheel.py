@@ -14,18 +14,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from servers.finding import Finding, finding
-from servers.models.atomic_folder import FolderError, atomic_folder, exclusive, remove_abandoned
-from servers.triton.errors import TritonUnavailableError
-from servers.triton.installation import BINARY, STUB, Installation, stub_python
-from servers.triton.interpreter import (
+from servers.cli.launch import MachineCheck, machine_check
+from servers.models.files import FolderError, atomic_folder, exclusive, remove_abandoned
+from servers.triton.installation import (
+    BINARY,
+    STUB,
+    Installation,
     Interpreter,
+    TritonUnavailableError,
     cache_folder,
     can_fetch,
     current_interpreter,
     find_libpython,
     libpython_remedy,
     provide_libpython,
+    stub_python,
 )
 
 WHEEL, VERSION, SERVER_VERSION = "nvidia-pytriton", "0.7.0", "2.51"
@@ -48,9 +51,9 @@ def find_wheel(
     May fetch the wheel and a missing libpython (see `provide_libpython`), each after a call of `announce`.
     """
     interpreter = interpreter or current_interpreter()
-    _assert(*_machine_findings(interpreter))
+    _assert(*_platform_checks(interpreter))
     site = _find_site(interpreter) or _fetch(interpreter, announce)
-    _assert(_stub_finding(site, interpreter))
+    _assert(_stub_check(site, interpreter))
     stub = _stub(site, interpreter)
     return Installation(
         origin=f"{WHEEL} {VERSION}",
@@ -63,7 +66,7 @@ def find_wheel(
     )
 
 
-def diagnose(interpreter: Interpreter | None = None) -> list[Finding]:
+def diagnose(interpreter: Interpreter | None = None) -> list[MachineCheck]:
     """Every condition of the embedded Triton, met or not, the most important first. Changes nothing."""
     interpreter = interpreter or current_interpreter()
     site = _find_site(interpreter)
@@ -72,31 +75,31 @@ def diagnose(interpreter: Interpreter | None = None) -> list[Finding]:
     else:
         detail = f"tritonserver {SERVER_VERSION} of {WHEEL} {VERSION}"
     remedy = f"{FETCH} (otherwise abserve serve triton fetches it into {_own_site(interpreter)})"
-    findings = [*_machine_findings(interpreter), finding("triton-wheel", site is not None, detail, remedy)]
+    checks = [*_platform_checks(interpreter), machine_check("triton-wheel", site is not None, detail, remedy)]
     if site is not None:
-        findings.append(_stub_finding(site, interpreter))
+        checks.append(_stub_check(site, interpreter))
     if site is None or _needs_libpython(_stub(site, interpreter), interpreter):
-        findings.append(_libpython_finding(interpreter))
-    return findings
+        checks.append(_libpython_check(interpreter))
+    return checks
 
 
-def _assert(*findings: Finding) -> None:
-    for one in findings:
-        if not one.ok:
-            raise TritonUnavailableError(f"the embedded Triton cannot run here: {one.detail}; {one.remedy}")
+def _assert(*checks: MachineCheck) -> None:
+    for check in checks:
+        if not check.ok:
+            raise TritonUnavailableError(f"the embedded Triton cannot run here: {check.detail}; {check.remedy}")
 
 
-def _machine_findings(interpreter: Interpreter) -> list[Finding]:
+def _platform_checks(interpreter: Interpreter) -> list[MachineCheck]:
     """What cannot be fetched."""
     glibc = interpreter.glibc
     return [
-        finding(
+        machine_check(
             "triton-architecture",
             interpreter.machine in MACHINES,
             f"the processor architecture is {interpreter.machine}",
             "compare against a Triton on another machine by its URL",
         ),
-        finding(
+        machine_check(
             "triton-glibc",
             glibc is not None and glibc >= MINIMUM_GLIBC,
             f"this system has {'glibc {}.{}'.format(*glibc) if glibc else 'another C library than glibc'}, "
@@ -106,20 +109,20 @@ def _machine_findings(interpreter: Interpreter) -> list[Finding]:
     ]
 
 
-def _stub_finding(site: Path, interpreter: Interpreter) -> Finding:
+def _stub_check(site: Path, interpreter: Interpreter) -> MachineCheck:
     has_stub = os.access(_stub(site, interpreter), os.X_OK)
     detail = f"the python backend {'supports' if has_stub else 'does not support'} Python {interpreter.minor}"
-    return finding("triton-stub", has_stub, detail, "use Python 3.11, 3.12 or 3.13")
+    return machine_check("triton-stub", has_stub, detail, "use Python 3.11, 3.12 or 3.13")
 
 
-def _libpython_finding(interpreter: Interpreter) -> Finding:
-    found = find_libpython(interpreter)
-    detail, remedy = f"shared libpython at {found}", ""
-    if found is None:
+def _libpython_check(interpreter: Interpreter) -> MachineCheck:
+    library = find_libpython(interpreter)
+    detail, remedy = f"shared libpython at {library}", ""
+    if library is None:
         detail, remedy = f"{interpreter.libpython_name} is missing", libpython_remedy(interpreter)
         if can_fetch(interpreter):
             remedy += f" (otherwise abserve serve triton fetches it into {cache_folder(interpreter)})"
-    return finding("triton-libpython", found is not None, detail, remedy)
+    return machine_check("triton-libpython", library is not None, detail, remedy)
 
 
 def _find_site(interpreter: Interpreter) -> Path | None:
@@ -141,19 +144,19 @@ def _fetch(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
     site = _own_site(interpreter)
     try:
         with exclusive(site):
-            found = _find_site(interpreter)
-            if found is not None:
-                return found
+            site_of_wheel = _find_site(interpreter)
+            if site_of_wheel is not None:
+                return site_of_wheel
             announce(f"fetching tritonserver {SERVER_VERSION} ({WHEEL} {VERSION}, 55 MB) with pip into {site}")
             remove_abandoned(site)
             with atomic_folder(site, NEEDED_BYTES) as folder:
                 _run_pip(folder)
     except FolderError as exc:
         raise TritonUnavailableError(f"{WHEEL} {VERSION} cannot be unpacked: {exc}") from exc
-    found = _find_site(interpreter)
-    if found is None:
+    site_of_wheel = _find_site(interpreter)
+    if site_of_wheel is None:
         raise TritonUnavailableError(f"{WHEEL} {VERSION} in {site} is incomplete; remove that folder and try again")
-    return found
+    return site_of_wheel
 
 
 def _run_pip(folder: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from servers.models.preprocessing import decode_jpeg, resize_and_crop
+from servers.models.images import decode_jpeg, resize_and_crop
 from servers.models.registry import get_variant
 from servers.models.specification import Preprocessing
 from servers.protocol.tensors import Array

@@ -88,7 +88,7 @@ from servers.protocol.tensors import TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import Axis, ModelSpecification
-from servers.listener import bind
+from servers.cli.launch import bind
 from servers.native.server import serve
 from servers.native.settings import NativeSettings
 specification = ModelSpecification(

@@ -18,7 +18,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from servers.export.tensorrt_plan import TENSORRT_IMAGE
+from servers.export.tensorrt import TENSORRT_IMAGE
 from tests.compose.queries import dashboard_queries, dashboards
 
 ROOT = Path(__file__).resolve().parents[2]

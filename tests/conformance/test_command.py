@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from loadgen.cli.conformance import conformance
 from loadgen.conformance.cases import CASES, select
-from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
-from loadgen.conformance.rendering import markdown
-from loadgen.conformance.runner import CaseRun
+from loadgen.conformance.records import CaseResult, CaseVerdict, ConformanceReport
+from loadgen.conformance.runner import CaseRun, markdown
 from loadgen.conformance.servers import DEFAULTS, LaunchedSession, RemoteSession
 
 APP = typer.Typer()
@@ -111,16 +110,16 @@ def test_nothing_destructive_is_sent_to_another_machine(sessions) -> None:
     chosen = [case for case in CASES if case.destructive]
     results = CaseRun(session, destructive=False).run(chosen, announce=lambda _: None)
     assert len(results) > 20
-    assert all(result.verdict is Verdict.SKIPPED for result in results)
+    assert all(result.verdict is CaseVerdict.SKIPPED for result in results)
     assert all("--i-own-this-server" in result.reason for result in results)
 
 
 def test_markdown_lists_the_deviations_and_the_other_cases() -> None:
     row: dict[str, Any] = {"title": "t", "protocol": "http", "expected": "400", "got": "a|b"}
     results = (
-        CaseResult(number="1a", verdict=Verdict.DEVIATES, reason="no", **row),
-        CaseResult(number="1b", verdict=Verdict.CONFORMS, **row),
-        CaseResult(number="2a", verdict=Verdict.SKIPPED, reason="no option", **row),
+        CaseResult(number="1a", verdict=CaseVerdict.DEVIATES, reason="no", **row),
+        CaseResult(number="1b", verdict=CaseVerdict.CONFORMS, **row),
+        CaseResult(number="2a", verdict=CaseVerdict.SKIPPED, reason="no option", **row),
     )
     created: dict[str, str] = {"created_at": "2026-01-02T00:00:00+00:00", "abserve_version": "1", "model": "m"}
     text = markdown(ConformanceReport(server="triton", server_title="Triton", results=results, **created))

@@ -11,15 +11,15 @@ from PIL import Image
 
 from loadgen.client.endpoint import TensorSignature
 from loadgen.conformance.cases import CASES, select
-from loadgen.conformance.cases.framing import gzip_of_blanks
+from loadgen.conformance.cases.http import gzip_of_blanks
 from loadgen.conformance.cases.queueing import wait_for
-from loadgen.conformance.model import Model, claiming_jpeg, flat_jpeg, flat_png
+from loadgen.conformance.model import ServedModel, claiming_jpeg, flat_jpeg, flat_png
 from loadgen.conformance.records import Protocol, SkippedError
 from loadgen.conformance.servers import SMALL_BODIES, SMALL_QUEUES, is_loopback
 from loadgen.conformance.wire import RawConnection, all_read, parse_answer
 
 FUZZ = 16
-MODEL = Model("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)
+MODEL = ServedModel("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)
 
 
 def test_every_row_has_a_case_and_no_number_is_given_twice() -> None:

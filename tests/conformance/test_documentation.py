@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.conformance.cases import SECTIONS
-from loadgen.conformance.rendering import escaped
+from loadgen.conformance.cases import THEMES
+from loadgen.conformance.runner import escaped
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
 BEGIN, END = "<!-- cases -->\n", "<!-- end cases -->"
@@ -15,9 +15,9 @@ BEGIN, END = "<!-- cases -->\n", "<!-- end cases -->"
 
 def case_list() -> str:
     lines = []
-    for section in SECTIONS:
-        lines += [f"### {section.title}", "", section.why, "", "| Case | Protocol | Expected |", "|---|---|---|"]
-        for case in section.cases:
+    for theme in THEMES:
+        lines += [f"### {theme.title}", "", theme.why, "", "| Case | Protocol | Expected |", "|---|---|---|"]
+        for case in theme.cases:
             lines.append(f"| {case.number} {escaped(case.title)} | {case.protocol} | {escaped(case.describe())} |")
         lines.append("")
     return "\n".join(lines)

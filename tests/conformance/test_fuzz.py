@@ -6,10 +6,10 @@ import pytest
 
 from loadgen.client.endpoint import TensorSignature
 from loadgen.conformance.cases.long_runs import ROUTES, VERBS, fuzz, make_request
-from loadgen.conformance.model import Model
+from loadgen.conformance.model import ServedModel
 from loadgen.conformance.servers import DEFAULTS
 
-MODEL = Model("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)
+MODEL = ServedModel("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)
 SHORT, LONG = 500, 10_000
 
 

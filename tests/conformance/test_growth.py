@@ -7,26 +7,26 @@ from dataclasses import replace
 import pytest
 
 from loadgen.conformance.cases.long_runs import GrowthPlan, growth, growth_case
-from loadgen.conformance.records import Verdict
+from loadgen.conformance.records import CaseVerdict
 from loadgen.conformance.runner import CaseRun
 from loadgen.conformance.servers import DEFAULTS
 
 SHORT = GrowthPlan(seconds=0.5, rounds=4, concurrency=4, batch=1, bound_bytes=20_000_000)
 
 
-def verdict(session, plan: GrowthPlan) -> Verdict:
+def verdict(session, plan: GrowthPlan) -> CaseVerdict:
     (result,) = CaseRun(session, destructive=True).run([growth_case(plan)], announce=lambda _: None)
     return result.verdict
 
 
 @pytest.mark.slow
 def test_a_sound_server_passes(sessions) -> None:
-    assert verdict(sessions(), SHORT) is Verdict.CONFORMS
+    assert verdict(sessions(), SHORT) is CaseVerdict.CONFORMS
 
 
 @pytest.mark.slow
 def test_a_planted_leak_is_caught(sessions) -> None:
-    assert verdict(sessions("leak"), SHORT) is Verdict.DEVIATES
+    assert verdict(sessions("leak"), SHORT) is CaseVerdict.DEVIATES
 
 
 def test_growth_before_the_midpoint_is_not_a_leak(sessions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +43,10 @@ def test_growth_before_the_midpoint_is_not_a_leak(sessions, monkeypatch: pytest.
 @pytest.mark.slow
 def test_the_native_server_does_not_grow(native_session) -> None:
     plan = GrowthPlan(seconds=1, rounds=6, concurrency=8, batch=1)
-    assert verdict(native_session, plan) is Verdict.CONFORMS
+    assert verdict(native_session, plan) is CaseVerdict.CONFORMS
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_the_native_server_does_not_grow_over_minutes(native_session) -> None:
-    assert verdict(native_session, GrowthPlan()) is Verdict.CONFORMS
+    assert verdict(native_session, GrowthPlan()) is CaseVerdict.CONFORMS

@@ -7,14 +7,14 @@ import json
 import pytest
 
 from loadgen.conformance.case import Case, describe, judge, problems
-from loadgen.conformance.records import Answer, Fact, Verdict
+from loadgen.conformance.records import CaseVerdict, Fact, Response
 
 BAD = Case("1", "t", (), "400")
 JSON = {"content-type": "application/json"}
 
 
-def refusal(error: object, status: str = "400") -> Answer:
-    return Answer(status, JSON, json.dumps({"error": error}).encode())
+def refusal(error: object, status: str = "400") -> Response:
+    return Response(status, JSON, json.dumps({"error": error}).encode())
 
 
 def test_one_sentence_has_no_problem() -> None:
@@ -25,13 +25,13 @@ def test_one_sentence_has_no_problem() -> None:
     ("answer", "words"),
     [
         (refusal("no", "500"), "500 instead of 400"),
-        (Answer("closed"), "closed instead of 400"),
-        (Answer("400", body=b"Bad Request"), "not JSON"),
-        (Answer("400"), "no body"),
-        (Answer("400", body=b'{"detail": "no"}'), 'not {"error"'),
-        (Answer("400", JSON, b'{"error": "no", "code": 3}'), "members besides"),
-        (Answer("400", body=b"[" * 100_000), "not JSON"),
-        (Answer("400", body=b'{"error": "no"}'), "Content-Type"),
+        (Response("closed"), "closed instead of 400"),
+        (Response("400", body=b"Bad Request"), "not JSON"),
+        (Response("400"), "no body"),
+        (Response("400", body=b'{"detail": "no"}'), 'not {"error"'),
+        (Response("400", JSON, b'{"error": "no", "code": 3}'), "members besides"),
+        (Response("400", body=b"[" * 100_000), "not JSON"),
+        (Response("400", body=b'{"error": "no"}'), "Content-Type"),
         (refusal(""), "empty"),
         (refusal("one\ntwo"), "more than one line"),
         (refusal("cannot open /srv/models/a/1/model.onnx"), "path"),
@@ -40,20 +40,20 @@ def test_one_sentence_has_no_problem() -> None:
         (refusal("cannot map /secret_key"), "key"),
     ],
 )
-def test_each_problem_is_named(answer: Answer, words: str) -> None:
+def test_each_problem_is_named(answer: Response, words: str) -> None:
     case = Case("1", "t", (), "400", secrets=("secret_key",))
     assert words in "; ".join(problems(case, answer))
 
 
 def test_words_numbers_and_headers_are_checked() -> None:
     case = Case("1", "t", (), "503", naming=("timeout", "expired"), numbers=2, headers=("Retry-After",))
-    good = Answer("503", {**JSON, "retry-after": "1"}, b'{"error": "Expired after 3 of 5 us"}')
+    good = Response("503", {**JSON, "retry-after": "1"}, b'{"error": "Expired after 3 of 5 us"}')
     assert problems(case, good) == []
     assert len(problems(case, refusal("no", "503"))) == 3
 
 
 def test_errors_of_the_rpc_library_may_say_anything() -> None:
-    answer = Answer("INTERNAL", message="")
+    answer = Response("INTERNAL", message="")
     assert problems(Case("1", "t", (), "INTERNAL"), answer) == ["the error is empty"]
     assert problems(Case("1", "t", (), "INTERNAL", check_words=False), answer) == []
 
@@ -62,18 +62,18 @@ def test_a_case_that_could_not_be_observed_never_conforms() -> None:
     case = Case("1", "t", (), "")
     unknown = Fact("memory growth", None, "cannot be read")
     verdict, _, _, not_observed = judge(case, [unknown], [Fact("live", True, "yes")])
-    assert verdict is Verdict.NOT_APPLICABLE
+    assert verdict is CaseVerdict.NOT_APPLICABLE
     assert not_observed == ("memory growth: cannot be read",)
 
 
 def test_one_bad_answer_among_many_decides_and_is_shown() -> None:
     answers = (refusal("fine"), refusal("two\nlines"), refusal("also fine"))
     verdict, got, reason, _ = judge(BAD, answers)
-    assert verdict is Verdict.DEVIATES
+    assert verdict is CaseVerdict.DEVIATES
     assert got == "3×400 two lines"
     assert reason == "the error is more than one line"
 
 
 def test_answers_are_counted_by_status() -> None:
-    answers = [Answer("200"), Answer("closed"), Answer("200")]
+    answers = [Response("200"), Response("closed"), Response("200")]
     assert describe(answers) == "2×200; 1×closed"

@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from loadgen.conformance.subject import (
+from loadgen.conformance.servers import (
     MOST_METRICS_BYTES,
     MOST_METRICS_LINE,
     counts_disconnects,

@@ -17,8 +17,7 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.engines.torch_towers import expected_answers
 from servers.export.artefacts import ensure_artefact, executed_file, find_artefact
-from servers.export.errors import ExportError
-from servers.export.file_form import FileForm, Operators, executed_form
+from servers.export.manifest import ExportError, FileForm, Operators, executed_form
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights

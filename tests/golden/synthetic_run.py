@@ -15,9 +15,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from loadgen.probes.answers.records import AnswersCompared
-from loadgen.probes.cold_start.records import ColdStart
 from loadgen.records.machine import Calibration, CalibrationWorkload
+from loadgen.records.probes import AnswersCompared, ServerStart
 from loadgen.records.run import (
     ArmRequest,
     BlockRecord,
@@ -323,14 +322,14 @@ def _leave_partial(directory: Path, index: int, workload: Workload, rng: np.rand
     path.rename(path.with_name(path.name + ".part"))
 
 
-def _cold_starts(plan: Plan, workload: Workload, rng: np.random.Generator) -> list[ColdStart]:
+def _cold_starts(plan: Plan, workload: Workload, rng: np.random.Generator) -> list[ServerStart]:
     starts = []
     for repetition in range(workload.rounds):
         for label, arm in plan.arms.items():
             factor = float(np.exp(rng.normal(0, 0.02)))
             ready_ns = int(arm.ready_s * factor * 1e9)
             starts.append(
-                ColdStart(
+                ServerStart(
                     label=label,
                     repetition=repetition,
                     live_ns=int(0.6 * ready_ns),

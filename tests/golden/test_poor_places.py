@@ -15,7 +15,7 @@ from pathlib import Path
 import loadgen.run.runner
 from loadgen.cli.compare import run_and_report
 from loadgen.records.run import RunState
-from loadgen.storage.stored_run import read_run
+from loadgen.run.storage import read_run
 out = Path(sys.argv[1])
 loadgen.run.runner.run_experiment = lambda *_: RunState(state="finished", phase="finished")  # it has run already
 experiment = read_run(out).experiment
@@ -54,7 +54,7 @@ from pathlib import Path
 import loadgen.run.runner
 from loadgen.cli.compare import run_and_report
 from loadgen.records.run import RunState
-from loadgen.storage.stored_run import read_run
+from loadgen.run.storage import read_run
 out = Path(sys.argv[1])
 def run(_experiment, _out, progress):
     progress.phase("load")

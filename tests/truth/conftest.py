@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
@@ -51,7 +51,7 @@ def compare(tmp_path: Path) -> Iterator[Compare]:
         }  # fmt: skip
         out = tmp_path / "run"
         abserve = (sys.executable, str(SERVER.with_name(samples))) if samples else NO_SAMPLES
-        run_experiment(Experiment(**(fields | changes)), out, Progress(), abserve=abserve)  # type: ignore[arg-type]
+        run_experiment(Experiment(**(fields | changes)), out, RunProgress(), abserve=abserve)  # type: ignore[arg-type]
         return analyse(out)
 
     yield run

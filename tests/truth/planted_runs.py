@@ -17,7 +17,7 @@ from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
-from loadgen.storage.stored_run import StoredBlock
+from loadgen.run.storage import StoredBlock
 
 BLOCK_NOISE = 0.01
 NS = 1e9

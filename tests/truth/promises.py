@@ -16,7 +16,7 @@ from scipy import special
 from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, judge, shared_correlation
 from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
 from loadgen.comparison.ranking import rank
-from loadgen.probes.load.measure import NEEDY
+from loadgen.probes.load import NEEDY
 from loadgen.records.run import Pairing
 from loadgen.stats.anytime import estimate_anytime, log_bayes_factors
 from loadgen.stats.ratios import (

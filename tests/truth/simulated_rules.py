@@ -1,6 +1,6 @@
 """Runs of identical arms on a noisy machine, ended by each of the rules that end a run, with the project's own loop.
 
-The load is `loadgen.probes.load.measure`, whose servers, blocks and clock are replaced: a block takes one second, and
+The load is `loadgen.probes.load`, whose servers, blocks and clock are replaced: a block takes one second, and
 its speed is the machine's. So what is simulated is which rounds run, when the run ends and what is then compared.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from loadgen.comparison.comparisons import Comparison, compare_all
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import ScheduledBlock
-from loadgen.probes.load import measure
+from loadgen.probes import load as load_probe
 from loadgen.records.run import Experiment, Workload
 from tests.truth.simulated_runs import block, experiment, latencies, names_a_winner
 
@@ -169,9 +169,9 @@ def play(ending: Ending, machine: Machine, rng: np.random.Generator, *, tails: b
     load = Load(plan, machine, rng, limit_s=float(ending.rounds * ending.arms * ending.workloads))
     unread = SimpleNamespace(add=lambda _: None, by_block=None)
     with patch.multiple(
-        measure, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledLatencies=lambda _: unread
+        load_probe, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledLatencies=lambda _: unread
     ):
-        measure.measure(load)  # type: ignore[arg-type]
+        load_probe.PROBE.measure(load)  # type: ignore[arg-type]
     return compare_all(plan, load.blocks, [], latencies=latencies(load.blocks, rng) if tails else None)
 
 

@@ -11,8 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from loadgen.probes.causes.analyse import CauseEffect, MeasuredEffect, combine, difference, rank_causes
-from loadgen.probes.causes.records import CauseName
+from loadgen.probes.causes_analysis import CauseEffect, CauseName, MeasuredEffect, combine, difference, rank_causes
 from loadgen.records.run import Label, Pairing, Workload
 
 TRIALS = 2000

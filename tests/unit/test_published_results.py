@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.documents import read_stored
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.verdict.analysis import analyse, stored_result
 from tests.golden.synthetic_run import Plan, write_run
 

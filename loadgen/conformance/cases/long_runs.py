@@ -11,9 +11,9 @@ from time import perf_counter, sleep
 
 from loadgen.client.requests import quoted
 from loadgen.conformance.case import Case
-from loadgen.conformance.model import Model
+from loadgen.conformance.model import ServedModel
 from loadgen.conformance.records import Fact, NotApplicableError
-from loadgen.conformance.subject import Subject
+from loadgen.conformance.servers import Subject
 
 VERBS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 # fmt: off
@@ -41,7 +41,7 @@ SETTLE_SECONDS = 0.5
 ANSWER_SECONDS = 60.0
 
 
-def make_request(seed: int, index: int, model: Model, authority: str) -> bytes:
+def make_request(seed: int, index: int, model: ServedModel, authority: str) -> bytes:
     """One raw request, a pure function of its arguments."""
     chance = random.Random(f"{seed}/{index}")
     verb, route = chance.choice(VERBS), chance.choice(ROUTES).replace("{model}", quoted(model.name))
@@ -55,7 +55,7 @@ def make_request(seed: int, index: int, model: Model, authority: str) -> bytes:
     return _mutate(chance, data) if chance.random() < 0.2 else data
 
 
-def _body(chance: random.Random, model: Model) -> bytes:
+def _body(chance: random.Random, model: ServedModel) -> bytes:
     kind = chance.randrange(5)
     if kind == 0:
         return b""
@@ -156,11 +156,11 @@ def _round(subject: Subject, request: bytes, plan: GrowthPlan) -> Counter[bool]:
         counts: Counter[bool] = Counter()
         try:
             with subject.connect() as connection:
-                came = True
-                while came and perf_counter() < end:
+                received = True
+                while received and perf_counter() < end:
                     answer = connection.request(request, ANSWER_SECONDS)
-                    came = answer.came
-                    counts[answer.good] += 1
+                    received = answer.received
+                    counts[answer.succeeded] += 1
         except OSError:
             counts[False] += 1
         return counts

@@ -1,21 +1,22 @@
-"""Cases 14, 22 and 28 to 30: requests that wait in the queue, share a batch, or whose clients give up."""
+"""Cases 14, 22 and 28 to 32: requests in the queue and in one batch, and servers that start or end."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
 
-from loadgen.conformance.case import Case, Section, infer
+from loadgen.conformance.case import Case, Theme, infer
 from loadgen.conformance.model import InferenceRequest
-from loadgen.conformance.records import Answer, Fact, NotApplicableError, Protocol, Seen
-from loadgen.conformance.servers import SMALL_QUEUE, SMALL_QUEUES
-from loadgen.conformance.subject import Subject, output_difference
+from loadgen.conformance.records import Fact, NotApplicableError, Protocol, Response, Seen
+from loadgen.conformance.servers import OWN_SERVERS, SMALL_QUEUE, SMALL_QUEUES, Subject, output_difference
 from loadgen.conformance.wire import RawConnection, all_read, finish, infer_message
 
 BUSY_SECONDS = 2.5
@@ -36,17 +37,17 @@ MERGED_TOLERANCE = 1e-4
 MERGE_ROUNDS = 5
 
 
-class PendingRequest:
+class StartedRequest:
     """One HTTP inference request on a thread: `sent` is set when its last byte has been sent."""
 
     def __init__(self, subject: Subject, data: bytes) -> None:
         self.sent = threading.Event()
         self.connection: RawConnection | None = None
-        self._answer = Answer("silent")
+        self._answer = Response("silent")
         self._thread = threading.Thread(target=self._run, args=(subject, data), daemon=True)
         self._thread.start()
 
-    def wait(self) -> Answer:
+    def wait(self) -> Response:
         """The answer; "silent" when it has not come in 60 s."""
         self._thread.join(ANSWER_SECONDS)
         return self._answer
@@ -61,7 +62,7 @@ class PendingRequest:
             yield data
             self.sent.set()
 
-        answer = Answer("refused")
+        answer = Response("refused")
         started = perf_counter()
         with suppress(OSError), subject.connect() as self.connection:
             answer = self.connection.request(pieces(), ANSWER_SECONDS)
@@ -69,14 +70,14 @@ class PendingRequest:
         self._answer = replace(answer, elapsed_s=perf_counter() - started)
 
 
-class PendingCall:
+class StartedCall:
     """One gRPC inference call."""
 
     def __init__(self, subject: Subject, request: InferenceRequest, deadline_s: float) -> None:
         self._started = perf_counter()
         self.future = subject.grpc_client().start("ModelInfer", infer_message(request), deadline_s)
 
-    def wait(self) -> Answer:
+    def wait(self) -> Response:
         """The answer; DEADLINE_EXCEEDED when none comes in time."""
         return finish(self.future, self._started)
 
@@ -86,11 +87,11 @@ class PendingCall:
         return bool(self.future.done())
 
 
-def start(subject: Subject, protocol: Protocol, request: InferenceRequest) -> PendingRequest | PendingCall:
+def start(subject: Subject, protocol: Protocol, request: InferenceRequest) -> StartedRequest | StartedCall:
     """Start an inference over either protocol."""
     if protocol is Protocol.GRPC:
-        return PendingCall(subject, request, CALL_SECONDS)
-    return PendingRequest(subject, subject.infer_bytes(request.body()))
+        return StartedCall(subject, request, CALL_SECONDS)
+    return StartedRequest(subject, subject.infer_bytes(request.body()))
 
 
 class EngineBlocker:
@@ -111,10 +112,10 @@ class EngineBlocker:
             raise NotApplicableError(
                 f"{self.rows} rows take {self._one_s * 1e3:.0f} ms, too fast for a queue to form; use a slower engine"
             )
-        self.requests: list[PendingRequest] = []
+        self.requests: list[StartedRequest] = []
 
     def __enter__(self) -> EngineBlocker:
-        self.requests = [PendingRequest(self._subject, self._data) for _ in range(self._count)]
+        self.requests = [StartedRequest(self._subject, self._data) for _ in range(self._count)]
         wait_until_read(self.requests)
         sleep(min(0.1, self._one_s / 4))  # from the socket to the queue
         return self
@@ -134,7 +135,7 @@ class EngineBlocker:
         return sum(self.rows for request in self.requests if request.wait().status == "200")
 
 
-def wait_until_read(requests: Sequence[PendingRequest]) -> None:
+def wait_until_read(requests: Sequence[StartedRequest]) -> None:
     """Wait up to 20 s until the server has read all of these requests, as far as the kernel knows."""
 
     def arrived() -> bool:
@@ -157,7 +158,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 def _disconnect(subject: Subject, _: Protocol) -> Seen:
     request = subject.infer_bytes(subject.model.binary(1, seed=1))
 
-    def abandon() -> list[Answer]:
+    def abandon() -> list[Response]:
         connections = [subject.connect() for _ in range(ABANDONED)]
         for connection in connections:
             connection.send(request)
@@ -172,8 +173,8 @@ def _disconnect(subject: Subject, _: Protocol) -> Seen:
 
 
 def _cancel(subject: Subject, _: Protocol) -> Seen:
-    def abandon() -> list[Answer]:
-        calls = [PendingCall(subject, subject.model.request(seed=1), CALL_SECONDS) for _ in range(ABANDONED)]
+    def abandon() -> list[Response]:
+        calls = [StartedCall(subject, subject.model.request(seed=1), CALL_SECONDS) for _ in range(ABANDONED)]
         sleep(0.1)
         for call in calls:
             call.future.cancel()
@@ -183,15 +184,15 @@ def _cancel(subject: Subject, _: Protocol) -> Seen:
 
 
 def _pass_the_deadline(subject: Subject, _: Protocol) -> Seen:
-    def abandon() -> list[Answer]:
+    def abandon() -> list[Response]:
         request = subject.model.request(seed=1)
-        calls = [PendingCall(subject, request, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
+        calls = [StartedCall(subject, request, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
         return [call.wait() for call in calls]
 
     return _abandoned(subject, abandon)
 
 
-def _abandoned(subject: Subject, abandon: Callable[[], list[Answer]]) -> Seen:
+def _abandoned(subject: Subject, abandon: Callable[[], list[Response]]) -> Seen:
     """Requests whose clients give up while the engine is busy: they must not be executed."""
     blocker = EngineBlocker(subject)
     before = _settled_rows(subject)
@@ -222,14 +223,14 @@ def _settled_rows(subject: Subject) -> int:
 
 def _flood(subject: Subject, protocol: Protocol) -> Seen:
     """More requests than the queue holds, while the engine is busy and health is requested."""
-    health: list[Answer] = []
+    health: list[Response] = []
     with EngineBlocker(subject, limit=SMALL_QUEUE) as blocker:
         flood = [start(subject, protocol, subject.model.request(seed=1)) for _ in range(FLOOD)]
         while blocker.busy and protocol is Protocol.HTTP:
             health += [subject.http("GET", f"/v2/health/{kind}", deadline_s=5.0) for kind in ("live", "ready")]
             sleep(0.02)
-        answers = [one.wait() for one in flood]
-    refused = [answer for answer in answers if not answer.good]
+        answers = [request.wait() for request in flood]
+    refused = [answer for answer in answers if not answer.succeeded]
     yield from refused
     yield Fact("some are refused", bool(refused), f"{len(refused)} of {FLOOD}")
     if protocol is Protocol.HTTP:
@@ -261,7 +262,7 @@ def _nan_in_a_batch(subject: Subject, _: Protocol) -> Seen:
     changed: list[str] = []
     before = subject.statistics()["execution_count"]
     for _round in range(MERGE_ROUNDS):
-        running = [PendingRequest(subject, subject.infer_bytes(body)) for body in (*bodies[:2], nan, *bodies[2:])]
+        running = [StartedRequest(subject, subject.infer_bytes(body)) for body in (*bodies[:2], nan, *bodies[2:])]
         merged = [request.wait() for request in running]
         del merged[2]
         yield from merged
@@ -278,7 +279,7 @@ TIMEOUT = HARM | {"naming": ("timeout", "timed out", "expired"), "note": "prompt
 NOT_STARTED = HARM | {"note": "not started"}
 
 # fmt: off
-CASES = (
+QUEUE_CASES = (
     Case("14", "client disconnects while queued", _disconnect, "", note="dropped before it reaches the engine", **HARM),
     Case("22", "one NaN row in a merged batch", _nan_in_a_batch, "200", note="the other results do not change"),
     Case("28a", "queue full", _flood, "503", headers=("Retry-After",), note="at once; health requests are answered",
@@ -291,4 +292,127 @@ CASES = (
 )
 # fmt: on
 
-SECTIONS = (Section("Queue and batch", "Abandoned requests are not executed; no request changes another.", CASES),)
+
+IN_FLIGHT = 6
+EXIT_SECONDS = 30.0
+SETTLED_SECONDS = 0.3
+LOADING_SECONDS = 120.0
+
+
+@contextmanager
+def _new_server(subject: Subject, *, ready: bool) -> Iterator[Subject]:
+    if subject.new_server is None:
+        raise NotApplicableError("needs a separate server; use --launch")
+    with subject.new_server(ready) as server:
+        yield replace(server, model=subject.model)
+
+
+def _rows_of_a_second(subject: Subject) -> int:
+    """The number of rows that this machine computes in about 1 s: six such requests end well within 30 s."""
+    most = subject.model.rows(1 << 30)
+    answer = subject.infer(subject.model.binary(most), deadline_s=EXIT_SECONDS)
+    return max(1, min(most, round(most / max(answer.elapsed_s, 1e-3))))
+
+
+def _terminate(server: Subject) -> Callable[[], Fact]:
+    """Send SIGTERM to the server's main process; the returned function waits until it has ended."""
+    os.kill(server.pids()[0], signal.SIGTERM)
+    since = perf_counter()
+
+    def exited() -> Fact:
+        gone = wait_for(lambda: server.failure() is not None, EXIT_SECONDS - (perf_counter() - since))
+        seconds = perf_counter() - since
+        seen = f"{seconds:.1f} s" if gone else "still running"
+        return Fact("exit within 30 s", gone and seconds < EXIT_SECONDS, seen)
+
+    return exited
+
+
+def _in_flight(subject: Subject, protocol: Protocol) -> Seen:
+    with _new_server(subject, ready=True) as server:
+        content = server.model.request(_rows_of_a_second(server))
+        running = [start(server, protocol, content) for _ in range(IN_FLIGHT)]
+        wait_until_read([request for request in running if isinstance(request, StartedRequest)])
+        sleep(2 * SETTLED_SECONDS)
+        left = sum(not request.done for request in running)
+        exited = _terminate(server)
+        if protocol is Protocol.HTTP:
+            sleep(SETTLED_SECONDS)
+            new = server.infer(server.model.binary(1, seed=1), deadline_s=10.0).status
+            yield Fact("requests in flight at the signal", left > 0 or None, f"{left} of {IN_FLIGHT}")
+            yield Fact("new requests refused", new in {"503", "refused", "reset", "closed"}, new)
+        for request in running:
+            yield request.wait()
+        yield exited()
+
+
+def _while_loading(subject: Subject, _: Protocol) -> Seen:
+    with _new_server(subject, ready=False) as server:
+        sleep(SETTLED_SECONDS)
+        ready = server.http("GET", "/v2/health/ready", deadline_s=1.0).status == "200"
+        yield Fact("still loading", None if ready else True, "ready already" if ready else "yes")
+        yield _terminate(server)()
+
+
+def _idle(subject: Subject, _: Protocol) -> Seen:
+    with _new_server(subject, ready=True) as server:
+        connections = [server.connect() for _ in range(3)]
+        head = f"GET /v2/health/live HTTP/1.1\r\nHost: {server.authority}\r\n\r\n".encode()
+        for connection in connections:
+            yield connection.request(head, 5.0)
+        yield _terminate(server)()
+        for connection in connections:
+            connection.close()
+
+
+def _before_ready(subject: Subject, protocol: Protocol) -> Seen:
+    """Inference until the server is ready. An answer counts only if the server is not ready before and after it."""
+    answers: list[Response] = []
+    with _new_server(subject, ready=False) as server:
+        begun = perf_counter()
+        while perf_counter() - begun < LOADING_SECONDS and not (ready := _ready(server, protocol)):
+            if ready is False:
+                answer = infer(lambda _: None)(server, protocol)
+                if _ready(server, protocol) is False:
+                    answers.append(answer)
+            if server.failure() is not None:
+                raise NotApplicableError("the server ended while it was loading")
+            sleep(0.05)
+    if not answers:
+        kind = "calls" if protocol is Protocol.GRPC else "connections"
+        raise NotApplicableError(f"it accepts no {kind} before it is ready")
+    return answers
+
+
+def _ready(subject: Subject, protocol: Protocol) -> bool | None:
+    """Whether the server reports that it is ready; None when nothing answers."""
+    if protocol is Protocol.GRPC:
+        answer = subject.grpc_client().call("ServerReady", b"", 2.0)
+        return bool(answer.body) if answer.succeeded else None  # ready: true takes two bytes, false takes no bytes
+    answer = subject.http("GET", "/v2/health/ready", deadline_s=5.0)
+    return answer.succeeded if answer.received else None
+
+
+OWN: dict[str, Any] = {"setting": OWN_SERVERS}
+ENDED: dict[str, Any] = OWN | {"destructive": True}
+EXITS = ENDED | {"note": "exit ≤ 30 s"}
+
+# fmt: off
+LIFECYCLE_CASES = (
+    Case("31a", f"SIGTERM with {IN_FLIGHT} requests in flight", _in_flight, "200",
+         note="all 6 answered, new ones refused, exit ≤ 30 s", **ENDED),
+    Case("31b", f"SIGTERM with {IN_FLIGHT} calls in flight", _in_flight, "OK",
+         note="all 6 answered, exit ≤ 30 s", **ENDED),
+    Case("31c", "SIGTERM while loading", _while_loading, "", **EXITS),
+    Case("31d", "SIGTERM with idle keep-alive connections", _idle, "200", **EXITS),
+    Case("32a", "before ready", _before_ready, "503", note="ready route ≠ 200", **OWN),
+    Case("32b", "before ready", _before_ready, "UNAVAILABLE", note="ready: false", **OWN),
+)
+# fmt: on
+
+THEMES = (
+    Theme("Queue and batch", "Abandoned requests are not executed; no request changes another.", QUEUE_CASES),
+    Theme(
+        "Start and end", "Orchestrators rely on SIGTERM and the ready route; accepted requests finish.", LIFECYCLE_CASES
+    ),
+)

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loadgen.conformance.case import Case, Section, changes, grpc, http
+from loadgen.conformance.case import Case, Theme, changes, grpc, http
 from loadgen.conformance.model import InferenceRequest, tensor_bytes
-from loadgen.conformance.records import MIB, Answer, NotApplicableError, Protocol, Seen
-from loadgen.conformance.servers import WITH_SHARED_MEMORY
-from loadgen.conformance.subject import Subject
+from loadgen.conformance.records import MIB, NotApplicableError, Protocol, Response, Seen
+from loadgen.conformance.servers import WITH_SHARED_MEMORY, Subject
 
 ROOT = Path("/dev/shm")
 KEY = f"abserve_conformance_{os.getpid()}"
@@ -38,7 +37,7 @@ def _segment(key: str, size: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _registered(subject: Subject, protocol: Protocol, key: str, offset: int, size: int) -> Iterator[Answer]:
+def _registered(subject: Subject, protocol: Protocol, key: str, offset: int, size: int) -> Iterator[Response]:
     """The answer to the registration of a region, which is unregistered at the end if that succeeded."""
     fields: dict[str, Any] = {"key": f"/{key}", "offset": offset, "byte_size": size}
     if protocol is Protocol.GRPC:
@@ -46,11 +45,11 @@ def _registered(subject: Subject, protocol: Protocol, key: str, offset: int, siz
     else:
         register = http(f"POST /v2/systemsharedmemory/region/{REGION}/register", fields)
     answer = register(subject, protocol)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, Response)
     try:
         yield answer
     finally:
-        if answer.good:
+        if answer.succeeded:
             subject.http("POST", f"/v2/systemsharedmemory/region/{REGION}/unregister", body=b"")
 
 
@@ -90,13 +89,13 @@ def reading(subject: Subject, protocol: Protocol, requests: tuple[Any, ...], fir
         with path.open("r+b") as file:
             file.write(first)
         with _registered(subject, protocol, KEY, 0, count) as answer:
-            if not answer.good:
+            if not answer.succeeded:
                 raise NotApplicableError(f"a valid region cannot be registered ({answer.status})")
             for send in requests:
                 yield send(subject, protocol)
 
 
-def _unknown(subject: Subject, protocol: Protocol) -> Answer:
+def _unknown(subject: Subject, protocol: Protocol) -> Response:
     _check_allowed(subject)
     return from_region("no_such_region")(subject, protocol)
 
@@ -145,6 +144,6 @@ CASES = (
 )
 # fmt: on
 
-SECTIONS = (
-    Section("Shared memory", "A client names memory on the server's machine and must not read past its end.", CASES),
+THEMES = (
+    Theme("Shared memory", "A client names memory on the server's machine and must not read past its end.", CASES),
 )

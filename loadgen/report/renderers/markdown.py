@@ -30,7 +30,7 @@ def _parts(block: doc.Block) -> Iterator[str]:
             yield f"> {escape(block.text)}" if block.style == "warning" else escape(block.text)
         case doc.Link():
             yield f"[{escape(block.text)}]({block.target})"
-        case doc.Code():
+        case doc.CodeBlock():
             yield fenced(block.text)
         case doc.Items():
             yield "\n".join(_item(item) for item in block.items)

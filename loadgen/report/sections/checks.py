@@ -50,17 +50,17 @@ def check_rows(result: Result) -> list[CheckRow]:
     groups: dict[tuple[str, doc.Style], list[Check]] = {}
     for check in result.checks:
         groups.setdefault((check.name, style_of_check(check)), []).append(check)
-    rows = [_check_row(style, found, len(result.experiment.arms)) for (_, style), found in groups.items()]
+    rows = [_check_row(style, checks, len(result.experiment.arms)) for (_, style), checks in groups.items()]
     order = list(WORDS)
     return sorted(rows, key=lambda row: order.index(row.style))
 
 
 def counts(rows: Sequence[CheckRow]) -> str:
     """ "1 failed, 2 warnings, 3 not available, 45 ok" """
-    found = {words: sum(row.style == style for row in rows) for style, words in WORDS.items()}
+    numbers = {words: sum(row.style == style for row in rows) for style, words in WORDS.items()}
     return ", ".join(
         counted(number, words) if words == "warning" else f"{number} {words}"
-        for words, number in found.items()
+        for words, number in numbers.items()
         if number
     )
 
@@ -158,22 +158,22 @@ def _case(check: Check) -> tuple[str, str]:
     return name, text
 
 
-def _outcome(check: Check) -> doc.Outcome:
+def _outcome(check: Check) -> doc.RowOutcome:
     """A failure where it takes the verdict away; skipped where it is not available and only warns; else passed."""
     if not check.ok and check.severity == "invalidates":
-        return doc.Outcome("failure", "unknown" if check.ok is None else "failed")
-    return doc.Outcome("skipped" if check.ok is None else "passed")
+        return doc.RowOutcome("failure", "unknown" if check.ok is None else "failed")
+    return doc.RowOutcome("skipped" if check.ok is None else "passed")
 
 
-def _before_load(found: Sequence[Check]) -> list[Check]:
+def _before_load(checks: Sequence[Check]) -> list[Check]:
     """The checks made before the load; a stored result may name a check that no longer exists."""
-    return [check for check in found if check.name in CHECKS and CHECKS[check.name].before_load]
+    return [check for check in checks if check.name in CHECKS and CHECKS[check.name].before_load]
 
 
-def fairness_summary(found: Sequence[Check]) -> str | None:
+def fairness_summary(checks: Sequence[Check]) -> str | None:
     """ "14 checks passed, 2 warnings, 4 not available": counted by name, the worst arm decides; None without checks."""
     states: dict[str, list[bool | None]] = {}
-    for check in _before_load(found):
+    for check in _before_load(checks):
         states.setdefault(check.name, []).append(check.ok)
     if not states:
         return None
@@ -183,9 +183,9 @@ def fairness_summary(found: Sequence[Check]) -> str | None:
     return ", ".join([*words, *([f"{unknown} not available"] if unknown else [])])
 
 
-def fairness_lines(found: Sequence[Check]) -> list[str]:
+def fairness_lines(checks: Sequence[Check]) -> list[str]:
     """Each check before the load that did not pass, with its remedy."""
-    return [f"{check.title}: {check.detail} → {check.remedy}" for check in _before_load(found) if check.ok is False]
+    return [f"{check.title}: {check.detail} → {check.remedy}" for check in _before_load(checks) if check.ok is False]
 
 
 def same_answers(result: Result) -> doc.Section | None:

@@ -33,15 +33,17 @@ _THRESHOLDS: dict[str, doc.Cell] = {
 def against_baseline(result: Result) -> list[Comparison]:
     """The comparisons with the baseline that have a ratio."""
     base = result.experiment.baseline.label
-    return [one for one in result.comparisons if one.baseline == base and one.ratio is not None]
+    return [
+        comparison for comparison in result.comparisons if comparison.baseline == base and comparison.ratio is not None
+    ]
 
 
 def better_of(
     pairing: Pairing, value: float | None, ci95: Interval | None, higher_is_better: bool, rounds: int | None = None
 ) -> tuple[str, str]:
     """A ratio of arm to baseline, shown as the better arm's, with its interval: ("A 2.02×", "1.91–2.15")."""
-    found = better_arm(pairing, value, ci95, higher_is_better)
-    return ("–", "–") if found is None else (found.words, ratio_interval(found.ci95, rounds))
+    better = better_arm(pairing, value, ci95, higher_is_better)
+    return ("–", "–") if better is None else (better.words, ratio_interval(better.ci95, rounds))
 
 
 def comparison_table(
@@ -54,7 +56,7 @@ def comparison_table(
     values = [doc.Column(others[0], "number", roomy=True)]
     if several(result):
         values = [doc.Column("arm"), doc.Column("its value", "number", "value", roomy=True)]
-    span = max((_reach(one) for one in made), default=LEAST_SPAN)
+    span = max((_reach(comparison) for comparison in made), default=LEAST_SPAN)
     edge = f"{math.exp(span):.3g}×"
     arm = "arm" if several(result) else others[0]
     columns = (
@@ -67,77 +69,82 @@ def comparison_table(
         *(doc.Column(title, "number", roomy=True, on=doc.PAGES) for title in more),
     )
     rows = []
-    for one in made:
-        which = (doc.Cell(shown(one.arm), arm_style(result, one.arm)),) if several(result) else ()
-        better, interval, verdict = _outcome(result, one)
+    for comparison in made:
+        which = (doc.Cell(shown(comparison.arm), arm_style(result, comparison.arm)),) if several(result) else ()
+        better, interval, verdict = _outcome(result, comparison)
         hint = f"{better.text}, 95 % interval {interval.text}"
         rows.append(
             (
-                one.scenario,
-                _metric(one),
-                figure(one, result.summaries, one.baseline),
+                comparison.scenario,
+                _metric(comparison),
+                figure(comparison, result.summaries, comparison.baseline),
                 *which,
-                figure(one, result.summaries, one.arm),
+                figure(comparison, result.summaries, comparison.arm),
                 better,
                 interval,
-                _strip(one, result.experiment.equivalence_margin, span, verdict.style or "note", hint),
+                _strip(comparison, result.experiment.equivalence_margin, span, verdict.style or "note", hint),
                 verdict,
-                *(describe(one) for describe in more.values()),
+                *(describe(comparison) for describe in more.values()),
             )
         )
     return doc.Table(columns, rows, grouped=True, on=doc.READ)
 
 
-def _metric(one: Comparison) -> doc.Cell:
+def _metric(comparison: Comparison) -> doc.Cell:
     """The metric with its unit; shorter on a terminal."""
-    title, unit = METRICS[one.metric].title, one.unit
+    title, unit = METRICS[comparison.metric].title, comparison.unit
     short = unit if unit.endswith("/s") else f"{title.removesuffix(' latency').removeprefix('time to ')}, {unit}"
     return doc.Cell(f"{title}, {unit}", short=short)
 
 
-def _outcome(result: Result, one: Comparison) -> tuple[doc.Cell, doc.Cell, doc.Cell]:
+def _outcome(result: Result, comparison: Comparison) -> tuple[doc.Cell, doc.Cell, doc.Cell]:
     """The better arm, its interval and the verdict; dimmed where the verdict names no winner."""
-    found, interval = better_of(one.pairing, one.ratio, one.ci95, one.higher_is_better, one.pairs)
-    style = WITHOUT_WINNER[one.verdict] if one.winner is None else arm_style(result, one.winner)
-    dim: doc.Style | None = None if one.winner else "note"
-    words = verdict_words(one.verdict, one.pairing)
+    better, interval = better_of(
+        comparison.pairing, comparison.ratio, comparison.ci95, comparison.higher_is_better, comparison.pairs
+    )
+    style = WITHOUT_WINNER[comparison.verdict] if comparison.winner is None else arm_style(result, comparison.winner)
+    dim: doc.Style | None = None if comparison.winner else "note"
+    words = verdict_words(comparison.verdict, comparison.pairing)
     return (
-        doc.Cell(found, style if one.winner else dim),
+        doc.Cell(better, style if comparison.winner else dim),
         doc.Cell(interval, dim),
-        doc.Cell(words, style, words.replace("meaningful ", ""), one.reason or ""),
+        doc.Cell(words, style, words.replace("meaningful ", ""), comparison.reason or ""),
     )
 
 
-def _arm_factor(one: Comparison) -> tuple[float, Interval | None]:
+def _arm_factor(comparison: Comparison) -> tuple[float, Interval | None]:
     """How many times better the arm is than the baseline, below 1 where it is worse, whichever way the metric goes."""
-    value = one.ratio or 1.0
-    return (value, one.ci95) if one.higher_is_better else (1.0 / value, inverse(one.ci95))
+    value = comparison.ratio or 1.0
+    return (value, comparison.ci95) if comparison.higher_is_better else (1.0 / value, inverse(comparison.ci95))
 
 
-def _reach(one: Comparison) -> float:
+def _reach(comparison: Comparison) -> float:
     """How far from 1 the axis must go, as a logarithm; a very wide interval is cut rather than squeezing the others."""
-    value, interval = _arm_factor(one)
+    value, interval = _arm_factor(comparison)
     centre = abs(math.log(value))
     widest = max((abs(math.log(bound)) for bound in interval or ()), default=0.0)
     return max(LEAST_SPAN, centre * 1.15, min(widest * 1.05, 3.0 * max(centre, LEAST_SPAN)))
 
 
-def _strip(one: Comparison, margin: float, span: float, style: doc.Style, hint: str) -> doc.Strip:
+def _strip(comparison: Comparison, margin: float, span: float, style: doc.Style, hint: str) -> doc.Strip:
     """The interval on an axis that reaches `span` to both sides; right of its middle the arm is better."""
 
     def place(factor: float) -> float:
         return min(max(math.log(factor) / span, -1.0), 1.0)
 
-    value, interval = _arm_factor(one)
+    value, interval = _arm_factor(comparison)
     low, high = (None, None) if interval is None else map(place, interval)
     return doc.Strip(place(value), low, high, (place(1.0 / (1.0 + margin)), place(1.0 + margin)), style, hint)
 
 
 def comparisons(result: Result) -> doc.Section | None:
     """Every arm beside the baseline; comparisons that could not be made are listed with their reasons."""
-    made = [one for one in result.comparisons if one.ratio is not None]
-    missing = [one for one in result.comparisons if one.ratio is None]
-    counted = {"pairs": lambda one: str(one.pairs), "detectable": lambda one: detectable(one.minimal_detectable_effect)}
+    made = [comparison for comparison in result.comparisons if comparison.ratio is not None]
+    missing = [comparison for comparison in result.comparisons if comparison.ratio is None]
+    counted = {
+        "pairs": lambda comparison: str(comparison.pairs),
+        "detectable": lambda comparison: detectable(comparison.minimal_detectable_effect),
+    }
     if made:
         notes = [
             doc.Text(
@@ -157,7 +164,10 @@ def comparisons(result: Result) -> doc.Section | None:
         ]
     else:
         notes = [doc.Text("Nothing can be compared: the run has no pair of complete blocks.", "note")]
-    reasons = [(one.scenario, METRICS[one.metric].title, _arms(result, one), one.reason) for one in missing]
+    reasons = [
+        (comparison.scenario, METRICS[comparison.metric].title, _arms(result, comparison), comparison.reason)
+        for comparison in missing
+    ]
     return doc.section(
         "Comparisons",
         comparison_table(result, against_baseline(result), counted),
@@ -168,7 +178,12 @@ def comparisons(result: Result) -> doc.Section | None:
             (doc.Table((*doc.names("scenario", "metric", "arms"), *doc.texts("reason")), reasons),),
             on=doc.HTML,
         ),
-        doc.Table(doc.names(*CSV_FIELDS), [_values(one) for one in result.comparisons], name="comparisons", on=doc.CSV),
+        doc.Table(
+            doc.names(*CSV_FIELDS),
+            [_values(comparison) for comparison in result.comparisons],
+            name="comparisons",
+            on=doc.CSV,
+        ),
         _cases(result),
     )
 
@@ -177,19 +192,23 @@ def _cpu_table(result: Result) -> doc.Table | None:
     """CPU time per request, which tells arms apart that are equally fast; only where no arm is on a GPU."""
     if any(str(arm.in_effect.get("device")).startswith("cuda") for arm in result.arms):
         return None
-    found = {(one.workload, one.label): one.server_cpu_ms for one in result.summaries if one.server_cpu_ms is not None}
+    cpu_ms = {
+        (summary.workload, summary.label): summary.server_cpu_ms
+        for summary in result.summaries
+        if summary.server_cpu_ms is not None
+    }
     labels = result.experiment.labels
     rows = [
-        (name, *(measured(found.get((name, label)), None) for label in labels))
-        for name in dict.fromkeys(workload for workload, _ in found)
+        (name, *(measured(cpu_ms.get((name, label)), None) for label in labels))
+        for name in dict.fromkeys(workload for workload, _ in cpu_ms)
     ]
     columns = (*doc.names("scenario"), *doc.numbers(*(f"{shown(label)}, ms" for label in labels)))
     return doc.Table(columns, rows, title="CPU time of the server per request", on=doc.READ) if rows else None
 
 
-def _arms(result: Result, one: Comparison) -> str:
+def _arms(result: Result, comparison: Comparison) -> str:
     """The two arms, if there are more than two in the run."""
-    return f"{shown(one.arm)} against {shown(one.baseline)}" if several(result) else ""
+    return f"{shown(comparison.arm)} against {shown(comparison.baseline)}" if several(result) else ""
 
 
 def ranking(result: Result) -> doc.Section | None:
@@ -198,12 +217,14 @@ def ranking(result: Result) -> doc.Section | None:
     if not several(result):
         return None
     base = result.experiment.baseline.label
-    others = [one for one in result.comparisons if one.baseline != base and one.ratio is not None]
+    others = [
+        comparison for comparison in result.comparisons if comparison.baseline != base and comparison.ratio is not None
+    ]
     rows: list[tuple[str | doc.Cell, ...]] = []
-    for one in result.verdict.rankings:
-        for place, pair in enumerate(neighbours(result.comparisons, one)):
-            first: tuple[str | doc.Cell, ...] = ("", "") if place else (_metric(pair), one.words())
-            rows.append((one.scenario, *first, _two(pair), *_outcome(result, pair)))
+    for order in result.verdict.rankings:
+        for place, pair in enumerate(neighbours(result.comparisons, order)):
+            first: tuple[str | doc.Cell, ...] = ("", "") if place else (_metric(pair), order.words())
+            rows.append((order.scenario, *first, _two(pair), *_outcome(result, pair)))
     between = (*doc.names("arms"), *BETTER, doc.Column("verdict", on=doc.PAGES))
     return doc.section(
         "Ranking",
@@ -222,7 +243,7 @@ def ranking(result: Result) -> doc.Section | None:
             (
                 doc.Table(
                     (*doc.names("scenario", "metric"), *between),
-                    [(one.scenario, _metric(one), _two(one), *_outcome(result, one)) for one in others],
+                    [(other.scenario, _metric(other), _two(other), *_outcome(result, other)) for other in others],
                     grouped=True,
                 ),
             ),
@@ -230,8 +251,8 @@ def ranking(result: Result) -> doc.Section | None:
     )
 
 
-def _two(one: Comparison) -> str:
-    return f"{shown(one.arm)}/{shown(one.baseline)}"
+def _two(comparison: Comparison) -> str:
+    return f"{shown(comparison.arm)}/{shown(comparison.baseline)}"
 
 
 def _footing(result: Result) -> str:
@@ -242,22 +263,22 @@ def _footing(result: Result) -> str:
     return " ".join(part for part in parts if part and part not in result.verdict.caveats)
 
 
-def _values(one: Comparison) -> list[str | float | bool | None]:
-    bounds = dict(zip(("ci95_low", "ci95_high"), one.ci95 or (None, None), strict=True))
-    return [bounds[name] if name in bounds else getattr(one, name) for name in CSV_FIELDS]
+def _values(comparison: Comparison) -> list[str | float | bool | None]:
+    bounds = dict(zip(("ci95_low", "ci95_high"), comparison.ci95 or (None, None), strict=True))
+    return [bounds[name] if name in bounds else getattr(comparison, name) for name in CSV_FIELDS]
 
 
 def _cases(result: Result) -> doc.Table:
     """Test cases for CI: a comparison passes with any verdict, is skipped if inconclusive, and fails if invalid."""
     rows, outcomes = [], []
-    for one in result.comparisons:
-        text, outcome = claim(one), doc.Outcome("passed")
-        if one.verdict == "invalid":
-            text, outcome = f"no verdict: {one.reason}", doc.Outcome("failure", "invalid")
-        elif one.verdict == "inconclusive":
-            text, outcome = f"inconclusive: {one.reason}", doc.Outcome("skipped")
-        which = f" of {_arms(result, one)}" if several(result) else ""
-        rows.append((f"{METRICS[one.metric].title}{which} [{one.scenario}]", text))
+    for comparison in result.comparisons:
+        text, outcome = claim(comparison), doc.RowOutcome("passed")
+        if comparison.verdict == "invalid":
+            text, outcome = f"no verdict: {comparison.reason}", doc.RowOutcome("failure", "invalid")
+        elif comparison.verdict == "inconclusive":
+            text, outcome = f"inconclusive: {comparison.reason}", doc.RowOutcome("skipped")
+        which = f" of {_arms(result, comparison)}" if several(result) else ""
+        rows.append((f"{METRICS[comparison.metric].title}{which} [{comparison.scenario}]", text))
         outcomes.append(outcome)
     seconds = sum(block.duration_s for block in result.blocks)
     return doc.Table(doc.names("name", "text"), rows, "comparisons", outcomes=outcomes, seconds=seconds, on=doc.JUNIT)
@@ -265,21 +286,27 @@ def _cases(result: Result) -> doc.Table:
 
 def thresholds(result: Result) -> doc.Section | None:
     """Every condition of --fail-if, those that are not kept first."""
-    ordered = sorted(result.thresholds, key=lambda one: one.state == "kept")
+    ordered = sorted(result.thresholds, key=lambda threshold: threshold.state == "kept")
     return doc.section(
         "Thresholds",
         doc.Table(
             (*doc.names("fails if", "scenario", ""), *doc.texts("found")),
-            [(one.condition, one.scenario, _THRESHOLDS[one.state], one.detail) for one in ordered],
+            [
+                (threshold.condition, threshold.scenario, _THRESHOLDS[threshold.state], threshold.detail)
+                for threshold in ordered
+            ],
             on=doc.READ,
         ),
         doc.Table(
             doc.names("name", "text"),
-            [(f"fail if {one.condition} [{one.scenario}]", one.detail) for one in result.thresholds],
+            [
+                (f"fail if {threshold.condition} [{threshold.scenario}]", threshold.detail)
+                for threshold in result.thresholds
+            ],
             name="thresholds",
             outcomes=[
-                doc.Outcome("passed") if one.state == "kept" else doc.Outcome("failure", one.state)
-                for one in result.thresholds
+                doc.RowOutcome("passed") if threshold.state == "kept" else doc.RowOutcome("failure", threshold.state)
+                for threshold in result.thresholds
             ],
             on=doc.JUNIT,
         ),
@@ -291,7 +318,7 @@ def threshold_sentence(result: Result) -> str | None:
     if not result.thresholds:
         return None
     total = len(result.thresholds)
-    broken = [one for one in result.thresholds if one.state != "kept"]
+    broken = [threshold for threshold in result.thresholds if threshold.state != "kept"]
     if not broken:
         return f"All {total} thresholds are kept." if total > 1 else "The threshold is kept."
     first = f"{broken[0].condition} in {broken[0].scenario} ({broken[0].detail})"

@@ -1,14 +1,18 @@
-"""The conditions of the run: the arms as requested and in effect, the experiment, the machine, the command."""
+"""The conditions of a run: the arms as requested and in effect, the experiment, the machine, the command."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import loadgen.report.document as doc
 from loadgen.comparison.claims import join
 from loadgen.quantities import share
+from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.payloads import inputs_in_words
-from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
+from loadgen.records.run import ArmRecord, Environment, Experiment, setting_key, shown
 from loadgen.report.charts import several
-from loadgen.report.machine import environment_rows
 from loadgen.verdict.result_file import Result
 
 
@@ -18,8 +22,8 @@ def arms(result: Result) -> doc.Section | None:
     columns: list[dict[str, str]] = []
     for request in result.experiment.arms:
         arm = by_label.get(request.label)
-        wanted = dict(request.settings) | (arm.settings if arm else {})
-        columns.append({setting_key(name): value for name, value in wanted.items()})
+        settings = dict(request.settings) | (arm.settings if arm else {})
+        columns.append({setting_key(name): value for name, value in settings.items()})
         columns.append(_in_effect(result, arm) if arm else {})
     keys = dict.fromkeys(key for column in (*columns[1::2], *columns[::2]) for key in column)
     headings = [
@@ -34,17 +38,17 @@ def arms(result: Result) -> doc.Section | None:
 def _in_effect(result: Result, arm: ArmRecord) -> dict[str, str]:
     """The server's settings, and the payload with the bytes of the smallest request's tensors."""
     server = " ".join(part for part in (arm.server_name, arm.server_version) if part)
-    found = {"target": arm.target, "url": arm.url, "server": server or "–"}
-    found |= {name: str(value) for name, value in arm.in_effect.items()}
+    values = {"target": arm.target, "url": arm.url, "server": server or "–"}
+    values |= {name: str(value) for name, value in arm.in_effect.items()}
     if arm.artefact and "sha256" in arm.artefact:
-        found["artefact_sha256"] = str(arm.artefact["sha256"])[:16] + "…"
+        values["artefact_sha256"] = str(arm.artefact["sha256"])[:16] + "…"
     experiment = result.experiment
-    found |= {"payload": experiment.payload_of(experiment.arm(arm.label)), "transport": experiment.transport}
+    values |= {"payload": experiment.payload_of(experiment.arm(arm.label)), "transport": experiment.transport}
     sizes = [s.payload_bytes for s in result.summaries if s.label == arm.label and s.payload_bytes is not None]
     if sizes:
         way = "through shared memory" if experiment.transport == "shm" else "over the wire"
-        found["payload_bytes"] = f"{min(sizes):,.0f} per request {way}"
-    return found
+        values["payload_bytes"] = f"{min(sizes):,.0f} per request {way}"
+    return values
 
 
 def experiment(result: Result) -> doc.Section | None:
@@ -93,12 +97,36 @@ def _given(asked: Experiment, value: str) -> str:
 
 def environment(result: Result) -> doc.Section | None:
     """Host, GPU and packages."""
-    found = result.environment
-    if found is None:
+    recorded = result.environment
+    if recorded is None:
         return doc.section("Environment", doc.Text("Not recorded."), on=doc.HTML, half=True)
-    return _rows("Environment", environment_rows(found))
+    return _rows("Environment", environment_rows(recorded))
 
 
 def reproduce(result: Result) -> doc.Section | None:
     """The command that made the run."""
-    return doc.section("Reproduce", doc.Code(result.environment.command if result.environment else ""))
+    return doc.section("Reproduce", doc.CodeBlock(result.environment.command if result.environment else ""))
+
+
+def environment_rows(environment: Environment) -> list[tuple[str, str]]:
+    """Host, GPU and packages as rows of (name, value)."""
+    rows = [("started", environment.started_at), ("commit", environment.git_commit or "–")]
+    for name, value in environment.host.items():
+        title = name.removesuffix("_bytes").replace("_", " ")
+        if name.endswith("_bytes") and isinstance(value, int | float):
+            rows.append((title, f"{value / 2**30:.1f} GiB"))
+        elif value is not None:
+            rows.append((name.replace("_", " "), str(value)))
+    return [*rows, ("GPU", gpu_text(environment.gpu)), *sorted(environment.packages.items())]
+
+
+def gpu_text(document: Mapping[str, Any]) -> str:
+    """The GPU that the servers use, and of how many; where no server reports one, the machine's; without any, the
+    driver's status."""
+    used = used_gpu(document)
+    devices = own_devices(document, () if used is None else (used,))
+    if used is None or [device.get("uuid") for device in devices] != [used]:
+        names = Counter(str(device.get("name") or "GPU") for device in own_devices(document, ()))
+        every = [name if count == 1 else f"{count} × {name}" for name, count in names.items()]
+        return ", ".join(every) or str(document.get("status", "unknown")).replace("_", " ")
+    return f"{devices[0].get('name') or 'GPU'} {used}, 1 of {len(own_devices(document, ()))}"

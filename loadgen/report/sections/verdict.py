@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
 from loadgen.comparison.comparisons import leading_comparisons
-from loadgen.probes.gpu_proof.sections import ALL_SCENARIOS, findings
+from loadgen.probes.gpu.probe import ALL_SCENARIOS, findings
 from loadgen.quantities import counted, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import padding_in_effect
@@ -27,23 +27,23 @@ TRANSPORTS = {"http": "HTTP", "grpc": "gRPC", "shm": "shared memory"}
 
 def verdict(result: Result) -> doc.Section | None:
     """Valid or not, the finding, the conditions and arms, and every check that takes the verdict away."""
-    found = result.verdict
+    conclusion = result.verdict
     warned = sum(row.style == "warning" for row in check_rows(result))
-    warnings = f", {counted(warned, 'warning')}" if warned and found.valid else ""
-    failed = [doc.Item(text, "failed") for text in found.failed]
+    warnings = f", {counted(warned, 'warning')}" if warned and conclusion.valid else ""
+    failed = [doc.Item(text, "failed") for text in conclusion.failed]
     few = failed[:MOST_FAILED]
     if more := len(failed) - len(few):
         few.append(doc.Item(f"and {more} more failed checks, below", "failed"))
-    broken = not all(one.state == "kept" for one in result.thresholds)
+    broken = not all(threshold.state == "kept" for threshold in result.thresholds)
     no_gpu = {sentence(check.detail) for check in result.checks if check.name == gpu_present.name}
-    caveats = [doc.Item(one, "note" if one in no_gpu else "warning") for one in found.caveats]
+    caveats = [doc.Item(caveat, "note" if caveat in no_gpu else "warning") for caveat in conclusion.caveats]
     arms = [doc.Item(name, arm_style(result, label), shown(label)) for label, name in titles(result).items()]
     return doc.section(
         "",
         doc.Panel(
-            f"{'VALID' if found.valid else 'INVALID'}{warnings}",
-            "ok" if found.valid else "failed",
-            found.sentence,
+            f"{'VALID' if conclusion.valid else 'INVALID'}{warnings}",
+            "ok" if conclusion.valid else "failed",
+            conclusion.sentence,
             (
                 *(doc.Text(line, "note") for line in conditions_in_brief(result)),
                 doc.Items(arms),
@@ -66,7 +66,7 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     sizes = sorted({workload.batch_size for workload in experiment.workloads if workload.has_blocks})
     started = result.environment.started_at if result.environment else ""
     described = result.environment.inputs if result.environment else {}
-    swept = [one.sequence_length for one in experiment.workloads if one.sequence_length is not None]
+    swept = [workload.sequence_length for workload in experiment.workloads if workload.sequence_length is not None]
     sent = f"{inputs_in_brief(described, swept)} as {' and '.join(experiment.payloads)}".removeprefix(" as ")
     second = [f"{sent} over {TRANSPORTS[experiment.transport]}"]
     if sizes:
@@ -93,10 +93,10 @@ def _padding(result: Result) -> str:
 
 def _per_arm(result: Result, describe: Callable[[ArmRecord], str], missing: str = "not reported") -> str:
     """The description that all arms share, or one per arm, `missing` without one; empty if no arm has one."""
-    found = {arm.label: describe(arm) for arm in result.arms}
-    if len(set(found.values())) <= 1:
-        return next(iter(found.values()), "")
-    return ", ".join(f"{shown(label)} {words or missing}" for label, words in found.items())
+    descriptions = {arm.label: describe(arm) for arm in result.arms}
+    if len(set(descriptions.values())) <= 1:
+        return next(iter(descriptions.values()), "")
+    return ", ".join(f"{shown(label)} {words or missing}" for label, words in descriptions.items())
 
 
 def _hardware(result: Result, arm: ArmRecord) -> str:
@@ -107,7 +107,7 @@ def _hardware(result: Result, arm: ArmRecord) -> str:
     for document in (arm.gpu_info, environment.gpu if environment and arm.launched else None):
         used = used_gpu(document)
         if used is not None and not on_cpu:
-            return next((str(one.get("name") or "GPU") for one in own_devices(document, (used,))), "GPU")
+            return next((str(gpu.get("name") or "GPU") for gpu in own_devices(document, (used,))), "GPU")
     without_gpu = environment is not None and environment.gpu.get("status") not in (None, "ok", "unknown")
     if arm.launched and environment is not None and (on_cpu or without_gpu):
         name = str(environment.host.get("cpu_model") or "of unknown model")
@@ -137,20 +137,20 @@ def overview(result: Result) -> doc.Section | None:
 def brief_why(result: Result) -> doc.Section | None:
     """The reasons in the most loaded scenario."""
     main = result.verdict.main_scenario
-    found = [one for one in result.verdict.scenarios if one.scenario == main and one.reasons]
-    if not found:
+    explained = [scenario for scenario in result.verdict.scenarios if scenario.scenario == main and scenario.reasons]
+    if not explained:
         where = "" if main is None else f" in {main}"
         blocks: list[doc.Block] = [doc.Text(f"No measurement explains a difference{where}.")]
-        if any(arm and not arm.contradictions for one in result.stages for arm in one.sides):
+        if any(arm and not arm.contradictions for stage in result.stages for arm in stage.sides):
             blocks.append(doc.Link("The latency breakdown", "#why"))
     else:
         blocks = [doc.Text(f"In {main}:", "note")]
-        for one in found:
+        for scenario in explained:
             if several(result):
-                which = f"{shown(one.arm)} against {shown(one.baseline)}"
-                blocks.append(doc.Items([doc.Item("", arm_style(result, one.arm), which, one.reasons)]))
+                which = f"{shown(scenario.arm)} against {shown(scenario.baseline)}"
+                blocks.append(doc.Items([doc.Item("", arm_style(result, scenario.arm), which, scenario.reasons)]))
             else:
-                blocks += map(doc.Text, one.reasons)
+                blocks += map(doc.Text, scenario.reasons)
         blocks.append(doc.Link("The causes, and the other scenarios", "#why"))
     return doc.section("Why", *blocks, on=doc.HTML, half=True)
 
@@ -171,8 +171,8 @@ def proof(result: Result) -> list[doc.Item]:
         items.append(_item("failed" if errors else "ok", f"{errors:,} of {requests:,} requests failed"))
     items += _checks(result)
     if text := threshold_sentence(result):
-        kept = all(one.state == "kept" for one in result.thresholds)
-        items.append(_item("ok" if kept else "failed", text))
+        met = all(threshold.state == "kept" for threshold in result.thresholds)
+        items.append(_item("ok" if met else "failed", text))
     return items
 
 
@@ -191,9 +191,12 @@ def _parity(result: Result) -> doc.Item:
 
 
 def _devices(result: Result) -> list[doc.Item]:
-    whole = [one for one in findings(result) if one.scenario == ALL_SCENARIOS]
-    if whole:
-        return [_item(one.style, f"GPU verification of {one.arm}, all scenarios: {one.words}") for one in whole]
+    overall = [finding for finding in findings(result) if finding.scenario == ALL_SCENARIOS]
+    if overall:
+        return [
+            _item(finding.style, f"GPU verification of {finding.arm}, all scenarios: {finding.words}")
+            for finding in overall
+        ]
     present = next((check for check in result.checks if check.name == gpu_present.name), None)
     if present is None or present.ok:
         return []

@@ -12,8 +12,7 @@ import numpy as np
 from loadgen.comparison.claims import join
 from loadgen.comparison.facts import Facts, WorkloadFacts, workload_scope
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.probes.rate_search.analyse import BUSY
-from loadgen.probes.rate_search.records import RatesFound
+from loadgen.probes.rate_search_analysis import BUSY, RatesFound, Trial
 from loadgen.quantities import number, per_second, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
 from loadgen.records.run import Label, Workload, shown
@@ -62,13 +61,13 @@ def _busy_in_search(facts: Facts, workload: Workload) -> Outcome:
             deciding[ramp.round, ramp.label] = best.concurrency
     shares = [
         trial.generator_cpu_share
-        for trial in facts.run.trials
+        for trial in facts.run.records_of(Trial)
         if trial.workload == workload.name
         and trial.generator_cpu_share is not None
         and (trial.concurrency if ramps else trial.rate_per_s) == deciding.get((trial.round, trial.label))
     ]
     where = "at the best step" if ramps else "at the lowest rate that failed"
-    if any(trial.generator_processes > 1 for trial in facts.run.trials if trial.workload == workload.name):
+    if any(trial.generator_processes > 1 for trial in facts.run.records_of(Trial) if trial.workload == workload.name):
         where += ", on average over its processes"
     limited = any(rate.client_limited for rate in rates) or any(ramp.client_limited for ramp in ramps)
     return _busy(workload, shares, limited, where)
@@ -202,7 +201,7 @@ def _waits_in_search(facts: Facts, workload: Workload) -> Outcome:
     )
     lags = [
         trial.send_lag_p99_ms
-        for trial in facts.run.trials
+        for trial in facts.run.records_of(Trial)
         if trial.workload == workload.name
         and (trial.round, trial.label, trial.rate_per_s) in found
         and trial.held

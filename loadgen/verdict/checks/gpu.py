@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sized
 
 from loadgen.comparison.claims import join
 from loadgen.comparison.facts import Facts, workload_scope
-from loadgen.probes.gpu_proof.records import EvidenceRecord, Finding
+from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.records.run import Label, shown
-from loadgen.storage.stored_run import StoredRun
+from loadgen.run.storage import StoredRun
 from loadgen.verdict.checks.registry import Outcome, check
 
 Evidence = Mapping[Label, EvidenceRecord | None]
@@ -34,7 +34,7 @@ def gpu_present(facts: Facts) -> Iterator[Outcome]:
         yield Outcome(False, f"{where}: this is a CPU comparison", "cpu")
     elif True in sides and False in sides:
         yield Outcome(False, f"{_mixed(run)}, so they are not ranked", "one arm")
-    elif run.evidence is not None:
+    elif run.record_of(EvidenceFile) is not None:
         ok, reason = may_rank(_evidence(run, None))
         detail = reason.rstrip(".") if ok else f"GPU use is not verified: {reason.rstrip('.')}"
         yield Outcome(ok, detail, "verified" if ok else "unproven")
@@ -57,11 +57,12 @@ def gpu_present(facts: Facts) -> Iterator[Outcome]:
 def gpu_evidence(facts: Facts) -> Iterator[Outcome]:
     """Cold starts, searches and ramps have no blocks to watch: they use the findings of the whole run."""
     run, sides = facts.run, _sides(facts.run)
-    if (sides and all(side is False for side in sides)) or (run.evidence is None and True not in sides):
+    evidence = run.record_of(EvidenceFile)
+    if (sides and all(side is False for side in sides)) or (evidence is None and True not in sides):
         return
     if True in sides and False in sides:
         yield Outcome(False, f"{_mixed(run)}, so they are not ranked", "one arm")
-    elif run.evidence is None:
+    elif evidence is None:
         yield Outcome(None, "nothing was recorded, and a server's own report does not verify anything")
     else:
         for workload in run.experiment.workloads:
@@ -75,16 +76,17 @@ def gpu_evidence(facts: Facts) -> Iterator[Outcome]:
     "GPU verification recognises a deliberate CPU run",
     "warns",
     "Let nothing else use the GPU: other work on it blurs every finding.",
-    threshold=Finding.CPU_FALLBACK.value,
+    threshold=GpuFinding.CPU_FALLBACK.value,
 )
 def negative_control(facts: Facts) -> Iterator[Outcome]:
-    if facts.run.evidence is None:
+    evidence = facts.run.record_of(EvidenceFile)
+    if evidence is None:
         return
-    controls = [record for record in facts.run.evidence.records if record.control]
+    controls = [record for record in evidence.records if record.control]
     if not controls:
         yield Outcome(None, "no arm was run on the CPU as a control")
     for record in controls:
-        recognised = record.finding is Finding.CPU_FALLBACK
+        recognised = record.finding is GpuFinding.CPU_FALLBACK
         activity = f"the GPU was {record.activity}" if record.activity else "the GPU's activity is unknown"
         ok = recognised and record.activity == "idle" if record.activity is not None or not recognised else None
         if recognised and record.inputs.attribution.foreign:
@@ -99,7 +101,7 @@ def may_rank(found: Evidence) -> tuple[bool, str]:
     for label, record in found.items():
         if record is None:
             return False, f"Nothing shows where arm {shown(label)} ran."
-        if record.finding is not Finding.GPU_VERIFIED:
+        if record.finding is not GpuFinding.GPU_VERIFIED:
             code = f" ({record.code})" if record.code is not None else ""
             return False, f"Arm {shown(label)} is {record.finding}{code}: {record.sentence}"
         uuids[label] = record.uuid
@@ -112,7 +114,8 @@ def may_rank(found: Evidence) -> tuple[bool, str]:
 
 def _evidence(run: StoredRun, workload: str | None) -> Evidence:
     """The findings for one workload, or for the whole run."""
-    records = () if run.evidence is None else run.evidence.records
+    evidence = run.record_of(EvidenceFile)
+    records = () if evidence is None else evidence.records
     found = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
     return {label: found.get(label) for label in run.experiment.labels}
 

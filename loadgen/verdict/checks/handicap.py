@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from loadgen.comparison.claims import join
 from loadgen.comparison.facts import RUN, Facts, workload_scope
 from loadgen.experiment.schedule import load_workloads
-from loadgen.probes.handicap.analyse import LARGEST_HIDDEN, HandicapsFound, LoadHandicap
-from loadgen.probes.handicap.records import ArmTuning, HandicapProbes
+from loadgen.probes.handicap_analysis import LARGEST_HIDDEN, ArmTuning, HandicapRecord, HandicapsFound, LoadHandicap
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import Workload, shown
 from loadgen.verdict.checks.registry import Outcome, check
@@ -22,7 +21,7 @@ from loadgen.verdict.checks.registry import Outcome, check
 )
 def handicap(facts: Facts) -> Iterator[Outcome]:
     """One outcome per workload in which an arm is slow, and one for each arm that is not slow or was not compared."""
-    stored = facts.run.one(HandicapProbes)
+    stored = facts.run.record_of(HandicapRecord)
     if stored is None:
         return
     slow = [one for one in facts.of(HandicapsFound).loads if one.slower]

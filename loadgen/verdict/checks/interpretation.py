@@ -9,8 +9,8 @@ from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.comparison.stalls import Stalls, find_stalls
-from loadgen.probes.ceiling.analyse import CeilingsFound
-from loadgen.probes.load.analyse import FORMED_FACTOR
+from loadgen.comparison.summaries import FORMED_FACTOR
+from loadgen.probes.ceiling_analysis import CeilingsFound
 from loadgen.quantities import detectable, number, share
 from loadgen.records.model_config import POLICY_EFFECT, executed_models, queue_policy_of
 from loadgen.records.payloads import BACKEND_ENDINGS

@@ -19,9 +19,9 @@ from scipy import stats
 from loadgen.comparison.claims import join
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.experiment.schedule import load_workloads
-from loadgen.probes.fairness.records import ArmConditions, Conditions
 from loadgen.quantities import number, share
 from loadgen.records.model_config import kind_of
+from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import Label, MachineLoad, body_count, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.verdict.checks.registry import Find, Outcome, check, fairness, per_load
@@ -55,7 +55,7 @@ def from_readings(judge: Callable[[Conditions], Outcome], *, of_gpu: bool = Fals
 
     @wraps(judge)
     def find(facts: Facts) -> list[Outcome]:
-        conditions = facts.run.conditions
+        conditions = facts.run.record_of(Conditions)
         on_gpu = conditions is not None and (
             bool(conditions.gpus)
             or any(str(arm.in_effect.get("device", "")).startswith("cuda") for arm in facts.run.arms)

@@ -10,10 +10,9 @@ import numpy as np
 from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
 from loadgen.comparison.facts import PLAN, Facts, WorkloadFacts, workload_scope
-from loadgen.probes.answers.records import AnswersCompared
-from loadgen.probes.fairness.records import CacheProbe
-from loadgen.probes.rate_search.records import RatesFound
+from loadgen.probes.rate_search_analysis import RatesFound, Trial
 from loadgen.quantities import counted, number, share
+from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart
 from loadgen.records.run import Label, ParityRecord, Workload, shown
 from loadgen.verdict.checks.registry import Outcome, check, per_comparison, per_load
 
@@ -118,7 +117,7 @@ def same_payload(facts: Facts) -> Iterator[Outcome]:
         sent = {shown(arm.label): experiment.payload_of(arm) for arm in experiment.arms}
         apart = join([f"{arm} {payload}" for arm, payload in sent.items()])
         yield Outcome(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
-    elif facts.run.blocks or facts.run.cold_starts:
+    elif facts.run.blocks or facts.run.records_of(ServerStart):
         yield Outcome(True, f"{first} over {experiment.transport}", first)
     else:
         yield Outcome(None, "nothing was sent", first)
@@ -182,7 +181,7 @@ def request_errors(facts: Facts) -> Iterator[Outcome]:
         yield found
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "ramp":
-            trials = [trial for trial in facts.run.trials if trial.workload == workload.name]
+            trials = [trial for trial in facts.run.records_of(Trial) if trial.workload == workload.name]
             messages = (message for trial in trials for message in trial.error_messages)
             yield _errors(workload, sum(t.requests for t in trials), sum(t.errors for t in trials), messages)
 
@@ -206,15 +205,14 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
 def answers_under_load(facts: Facts) -> Iterator[Outcome]:
     """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
     run = facts.run
-    for workload in run.experiment.workloads if run.answers is not None else ():
+    for workload in run.experiment.workloads if run.has_records_of(AnswersCompared) else ():
         loaded = {
             (block.record.label, block.record.restart) for block in run.blocks if block.record.workload == workload.name
         }
-        loaded |= {(trial.label, trial.restart) for trial in run.trials if trial.workload == workload.name}
+        loaded |= {(trial.label, trial.restart) for trial in run.records_of(Trial) if trial.workload == workload.name}
         if loaded:
-            yield _answers(
-                workload, run.experiment.labels, [a for a in run.answers or () if a.workload == workload.name], loaded
-            )
+            compared = [record for record in run.records_of(AnswersCompared) if record.workload == workload.name]
+            yield _answers(workload, run.experiment.labels, compared, loaded)
 
 
 def _answers(
@@ -260,7 +258,7 @@ def _answers(
     threshold=LEAST_SHARE,
 )
 def repeated_requests(facts: Facts) -> Iterator[Outcome]:
-    probes = facts.run.cache_probes
+    probes = facts.run.records_of(CacheProbe)
     if not probes:
         return
     shares = {probe.label: found for probe in probes if (found := shortened_to(probe)) is not None}
@@ -381,7 +379,7 @@ def samples_complete(load: WorkloadFacts, _: Facts) -> Outcome:
     "every cold start succeeded", "invalidates", "Read the log of the server that did not start.", unknown="invalidates"
 )
 def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
-    starts = facts.run.cold_starts
+    starts = facts.run.records_of(ServerStart)
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "cold-start":
             planned = len(facts.run.experiment.arms) * workload.rounds

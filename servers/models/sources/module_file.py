@@ -1,4 +1,4 @@
-"""A user's own module: FILE.py:FUNCTION, where the function returns a `UserModel` (see `servers.models.user_model`).
+"""A user's own module: FILE.py:FUNCTION, where the function returns a `UserModel` (see `servers.models.specification`).
 
 The file is executed once per process; the function is called for the description and again for each module that is
 loaded. By default the weights are those that the function sets, recorded as the file with its hash; --weights
@@ -20,18 +20,20 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from servers.models.atomic_folder import file_sha256
-from servers.models.checkpoints import load_strictly, option_of, read_state, ready
+from servers.models.files import file_sha256
 from servers.models.items import random_items, valid_items
+from servers.models.modules import load_strictly, option_of, read_state, ready
 from servers.models.specification import (
     Axis,
+    Input,
     ModelSpecification,
+    Output,
     OutputKind,
     UnknownModelError,
+    UserModel,
     choose_from,
     served_name,
 )
-from servers.models.user_model import Input, Output, UserModel
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, WeightsSource, seeded, verify
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
@@ -42,11 +44,6 @@ _REFERENCE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w*))?")
 _MAX_PADDING_ERROR = 1e-3
 
 
-def names() -> tuple[str, ...]:
-    """None: every model is a file of the user."""
-    return ()
-
-
 def takes(reference: str) -> bool:
     """Whether the reference is FILE.py:FUNCTION."""
     return _REFERENCE.fullmatch(reference) is not None
@@ -54,14 +51,14 @@ def takes(reference: str) -> bool:
 
 def specify(reference: str) -> ModelSpecification | None:
     """The specification of the module that the function describes. Raises `UnknownModelError`."""
-    found = _REFERENCE.fullmatch(reference)
-    if found is None:
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
         return None
-    path = Path(found["file"]).expanduser().resolve()
-    make = _function(path, found["function"])
-    label = f"{path.name}:{found['function']}"
+    path = Path(match["file"]).expanduser().resolve()
+    make = _function(path, match["function"])
+    label = f"{path.name}:{match['function']}"
     try:
-        return _specification(path, found["function"], make, _call(make, path, label, 0))
+        return _specification(path, match["function"], make, _call(make, path, label, 0))
     except ValueError as exc:
         raise UnknownModelError(f"{label}: {exc}") from exc
     except (TypeError, AttributeError) as exc:
@@ -75,13 +72,14 @@ def _function(path: Path, name: str | None) -> Callable[[], object]:
         module = _executed(path)
     except (Exception, SystemExit) as exc:
         raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}") from exc
-    known = [one for one, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
-    made = getattr(module, name or "", None)
-    if not callable(made):
+    function = getattr(module, name or "", None)
+    if not callable(function):
         problem = f"there is no function {name}" if name else "name its function, as in FILE.py:FUNCTION"
-        choice = choose_from(name or "", known) if known else "the file defines none"
+        functions = ((key, value) for key, value in vars(module).items() if isfunction(value))
+        names = [key for key, value in functions if value.__module__ == module.__name__]
+        choice = choose_from(name or "", names) if names else "the file defines none"
         raise UnknownModelError(f"{path.name}: {problem}; {choice}")
-    return made  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 @cache
@@ -111,81 +109,80 @@ def _cause(exc: BaseException, path: Path) -> str:
 
 
 def _call(make: Callable[[], object], path: Path, label: str, seed: int) -> UserModel:
-    """The function's answer. Raises `UnknownModelError`."""
+    """Call the user's function. Raises `UnknownModelError`."""
     try:
         with seeded(seed):
-            made = make()
+            model = make()
     except (Exception, SystemExit) as exc:
         raise UnknownModelError(f"{label} failed: {_cause(exc, path)}") from exc
-    if not isinstance(made, UserModel):
+    if not isinstance(model, UserModel):
         raise UnknownModelError(
-            f"{label} returned {type(made).__name__}; return servers.models.UserModel(module, inputs, outputs)"
+            f"{label} returned {type(model).__name__}; return servers.models.UserModel(module, inputs, outputs)"
         )
-    return made
+    return model
 
 
-def _specification(path: Path, function: str, make: Callable[[], object], made: UserModel) -> ModelSpecification:
+def _specification(path: Path, function: str, make: Callable[[], object], model: UserModel) -> ModelSpecification:
     """Raises `ValueError` for a description that contradicts itself."""
-    described: Sequence[tuple[Sequence[object], type]] = ((made.inputs, Input), (made.outputs, Output))
-    for given, what in described:
-        if not given or not all(isinstance(one, what) for one in given):
+    kinds: Sequence[tuple[Sequence[object], type]] = ((model.inputs, Input), (model.outputs, Output))
+    for tensors, what in kinds:
+        if not tensors or not all(isinstance(tensor, what) for tensor in tensors):
             raise ValueError(f"{what.__name__.lower()}s must be a list of at least one {what.__name__}(…)")
-    tensors = [_tensor(one) for one in _described(made)]
-    if len({tensor.name for tensor in tensors}) < len(tensors):
+    described: list[Input | Output] = [*model.inputs, *model.outputs]
+    specs = [_tensor(tensor) for tensor in described]
+    if len({spec.name for spec in specs}) < len(specs):
         raise ValueError("two tensors have the same name")
-    for output in made.outputs:
+    for output in model.outputs:
         if output.kind not in get_args(OutputKind):
             raise ValueError(
                 f"unknown kind {output.kind!r} of {output.name}; use one of: {', '.join(get_args(OutputKind))}"
             )
-    for one in made.inputs:
-        _check_values(one)
-    if made.max_batch_size < 1:
-        raise ValueError(f"max_batch_size is {made.max_batch_size}; it must be at least 1")
-    count = len(made.inputs)
+    for tensor in model.inputs:
+        _check_values(tensor)
+    if model.max_batch_size < 1:
+        raise ValueError(f"max_batch_size is {model.max_batch_size}; it must be at least 1")
+    count = len(model.inputs)
     specification = ModelSpecification(
         name=served_name(f"{path.stem}_{function}"),
         reference=f"{path}:{function}",
-        title=str(made.title or f"{function} of {path.name}"),
+        title=str(model.title or f"{function} of {path.name}"),
         version="1",
-        inputs=tuple(tensors[:count]),
-        outputs=tuple(tensors[count:]),
-        kinds={output.name: output.kind for output in made.outputs},
-        axes=tuple(_axes(made)),
-        id_counts=_id_counts(made),
-        item=made.item,
-        max_batch_size=made.max_batch_size,
+        inputs=tuple(specs[:count]),
+        outputs=tuple(specs[count:]),
+        kinds={output.name: output.kind for output in model.outputs},
+        axes=tuple(_axes(model)),
+        id_counts=_id_counts(model),
+        item=model.item,
+        max_batch_size=model.max_batch_size,
         load_module=partial(_load, path, function, make),
         default_weights=str(path),
         definition_sha256=file_sha256(path),
-        image=made.image,
-        payload="tensors" if made.image is None else "fp32",
+        image=model.image,
+        payload="tensors" if model.image is None else "fp32",
     )
-    if made.image is not None and [(one.datatype, one.item_shape) for one in specification.inputs] != [
-        ("FP32", (3, made.image.size, made.image.size))
+    if model.image is not None and [(spec.datatype, spec.item_shape) for spec in specification.inputs] != [
+        ("FP32", (3, model.image.size, model.image.size))
     ]:
-        raise ValueError(f"a model with image takes one FP32 input of {made.image.size} × {made.image.size} pixels")
-    values = {one.name: one.values for one in made.inputs if one.values is not None}
-    return _with_items(specification, values, made.samples)
+        raise ValueError(f"a model with image takes one FP32 input of {model.image.size} × {model.image.size} pixels")
+    values = {tensor.name: tensor.values for tensor in model.inputs if tensor.values is not None}
+    return _with_items(specification, values, model.samples)
 
 
-def _check_values(given: Input) -> None:
+def _check_values(tensor: Input) -> None:
     """Raises `ValueError` for `values` from which nothing can be drawn, and for any that the datatype cannot hold."""
-    dtype = DATATYPES[given.datatype]
+    dtype = DATATYPES[tensor.datatype]
     limits = np.iinfo(dtype.name) if dtype.kind in "iu" else None
     least, most = (0, 1) if limits is None else (limits.min, limits.max)
-    first, last = (least, most + 1) if given.values is None else given.values
+    first, last = (least, most + 1) if tensor.values is None else tensor.values
     if not first < last:
-        raise ValueError(f"the values of {given.name} are {given.values}; the second must be above the first")
-    used = [one for one in (first, last - 1, given.padding) if one is not None]
-    if dtype.kind == "f" and any(abs(one) > float(np.finfo(dtype.name).max) for one in used):
-        raise ValueError(f"{given.name} is {given.datatype}, which cannot hold its values or its padding")
-    if dtype.kind != "f" and any(one != int(one) or not least <= one <= most for one in used):
-        raise ValueError(f"{given.name} is {given.datatype}, which cannot hold its values or its padding")
-
-
-def _described(made: UserModel) -> list[Input | Output]:
-    return [*made.inputs, *made.outputs]
+        raise ValueError(f"the values of {tensor.name} are {tensor.values}; the second must be above the first")
+    used = [value for value in (first, last - 1, tensor.padding) if value is not None]
+    if dtype.kind == "f":
+        held = all(abs(value) <= float(np.finfo(dtype.name).max) for value in used)
+    else:
+        held = all(value == int(value) and least <= value <= most for value in used)
+    if not held:
+        raise ValueError(f"{tensor.name} is {tensor.datatype}, which cannot hold its values or its padding")
 
 
 def _tensor(described: Input | Output) -> TensorSpec:
@@ -199,75 +196,78 @@ def _tensor(described: Input | Output) -> TensorSpec:
         raise ValueError(f'the shape of {described.name} must begin with "batch", and name it once')
     if not all(isinstance(size, str) or (isinstance(size, int) and size > 0) for size in shape):
         raise ValueError(f"the shape of {described.name} must have sizes from 1 up or names")
-    return TensorSpec(described.name, described.datatype, tuple(-1 if isinstance(one, str) else one for one in shape))
+    return TensorSpec(
+        described.name, described.datatype, tuple(-1 if isinstance(size, str) else size for size in shape)
+    )
 
 
-def _axes(made: UserModel) -> Sequence[Axis]:
+def _axes(model: UserModel) -> Sequence[Axis]:
     places: dict[str, dict[str, int]] = {}
-    for tensor in _described(made):
+    described: list[Input | Output] = [*model.inputs, *model.outputs]
+    for tensor in described:
         for place, name in enumerate(tensor.shape[1:], 1):
             if isinstance(name, str) and places.setdefault(name, {}).setdefault(tensor.name, place) != place:
                 raise ValueError(f"{tensor.name} has the dimension {name} twice")
-    padding = {one.name: one.padding for one in made.inputs if one.padding is not None}
+    padding = {tensor.name: tensor.padding for tensor in model.inputs if tensor.padding is not None}
     axes = []
     for name, tensors in places.items():
-        inputs = [one.name for one in made.inputs if one.name in tensors]
+        inputs = [tensor.name for tensor in model.inputs if tensor.name in tensors]
         if not inputs:
             raise ValueError(f"no input has the dimension {name} of {next(iter(tensors))}")
-        default, largest = made.sizes.get(name, (0, 0))
+        default, largest = model.sizes.get(name, (0, 0))
         if not 0 < default <= largest:
             raise ValueError(
                 f'sizes must give the default and the largest size of {name}, as in {{"{name}": (128, 512)}}'
             )
-        given = {one: padding.pop(one) for one in inputs if one in padding}
-        if given and len(given) < len(inputs):
+        padded = {input_name: padding.pop(input_name) for input_name in inputs if input_name in padding}
+        if padded and len(padded) < len(inputs):
             raise ValueError(f"either all inputs with the dimension {name} have a padding, or none")
-        axes.append(Axis(name, default, largest, tensors, given))
+        axes.append(Axis(name, default, largest, tensors, padded))
     if padding or sum(axis.padded for axis in axes) > 1:
         raise ValueError("padding needs one dimension of variable size, the same for all inputs that have it")
     return axes
 
 
-def _id_counts(made: UserModel) -> dict[str, int]:
-    """By input of integers whose generated values end where one of the module's embeddings does: its number of rows."""
-    modules: Iterable[object] = getattr(made.module, "modules", tuple)()
+def _id_counts(model: UserModel) -> dict[str, int]:
+    """By input whose generated integers end at the row count of one of the module's embeddings, that count."""
+    modules: Iterable[object] = getattr(model.module, "modules", tuple)()
     rows = {getattr(module, "num_embeddings", None) for module in modules}
     return {
-        one.name: one.values[1]
-        for one in made.inputs
-        if one.values is not None
-        and one.datatype in ("INT32", "INT64")
-        and one.values[1] in rows
-        and 0 <= (one.padding or 0) < one.values[1]
+        tensor.name: tensor.values[1]
+        for tensor in model.inputs
+        if tensor.values is not None
+        and tensor.datatype in ("INT32", "INT64")
+        and tensor.values[1] in rows
+        and 0 <= (tensor.padding or 0) < tensor.values[1]
     }
 
 
 def _with_items(
     specification: ModelSpecification, values: Mapping[str, tuple[int, int]], samples: Mapping[str, Any] | None
 ) -> ModelSpecification:
-    """With the items that the user supplies, and valid random ones for every length."""
-    given = None
+    """Add the user's items to the specification, and a function that makes random ones of every length."""
+    items = None
     if samples is not None:
-        given = {tensor.name: _sample(tensor, samples.get(tensor.name)) for tensor in specification.inputs}
-        if len({len(array) for array in given.values()}) != 1:
+        items = {tensor.name: _sample(tensor, samples.get(tensor.name)) for tensor in specification.inputs}
+        if len({len(array) for array in items.values()}) != 1:
             raise ValueError("samples must have equally many items for every input")
 
     def make_items(seed: int, lengths: Sequence[int]) -> Mapping[str, Array]:
-        if given is not None and not specification.axes:
+        if items is not None and not specification.axes:
             rows = np.arange(seed, seed + len(lengths))
-            return {name: array.take(rows, axis=0, mode="wrap") for name, array in given.items()}
+            return {name: array.take(rows, axis=0, mode="wrap") for name, array in items.items()}
         return random_items(specification, seed, lengths, values)
 
     # For other items of variable size the caller knows the sizes.
     fixed = not specification.axes or specification.padded_axis is not None
     makes = fixed and specification.image is None
-    return replace(specification, samples=given, make_items=make_items if makes else None)
+    return replace(specification, samples=items, make_items=make_items if makes else None)
 
 
-def _sample(tensor: TensorSpec, given: Any) -> Array:
-    if given is None:
+def _sample(tensor: TensorSpec, values: Any) -> Array:
+    if values is None:
         raise ValueError(f"samples have no {tensor.name}")
-    array = np.asarray(given)
+    array = np.asarray(values)
     shape = tensor.item_shape
     fits = array.ndim == len(shape) + 1 and all(a in (b, -1) for a, b in zip(shape, array.shape[1:], strict=True))
     if not fits or not len(array) or not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
@@ -276,8 +276,8 @@ def _sample(tensor: TensorSpec, given: Any) -> Array:
         )
     with np.errstate(over="ignore", invalid="ignore"):
         held = np.ascontiguousarray(array, tensor.dtype)
-    kept = np.isinf(held) == np.isinf(array) if held.dtype.kind == "f" else held == array
-    if not kept.all():
+    unchanged = np.isinf(held) == np.isinf(array) if held.dtype.kind == "f" else held == array
+    if not unchanged.all():
         raise ValueError(f"the samples of {tensor.name} have values that {tensor.datatype} cannot hold")
     return held
 
@@ -287,11 +287,11 @@ def _load(path: Path, function: str, make: Callable[[], object], source: Weights
 
     label = f"{path.name}:{function}"
     try:
-        made = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
-        specification = _specification(path, function, make, made)
+        model = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
+        specification = _specification(path, function, make, model)
     except (UnknownModelError, ValueError) as exc:
         raise WeightsError(str(exc)) from exc
-    module = made.module
+    module = model.module
     if not isinstance(module, torch.nn.Module):
         raise WeightsError(f"{label}: the module is a {type(module).__name__}, not a torch.nn.Module")
     if isinstance(source, CheckpointWeights) and source.path == path:
@@ -334,33 +334,33 @@ def _check(module: torch.nn.Module, specification: ModelSpecification, label: st
 def _run(
     module: torch.nn.Module, specification: ModelSpecification, items: Mapping[str, Array], size: int, label: str
 ) -> dict[str, Array]:
-    """The answers by name, checked against the description; `size` is that of the first axis.
+    """The outputs by name, checked against the description; `size` is that of the first axis.
 
     Raises `WeightsError`.
     """
     import torch
 
-    given = [torch.from_numpy(np.ascontiguousarray(items[tensor.name])) for tensor in specification.inputs]
+    inputs = [torch.from_numpy(np.ascontiguousarray(items[tensor.name])) for tensor in specification.inputs]
     try:
         with torch.inference_mode():
-            answer = module(*given)
+            answer = module(*inputs)
     except (Exception, SystemExit) as exc:
         path = Path(specification.reference.rpartition(":")[0])
         raise WeightsError(f"{label}: the module fails on inputs of its description: {_cause(exc, path)}") from exc
     answers = [answer] if isinstance(answer, torch.Tensor) else answer
-    if not isinstance(answers, tuple | list) or not all(isinstance(one, torch.Tensor) for one in answers):
+    if not isinstance(answers, tuple | list) or not all(isinstance(value, torch.Tensor) for value in answers):
         kind = type(answer).__name__
         raise WeightsError(f"{label}: the module returned {kind}; return one tensor or a tuple of tensors")
     outputs = specification.outputs
     if len(answers) != len(outputs):
         raise WeightsError(f"{label}: the module returned {len(answers)} tensors; described outputs: {len(outputs)}")
-    found = {tensor.name: one.numpy() for tensor, one in zip(outputs, answers, strict=True)}
+    arrays = {tensor.name: value.numpy() for tensor, value in zip(outputs, answers, strict=True)}
     for tensor in outputs:
-        array = found[tensor.name]
-        expected = (len(given[0]), *specification.item_shape(tensor, specification.along(size)))
+        array = arrays[tensor.name]
+        expected = (len(inputs[0]), *specification.item_shape(tensor, specification.along(size)))
         if array.shape != expected or array.dtype != tensor.dtype:
             raise WeightsError(
                 f"{label}: the module's {tensor.name} is {array.dtype} {list(array.shape)}; by its description it is "
                 f"{tensor.dtype} {list(expected)}"
             )
-    return found
+    return arrays

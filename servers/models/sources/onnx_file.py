@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.onnx_parts import onnx_parts, parts_sha256
+from servers.models.files import onnx_parts, parts_sha256
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, served_name
 from servers.models.weights import WeightsError, WeightsSource
 from servers.protocol.tensors import TensorSpec
@@ -26,12 +26,7 @@ _DATATYPES = {
 """ONNX's name of an element's type → the protocol's."""
 
 DEFAULT_SIZE, LARGEST_SIZE = 128, 512
-"""Of a symbolic dimension, for which a file names no size."""
-
-
-def names() -> tuple[str, ...]:
-    """None: every model is a file of the user."""
-    return ()
+"""Sizes of a symbolic dimension, since a file names none for it."""
 
 
 def takes(reference: str) -> bool:
@@ -46,11 +41,11 @@ def specify(reference: str) -> ModelSpecification | None:
     path = Path(reference).expanduser().resolve()
     model = _model(path)
     graph = model.graph
-    weights = {one.name for one in graph.initializer}
-    inputs = [one for one in graph.input if one.name not in weights]
+    weights = {value.name for value in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in weights]
     places: dict[str, dict[str, int]] = {}
-    tensors = [_tensor(path.name, one, places) for one in [*inputs, *graph.output]]
-    taken = {one.name for one in inputs}
+    tensors = [_tensor(path.name, value, places) for value in [*inputs, *graph.output]]
+    taken = {value.name for value in inputs}
     return ModelSpecification(
         name=served_name(path.stem),
         reference=str(path),
@@ -60,9 +55,9 @@ def specify(reference: str) -> ModelSpecification | None:
         outputs=tuple(tensors[len(inputs) :]),
         axes=tuple(
             # A dimension that only outputs have is not an axis: no input gives its size.
-            Axis(name, DEFAULT_SIZE, LARGEST_SIZE, found)
-            for name, found in places.items()
-            if taken & found.keys()
+            Axis(name, DEFAULT_SIZE, LARGEST_SIZE, by_tensor)
+            for name, by_tensor in places.items()
+            if taken & by_tensor.keys()
         ),
         max_batch_size=32,
         load_module=partial(refuse_module, path),
@@ -163,5 +158,5 @@ def _tensor(file: str, value: Any, places: dict[str, dict[str, int]]) -> TensorS
     for place, dimension in enumerate(dimensions, 1):
         if not dimension.HasField("dim_value"):
             places.setdefault(dimension.dim_param or f"{value.name}_{place}", {})[value.name] = place
-    shape = (one.dim_value if one.HasField("dim_value") else -1 for one in dimensions)
+    shape = (dimension.dim_value if dimension.HasField("dim_value") else -1 for dimension in dimensions)
     return TensorSpec(value.name, _DATATYPES[element], (-1, *shape))

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.checkpoints import (
+from servers.models.modules import (
     downloaded,
     load_strictly,
     option_of,
@@ -147,8 +147,8 @@ def _configuration(architecture: str, tag: str) -> dict[str, Any]:
         from open_clip.pretrained import get_pretrained_cfg
     config: dict[str, Any] = get_pretrained_cfg(architecture, tag)
     if not config:
-        known = choose_from(tag, pretrained_tags(architecture))
-        raise WeightsError(f"--weights {tag}: open_clip has no such tag for {architecture}; {known}")
+        choice = choose_from(tag, pretrained_tags(architecture))
+        raise WeightsError(f"--weights {tag}: open_clip has no such tag for {architecture}; {choice}")
     return config
 
 
@@ -214,7 +214,10 @@ def _specify(architecture: str, tag: str | None = None) -> ModelSpecification:
 
     config = open_clip.get_model_config(architecture)
     vision, size = config["vision_cfg"], config["vision_cfg"].get("image_size", 224)
-    trained = {one: _preprocessing(_configuration(architecture, one), size) for one in pretrained_tags(architecture)}
+    trained = {
+        known_tag: _preprocessing(_configuration(architecture, known_tag), size)
+        for known_tag in pretrained_tags(architecture)
+    }
     ((usual, _),) = Counter(
         trained.values() or [_preprocessing(vars(open_clip.transform.PreprocessCfg()), size)]
     ).most_common(1)

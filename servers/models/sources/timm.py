@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.checkpoints import (
+from servers.models.modules import (
     fill_zero_weights,
     hub_file,
     load_strictly,
@@ -78,10 +78,10 @@ def specify(name: str) -> ModelSpecification | None:
                 f"{option_of(source)}: timm has no such tag for {architecture}; {choose_from(source.tag, tags)}"
             )
         refuse_other_preprocessing(source, _preprocessing(tags[source.tag]), served, f"timm:{architecture}")
-        wanted = tags[source.tag]
-        if not wanted.hf_hub_id:
+        weights = tags[source.tag]
+        if not weights.hf_hub_id:
             raise WeightsError(f"{option_of(source)}: timm does not load this tag from a hub; give a checkpoint file")
-        return hub_file(source, wanted.hf_hub_id, [wanted.hf_hub_filename] if wanted.hf_hub_filename else _FILES)
+        return hub_file(source, weights.hf_hub_id, [weights.hf_hub_filename] if weights.hf_hub_filename else _FILES)
 
     def load(source: WeightsSource) -> torch.nn.Module:
         if isinstance(source, PretrainedWeights):
@@ -107,7 +107,7 @@ def specify(name: str) -> ModelSpecification | None:
         *output,
         load,
         default_weights=tag or "random:0",
-        pretrained_tags=lambda: tuple(one for one, known in tags.items() if known.hf_hub_id),
+        pretrained_tags=lambda: tuple(name for name, weights in tags.items() if weights.hf_hub_id),
         find_pretrained=find,
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from servers.models.checkpoints import (
+from servers.models.modules import (
     downloaded,
     fill_zero_weights,
     load_strictly,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _TRANSFORMING = {"init_weights": False, "transform_input": True}
 _ARGUMENTS = {"googlenet": _TRANSFORMING, "inception_v3": _TRANSFORMING}
-"""As torchvision builds these for its own weights; the initialisation of their papers takes a minute."""
+"""Arguments that torchvision uses for its own weights; the default initialisation takes a minute."""
 
 
 def names() -> tuple[str, ...]:
@@ -52,18 +52,18 @@ def specify(name: str) -> ModelSpecification | None:
     architecture, _, tag = name.partition(".")
     if architecture not in all_names():
         return None
-    known = models.get_model_weights(architecture)
-    if tag and tag not in known.__members__:
-        refuse_tag(f"torchvision:{architecture}", tag, known.__members__)
-    chosen = known[tag] if tag else known.DEFAULT
+    weights = models.get_model_weights(architecture)
+    if tag and tag not in weights.__members__:
+        refuse_tag(f"torchvision:{architecture}", tag, weights.__members__)
+    chosen = weights[tag] if tag else weights.DEFAULT
     served, classes = _preprocessing(chosen), len(chosen.meta["categories"])
 
     def find(source: PretrainedWeights) -> Path:
-        if source.tag not in known.__members__:
-            choice = choose_from(source.tag, known.__members__)
+        if source.tag not in weights.__members__:
+            choice = choose_from(source.tag, weights.__members__)
             raise WeightsError(f"{option_of(source)}: torchvision has no such tag for {architecture}; {choice}")
-        refuse_other_preprocessing(source, _preprocessing(known[source.tag]), served, f"torchvision:{architecture}")
-        return _find_pretrained(source, known[source.tag].url)
+        refuse_other_preprocessing(source, _preprocessing(weights[source.tag]), served, f"torchvision:{architecture}")
+        return _find_pretrained(source, weights[source.tag].url)
 
     def load(source: WeightsSource) -> torch.nn.Module:
         arguments: dict[str, Any] = {"num_classes": classes, **_ARGUMENTS.get(architecture, {})}
@@ -84,7 +84,7 @@ def specify(name: str) -> ModelSpecification | None:
         load,
         flops_per_item=round(2e9 * chosen.meta["_ops"]),
         default_weights=tag or "random:0",
-        pretrained_tags=lambda: tuple(known.__members__),
+        pretrained_tags=lambda: tuple(weights.__members__),
         find_pretrained=find,
     )
 

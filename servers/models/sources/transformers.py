@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servers.models.atomic_folder import file_sha256
-from servers.models.checkpoints import (
+from servers.models.files import file_sha256
+from servers.models.modules import (
     fill_zero_weights,
     hub_file,
     option_of,
@@ -133,7 +133,7 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
             f"{title}: a {config.model_type} model is not an encoder of text or a sequence classifier; serve it from a "
             "FILE.py"
         )
-    classifier = any("ForSequenceClassification" in one for one in config.architectures or ())
+    classifier = any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
     pad, largest = config.pad_token_id or 0, largest if isinstance(largest, int) and largest > 0 else 512
     if config.model_type in _TYPES_FROM_PADDING:
         largest -= pad + 1
@@ -153,7 +153,9 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
         outputs=(output,),
         kinds={"logits": "logits"} if classifier else {},
         axes=(
-            Axis("sequence", min(128, largest), largest, places=places, padding={one: padding[one] for one in inputs}),
+            Axis(
+                "sequence", min(128, largest), largest, places=places, padding={name: padding[name] for name in inputs}
+            ),
         ),
         item="sequence",
         max_batch_size=32,
@@ -168,13 +170,13 @@ def _weights_of(path: Path) -> str:
     """The default weights of a folder: its file, or random ones if it has only a configuration."""
     if path.is_file():
         return "random:0"
-    found = next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
-    if found is None and any(path.glob("*.index.json")):
+    file = next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
+    if file is None and any(path.glob("*.index.json")):
         raise UnknownModelError(
             f"{path.name}: its weights are in several files; save them as one, with "
             "model.save_pretrained(DIR, max_shard_size='100GB')"
         )
-    return str(found or "random:0")
+    return str(file or "random:0")
 
 
 def _find(repository: str, source: PretrainedWeights) -> Path:
@@ -208,15 +210,15 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
             )
     except RuntimeError as exc:
         raise WeightsError(f"{option}: not the weights of {title}: a tensor has another shape") from exc
-    missing = {one for one in report["missing_keys"] if classifier or not one.startswith("pooler.")}
+    missing = {name for name in report["missing_keys"] if classifier or not name.startswith("pooler.")}
     # A file with more than the encoder, such as the head of pre-training, is fine.
     refuse_misfits(option, title, missing, set(), set(report["mismatched_keys"]))
     return _first_output(ready(model))
 
 
 def _class(auto: Any, config: Any) -> Any:
-    found = auto._model_mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    classes = auto._model_mapping[type(config)]
+    return classes[0] if isinstance(classes, tuple) else classes
 
 
 def _attention(auto: Any, config: Any) -> str:
@@ -256,8 +258,8 @@ def _token_ids(
     generator = np.random.default_rng(seed)
     mask = (np.arange(max(lengths)) < np.asarray(lengths)[:, None]).astype(np.int64)
     ids = generator.integers(min(1000, vocabulary // 2), vocabulary, mask.shape, np.int64)
-    made = {"input_ids": np.where(mask == 1, ids, pad), "attention_mask": mask, "token_type_ids": np.zeros_like(mask)}
-    return {name: made[name] for name in inputs}
+    arrays = {"input_ids": np.where(mask == 1, ids, pad), "attention_mask": mask, "token_type_ids": np.zeros_like(mask)}
+    return {name: arrays[name] for name in inputs}
 
 
 @contextmanager

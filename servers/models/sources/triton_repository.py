@@ -17,11 +17,6 @@ from servers.protocol.tensors import TensorSpec
 CONFIG = "config.pbtxt"
 
 
-def names() -> tuple[str, ...]:
-    """None: every model is a folder of the user."""
-    return ()
-
-
 def takes(reference: str) -> bool:
     """Whether the reference is a folder with a config.pbtxt."""
     return (Path(reference).expanduser() / CONFIG).is_file()
@@ -35,7 +30,7 @@ def specify(reference: str) -> ModelSpecification | None:
     config = read_config(folder)
     specification = onnx_file.specify(str(_file(folder, config)))
     assert specification is not None
-    if config.max_batch_size < 1 and not all(one.dims[:1] == [-1] for one in [*config.input, *config.output]):
+    if config.max_batch_size < 1 and not all(tensor.dims[:1] == [-1] for tensor in [*config.input, *config.output]):
         raise UnknownModelError(f"{folder.name}: {CONFIG} allows no batches; set max_batch_size to 1 or more")
     name = config.name or folder.name
     specification = replace(
@@ -65,14 +60,14 @@ def step_folders(repository: Path, names: Iterable[str]) -> Iterator[Path]:
     """The folders of models and of all that their ensembles name, as far as the repository has them. Raises
     `UnknownModelError`."""
     waiting = list(names)
-    known = set(waiting)
+    listed = set(waiting)
     while waiting:
         folder = repository / waiting.pop()
         yield folder
         if (folder / CONFIG).is_file():
             named = {step.model_name for step in read_config(folder).ensemble_scheduling.step}
-            waiting += sorted(name for name in named - known if (repository / name).is_dir())
-            known |= named
+            waiting += sorted(name for name in named - listed if (repository / name).is_dir())
+            listed |= named
 
 
 def _file(folder: Path, config: Any) -> Path:
@@ -92,13 +87,13 @@ def _configured(
     model: str, tensors: tuple[TensorSpec, ...], configured: Any, max_batch_size: int
 ) -> tuple[TensorSpec, ...]:
     """The file's tensors in the configuration's order and with its sizes; those that it leaves out stay."""
-    known, found = {tensor.name: tensor for tensor in tensors}, {}
-    for one in configured:
-        datatype = _datatype(one.data_type)
-        item_shape = tuple(one.dims) if max_batch_size else tuple(one.dims)[1:]
-        tensor = known.get(one.name)
-        if one.HasField("reshape"):
-            raise UnknownModelError(f"{model}: {CONFIG} reshapes {one.name}, which only Triton does")
+    of_file, changed = {tensor.name: tensor for tensor in tensors}, {}
+    for entry in configured:
+        datatype = _datatype(entry.data_type)
+        item_shape = tuple(entry.dims) if max_batch_size else tuple(entry.dims)[1:]
+        tensor = of_file.get(entry.name)
+        if entry.HasField("reshape"):
+            raise UnknownModelError(f"{model}: {CONFIG} reshapes {entry.name}, which only Triton does")
         if (
             tensor is None
             or datatype != tensor.datatype
@@ -107,11 +102,11 @@ def _configured(
         ):
             held = "has no such tensor" if tensor is None else f"has {tensor.datatype} {list(tensor.item_shape)}"
             raise UnknownModelError(
-                f"{model}: {CONFIG} has {one.name} as {datatype} {list(item_shape)}; the ONNX file {held}"
+                f"{model}: {CONFIG} has {entry.name} as {datatype} {list(item_shape)}; the ONNX file {held}"
             )
         sizes = (b if a == -1 else a for a, b in zip(item_shape, tensor.item_shape, strict=True))
-        found[one.name] = replace(tensor, shape=(-1, *sizes))
-    return tuple({**found, **{name: tensor for name, tensor in known.items() if name not in found}}.values())
+        changed[entry.name] = replace(tensor, shape=(-1, *sizes))
+    return tuple({**changed, **{name: tensor for name, tensor in of_file.items() if name not in changed}}.values())
 
 
 def _datatype(value: int) -> str:
@@ -122,7 +117,7 @@ def _datatype(value: int) -> str:
 
 
 def _free(specification: ModelSpecification) -> Any:
-    """The axes without the places to which the configuration gives a size."""
+    """The axes that stay variable: without the dimensions to which the configuration gives a size."""
     tensors = {tensor.name: tensor for tensor in (*specification.inputs, *specification.outputs)}
     for axis in specification.axes:
         places = {name: place for name, place in axis.places.items() if tensors[name].shape[place] == -1}

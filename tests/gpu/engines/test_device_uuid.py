@@ -14,7 +14,7 @@ import torch
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
-from servers.export.file_form import executed_form
+from servers.export.manifest import executed_form
 from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import Runtime, gpu_info
 from servers.models.registry import get_variant

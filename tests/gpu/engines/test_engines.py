@@ -15,9 +15,9 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.measurement import matrix_tflops
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
-from servers.export.file_form import executed_form
+from servers.export.manifest import executed_form
 from servers.export.parity import corpus_pixels
-from servers.models.preprocessing import normalise
+from servers.models.images import normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights

@@ -13,7 +13,7 @@ from servers.engines.profiling.names import ATTENTION, CATEGORIES, PRODUCTS
 from servers.engines.profiling.profile import profile_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
-from servers.export.file_form import executed_form
+from servers.export.manifest import executed_form
 from servers.export.parity import corpus_pixels
 from servers.models.registry import get_variant
 from servers.models.weights import RandomWeights

@@ -23,9 +23,8 @@ from servers.export.artefacts import (
     find_artefact,
     plan_request,
 )
-from servers.export.errors import ExportError, ParityError
-from servers.export.file_form import FileForm, executed_form
-from servers.models.atomic_folder import file_sha256
+from servers.export.manifest import ExportError, FileForm, ParityError, executed_form
+from servers.models.files import file_sha256
 from servers.models.registry import get_specification, get_variant
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource

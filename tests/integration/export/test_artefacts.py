@@ -29,11 +29,9 @@ from servers.export.artefacts import (
     executed_file,
     find_artefact,
 )
-from servers.export.command import ExportSettings, Target, _build_plan
-from servers.export.errors import ExportError, ParityError
-from servers.export.file_form import FileForm
-from servers.export.manifest import package_versions, read_manifest
-from servers.models.atomic_folder import FolderError
+from servers.export.command import ExportFormat, ExportSettings, _build_plan
+from servers.export.manifest import ExportError, FileForm, ParityError, package_versions, read_manifest
+from servers.models.files import FolderError
 from servers.models.specification import ModelSpecification
 from servers.models.weights import (
     CheckpointWeights,
@@ -226,7 +224,7 @@ def test_the_command_builds_for_the_library_that_triton_loads(
 
     def shown(**options: Any) -> str:
         console = Console(file=(written := io.StringIO()), width=500)
-        settings = ExportSettings(artefacts=tmp_path, to=Target.TENSORRT, **options)
+        settings = ExportSettings(artefacts=tmp_path, to=ExportFormat.TENSORRT, **options)
         _build_plan(console, small(specification), RandomWeights(0), made, "fp32", settings)
         return written.getvalue()
 

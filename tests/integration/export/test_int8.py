@@ -19,11 +19,10 @@ from servers.engines.settings import EngineSettings
 from servers.engines.torch_towers import expected_answers
 from servers.export import quantisation
 from servers.export.artefacts import ensure_artefact, executed_file
-from servers.export.errors import ExportError, ParityError
-from servers.export.file_form import FileForm, executed_form
+from servers.export.manifest import ExportError, FileForm, ParityError, executed_form
 from servers.export.parity import corpus_pixels
-from servers.models.atomic_folder import file_sha256
-from servers.models.preprocessing import normalise
+from servers.models.files import file_sha256
+from servers.models.images import normalise
 from servers.models.registry import get_specification, payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource

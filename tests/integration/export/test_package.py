@@ -15,10 +15,9 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.engines.torch_towers import expected_answers
-from servers.export import package
+from servers.export import torch_export
 from servers.export.artefacts import Artefact, ensure_artefact, executed_file
-from servers.export.errors import ExportError
-from servers.export.file_form import PACKAGE, FileForm
+from servers.export.manifest import PACKAGE, ExportError, FileForm
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
 from servers.protocol.tensors import TensorSpec
@@ -88,7 +87,7 @@ def engine(made: Artefact) -> Iterator[Engine]:
 
 def test_the_package_is_an_artefact_of_this_processor(made: Artefact, root: Path) -> None:
     manifest = made.manifest
-    target = package.target()
+    target = torch_export.package_target()
     assert (manifest.kind, manifest.operators, manifest.opset) == ("aotinductor", PACKAGE, None)
     assert (manifest.target, made.path.name) == (target, "model.pt2")
     assert made.path.parent.name.endswith(f"-package-{target}")

@@ -14,10 +14,9 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
-from servers.export.errors import ExportError, ParityError
-from servers.export.file_form import FileForm
+from servers.export.manifest import ExportError, FileForm, ParityError
 from servers.export.parity import corpus_pixels
-from servers.models.preprocessing import normalise
+from servers.models.images import normalise
 from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images

@@ -17,10 +17,9 @@ from open_clip.transformer import QuickGELU, VisionTransformer
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
-from servers.export.errors import ExportError
-from servers.export.file_form import FileForm, executed_form
+from servers.export.manifest import ExportError, FileForm, executed_form
 from servers.export.tower_graph import tower_graph
-from servers.models.preprocessing import UInt8Array, normalise
+from servers.models.images import UInt8Array, normalise
 from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource

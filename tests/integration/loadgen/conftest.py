@@ -24,12 +24,12 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-from loadgen.bench.progress import Progress
+from loadgen.run.progress import RunProgress
 from loadgen.records.run import Experiment
 from loadgen.run.runner import run_experiment
 exec(sys.argv[3])
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
-state = run_experiment(experiment, Path(sys.argv[1]), Progress(), abserve=(sys.executable, sys.argv[2]))
+state = run_experiment(experiment, Path(sys.argv[1]), RunProgress(), abserve=(sys.executable, sys.argv[2]))
 sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
 """
 _FAULTY = """
@@ -49,8 +49,8 @@ main()
 FAULTY_GENERATOR = (sys.executable, "-c", _FAULTY)
 """In place of the generator's command: a fault of its own at its sixth request."""
 UNWATCHED = """
-import loadgen.bench.machine_watch
-loadgen.bench.machine_watch.read_processors = lambda: None
+import loadgen.run.machine_watch
+loadgen.run.machine_watch.read_processors = lambda: None
 """
 UNWATCHED_ABSERVE = (sys.executable, "-P", "-c", f"{UNWATCHED}from loadgen.entry import main\nmain()")
 """The command line for a test that needs a verdict on a machine whose other work may take it away."""
@@ -153,7 +153,7 @@ def watched_machine() -> None:
 def machine_to_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What else the machine of the tests does must decide no other test: a run is told that it cannot be read."""
     if "watched_machine" not in request.fixturenames:
-        monkeypatch.setattr("loadgen.bench.machine_watch.read_processors", lambda: None)
+        monkeypatch.setattr("loadgen.run.machine_watch.read_processors", lambda: None)
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.bench.progress import Progress
-from loadgen.probes.causes.analyse import CausesFound
-from loadgen.probes.causes.records import Explanation
+from loadgen.probes.causes_analysis import CausesFound, Explanation
 from loadgen.records.run import ArmRequest, Workload
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
@@ -31,7 +30,7 @@ def test_a_cause_is_removed_and_the_rest_is_reported_as_untested(tmp_path: Path,
     a = ArmRequest(label="a", target=fake_url("--max-queue-delay-us", "0"))
     b = ArmRequest(label="b", target="triton", settings={"max-queue-delay-us": "40000"})
     experiment = make_experiment(workloads=(workload,), a=a, b=b, explain=True, equivalence_margin=0.001)
-    state = run_experiment(experiment, tmp_path / "run", Progress(), abserve=FAKE_ABSERVE)
+    state = run_experiment(experiment, tmp_path / "run", RunProgress(), abserve=FAKE_ABSERVE)
     assert (state.state, state.error) == ("finished", None)
     stored = msgspec.json.decode((tmp_path / "run" / "causes.json").read_bytes(), type=Explanation)
     assert stored.workloads == ("single",)

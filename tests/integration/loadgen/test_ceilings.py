@@ -11,14 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadgen.bench.progress import Progress
-from loadgen.probes.ceiling.analyse import CeilingsFound
-from loadgen.probes.ceiling.measure import measure_ceilings
-from loadgen.probes.ceiling.records import Ceiling, Ceilings
+from loadgen.probes.ceiling import measure_ceilings
+from loadgen.probes.ceiling_analysis import Ceiling, Ceilings, CeilingsFound
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.storage.store import RunStore
+from loadgen.run.storage import RunStore
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment, start_runner, stored
 
@@ -56,7 +55,7 @@ def test_a_measurement_that_fails_is_a_note_with_its_reason(
     tmp_path: Path, kind: str, timeout_s: float, words: list[str]
 ) -> None:
     store, experiment = RunStore(tmp_path / "run"), make_experiment(workloads=(SINGLE,), ceiling=True)
-    measure_ceilings(experiment, [arm(kind)], store, Progress(), tmp_path, FAKE_ABSERVE, timeout_s=timeout_s)
+    measure_ceilings(experiment, [arm(kind)], store, RunProgress(), tmp_path, FAKE_ABSERVE, timeout_s=timeout_s)
     (ceiling,) = measured(tmp_path / "run")
     assert ceiling.document is None
     assert ceiling.reason is not None
@@ -67,7 +66,7 @@ def test_a_measurement_that_fails_is_a_note_with_its_reason(
 
 def test_a_program_that_is_not_there_is_a_note_too(tmp_path: Path) -> None:
     store, experiment = RunStore(tmp_path / "run"), make_experiment(workloads=(SINGLE,), ceiling=True)
-    measure_ceilings(experiment, [arm("torch")], store, Progress(), tmp_path, ["/no/such/program"])
+    measure_ceilings(experiment, [arm("torch")], store, RunProgress(), tmp_path, ["/no/such/program"])
     (ceiling,) = measured(tmp_path / "run")
     assert ceiling.reason is not None
     assert "cannot start /no/such/program" in ceiling.reason
@@ -88,7 +87,7 @@ def engines(a: str, b: str, *others: str) -> Experiment:
 
 def test_a_run_divides_what_it_served_and_outlives_a_failed_measurement(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    state = run_experiment(engines("good", "failing", "good"), out, Progress(), abserve=FAKE_ABSERVE)
+    state = run_experiment(engines("good", "failing", "good"), out, RunProgress(), abserve=FAKE_ABSERVE)
     assert (state.state, state.error) == ("finished", None)
     a, b = measured(out)
     assert (a.labels, b.labels) == (("a", "c"), ("b",)), "the same engine is measured once"

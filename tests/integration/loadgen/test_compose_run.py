@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 import loadgen.launch.compose as compose
-from loadgen.bench.progress import Progress
 from loadgen.launch.containers import LogLine, State
 from loadgen.launch.interface import DeploymentError
 from loadgen.launch.ports import PortReservation
-from loadgen.probes.cold_start.analyse import ColdStartsFound
-from loadgen.probes.cold_start.records import ColdStart, ContainerColdStart
+from loadgen.probes.cold_start import ColdStartsFound
+from loadgen.records.probes import ContainerStart, ServerStart
 from loadgen.records.run import ArmRequest, RunState, Workload
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
@@ -124,13 +124,13 @@ def stack(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
 
 def run(out: Path, *workloads: Workload, project: str = "mine", **arms: Any) -> RunState:
     experiment = make_experiment(workloads=workloads, deployment="compose", compose_project=project, **arms)
-    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
+    return run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE)
 
 
 def test_a_run_on_a_stack_takes_cold_starts_apart_and_leaves_it_running(tmp_path: Path, stack: Stack) -> None:
     state = run(tmp_path, COLD, SINGLE)
     assert (state.state, state.error) == ("finished", None)
-    starts = msgspec.json.decode((tmp_path / "container_cold_starts.json").read_bytes(), type=list[ContainerColdStart])
+    starts = msgspec.json.decode((tmp_path / "container_cold_starts.json").read_bytes(), type=list[ContainerStart])
     assert sorted((s.label, s.caches, s.repetition) for s in starts) == [
         (label, caches, n) for label in "ab" for caches, n in (("cached", 0), ("cached", 1), ("uncached", 0))
     ]
@@ -143,7 +143,7 @@ def test_a_run_on_a_stack_takes_cold_starts_apart_and_leaves_it_running(tmp_path
         assert [start.milestones_ns[name] for name in names] == sorted(start.milestones_ns[name] for name in names)
         assert start.started_ns < start.milestones_ns["process"] < start.ready_ns < start.first_answer_ns
         assert list(start.batch_answers_ns) == [1, 8]
-    compared = msgspec.json.decode((tmp_path / "cold_starts.json").read_bytes(), type=list[ColdStart])
+    compared = msgspec.json.decode((tmp_path / "cold_starts.json").read_bytes(), type=list[ServerStart])
     cached = [s for s in starts if s.caches == "cached"]
     assert [(s.label, s.repetition, s.ready_ns) for s in compared] == [
         (s.label, s.repetition, s.ready_ns) for s in cached
@@ -193,7 +193,7 @@ def test_three_arms_are_the_native_server_and_both_models_of_one_triton(tmp_path
     }
     shared = next(check for check in result.checks if check.name == "shared_server")
     assert (shared.ok, shared.severity, shared.value) == (False, "informs", "B, C")
-    starts = msgspec.json.decode((tmp_path / "cold_starts.json").read_bytes(), type=list[ColdStart])
+    starts = msgspec.json.decode((tmp_path / "cold_starts.json").read_bytes(), type=list[ServerStart])
     beside = {start.label: str(start.conditions).partition("the other servers stopped")[2] for start in starts}
     assert beside == {"a": "", "b": ", C loaded in the same container", "c": ", B loaded in the same container"}
     assert all(container.state().status == "running" for container in stack.values())

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.engine_matrix.measure import run_matrix
+from loadgen.engine_matrix.measure import MatrixProgress, run_matrix
 from loadgen.engine_matrix.plan import expand, make_plan, requests_of
-from loadgen.engine_matrix.progress import Progress
-from loadgen.engine_matrix.records import Measured, Plan, Visit
+from loadgen.engine_matrix.records import MatrixPlan, Measured, Visit
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import check, read_offers
@@ -61,7 +60,7 @@ def write_model(folder: Path, wrong: str = "") -> str:
     return f"{path}:scorer"
 
 
-def planned(folder: Path, model: str, **settings: object) -> Plan:
+def planned(folder: Path, model: str, **settings: object) -> MatrixPlan:
     asked = MatrixSettings(
         models=(model,),
         device="cpu",
@@ -74,11 +73,11 @@ def planned(folder: Path, model: str, **settings: object) -> Plan:
     return make_plan(asked, offers, wanted, check(requests_of(asked, wanted, offers), ENGINE_WORKER))
 
 
-def measured(folder: Path, plan: Plan) -> dict[str, list[Visit]]:
+def measured(folder: Path, plan: MatrixPlan) -> dict[str, list[Visit]]:
     store = MatrixStore(folder / "run")
     with store.open():
         store.write(plan)
-        assert run_matrix(plan, store, Progress(), worker=ENGINE_WORKER).state == "finished"
+        assert run_matrix(plan, store, MatrixProgress(), worker=ENGINE_WORKER).state == "finished"
     found: dict[str, list[Visit]] = {}
     for visit in store.visits():
         one = plan.configurations[visit.configuration]

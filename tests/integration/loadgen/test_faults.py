@@ -18,11 +18,11 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.bench.progress import Progress
-from loadgen.probes.cold_start.analyse import ColdStartsFound
-from loadgen.probes.gpu_proof.analyse import GpuFound
+from loadgen.probes.cold_start import ColdStartsFound
+from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.records.run import ArmRequest, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import invalidating
@@ -39,13 +39,13 @@ from tests.integration.loadgen.conftest import (
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 
 STEPPED_CLOCK = """
-import loadgen.bench.load_runner
+import loadgen.run.load_runner
 from datetime import UTC, datetime, timedelta
 calls = []
 def stepped():
     calls.append(1)
     return (datetime.now(UTC) + timedelta(hours=3 if len(calls) > 2 else 0)).isoformat(timespec="seconds")
-loadgen.bench.load_runner.utc_now = stepped
+loadgen.run.load_runner.utc_now = stepped
 """
 SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
 
@@ -114,7 +114,7 @@ def gpu_run(out: Path, *options: str) -> RunState:
         gpu_control=False,
     )
     sampler = (*SAMPLER, "--blocks", "4", *options)
-    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
+    return run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
 
 
 def test_a_gpu_that_the_driver_loses_mid_run_leaves_the_evidence_inconclusive(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_sampler_that_is_killed_mid_run_does_the_same(tmp_path: Path) -> None:
         gpu_control=False,
     )
     sampler = (sys.executable, "-c", program, "--blocks", "4")
-    state = run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
+    state = run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
     assert state.state == "finished"
     result = reported(out)
     evidence = result.of(GpuFound).evidence

@@ -10,13 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import loadgen.bench.load_runner
-from loadgen.bench.progress import Progress
-from loadgen.probes.gpu_proof.analyse import GpuFound
-from loadgen.probes.gpu_proof.readings import read_readings
-from loadgen.probes.gpu_proof.records import EvidenceFile
+import loadgen.run.load_runner
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.gpu.records import EvidenceFile, read_readings
 from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
@@ -35,7 +34,7 @@ def gpu_run(out: Path, *workloads: Workload, busy_blocks: int, control: bool, ot
         gpu_control=control,
     )
     sampler = (*SAMPLER, "--blocks", str(busy_blocks), "--others", str(others))
-    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
+    return run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
 
 
 def single(seconds: float, pairs: int) -> Workload:
@@ -61,7 +60,7 @@ def test_of_four_gpus_the_one_that_the_servers_name_is_read(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two short pairs: the gaps lie around the rounds, the edges beside the blocks; so little load proves nothing."""
-    monkeypatch.setattr(loadgen.bench.load_runner, "GAP_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(loadgen.run.load_runner, "GAP_EVERY_SECONDS", 0.0)
     out = tmp_path / "run"
     state = gpu_run(out, single(0.3, 2), busy_blocks=4, control=False)
     assert (state.state, state.error) == ("finished", None)
@@ -138,7 +137,7 @@ def test_tritons_by_url_are_verified_by_their_processes_unless_another_process_i
     experiment = make_experiment(a=a, b=b, workloads=(single(11.0, 1),))
     sampler = (*SAMPLER, "--blocks", "2", *(() if alone else ("--stranger", "4711")))
     out = tmp_path / "run"
-    state = run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
+    state = run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
     assert (state.state, state.error) == ("finished", None)
     arms = msgspec.json.decode((out / "arms.json").read_bytes(), type=list[ArmRecord])
     assert {arm.title for arm in arms} == {"Triton 2.51, onnxruntime backend"}

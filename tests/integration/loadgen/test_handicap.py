@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.progress import Progress
-from loadgen.probes.handicap import measure
-from loadgen.probes.handicap.analyse import HandicapsFound
-from loadgen.probes.handicap.records import HandicapProbes
+from loadgen.probes.handicap_analysis import HandicapRecord, HandicapsFound
 from loadgen.records.run import ArmRequest
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
@@ -23,12 +21,12 @@ SLOW = "30"
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SECONDS", 0.2)
+    monkeypatch.setattr("loadgen.probes.handicap.SECONDS", 0.2)
 
 
 def run(out: Path, *, b: dict[str, str], **more: object) -> Result:
     arm = ArmRequest(label="b", target="triton", settings=b)
-    state = run_experiment(make_experiment(b=arm, **more), out, Progress(), abserve=FAKE_ABSERVE)  # type: ignore[arg-type]
+    state = run_experiment(make_experiment(b=arm, **more), out, RunProgress(), abserve=FAKE_ABSERVE)  # type: ignore[arg-type]
     assert (state.state, state.error) == ("finished", None)
     return analyse(out)
 
@@ -47,7 +45,7 @@ def test_a_planted_handicap_is_found_and_its_setting_named_in_the_headline(tmp_p
 
 def test_settings_that_cost_nothing_leave_the_verdict(tmp_path: Path) -> None:
     result = run(tmp_path / "run", b={"harmless": "yes"}, equivalence_margin=1.0)
-    (harmless,) = (probe for probe in stored(tmp_path / "run" / "handicap.json", HandicapProbes).probes)
+    (harmless,) = (probe for probe in stored(tmp_path / "run" / "handicap.json", HandicapRecord).probes)
     assert (harmless.label, harmless.setting) == ("b", None)
     assert all(not one.slower for one in result.of(HandicapsFound).loads)
     assert not [check for check in result.checks if check.name == "handicap" and check.ok is False]
@@ -72,7 +70,7 @@ def test_without_the_check_the_arms_are_compared_as_configured(tmp_path: Path) -
 def test_a_plain_server_that_does_not_start_leaves_the_arm_unprobed_with_the_reason(tmp_path: Path) -> None:
     """The fake dies while it starts without its tuning; the run goes on."""
     result = run(tmp_path / "run", b={"harmless": "die-without"})
-    _, b = stored(tmp_path / "run" / "handicap.json", HandicapProbes).arms
+    _, b = stored(tmp_path / "run" / "handicap.json", HandicapRecord).arms
     assert "could not be compared with its plain server" in str(b.reason)
     (check,) = (one for one in result.checks if one.name == "handicap" and one.detail.startswith("B"))
     assert check.ok is None

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.progress import Progress
 from loadgen.records.run import ParityRecord, RunState, Workload
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.hostile_names import HOSTILE, check_reports
@@ -27,7 +27,7 @@ def lying_run(tmp_path: Path, lies: dict[str, tuple[str, int, int]]) -> tuple[Pa
     path.write_text(json.dumps(lies))
     experiment = make_experiment(workloads=(SHORT,), b_settings={"lies": str(path)})
     out = tmp_path / "run"
-    return out, run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
+    return out, run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE)
 
 
 def answer(**output: object) -> str:

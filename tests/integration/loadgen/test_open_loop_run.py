@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.bench.progress import Progress
 from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
 from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Workload
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
@@ -38,7 +38,7 @@ def test_all_arms_of_a_round_get_the_same_moments_and_every_round_others(tmp_pat
     workload = open_workload(40.0, seconds=1.0, connections=16, pairs=2)
     third = ArmRequest(label="c", target="native")
     experiment = make_experiment(workloads=(workload,), others=[third], seed=6, processes=processes)
-    assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).state == "finished"
+    assert run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE).state == "finished"
     records = {(record.round, record.label): record for record in blocks(out)}
     for pair in (0, 1):
         planned = due_offsets_ns("poisson", 40.0, 40, schedule_seed(6, workload.name, pair)).tolist()
@@ -54,7 +54,7 @@ def test_an_arm_that_cannot_keep_up_ends_in_time_with_its_capacity(tmp_path: Pat
     workload = open_workload(80.0, seconds=2.0, connections=4, pairs=1, arrivals="constant")
     started = time.monotonic()
     state = run_experiment(
-        make_experiment(workloads=(workload,), b_settings={"delay-ms": "200"}), out, Progress(), abserve=FAKE_ABSERVE
+        make_experiment(workloads=(workload,), b_settings={"delay-ms": "200"}), out, RunProgress(), abserve=FAKE_ABSERVE
     )
     assert state.state == "finished"
     assert time.monotonic() - started < 60

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.arms import Arm
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.launch.interface import RemoteDeployment
 from loadgen.records.run import ArmRecord, ArmRequest
+from loadgen.run.arms import Arm
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 

@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.bench.preparation import PreparationError, export_artefacts
-from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
-from loadgen.probes.cold_start.records import ColdStart
+from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
+from loadgen.run.errors import PreparationError
+from loadgen.run.preparation import export_artefacts
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.storage.store import RunStore, StorageError
+from loadgen.run.storage import RunStore, StorageError
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
 def run(experiment: Experiment, out: Path) -> RunState:
-    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
+    return run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE)
 
 
 def seed_with_b_first(*workloads: Workload) -> int:
@@ -54,7 +55,7 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
     parity = stored(out / "parity.json", ParityRecord)
     assert parity.ok
     assert {case.kind for case in parity.cases} == {"reference", "alone"}
-    starts = stored(out / "cold_starts.json", list[ColdStart])
+    starts = stored(out / "cold_starts.json", list[ServerStart])
     assert sorted((start.label, start.repetition) for start in starts) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     for start in starts:
         assert start.live_ns is not None
@@ -230,7 +231,7 @@ def test_remote_arms_need_no_statistics_and_an_unknown_model_gets_random_values_
     a, b = ArmRequest(label="a", target=urls[0]), ArmRequest(label="b", target=urls[1], model="another")
     experiment = make_experiment(a=a, b=b, model="other", payload="tensors")
     broken = (sys.executable, "-c", "exit('no images here')")
-    state = run_experiment(experiment, tmp_path / "refused", Progress(), abserve=broken)
+    state = run_experiment(experiment, tmp_path / "refused", RunProgress(), abserve=broken)
     assert state.state == "failed"
     assert state.error == (
         "no sample inputs for other: no images here; give your own with --inputs DIR or FILE, or --inputs random for "
@@ -238,7 +239,7 @@ def test_remote_arms_need_no_statistics_and_an_unknown_model_gets_random_values_
     )
     out = tmp_path / "run"
     asked = msgspec.structs.replace(experiment, inputs="random")
-    state = run_experiment(asked, out, Progress(), abserve=broken)
+    state = run_experiment(asked, out, RunProgress(), abserve=broken)
     assert (state.state, state.error) == ("finished", None)
     about = stored(out / "environment.json", Environment).inputs
     assert (about["kind"], about["item"], about["count"], about["seed"]) == ("random values", "item", 16, 1)
@@ -285,7 +286,7 @@ def test_each_restart_is_a_fresh_start_with_its_share_of_the_pairs(tmp_path: Pat
     workload = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, rounds=3)
     ready: list[str] = []
 
-    class Listener(Progress):
+    class Listener(RunProgress):
         def arm_ready(self, record: ArmRecord) -> None:
             ready.append(record.url)
 
@@ -338,8 +339,8 @@ def test_a_run_chooses_its_processes_and_stores_how_many_took_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake server is slow, so a share that no server stays below stands for a fast one; eight cores are claimed."""
-    monkeypatch.setattr("loadgen.bench.generator_size.USED_SHARE", 1e-6)
-    monkeypatch.setattr("loadgen.bench.generator_size.os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("loadgen.run.context.USED_SHARE", 1e-6)
+    monkeypatch.setattr("loadgen.run.context.os.sched_getaffinity", lambda _: set(range(8)))
     out = tmp_path / "run"
     state = run(make_experiment(workloads=make_experiment().workloads[1:], processes=0), out)
     assert (state.state, state.error) == ("finished", None)

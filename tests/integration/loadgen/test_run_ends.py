@@ -16,7 +16,7 @@ from loadgen.experiment.schedule import schedule
 from loadgen.launch.work_folder import remove_abandoned
 from loadgen.records.run import Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Check
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
@@ -93,7 +93,7 @@ def ignore_hangup() -> None:
 
 NOHUP = """
 import os, signal
-from loadgen.bench.interruption import interruptible
+from loadgen.run.interruption import interruptible
 with interruptible():
     os.kill(os.getpid(), signal.SIGHUP)
     print("goes on", flush=True)
@@ -164,7 +164,7 @@ FULL_STORE = """
 import resource, sys
 from pathlib import Path
 from loadgen.records.run import RunState
-from loadgen.storage.store import RunStore, StorageError
+from loadgen.run.storage import RunStore, StorageError
 store = RunStore(Path(sys.argv[1]))
 store.write(RunState(state="running", phase="first"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

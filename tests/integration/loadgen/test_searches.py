@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.progress import Progress
-from loadgen.probes.rate_search.records import RatesFound
-from loadgen.records.run import ArmRequest, Workload
-from loadgen.report import write_reports
+from loadgen.probes import registry
+from loadgen.probes.rate_search import search_rate
+from loadgen.probes.rate_search_analysis import RatesFound
+from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.report.files import write_reports
+from loadgen.run.context import RunContext
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
+from loadgen.run.storage import read_run
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
+RAMP = Workload(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_process_left")]
 
 
@@ -25,7 +30,7 @@ def run(folder: Path, workload: Workload, delay_ms: int, *slots: int) -> Result:
         for label, number in zip("abc", slots, strict=False)
     )
     experiment = make_experiment(workloads=(workload,), a=a, b=b, others=others)
-    state = run_experiment(experiment, folder, Progress(), abserve=FAKE_ABSERVE)
+    state = run_experiment(experiment, folder, RunProgress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished", state
     result = analyse(folder)
     write_reports(folder, result)
@@ -57,10 +62,7 @@ def test_a_search_finds_half_the_rate_on_half_the_server(tmp_path: Path) -> None
 def test_a_ramp_finds_where_more_users_bring_nothing(tmp_path: Path) -> None:
     """A has 4 slots, B 8 and C 2, of 50 ms each: 80, 160 and 40 images a second, reached with at least so many
     users."""
-    workload = Workload(
-        scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1
-    )
-    result = run(tmp_path / "run", workload, 50, 4, 8, 2)
+    result = run(tmp_path / "run", RAMP, 50, 4, 8, 2)
     found = {one.label: one for one in result.of(RatesFound).ramps}
     for label, capacity, slots in (("a", 80.0, 4), ("b", 160.0, 8), ("c", 40.0, 2)):
         assert found[label].saturated
@@ -75,3 +77,36 @@ def test_a_ramp_finds_where_more_users_bring_nothing(tmp_path: Path) -> None:
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'id="ramp"' in page
     assert "Ramp to saturation" in page
+
+
+SEARCHED = Workload(
+    scenario="slo", batch_size=1, concurrency=32, requests=459, seconds=0.2, max_seconds=30.0, rounds=1,
+    arrivals="poisson", latency_bound_ms=300.0,
+)  # fmt: skip
+
+
+class TunerProbe(registry.Probe):
+    """Searches one arm by itself, with a workload that the experiment does not name."""
+
+    def __init__(self) -> None:
+        self.rates: list[float | None] = []
+
+    def wanted(self, experiment: Experiment) -> bool:
+        return True
+
+    def measure(self, context: RunContext) -> None:
+        self.rates.append(search_rate(context, context.arms["b"], SEARCHED))
+
+
+def test_a_run_may_search_with_a_workload_that_its_experiment_does_not_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = TunerProbe()
+    monkeypatch.setattr("loadgen.run.runner.probes", lambda: [*registry.probes(), probe])
+    result = run(tmp_path / "run", RAMP, 10, 4, 4)
+    (rate,) = probe.rates
+    assert rate is not None
+    assert read_run(tmp_path / "run").added_workloads == (SEARCHED,)
+    (found,) = result.of(RatesFound).rates
+    assert (found.workload, found.label, found.rate_per_s) == (SEARCHED.name, "b", rate)
+    assert {comparison.scenario for comparison in result.comparisons} == {"ramp"}

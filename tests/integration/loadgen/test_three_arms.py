@@ -11,13 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
-from loadgen.probes.causes.analyse import CausesFound
-from loadgen.probes.causes.records import Explanation
-from loadgen.probes.cold_start.records import ColdStart
+from loadgen.probes.causes_analysis import CausesFound, Explanation
+from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
-from loadgen.report import write_reports
+from loadgen.report.files import write_reports
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, blocks, make_experiment, stored
@@ -28,7 +27,7 @@ MODEL = "/v2/models/openclip_vit_b32"
 
 
 def run(experiment: Experiment, out: Path) -> RunState:
-    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
+    return run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE)
 
 
 def native(label: str, **settings: str) -> ArmRequest:
@@ -83,7 +82,7 @@ def test_a_run_of_named_arms_stores_every_record_of_each(tmp_path: Path) -> None
     assert (state.state, state.error) == ("finished", None)
     assert stored(out / "experiment.json", Experiment) == experiment
     assert [arm.label for arm in stored(out / "arms.json", list[ArmRecord])] == list(names)
-    starts = stored(out / "cold_starts.json", list[ColdStart])
+    starts = stored(out / "cold_starts.json", list[ServerStart])
     assert sorted(start.label for start in starts) == sorted(names)
     records = blocks(out)
     assert [(r.index, r.workload, r.round, r.label, r.position, r.restart) for r in records] == [

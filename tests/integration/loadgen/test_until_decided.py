@@ -7,8 +7,8 @@ from time import monotonic
 
 import pytest
 
-from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
@@ -38,7 +38,7 @@ def analysed(out: Path) -> tuple[Result, Stopping]:
 def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "run"
     experiment = until_decided(workload(1), workload(2), minutes=5.0, b_settings={"delay-ms": "15"})
-    assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
+    assert run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE).error is None
     result, stopping = analysed(out)
     leading = [c for c in result.comparisons if c.leading]
     assert {c.winner for c in leading} == {"a"}
@@ -53,7 +53,7 @@ def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> Non
 def test_the_least_rounds_are_run_and_then_the_limit_ends_what_is_open(tmp_path: Path) -> None:
     out = tmp_path / "run"
     experiment = until_decided(workload(1, pairs=3), minutes=1e-6, b_settings={})
-    assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
+    assert run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE).error is None
     result, stopping = analysed(out)
     (leading,) = [c for c in result.comparisons if c.leading]
     assert (leading.verdict, leading.pairs) == ("inconclusive", 3)
@@ -74,7 +74,7 @@ def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: floa
         others=[ArmRequest(label=label, target="native") for label in labels[2:]],
     )
     began = monotonic()
-    assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
+    assert run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE).error is None
     took = monotonic() - began
     result, stopping = analysed(out)
     leading = [c for c in result.comparisons if c.leading]

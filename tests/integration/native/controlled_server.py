@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from servers.cli.launch import bind
 from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.listener import bind
 from servers.models.specification import ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv

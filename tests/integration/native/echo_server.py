@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Mapping
 
+from servers.cli.launch import bind
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.listener import bind
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv

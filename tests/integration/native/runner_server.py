@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from servers.cli.launch import bind
 from servers.engines.batches import Bucket, bucket_sizes
 from servers.engines.interface import EngineDescription, Finish, Request
 from servers.engines.settings import EngineSettings
 from servers.engines.torch_device import RunnerEngine
-from servers.listener import bind
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv
 from servers.protocol.tensors import Array

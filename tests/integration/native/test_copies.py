@@ -14,9 +14,9 @@ import uvloop
 
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.native.arena import ALIGNMENT
-from servers.native.http_body import FixedBody
-from servers.native.http_front_end import READ_BYTES
+from servers.native.http import READ_BYTES
+from servers.native.http_parser import FixedBody
+from servers.native.memory import ALIGNMENT
 from servers.native.settings import NativeSettings
 from servers.protocol.tensors import Array
 from tests.unit.native.conftest import served, specification_of

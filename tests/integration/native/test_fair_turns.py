@@ -15,9 +15,9 @@ import pytest
 import uvloop
 
 from servers.models.registry import get_specification
-from servers.native.http_connection import PIECES_PER_TURN
-from servers.native.http_front_end import MAX_INFLATING
-from servers.native.http_parser import Request, RequestHead, RequestParser
+from servers.native.http import PIECES_PER_TURN
+from servers.native.http_parser import HttpRequest, RequestHead, RequestParser
+from servers.native.limits import MAX_INFLATING
 from servers.native.settings import NativeSettings
 from tests.integration.native.conftest import FRONTS
 from tests.integration.native.health_probe import probed
@@ -166,7 +166,9 @@ async def turns_of(data: bytes) -> Counter[int]:
     pieces: Counter[int] = Counter()
     parse = RequestParser.parse
 
-    def counted(self: RequestParser, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
+    def counted(
+        self: RequestParser, data: bytearray, start: int, end: int
+    ) -> tuple[int, HttpRequest | RequestHead | None]:
         pieces[turn] += 1
         return parse(self, data, start, end)
 

@@ -16,10 +16,9 @@ from tritonclient.grpc import service_pb2
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
-from servers.native.arena import ALIGNMENT
-from servers.native.grpc_calls import Call
-from servers.native.grpc_front_end import GrpcFrontEnd
-from servers.native.message_memory import Message
+from servers.native.grpc import GrpcFrontEnd
+from servers.native.grpc_call import Call
+from servers.native.memory import ALIGNMENT, GrpcMessage
 from servers.native.settings import NativeSettings
 from servers.protocol.tensors import Array
 from tests.integration.native.raw_grpc import DATA, END_STREAM, RawGrpc, frame, prefixed
@@ -34,8 +33,8 @@ class WatchedFrontEnd(GrpcFrontEnd):
         super().__init__(*arguments)
         self.taken: list[memoryview] = []
 
-    def take(self, call: Call, size: int, *, compressed: bool) -> Message | None:
-        message = super().take(call, size, compressed=compressed)
+    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
+        message = super().allocate_message(call, size, compressed=compressed)
         assert message is not None
         self.taken.append(message.room)
         return message

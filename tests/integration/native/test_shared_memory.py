@@ -19,7 +19,7 @@ import tritonclient.http
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from servers.models.corpus import jpeg_paths
+from servers.models.items import jpeg_paths
 from tests.integration.native.raw_client import check_well
 
 MODEL = "openclip_vit_b32"

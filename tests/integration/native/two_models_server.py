@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from servers.cli.launch import bind
 from servers.engines.batches import Bucket
 from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
 from servers.engines.torch_device import RunnerEngine
-from servers.listener import bind
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv

@@ -18,18 +18,17 @@ import numpy as np
 import pytest
 
 from servers.export.artefacts import Artefact, ensure_artefact
-from servers.export.file_form import executed_form
-from servers.models.corpus import jpeg_paths
-from servers.models.image_decoder import DecodingSettings
-from servers.models.preprocessing import decode_jpeg, resize_and_crop
+from servers.export.manifest import executed_form
+from servers.models.images import DecodingSettings, decode_jpeg, resize_and_crop
+from servers.models.items import jpeg_paths
 from servers.models.registry import get_specification, payload_variants
 from servers.models.specification import ModelSpecification, Payload
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import Array
 from servers.triton.launch import prepare
+from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
-from servers.triton.watch import TritonProcess
 
 MODEL = "openclip_vit_b32"
 VARIANTS = {variant.payload: variant for variant in payload_variants(get_specification(MODEL))}

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from servers.export.triton_config import MODEL_PY, ensemble_config, preprocess_config, preprocess_name
-from servers.models.preprocessing import UInt8Array, normalise
+from servers.models.images import UInt8Array, normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array
+from servers.triton.config import MODEL_PY, ensemble_config, preprocess_config, preprocess_name
 from servers.triton.repository import PlacedModel
 from tests.cosines import row_cosines
 

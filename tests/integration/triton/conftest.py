@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
+from servers.cli.launch import LaunchPlan
 from servers.export.artefacts import Artefact
-from servers.launch_plan import LaunchPlan
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.launch import prepare
+from servers.triton.process import TritonProcess, region_prefixes
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
-from servers.triton.watch import TritonProcess, region_prefixes
 
 READY_SECONDS = 120
 

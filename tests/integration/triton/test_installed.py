@@ -22,16 +22,16 @@ import pytest
 import simplejpeg
 import tritonclient.http as http_client
 
-from loadgen.bench.arms import Arm
 from loadgen.launch.interface import RemoteDeployment
 from loadgen.records.run import ArmRequest
+from loadgen.run.arms import Arm
+from servers.cli.launch import LaunchPlan
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
-from servers.launch_plan import LaunchPlan
 from servers.models.registry import get_variant
 from servers.models.weights import RandomWeights
 from servers.triton.installation import STUB
-from servers.triton.watch import TritonProcess
+from servers.triton.process import TritonProcess
 from servers.triton.wheel import find_wheel
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
 from tests.integration.triton.conftest import free_ports
@@ -45,7 +45,7 @@ import numpy
 import onnxruntime
 import triton_python_backend_utils as pb_utils
 
-from servers.triton.backend_tensors import array_of, tensor_of
+from servers.triton.python_backend import array_of, tensor_of
 
 class TritonPythonModel:
     def initialize(self, args):

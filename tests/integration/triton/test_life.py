@@ -14,14 +14,14 @@ import psutil
 import pytest
 import tritonclient.http as http_client
 
-from servers.launch_plan import LaunchPlan
+from servers.cli.launch import LaunchPlan
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.triton.errors import TritonDiedError, TritonOptionError
+from servers.triton.installation import TritonDiedError, TritonOptionError
 from servers.triton.launch import prepare
+from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
-from servers.triton.watch import TritonProcess
 
 pytestmark = pytest.mark.triton
 MODEL = "openclip_vit_b32"
@@ -134,8 +134,8 @@ def test_a_failing_batch_is_an_error_without_a_traceback_and_the_next_one_is_ser
 ) -> None:
     """The engine is made to fail on one value: Triton's own answer to an exception would hold our file's path."""
     (version_folder(own_plan) / "model.py").write_text(
-        "from servers.triton import python_model\n"
-        "class TritonPythonModel(python_model.TritonPythonModel):\n"
+        "from servers.triton.python_backend import EngineModel\n"
+        "class TritonPythonModel(EngineModel):\n"
         "    def initialize(self, args):\n"
         "        super().initialize(args)\n"
         "        infer = self._engine.infer\n"

@@ -16,8 +16,8 @@ import pytest
 import tritonclient.http as http_client
 from onnx import TensorProto, helper
 
-from servers.launch_plan import LaunchPlan
-from servers.triton.watch import TritonProcess
+from servers.cli.launch import LaunchPlan
+from servers.triton.process import TritonProcess
 from tests.integration.triton.conftest import READY_SECONDS, free_ports
 from tests.integration.triton.test_installed import OWN_CONFIG, OWN_MODEL
 

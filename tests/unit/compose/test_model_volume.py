@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -12,10 +13,17 @@ from typing import Any
 import pytest
 from tritonclient.grpc import model_config_pb2 as pb
 
-from servers import model_volume
-from servers.export.file_form import FileForm
-from servers.model_volume import VolumeError, fill, link_whole, parse_backends
-from tests.unit.triton.test_model_config import parse
+from servers.export.manifest import FileForm
+from tests.unit.triton.test_config import parse
+
+SCRIPT = Path(__file__).resolve().parents[3] / "docker/model_volume.py"
+_spec = importlib.util.spec_from_file_location("model_volume", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+model_volume = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(model_volume)
+VolumeError, fill, link_whole = model_volume.VolumeError, model_volume.fill, model_volume.link_whole
+parse_backends = model_volume.parse_backends
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import Artefact
 from servers.export.parity import corpus_pixels
-from servers.models.preprocessing import normalise
+from servers.models.images import normalise
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import TensorSpec

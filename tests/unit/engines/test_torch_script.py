@@ -16,7 +16,7 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import KINDS, EngineSettings
 from servers.engines.torch_towers import APIS, OWN_MODULE, own_tower, to_torchscript
 from servers.export.parity import corpus_pixels
-from servers.models.preprocessing import normalise
+from servers.models.images import normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images, to_precision

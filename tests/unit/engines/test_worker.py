@@ -116,7 +116,7 @@ def test_offers_are_what_the_load_generator_reads() -> None:
 
 
 def test_both_sides_name_the_same_fields() -> None:
-    assert set(Checked.__struct_fields__) == set(plan_of.Checked.__struct_fields__)
+    assert set(Checked.__struct_fields__) == set(plan_of.CombinationCheck.__struct_fields__)
     specification = get_specification(IMAGE)
     inputs = {"pixel_values": np.zeros((1, 3, 224, 224), np.float32)}
     engine = NullEngine(specification, EngineSettings(kind="null"))

@@ -12,10 +12,10 @@ import torch
 
 from servers.engines.proof import Answer
 from servers.engines.torch_towers import expected_answers
-from servers.export.errors import ParityError
+from servers.export.manifest import ParityError
 from servers.export.parity import BATCHES, assert_parity, corpus_pixels, measure_parity
+from servers.models.images import normalise
 from servers.models.items import valid_items
-from servers.models.preprocessing import normalise
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import Array, TensorSpec

@@ -8,7 +8,7 @@ from typing import get_args
 
 import msgspec
 
-from loadgen.probes.gpu_proof.records import DEFAULT_THRESHOLDS, Code, Finding
+from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS, GpuFinding, InconclusiveCode
 from servers.gpu.command import ExporterSettings
 from servers.gpu.exporter import DEFINITIONS, HOST_DEFINITIONS
 from servers.gpu.readings import Status
@@ -41,7 +41,7 @@ def test_every_metric_is_documented_and_exists() -> None:
 
 
 def test_every_code_is_documented_and_exists() -> None:
-    assert [row[0].strip("`") for row in rows("Code")] == [str(code) for code in Code]
+    assert [row[0].strip("`") for row in rows("Code")] == [str(code) for code in InconclusiveCode]
 
 
 def test_every_threshold_is_documented_with_its_value() -> None:
@@ -50,7 +50,7 @@ def test_every_threshold_is_documented_with_its_value() -> None:
 
 
 def test_findings_and_statuses_are_named() -> None:
-    for word in (*Finding, *get_args(Status)):
+    for word in (*GpuFinding, *get_args(Status)):
         assert f"`{word}`" in TEXT
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.probes.gpu_proof.readings import read_readings
+from loadgen.probes.gpu.records import read_readings
 from servers.gpu.readings import DeviceIdentity
 from servers.gpu.selection import matching, visible
 

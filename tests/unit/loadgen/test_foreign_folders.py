@@ -28,12 +28,10 @@ from loadgen.engine_matrix.records import Visit
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.entry import build
 from loadgen.exporters.runs import RunsCollector
-from loadgen.machine.calibration import CalibrationError, read_calibration
-from loadgen.probes.gpu_proof.records import EvidenceFile
+from loadgen.probes.gpu.records import EvidenceFile
 from loadgen.records.samples import SAMPLE_DTYPE, part_path
-from loadgen.storage.run_lock import is_running, running
-from loadgen.storage.store import StorageError, write_whole
-from loadgen.storage.stored_run import read_run
+from loadgen.run.machine import CalibrationError, read_calibration
+from loadgen.run.storage import StorageError, is_running, read_run, running, write_whole
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration
 from tests.synthetic_matrix import matrix as synthetic_matrix

@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.machine.calibration import CalibrationError, read_calibration
-from loadgen.machine.environment import read_environment
-from loadgen.machine.noise_floor import NoiseFloorError, read_floors
-from loadgen.probes.gpu_proof.readings import ReadingsError, read_readings
+from loadgen.probes.gpu.records import ReadingsError, read_readings
 from loadgen.records.samples import load_samples
-from loadgen.storage.store import RunStore, StorageError
-from loadgen.storage.stored_run import StoredRunError, read_run
+from loadgen.run.machine import CalibrationError, read_calibration, read_environment
+from loadgen.run.noise_floor import NoiseFloorError, read_floors
+from loadgen.run.storage import RunStore, StorageError, StoredRunError, read_run
 from loadgen.verdict.result_file import ResultError, read_result
 
 

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from loadgen.entry import PanelledCommand
 from servers.models.command import samples
-from servers.models.corpus import jpeg_paths
+from servers.models.items import QUANTILES, jpeg_paths, text_lengths
 from servers.models.registry import get_base
 from servers.models.samples import SamplesError, write_samples
-from servers.models.sequence_lengths import QUANTILES, text_lengths
 from servers.models.specification import ModelSpecification
 
 

@@ -18,9 +18,9 @@ import torchvision
 import transformers
 from PIL import Image
 
-from servers.models.corpus import jpeg_paths
-from servers.models.model_size import measure_size
-from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
+from servers.models.images import decode_jpeg, normalise, resize_and_crop
+from servers.models.items import jpeg_paths
+from servers.models.modules import measure_size
 from servers.models.registry import UnknownModelError, get_base, get_specification, known_references, payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import (

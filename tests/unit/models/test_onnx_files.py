@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from servers.export.onnx import read_user_file
+from servers.export.torch_export import read_user_file
 from servers.models.sources import onnx_file
 from servers.models.specification import UnknownModelError
 from servers.models.weights import CheckpointWeights, WeightsError, pin, verify

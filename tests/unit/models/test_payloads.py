@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from servers.models.corpus import jpeg_paths
-from servers.models.image_decoder import DecodingSettings, ImageDecoder
-from servers.models.preprocessing import MAX_PASSES, MAX_SCANS, ImageError, decode_jpeg, resize_and_crop
+from servers.models.images import (
+    MAX_PASSES,
+    MAX_SCANS,
+    DecodingSettings,
+    ImageDecoder,
+    ImageError,
+    decode_jpeg,
+    resize_and_crop,
+)
+from servers.models.items import jpeg_paths
 from servers.models.registry import (
     DEFAULT_MODEL,
     UnknownModelError,

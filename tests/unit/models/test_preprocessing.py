@@ -12,8 +12,8 @@ import open_clip
 import pytest
 from PIL import Image
 
-from servers.models.corpus import jpeg_paths
-from servers.models.preprocessing import Float32Array, ImageError, decode_jpeg, normalise, resize_and_crop
+from servers.models.images import Float32Array, ImageError, decode_jpeg, normalise, resize_and_crop
+from servers.models.items import jpeg_paths
 from servers.models.specification import ModelSpecification, Preprocessing
 
 

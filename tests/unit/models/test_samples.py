@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from servers.models.atomic_folder import FolderError, atomic_folder
-from servers.models.corpus import credits_text, jpeg_paths
-from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
+from servers.models.files import FolderError, atomic_folder
+from servers.models.images import decode_jpeg, normalise, resize_and_crop
+from servers.models.items import credits_text, jpeg_paths
 from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
 

@@ -11,7 +11,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from servers.models.checkpoints import read_state
+from servers.models.modules import read_state
 from servers.models.weights import CheckpointWeights, WeightsError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

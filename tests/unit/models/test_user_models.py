@@ -13,7 +13,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from servers.models.model_size import measure_size
+from servers.models.modules import measure_size
 from servers.models.registry import UnknownModelError, get_base, get_specification
 from servers.models.samples import write_samples
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, parse_weights, pin

@@ -17,12 +17,18 @@ from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
 from servers.engines.torch_device import RunnerEngine
 from servers.models.specification import ModelSpecification
-from servers.native.arena import Arena, Layout, RequestMemory
-from servers.native.engine_client import EngineClient
+from servers.native.engine_link import EngineClient
 from servers.native.engine_process import EngineServer
 from servers.native.inference import signature_of
-from servers.native.limits import ByteBudget
-from servers.native.queued_request import QueuedRequest
+from servers.native.interface import (
+    ApplyStatus,
+    FrontEndOpened,
+    FrontEndOperation,
+    ModelState,
+    QueuedRequest,
+    UnregisterMemory,
+)
+from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, UnavailableError
@@ -87,15 +93,12 @@ class BothProcesses:
         self._loop.run_until_complete(asyncio.wait_for(work, 20))
 
     async def _open(self, front: socket.socket) -> None:
-        async def states(states: Sequence[Any]) -> None:
-            if states[0][0] == "ready":
+        async def execute(operation: FrontEndOperation) -> None:
+            if isinstance(operation, ApplyStatus) and operation.models[0].state is ModelState.READY:
                 self.ready.set()
 
-        async def nothing(*_arguments: object) -> None:
-            pass
-
-        await self.client.open(front, {"states": states, "open": nothing, "forget": nothing})
-        await self.client.ask("opened")
+        await self.client.open(front, execute)
+        await self.client.control(FrontEndOpened())
         await self.ready.wait()
 
     @property
@@ -103,11 +106,12 @@ class BothProcesses:
         (channel,) = self.server._channels.values()
         return channel
 
-    async def infer(self, value: float, waiter: Any = None) -> QueuedRequest:
+    async def infer(self, value: float) -> QueuedRequest:
         array = self.memory.placed(np.full((1, 4), value, np.float32))
-        queued = QueuedRequest({"x": array}, 1, [("x", (4,))], None, Waiting())
+        waiting = Waiting()
+        queued = QueuedRequest({"x": array}, 1, [("x", (4,))], None, waiting)
         self.client.submit(0, queued)
-        await queued.waiter.event.wait()
+        await waiting.event.wait()
         return queued
 
     async def check(self) -> None:
@@ -123,7 +127,7 @@ class BothProcesses:
 
         await asyncio.gather(*(honest(value) for value in (1.0, 2.0, 3.0)))
         with suppress(ContractError):
-            await self.client.ask("unregister", False, "r")
+            await self.client.control(UnregisterMemory(False, "r"))
         assert self.thread.is_alive()
 
     def stop(self) -> None:

@@ -16,14 +16,13 @@ from servers.engines.interface import Engine, EngineDescription
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
-from servers.native.arena import RequestMemory
 from servers.native.batcher import Batcher
-from servers.native.engine_side import EngineSide
+from servers.native.engine_link import LocalLink
+from servers.native.engine_process import BuildEngine, EngineSide
 from servers.native.front_server import NativeServer
-from servers.native.http_connection import connection_factory
-from servers.native.model_host import BuildEngine
-from servers.native.one_process import LocalLink
-from servers.native.queued_request import QueuedRequest
+from servers.native.http import connection_factory
+from servers.native.interface import QueuedRequest
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.tensors import Array, TensorSpec
@@ -72,7 +71,7 @@ async def served(
     server = NativeServer(settings, [specification], statistics, link, memory, lambda: None, lambda: None)
     opened = threading.Event()
     opened.set()
-    link.open(server.told)
+    link.open(server.execute)
     side.start(lambda: None, opened)
     loop, connect = asyncio.get_running_loop(), connection_factory(server.http)
     listener = await loop.create_server(lambda: connect(server.server_state, loop), "127.0.0.1", 0)
@@ -153,14 +152,14 @@ class Harness:
         self.calls: list[int] = []
         self.broken = threading.Semaphore(0)
         settings = NativeSettings(max_batch_size=max_batch_size, max_queue_delay_us=delay_us, queue_size=queue_size)
-        self.batcher = Batcher(settings, self.statistics, self._complete, self.broken.release)
-        self.batcher.start(lambda: self.engine)
+        self.batcher = Batcher(self.engine, settings, self.statistics, self._complete, self.broken.release)
+        threading.Thread(target=self.batcher.run, daemon=True).start()
 
     def _complete(self, entries: Sequence[QueuedRequest]) -> None:
         self.calls.append(len(entries))
         for entry in entries:
-            assert isinstance(entry.waiter, threading.Event)
-            entry.waiter.set()
+            waiter: Any = entry.waiter
+            waiter.set()
 
     def submit(
         self,
@@ -170,14 +169,15 @@ class Harness:
         window: Any = None,
     ) -> QueuedRequest:
         array = np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
-        entry = QueuedRequest({"x": array}, len(values), [("x", (width,))], deadline_ns, threading.Event())
-        entry.device_inputs = {} if window is None else {"x": window}
+        waiter: Any = threading.Event()
+        entry = QueuedRequest({"x": array}, len(values), [("x", (width,))], deadline_ns, waiter)
+        entry.input_windows = {} if window is None else {"x": window}
         self.batcher.submit(entry)
         return entry
 
     def answer(self, entry: QueuedRequest) -> list[float]:
-        assert isinstance(entry.waiter, threading.Event)
-        assert entry.waiter.wait(10)
+        waiter: Any = entry.waiter
+        assert waiter.wait(10)
         if entry.error is not None:
             raise entry.error
         assert entry.outputs is not None

@@ -14,14 +14,25 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from servers.engines.null import NullEngine
-from servers.native.messages import (
-    Answer,
-    Ask,
+from servers.native.interface import (
+    ApplyStatus,
+    CheckCuda,
+    CloseRegions,
+    ModelState,
+    ModelStatus,
+    OpenRegion,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+    UnregisterMemory,
+)
+from servers.native.ipc import (
     Cancel,
-    Done,
-    DoneMany,
+    Control,
+    ControlDone,
     Form,
     Message,
+    RequestDone,
+    RequestsDone,
     Submit,
     SubmitMany,
     Tensor,
@@ -43,11 +54,21 @@ SAMPLES: dict[type[Message], Message] = {
     Submit: Submit(2**40, 0, 1, None, [0]),
     SubmitMany: SubmitMany([2**40, 2**40 + 1], 0, 1, [[0], [4096]]),
     Cancel: Cancel(2**40),
-    Done: Done(2**40, [Tensor("y", "<f4", (1, 4), bytes(16))]),
-    DoneMany: DoneMany([2**40, 2**40 + 1], [Tensor("y", "<f4", (2, 4), bytes(32))]),
-    Ask: Ask(2**40, "unregister", [False, "r"]),
-    Answer: Answer(2**40, None),
+    RequestDone: RequestDone(2**40, [Tensor("y", "<f4", (1, 4), bytes(16))]),
+    RequestsDone: RequestsDone([2**40, 2**40 + 1], [Tensor("y", "<f4", (2, 4), bytes(32))]),
+    Control: Control(2**40, UnregisterMemory(False, "r")),
+    ControlDone: ControlDone(2**40, None),
 }
+
+OPERATIONS: tuple[Any, ...] = (
+    UnregisterMemory(False, "r"),
+    RegisterSystemMemory("r", "/no", 0, 8),
+    RegisterCudaMemory("r", b"", 0, 8),
+    CheckCuda(),
+    ApplyStatus((ModelStatus(ModelState.READY, None),)),
+    OpenRegion("r", None, 0, 8),
+    CloseRegions(("r",)),
+)
 
 numbers = st.integers(-(2**80), 2**80) | st.sampled_from(
     [-1, 0, 1, 3, 7, 4096, HELD, 2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), 10**30]
@@ -65,7 +86,7 @@ def changed(message: Message, data: st.DataObject) -> Message:
     """The message with any value in one of its fields, or of those of its tensors."""
     message = msgspec.structs.replace(message)
     fields = list(message.__struct_fields__)
-    if isinstance(message, Done | DoneMany) and data.draw(st.booleans()):
+    if isinstance(message, RequestDone | RequestsDone) and data.draw(st.booleans()):
         (tensor,) = message.outputs
         field = data.draw(st.sampled_from(tensor.__struct_fields__))
         message.outputs = [msgspec.structs.replace(tensor, **{field: data.draw(values)})]
@@ -73,6 +94,14 @@ def changed(message: Message, data: st.DataObject) -> Message:
     if isinstance(message, Form) and data.draw(st.booleans()):
         name, dtype, shape = data.draw(st.tuples(texts, texts, st.lists(numbers, max_size=3)))
         message.tensors = [(name, dtype, tuple(shape))]
+        return message
+    if isinstance(message, Control) and data.draw(st.booleans()):
+        operation = data.draw(st.sampled_from(OPERATIONS))
+        if operation.__struct_fields__:
+            field = data.draw(st.sampled_from(operation.__struct_fields__))
+            operation = msgspec.structs.replace(operation, **{field: data.draw(values)})
+        message.operation = operation
+        assume(not names_another(message))
         return message
     setattr(message, data.draw(st.sampled_from(fields)), data.draw(values))
     assume(not names_another(message))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from servers.native.batch_former import BatchFormer
+from servers.native.batcher import BatchFormer
 
 MS = 1_000_000
 MOST = 64
@@ -109,7 +109,7 @@ class Simulation:
             self.former.finished(self._end_ns)
 
     def _start(self, now_ns: int) -> None:
-        while self._waiting and self.former.in_flight < self.flights:
+        while self._waiting and self.former.running < self.flights:
             rows = min(len(self._waiting), MOST)
             wait_ns = self.former.wait_ns(now_ns, rows, self._waiting[0][0])
             if wait_ns:

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import uvloop
 
-from servers.native.arena import ALIGNMENT, Arena, Layout, RequestMemory
-from servers.native.http_front_end import HttpFrontEnd
-from servers.native.limits import ByteBudget
+from servers.native.http import HttpFrontEnd
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from tests.unit.native.conftest import served, specification_of
 
@@ -166,7 +165,7 @@ def test_a_body_that_finds_no_room_is_refused_and_its_connection_goes_on(monkeyp
             client.writer.write(HEAD + BODY)
             assert (await client.answer())[0] == 200
 
-    monkeypatch.setattr("servers.native.http_connection.ROOM_WAIT_S", 0.6)
+    monkeypatch.setattr("servers.native.http.ROOM_WAIT_S", 0.6)
     with_server(test)
 
 
@@ -184,7 +183,7 @@ def test_of_two_bodies_that_outgrow_the_budget_together_one_is_served(monkeypatc
             statuses = [(await client.answer())[0] for client in (first, second)]
             assert sorted(statuses) == [200, 503]
 
-    monkeypatch.setattr("servers.native.http_connection.ROOM_WAIT_S", 0.6)
+    monkeypatch.setattr("servers.native.http.ROOM_WAIT_S", 0.6)
     with_server(test)
 
 

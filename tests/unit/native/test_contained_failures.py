@@ -12,13 +12,13 @@ import pytest
 import structlog
 from structlog.testing import CapturingLogger
 
-from servers.native import failure_log, grpc_front_end, http_front_end
-from servers.native.arena import RequestMemory
-from servers.native.failure_log import FailureLog
-from servers.native.grpc_front_end import GrpcFrontEnd
-from servers.native.http_front_end import HttpFrontEnd
+from servers.native import errors, grpc_connection, http
+from servers.native.errors import FailureLog
+from servers.native.grpc import GrpcFrontEnd
+from servers.native.http import HttpFrontEnd
 from servers.native.inference import wake_all
-from servers.native.queued_request import QueuedRequest
+from servers.native.interface import QueuedRequest
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 
 
@@ -66,16 +66,17 @@ class Connection:
 
 def front_ends(settings: NativeSettings) -> list[Any]:
     memory = RequestMemory.alone(settings)
+    models: Any = SimpleNamespace(default=SimpleNamespace(statistics=None))
     http = HttpFrontEnd(None, [], None, settings, memory)  # type: ignore[arg-type]  # nobody asks it anything
     http._state = SimpleNamespace(connections=set(), tasks=set())  # type: ignore[assignment]
-    return [http, GrpcFrontEnd(SimpleNamespace(), SimpleNamespace(), settings, memory)]  # type: ignore[arg-type]
+    return [http, GrpcFrontEnd(models, models, settings, memory)]
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["HTTP", "gRPC"])
 def test_a_limit_that_cannot_be_applied_disables_no_other(
     place: int, monkeypatch: pytest.MonkeyPatch, logged: list[Any]
 ) -> None:
-    for module in (http_front_end, grpc_front_end):
+    for module in (http, grpc_connection):
         monkeypatch.setattr(module, "TICK_S", 0.001)
         monkeypatch.setattr(module, "log", FailureLog("test"))
 
@@ -110,9 +111,9 @@ def test_failures_of_one_kind_are_logged_once_and_then_counted(
     fail("inference failed", TypeError())
     fail("something else", ValueError())
     assert len(logged) == 3
-    monkeypatch.setattr(failure_log, "LOGGED_EVERY_S", 0.0)
+    monkeypatch.setattr(errors, "LOGGED_EVERY_S", 0.0)
     fail("inference failed", ValueError())
     assert logged[-1].kwargs["repeated"] == 999
-    for number in range(3 * failure_log.MAX_KINDS):
+    for number in range(3 * errors.MAX_KINDS):
         fail(str(number), ValueError())
-    assert len(log._kinds) <= failure_log.MAX_KINDS
+    assert len(log._kinds) <= errors.MAX_KINDS

@@ -12,13 +12,13 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 
-from servers.models.corpus import jpeg_paths
-from servers.models.image_decoder import Decoding, DecodingSettings
-from servers.models.preprocessing import ImageError
+from servers.models.images import Decoding, DecodingSettings, ImageError
+from servers.models.items import jpeg_paths
 from servers.models.registry import get_variant
-from servers.native.arena import RequestMemory
 from servers.native.errors import QueueFullError, RequestExpiredError
-from servers.native.inference import RequestDecoder, State
+from servers.native.inference import RequestDecoder
+from servers.native.interface import ModelState
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
 from servers.protocol.records import InferRequest, InputTensor
@@ -91,7 +91,7 @@ def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
             while not service.statistics.snapshot().decoding:
                 await asyncio.sleep(0)
             unloading = asyncio.create_task(models.unload(JPEG.name))
-            while service.state is not State.UNLOADED:
+            while service.state is not ModelState.UNLOADED:
                 await asyncio.sleep(0)
             gate.set()
             answer = await accepted

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from servers.native.http_front_end import INFLATED_STEP_BYTES, decompress
+from servers.native.limits import INFLATED_STEP_BYTES, decompress
 from servers.protocol.errors import InvalidRequestError, TooLargeError
 
 STEP = INFLATED_STEP_BYTES

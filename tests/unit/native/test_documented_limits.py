@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from servers.native.grpc_calls import (
+from servers.native.grpc_call import (
     MANY_ARRIVING,
     MANY_WAITING,
-    MAX_METADATA_BYTES,
     MOST_TOGETHER,
     MOST_WAITING,
     PRESSED_S,
@@ -25,16 +24,16 @@ from servers.native.grpc_connection import (
     FRAMES_PER_TURN,
     MAX_CALLS,
     MAX_CREDIT,
+    SCARCE_SHARE,
     TURN_NS,
+    TURNS_NS,
 )
-from servers.native.grpc_front_end import SCARCE_SHARE, TURNS_NS
 from servers.native.grpc_messages import MAX_FIELDS
-from servers.native.http2_frames import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_SETTINGS
-from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
-from servers.native.http_connection import PIECES_PER_TURN
-from servers.native.http_front_end import MAX_INFLATING
+from servers.native.http import PIECES_PER_TURN
+from servers.native.http2 import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_METADATA_BYTES, MAX_SETTINGS
+from servers.native.http_parser import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.inference import DECODING_S
-from servers.native.limits import CONTROL_BODY_BYTES
+from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING
 from servers.native.settings import NativeSettings
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from servers.native import errors as native
-from servers.native.http_front_end import refusal
-from servers.native.http_parser import infer_target
+from servers.native.http_parser import infer_target, refusal
 from servers.protocol import errors as contract
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
 import pytest
 from hpack import Decoder
 
-from servers.native.arena import RequestMemory
 from servers.native.errors import QueueFullError, SlowClientError
-from servers.native.grpc_calls import STATUS_CODES, Call, CallHead, Method, read_call_head, refusal_of, shortened
-from servers.native.message_memory import Message
+from servers.native.grpc_call import Call
+from servers.native.http2 import STATUS_CODES, CallHead, GrpcMethod, read_call_head, shortened, status_of
+from servers.native.memory import GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol import errors
 
-METHODS = {b"/s/M": Method("M", False, 1000)}
+METHODS = {b"/s/M": GrpcMethod("M", True, False, 1000)}
 HEAD = [(b":method", b"POST"), (b":path", b"/s/M"), (b"content-type", b"application/grpc+proto")]
 
 
@@ -34,12 +35,12 @@ HEAD = [(b":method", b"POST"), (b":path", b"/s/M"), (b"content-type", b"applicat
     ],
 )
 def test_triton_s_mapping(kind, status):
-    assert refusal_of(kind("x")).status == status
+    assert status_of(kind("x")).status == status
 
 
 def test_every_direct_kind_of_error_is_in_the_table():
     """A kind that is forgotten would be answered as the server's own fault."""
-    own_fault = {kind for kind in errors.ContractError.__subclasses__() if refusal_of(kind("x")).status == "INTERNAL"}
+    own_fault = {kind for kind in errors.ContractError.__subclasses__() if status_of(kind("x")).status == "INTERNAL"}
     assert {kind.__name__ for kind in own_fault} == {"InternalError"}
 
 
@@ -50,7 +51,7 @@ def test_the_codes_are_those_of_grpc():
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("words", ["short", "é\n% \x7f\0", "€" * 5000])
 def test_the_words_arrive_as_they_are_or_shortened(words, alone):
-    block = refusal_of(errors.InvalidRequestError(words)).block(alone=alone)
+    block = status_of(errors.InvalidRequestError(words)).block(alone=alone)
     fields = {str(name): str(value) for name, value in Decoder().decode(block)}
     assert fields["grpc-status"] == "3"
     assert fields["grpc-message"].isprintable()
@@ -107,10 +108,10 @@ class Answered:
         self.answering_count = 0
         self.sent: list[str] = []
 
-    def take(self, call: Call, size: int, *, compressed: bool) -> Message:
-        return Message(self._memory, call, size, compressed=compressed, aligned_at=0, spare=9)
+    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage:
+        return GrpcMessage(self._memory, call, size, compressed=compressed, aligned_at=0, spare=9)
 
-    def answering(self, call: Call, message: Message) -> Answering:
+    def answering(self, call: Call, message: GrpcMessage) -> Answering:
         message.release()
         self.answering_count += 1
         return Answering(call, self.answering_count > 1)
@@ -124,8 +125,8 @@ class Answered:
 
 
 def test_a_stream_s_messages_that_waited_are_all_answered_before_it_ends():
-    everything = Answered()
-    call = Call(everything, everything, 1, CallHead(Method("S", True, 1000)), 65535)
+    everything: Any = Answered()
+    call = Call(everything, everything, 1, CallHead(GrpcMethod("S", True, True, 1000)), 65535)
     data = (b"\0\0\0\0\1x") * 900
     assert call.feed(data, 0, 6) == 5  # the prefix alone
     place = 5

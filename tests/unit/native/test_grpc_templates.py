@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from servers.models.specification import ModelSpecification
-from servers.native.arena import RequestMemory
-from servers.native.engine_side import EngineSide
-from servers.native.grpc_messages import decode_message, parse_message
-from servers.native.grpc_templates import MessageTemplates, id_field
+from servers.native.engine_link import LocalLink
+from servers.native.engine_process import EngineSide
+from servers.native.grpc_messages import MessageTemplates, decode_message, id_field, parse_message
 from servers.native.inference import InferenceService
-from servers.native.one_process import LocalLink
-from servers.native.regions import RegionTable
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
+from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Statistics
 from servers.protocol.tensors import TensorSpec
 

@@ -7,7 +7,7 @@ from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.native.http2_frames import HeaderBlocks, Http2Error, header_block
+from servers.native.http2 import HeaderBlocks, Http2Error, header_block
 
 FIELDS = [(b":path", b"/a"), (b"x", b"1")]
 Fields = list[tuple[bytes, bytes]]

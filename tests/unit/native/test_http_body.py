@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.native.arena import ALIGNMENT, Arena, Layout, RequestMemory
 from servers.native.errors import HttpError
-from servers.native.http_body import (
+from servers.native.http_parser import (
     FREE_CHUNKS,
     MIN_MEAN_CHUNK_BYTES,
     STEPS_PER_FEED,
@@ -20,7 +19,7 @@ from servers.native.http_body import (
     DroppedBody,
     FixedBody,
 )
-from servers.native.limits import ByteBudget
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
 
 LARGE_BYTES = 2**20
 MEMORY = RequestMemory(Arena(Layout.of(1, 64 * LARGE_BYTES, 2 * LARGE_BYTES)), ByteBudget(64 * LARGE_BYTES))

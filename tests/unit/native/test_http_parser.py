@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.native.arena import ALIGNMENT, Arena, Layout, RequestMemory
 from servers.native.errors import HttpError, NotReadyError, failure_reason
-from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
-from servers.native.limits import ByteBudget
+from servers.native.http_parser import HeadReader, HttpRequest, RequestHead, RequestParser
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, NotFoundError, UnavailableError
 
@@ -41,8 +40,8 @@ def requests(one: RequestParser, stream: bytes, cuts: list[int]) -> list[tuple[s
     found: list[tuple[str, bytes]] = []
     unparsed = bytearray()
 
-    def note(complete: Request | RequestHead | None) -> None:
-        if isinstance(complete, Request):
+    def note(complete: HttpRequest | RequestHead | None) -> None:
+        if isinstance(complete, HttpRequest):
             found.append((complete.head.path, bytes(complete.body)))
             complete.release()
 
@@ -90,7 +89,7 @@ def test_a_request_holds_its_bytes_until_it_is_released() -> None:
     data = bytearray(post(b"x" * 100))
     used, request = one.parse(data, 0, len(data))
     assert used == len(data)
-    assert isinstance(request, Request)
+    assert isinstance(request, HttpRequest)
     assert budget.held == 100
     for _ in range(2):
         request.release()
@@ -101,7 +100,7 @@ def test_bytes_that_the_engine_may_still_read_are_held_as_long_as_it_can() -> No
     one, budget = parser()
     data = bytearray(post(b"x" * 100))
     _, request = one.parse(data, 0, len(data))
-    assert isinstance(request, Request)
+    assert isinstance(request, HttpRequest)
     view = request.body
     request.release()
     assert budget.held == 100
@@ -126,10 +125,10 @@ def test_a_refused_request_has_its_body_dropped_and_the_next_one_is_read() -> No
     one, budget = parser(refusal=refusal)
     data = bytearray(post(b"x" * 100) + post(b"y", path="/v2"))
     used, request = one.parse(data, 0, len(data))
-    assert isinstance(request, Request)
+    assert isinstance(request, HttpRequest)
     assert (request.refusal, bytes(request.body), budget.held) == (refusal, b"", 0)
     _, other = one.parse(data, used, len(data))
-    assert isinstance(other, Request)
+    assert isinstance(other, HttpRequest)
     assert (other.refusal, bytes(other.body)) == (None, b"y")
 
 
@@ -168,7 +167,7 @@ def test_a_body_without_room_takes_no_more_bytes_and_can_be_dropped() -> None:
     assert budget.held == 189
     used, request = one.parse(rest, 0, len(rest))
     assert used == len(rest)
-    assert isinstance(request, Request)
+    assert isinstance(request, HttpRequest)
     assert str(request.refusal) == "full"
 
 
@@ -188,7 +187,7 @@ def test_a_body_that_makes_way_gives_its_memory_back_and_its_request_is_refused(
             one.parse(rest, 0, len(rest))
         return
     used, request = one.parse(rest, 0, len(rest))
-    assert isinstance(request, Request)
+    assert isinstance(request, HttpRequest)
     assert isinstance(request.refusal, UnavailableError)
     assert request.body.nbytes == 0
 

@@ -14,7 +14,7 @@ from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.weights import RandomWeights, WeightsError
-from servers.native.command import Launch, check
+from servers.native.command import NativeLaunch, check
 from servers.native.server import imported_first
 from servers.native.settings import NativeSettings
 from servers.triton.settings import TritonSettings
@@ -22,7 +22,7 @@ from servers.triton.settings import TritonSettings
 
 @pytest.mark.parametrize(("engine", "file"), [("onnxruntime", "/x/model.onnx"), ("tensorrt", "/x/model.plan")])
 def test_an_engine_with_a_file_is_started_with_it(engine: str, file: str) -> None:
-    launch = Launch(NativeSettings(engine=engine), (get_specification(DEFAULT_MODEL),), RandomWeights(0))
+    launch = NativeLaunch(NativeSettings(engine=engine), (get_specification(DEFAULT_MODEL),), RandomWeights(0))
     (needed,) = launch.needs_artefacts
     plan = launch.plan({needed.name: (Path(file), None)})
     assert plan.argv[plan.argv.index("--artefact") + 1] == file
@@ -80,7 +80,7 @@ def test_every_server_computes_in_the_precision_of_its_device_unless_told_anothe
     native = NativeSettings(**options).resolved(get_specification(DEFAULT_MODEL))
     triton = TritonSettings(**options).resolved_engine()
     assert (native.precision, native.engine_settings().precision, triton.precision) == (in_effect,) * 3
-    argv = Launch(native, (get_specification(DEFAULT_MODEL),), RandomWeights(0)).plan({}).argv
+    argv = NativeLaunch(native, (get_specification(DEFAULT_MODEL),), RandomWeights(0)).plan({}).argv
     assert argv[argv.index("--precision") + 1] == in_effect, "the process is told, and so are clients"
 
 

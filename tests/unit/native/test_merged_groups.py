@@ -11,7 +11,7 @@ import pytest
 
 from servers.native.batcher import Batcher
 from servers.native.errors import RequestExpiredError
-from servers.native.queued_request import QueuedRequest
+from servers.native.interface import QueuedRequest
 from tests.unit.native.both_processes import BothProcesses, Copying, Waiting
 
 GATE = threading.Event()
@@ -44,7 +44,9 @@ def submit(both: BothProcesses, value: float, rows: int = 1) -> QueuedRequest:
 
 
 def batcher_of(both: BothProcesses) -> Batcher:
-    return both.server._side.hosts[0]._batcher
+    batcher = both.server._side.hosts[0]._batcher
+    assert batcher is not None
+    return batcher
 
 
 async def waiting(both: BothProcesses, count: int) -> None:
@@ -56,11 +58,11 @@ async def check_who_leaves(both: BothProcesses, places: tuple[int, ...]) -> None
     flying = []
     for value in (100.0, 101.0):
         flying.append(submit(both, value, rows=8))
-        while len(batcher_of(both)._flights) < len(flying):
+        while len(batcher_of(both)._running) < len(flying):
             await asyncio.sleep(0.001)
     together = [submit(both, float(value)) for value in range(5)]
     await waiting(both, 5)
-    came_ns = batcher_of(both)._lined_up[0].enqueued_ns
+    came_ns = batcher_of(both)._waiting_requests[0].enqueued_ns
     later = [submit(both, float(value)) for value in (5, 6)]
     await waiting(both, 7)
     for left, place in enumerate(places, start=1):
@@ -68,7 +70,7 @@ async def check_who_leaves(both: BothProcesses, places: tuple[int, ...]) -> None
         await waiting(both, 7 - left)
     queue = [
         (number, request.enqueued_ns)
-        for request in batcher_of(both)._lined_up
+        for request in batcher_of(both)._waiting_requests
         if not request.taken
         for number in both.channel.groups.get(request.number, [request.number])
     ]
@@ -77,6 +79,7 @@ async def check_who_leaves(both: BothProcesses, places: tuple[int, ...]) -> None
     assert {since for _, since in queue[: len(stay)]} == ({came_ns} if stay else set())
     GATE.set()
     for queued in (*flying, *together, *later):
+        assert isinstance(queued.waiter, Waiting)
         await queued.waiter.event.wait()
     for place in places:
         assert isinstance(together[place].error, RequestExpiredError)

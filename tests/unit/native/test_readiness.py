@@ -13,13 +13,20 @@ import pytest
 
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.native.arena import RequestMemory
-from servers.native.engine_process import EngineServer
-from servers.native.engine_side import EngineSide
+from servers.native.engine_link import LocalLink
+from servers.native.engine_process import EngineServer, EngineSide
 from servers.native.errors import NotReadyError
-from servers.native.inference import InferenceService, State
-from servers.native.messages import Answer, Ask, FrameReader, encode
-from servers.native.one_process import LocalLink
+from servers.native.inference import InferenceService
+from servers.native.interface import (
+    ApplyStatus,
+    FrontEndOpened,
+    FrontEndOperation,
+    ModelState,
+    ModelStatus,
+    QueuedRequest,
+)
+from servers.native.ipc import Control, ControlDone, FrameReader, encode
+from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from tests.unit.native.conftest import ROWS
@@ -28,18 +35,18 @@ SETTINGS = NativeSettings(max_batch_size=8)
 
 
 class SlowFrontEnd:
-    """Is told everything, and has done it when a test says so."""
+    """Has executed an operation when a test says so."""
 
     def __init__(self) -> None:
         self.states: list[str] = []
-        self.answers: list[Future[Any]] = []
+        self.answers: list[Future[None]] = []
 
     def complete(self, _requests: object) -> None:
         """Sends none."""
 
-    def tell(self, method: str, *arguments: Any) -> Future[Any]:
-        assert method == "states"
-        self.states.append(arguments[0][0][0])
+    def notify(self, operation: FrontEndOperation) -> Future[None]:
+        assert isinstance(operation, ApplyStatus)
+        self.states.append(operation.models[0].state.value)
         self.answers.append(Future())
         return self.answers[-1]
 
@@ -81,15 +88,28 @@ def test_a_front_end_that_accepts_requests_is_not_yet_said_to_be_ready() -> None
     service = InferenceService(0, ROWS, SETTINGS, link, memory, Statistics(8))
     with pytest.raises(NotReadyError):
         service.check_accepting()
-    asyncio.run(service.apply(State.ACCEPTING, None))
+    asyncio.run(service.apply(ModelStatus(ModelState.ACCEPTING, None)))
     service.check_accepting()
     assert not service.ready
     with pytest.raises(NotReadyError):
         service.check_ready()
-    asyncio.run(service.apply(State.READY, None))
+    asyncio.run(service.apply(ModelStatus(ModelState.READY, None)))
     service.check_accepting()
     service.check_ready()
     assert service.ready
+
+
+def test_a_model_whose_engine_cannot_be_used_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NullEngine, "row_bytes", property(lambda _: 1 // 0))
+    engine = NullEngine(ROWS, EngineSettings("null", max_batch_size=8))
+    side = EngineSide(SETTINGS, [(ROWS, lambda _: engine)], [Statistics(8)], RequestMemory.alone(SETTINGS).arena)
+    failed = threading.Event()
+    side.start(failed.set, threading.Event())
+    assert failed.wait(10)
+    assert side.failed
+    with pytest.raises(NotReadyError):
+        side.hosts[0].submit(QueuedRequest({}, 1, (), None, None))
+    assert side.stop(10)
 
 
 class OpeningFrontEnd:
@@ -104,8 +124,8 @@ class OpeningFrontEnd:
 
     def open(self) -> None:
         """Say so, and return when the engine's process has heard it."""
-        self._socket.sendall(encode([Ask(7, "opened")]))
-        while not any(isinstance(message, Answer) for message in self._messages):
+        self._socket.sendall(encode([Control(7, FrontEndOpened())]))
+        while not any(isinstance(message, ControlDone) for message in self._messages):
             self._messages += self._reader.feed(self._socket.recv(65536))
 
     def die(self) -> None:

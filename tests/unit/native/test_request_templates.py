@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from servers.engines.padding import Padding
 from servers.models.specification import Axis
 from servers.native.inference import INLINE_READ_BYTES
-from servers.native.request_templates import TemplateCache
+from servers.native.templates import TemplateCache
 from servers.protocol.codec import decode_request, encode_response
 from servers.protocol.errors import InvalidRequestError, NotFoundError
-from servers.protocol.records import InferResponse, ModelSignature, OutputTensor, RegionReference, Window
+from servers.protocol.records import InferResponse, ModelSignature, OutputTensor, RegionReference, RegionWindow
 from servers.protocol.tensors import Array, TensorSpec
 
 SIGNATURE = ModelSignature(
@@ -52,10 +52,11 @@ class Memories(dict[str, Memory]):
     def add(self, *memories: Memory) -> None:
         self.update({memory.name: memory for memory in memories})
 
-    def find(self, reference: RegionReference) -> Window:
+    def find(self, reference: RegionReference) -> RegionWindow:
         if reference.region not in self:
             raise NotFoundError(reference.region)
-        return Window(self[reference.region], reference, lambda size: np.empty(size, np.uint8))
+        memory = self[reference.region]
+        return RegionWindow(None if memory.on_device else memory, reference, lambda size: np.empty(size, np.uint8))
 
 
 NOTHING = Memories().find

@@ -10,10 +10,10 @@ import pytest
 import typer
 from pydantic import ValidationError
 
+from servers.cli.options import validation_sentence
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.native.command import serve_native
 from servers.native.settings import NativeSettings, from_argv, to_argv
-from servers.options import validation_sentence
 
 
 def test_arguments_bring_back_the_same_settings(monkeypatch):

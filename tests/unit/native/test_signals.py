@@ -65,7 +65,7 @@ def test_one_process_goes_on_and_logs_the_signal_afterwards(log_file: Interrupte
 def test_the_supervisor_goes_on(log_file: Interrupted) -> None:
     supervisor = object.__new__(Supervisor)
     supervisor._signals, supervisor._settings = [signal.SIGTERM], NativeSettings()
-    log_file.handler = lambda: supervisor._note(signal.SIGINT, None)
+    log_file.handler = lambda: supervisor._record_signal(signal.SIGINT, None)
     run_within(5, lambda: log.warning("one line"))
     assert supervisor._signals == [signal.SIGTERM, signal.SIGINT]
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from servers.native.documents import render
 from servers.native.errors import FAILURE_REASONS, QueueFullError, failure_reason
 from servers.native.inference import InferenceService
-from servers.native.metrics import render
 from servers.native.statistics import DURATION_BOUNDS_NS, RequestTimes, Statistics, row_width
 
 

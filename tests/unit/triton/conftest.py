@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servers.triton.interpreter import Interpreter
+from servers.triton.installation import Interpreter
 
 LIBRARY = "libpython3.99.so.1.0"  # of a Python that no machine has, so that nothing real is ever found
 

@@ -11,9 +11,8 @@ import pytest
 from servers.engines.interface import EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.corpus import jpeg_paths
-from servers.models.image_decoder import DecodingSettings, ImageDecoder
-from servers.models.preprocessing import ImageError, decode_jpeg, resize_and_crop
+from servers.models.images import DecodingSettings, ImageDecoder, ImageError, decode_jpeg, resize_and_crop
+from servers.models.items import jpeg_paths
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array

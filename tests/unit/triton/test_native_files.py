@@ -12,9 +12,9 @@ from onnx import TensorProto, helper
 from rich.console import Console
 
 from servers.engines import settings as engine_settings
-from servers.export.errors import ExportError
+from servers.export.manifest import ExportError
 from servers.triton import command
-from servers.triton.errors import TritonOptionError
+from servers.triton.installation import TritonOptionError
 from servers.triton.settings import TritonSettings
 from tests.scripted_trtexec import ScriptedTrtexec
 

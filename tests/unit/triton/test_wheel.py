@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from servers.triton import wheel
-from servers.triton.errors import TritonUnavailableError
-from servers.triton.interpreter import Interpreter, current_interpreter
+from servers.triton.installation import Interpreter, TritonUnavailableError, current_interpreter
 from servers.triton.wheel import diagnose, find_wheel
 
 

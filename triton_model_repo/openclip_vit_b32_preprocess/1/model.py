@@ -1,2 +1,4 @@
-# servers.triton.preprocess_model decodes the images, so this package must be installed beside Triton.
-from servers.triton.preprocess_model import TritonPythonModel as TritonPythonModel
+# abserve must be installed beside Triton, since the code is in servers.triton.python_backend.
+from servers.triton.python_backend import DecodingModel
+
+TritonPythonModel = DecodingModel

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from loadgen.calibration.measurement import CalibrationRequest, SinkProcesses, calibrate
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
 from loadgen.entry import build
-from loadgen.machine.calibration import default_path, own_calibration, read_calibration, write_calibration
 from loadgen.records.machine import Calibration, ceiling_images_per_s
+from loadgen.run.machine import default_path, own_calibration, read_calibration, write_calibration
 
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.exchange import ConnectionRefused
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
@@ -27,6 +26,7 @@ from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.run import Transport
+from loadgen.run.answers import ParityTarget, check_parity
 from loadgen.stats.agreement import tolerance_of
 from tests.integration.loadgen.conftest import await_true, regions_of_load
 
@@ -185,7 +185,7 @@ def test_parity_is_asked_through_the_arms_own_doors(server: EmbeddedDeployment, 
 def test_a_slow_model_answers_fewer_inputs_alone_but_each_length(
     server: EmbeddedDeployment, samples: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.bench.answers.PARITY_SECONDS", 0.0)
+    monkeypatch.setattr("loadgen.run.answers.PARITY_SECONDS", 0.0)
     arm = question(server, samples, "http", "uint8")
     lengths = (3,) * 12 + (5,) * 4  # labels only: the model has no axis
     inputs = SampleInputs({name: array[:16] for name, array in arm.inputs.arrays.items()}, "given", lengths=lengths)

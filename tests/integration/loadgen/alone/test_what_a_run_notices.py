@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.bench.arms import Arm
-from loadgen.bench.machine_watch import MachineWatch
-from loadgen.bench.progress import Progress
 from loadgen.launch.interface import RemoteDeployment
 from loadgen.records.run import ArmRequest, Experiment, MachineLoad, RunState, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.run.arms import Arm
+from loadgen.run.machine_watch import MachineWatch
+from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.analysis import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
 def run(experiment: Experiment, out: Path) -> RunState:
-    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
+    return run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE)
 
 
 def test_a_server_that_closes_every_connection_is_named_and_pays_for_it(tmp_path: Path) -> None:

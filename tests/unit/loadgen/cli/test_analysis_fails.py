@@ -15,7 +15,7 @@ from loadgen.engine_matrix.store import MatrixStore
 from loadgen.entry import build
 from loadgen.experiment.plan import Combination
 from loadgen.records.run import RunState
-from loadgen.storage.stored_run import read_run
+from loadgen.run.storage import read_run
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration, matrix
 
@@ -39,10 +39,10 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, fault: Exception) -> No
     "place",
     [
         "loadgen.verdict.analysis.analyse",
-        "loadgen.report.write_reports",
+        "loadgen.report.files.write_reports",
         "loadgen.report.contents.result_document",
         "loadgen.report.renderers.terminal.print_document",
-        "loadgen.report.job_summary.append_job_summary",
+        "loadgen.report.files.append_job_summary",
     ],
 )
 def test_a_finished_run_is_kept(

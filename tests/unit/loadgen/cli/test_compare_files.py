@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import loadgen.cli.compare as compare
-import loadgen.report.matrix
+import loadgen.report.files
 from loadgen.experiment.plan import Combination
 from loadgen.records.run import Experiment
 from tests.unit.loadgen.verdict.test_fairness import EXPERIMENT
@@ -35,7 +35,7 @@ def test_a_matrix_goes_on_without_its_index(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(compare, "run_and_report", run)
-    monkeypatch.setattr(loadgen.report.matrix, "write_index", full)
+    monkeypatch.setattr(loadgen.report.files, "write_index", full)
     combinations = (Combination("http", "fp32"), Combination("grpc", "fp32"))
     status, results = compare._run_matrix([(one, EXPERIMENT) for one in combinations], tmp_path)
     assert ran == [one.folder for one in combinations]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from loadgen.client.requests import Address, AddressError, request_head
-from loadgen.conformance.model import InferenceRequest, Model
+from loadgen.conformance.model import InferenceRequest, ServedModel
 from loadgen.records.run import Access
-from servers.launch_plan import in_path
+from servers.cli.launch import in_path
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_name_is_one_segment_of_every_path(name: str, segment: str) -> None:
     address = Address.parse("http://box:1/pre%20fix", Access(version="v/1"))
     line = request_head("GET", f"{address.model_path(name)}/ready", address).split(b"\r\n")[0].decode()
     assert line == f"GET /pre%20fix/v2/models/{segment}/versions/v%2F1/ready HTTP/1.1"
-    assert Model(name).path == f"/v2/models/{segment}/infer"
-    asked = InferenceRequest(Model(name), name, [], [], version="v/1")
+    assert ServedModel(name).path == f"/v2/models/{segment}/infer"
+    asked = InferenceRequest(ServedModel(name), name, [], [], version="v/1")
     assert asked.path == f"/v2/models/{segment}/versions/v%2F1/infer"
     assert in_path(name) == segment

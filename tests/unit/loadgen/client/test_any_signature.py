@@ -12,7 +12,6 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
-from loadgen.bench.arms import Arm
 from loadgen.client.bodies import PreparedBody, raw_tensors
 from loadgen.client.endpoint import Endpoint, Signature, TensorSignature
 from loadgen.client.exchange import GRPC_STATUS, Exchange
@@ -28,6 +27,7 @@ from loadgen.client.transports import TRANSPORTS, prepare, read_answer
 from loadgen.documents import DocumentError
 from loadgen.launch.interface import DeploymentError, RemoteDeployment
 from loadgen.records.run import ArmRequest, Transport
+from loadgen.run.arms import Arm
 from tests.hostile_server import hostile_server
 
 FIELDS = {

@@ -12,19 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loadgen.bench.arms import Arm
-from loadgen.bench.server_statistics import requests_seen, stage_totals
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
 from loadgen.launch.interface import RemoteDeployment
-from loadgen.probes.fairness.measure import as_condition
-from loadgen.probes.fairness.records import Conditions
-from loadgen.probes.gpu_proof.decision import judge_placement
-from loadgen.probes.gpu_proof.records import DEFAULT_THRESHOLDS
+from loadgen.probes.fairness import as_condition
+from loadgen.probes.gpu.decision import judge_placement
+from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.probes import Conditions
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Workload
-from loadgen.storage.stored_run import StoredRun
+from loadgen.run.arms import Arm, requests_seen, stage_totals
+from loadgen.run.storage import StoredRun
 from loadgen.verdict.checks.registry import check_before_load
 from tests.hostile_server import HostileServer, hostile_server
 
@@ -133,7 +132,7 @@ def test_any_description_of_an_arm(
         taken_at="", arms=(), cpu_busy_share=None, cpu_governors=None, gpus=tuple(map(as_condition, devices))
     )
     kept(taken, Conditions)
-    stored = StoredRun(directory=Path(), experiment=EXPERIMENT, arms=tuple(records), conditions=taken)
+    stored = StoredRun(directory=Path(), experiment=EXPERIMENT, arms=tuple(records), records={Conditions: (taken,)})
     checks = check_before_load(Facts(stored))
     assert all(check.detail.isprintable() for check in checks)
     kept(checks, list[type(checks[0])])  # type: ignore[misc]

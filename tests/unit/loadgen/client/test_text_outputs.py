@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 
-from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.inputs import SampleInputs
 from loadgen.client.transports import Target
+from loadgen.run.answers import ParityTarget, check_parity
 from loadgen.stats.agreement import tolerance_of
 from loadgen.verdict.checks.run import parity_figures
 from tests.hostile_server import hostile_server

@@ -18,7 +18,7 @@ from loadgen.client.requests import Address, assemble
 from loadgen.client.shared_memory import SharedMemoryRequest
 from loadgen.client.transports import TRANSPORTS, prepare
 from loadgen.client.variation import FreshItems, FreshNumbers, Variation, find_variation
-from servers.models.corpus import jpeg_paths
+from servers.models.items import jpeg_paths
 
 Image = pytest.importorskip("PIL.Image")  # comes with the extra `servers`
 RNG = np.random.default_rng(0)

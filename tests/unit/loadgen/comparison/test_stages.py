@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from loadgen.comparison.stages import STAGES, folded
-from loadgen.probes.causes.sections import stage_rows
+from loadgen.probes.causes import stage_rows
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown

@@ -10,7 +10,7 @@ from loadgen.comparison.loops import counted, full_load_share, slow_start, throu
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.records.run import BlockRecord, WorkerRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, good, latencies_ms
-from loadgen.storage.stored_run import StoredBlock
+from loadgen.run.storage import StoredBlock
 
 
 def samples(rows: list[tuple[float, float, int]], batch: int = 1) -> Samples:

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from loadgen.engine_matrix.analyse import analyse
-from loadgen.engine_matrix.records import Configuration, Conversion, Matrix, Measured, Plan, Refusal, Visit
+from loadgen.engine_matrix.records import (
+    Configuration,
+    Conversion,
+    Matrix,
+    MatrixPlan,
+    Measured,
+    RefusedCombination,
+    Visit,
+)
 from loadgen.records.run import Environment, RunState
 
 ENVIRONMENT = Environment(
@@ -35,17 +43,17 @@ def configuration(engine: str = "torch", mode: str = "eager", **given: Any) -> C
 TORCH, ONNX = configuration(), configuration("onnxruntime", "session")
 
 
-def plan(*configurations: Configuration, rounds: int = 5, **given: Any) -> Plan:
+def plan(*configurations: Configuration, rounds: int = 5, **given: Any) -> MatrixPlan:
     lengths = {one.model: given.get("lengths", (None,)) for one in configurations}
     refused = given.get("refused", ())
-    return Plan(
+    return MatrixPlan(
         settings={"models": sorted(lengths)},
         sha256="ab" * 32,
         seed=1,
         rounds=rounds,
         processes=given.get("processes", "fresh"),
         configurations=configurations,
-        refused=tuple(Refusal(configuration=one, reason=reason) for one, reason in refused),
+        refused=tuple(RefusedCombination(configuration=one, reason=reason) for one, reason in refused),
         batches=tuple(given.get("batches", (1, 8))),
         lengths=lengths,
         baseline="torch/eager",
@@ -60,7 +68,7 @@ def per_item(speeds: dict[str, float]) -> Latency:
 
 
 def visits(
-    asked: Plan,
+    asked: MatrixPlan,
     latency: Latency,
     *,
     noise: float = 0.02,
@@ -108,5 +116,5 @@ def visits(
     return found
 
 
-def matrix(asked: Plan, latency: Latency, state: RunState | None = FINISHED, **given: Any) -> Matrix:
+def matrix(asked: MatrixPlan, latency: Latency, state: RunState | None = FINISHED, **given: Any) -> Matrix:
     return analyse(asked, ENVIRONMENT, visits(asked, latency, **given), state)

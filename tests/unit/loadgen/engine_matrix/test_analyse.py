@@ -51,12 +51,11 @@ def test_intervals_of_latency_and_speedup_cover_what_was_planted() -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_identical_configurations_get_no_certain_winner(count: int) -> None:
-    """Nor is there a dip. Of two the chance is 5 %, which 300 matrices show within 1.3 percent points; without Holm's
+    """Of two the chance is 5 %, which 300 matrices show within 1.3 percent points; without Holm's
     adjustment it would be 26 %."""
     asked = plan(*(TORCH, ONNX, JAX)[:count], batches=(1, 2, 4, 8, 16, 32))
     found = [matrix(asked, per_item({}), seed=seed) for seed in range(SIMULATED)]
     assert np.mean([any(one.certain for one in each.winners) for each in found]) <= 0.08
-    assert np.mean([any(one.outcome == "yes" for one in each.answers) for each in found]) <= 0.05
 
 
 def test_the_fastest_wins_with_its_ratio_to_the_next() -> None:
@@ -157,7 +156,6 @@ def test_an_interrupted_run_is_compared_over_the_rounds_that_two_cells_share() -
 def test_nothing_measured_is_an_empty_matrix(state: RunState | None) -> None:
     found = analyse(plan(TORCH, ONNX), ENVIRONMENT, [], state)
     assert (found.cells, found.winners, found.break_even) == ((), (), ())
-    assert {one.outcome for one in found.answers} == {"undetermined"}
     assert [one.load_seconds for one in found.configurations] == [None, None]
 
 

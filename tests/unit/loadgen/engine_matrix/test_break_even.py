@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.engine_matrix.break_even import PATHS, items_until, path_of
+from loadgen.engine_matrix.analyse import PATHS, items_until, path_of
 from loadgen.engine_matrix.records import BreakEven, Configuration, Conversion, Estimate
-from loadgen.engine_matrix.tables import pays_after
+from loadgen.engine_matrix.sections import pays_after
 from servers.engines.settings import engine_names
 from tests.unit.loadgen.engine_matrix.simulated_matrix import ONNX, TORCH, configuration, matrix, per_item, plan
 

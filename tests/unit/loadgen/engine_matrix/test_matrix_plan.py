@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.engine_matrix.plan import (
-    Checked,
+    CombinationCheck,
+    EngineCombination,
     EngineOffer,
     Offers,
-    Wanted,
     batches_of,
     difference,
     expand,
@@ -23,7 +23,7 @@ from loadgen.engine_matrix.plan import (
     requests_of,
     schedule,
 )
-from loadgen.engine_matrix.records import Plan
+from loadgen.engine_matrix.records import MatrixPlan
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.experiment.plan import PlanError
 
@@ -40,7 +40,7 @@ ENGINES = {
 CPU, GPU = (Offers(device, ENGINES, {}) for device in ("cpu", "cuda:0"))
 
 
-def checked(one: Wanted, offers: Offers, lengths: tuple[int | None, ...] = (None,)) -> Checked:
+def checked(one: EngineCombination, offers: Offers, lengths: tuple[int | None, ...] = (None,)) -> CombinationCheck:
     """As the worker answers, for these offers."""
     offer, place = ENGINES[one.engine], offers.place
     precision = {"auto": "fp32" if place == "cpu" else "fp16"}.get(one.precision, one.precision)
@@ -48,16 +48,16 @@ def checked(one: Wanted, offers: Offers, lengths: tuple[int | None, ...] = (None
     mode = offer.modes.get(place, ("",))[0] if one.mode == "auto" else one.mode
     bad = mode not in offer.modes.get(place, ()) or precision not in offer.precisions.get(place, ())
     reason = f"{one.engine} does not offer {mode} {precision}; choose another" if bad else None
-    return Checked(reason, False, precision, "" if bad else mode, offers.device, threads, lengths, None)
+    return CombinationCheck(reason, False, precision, "" if bad else mode, offers.device, threads, lengths, None)
 
 
-def planned(offers: Offers = CPU, lengths: tuple[int | None, ...] = (None,), **settings: Any) -> Plan:
+def planned(offers: Offers = CPU, lengths: tuple[int | None, ...] = (None,), **settings: Any) -> MatrixPlan:
     asked = MatrixSettings(**settings)
     wanted = expand(asked, offers)
     return make_plan(asked, offers, wanted, [checked(one, offers, lengths) for one in wanted])
 
 
-def names(plan: Plan) -> list[str]:
+def names(plan: MatrixPlan) -> list[str]:
     return [f"{one.engine}/{one.mode} {one.precision} {one.threads}" for one in plan.configurations]
 
 
@@ -126,7 +126,7 @@ def test_a_mistake_is_one_sentence(settings: dict[str, Any], message: str) -> No
 
 def test_a_model_that_does_not_exist_ends_the_plan() -> None:
     wanted = expand(settings := MatrixSettings(), CPU)
-    wrong = Checked("unknown model", True, "", "", "", None, (), None)
+    wrong = CombinationCheck("unknown model", True, "", "", "", None, (), None)
     with pytest.raises(PlanError, match="--models open_clip:ViT-B-32: unknown model"):
         make_plan(settings, CPU, wanted, [wrong] * len(wanted))
 

@@ -11,22 +11,21 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.engine_matrix.measure import MOST_FAILURES, run_matrix
+from loadgen.engine_matrix.measure import MOST_FAILURES, MatrixProgress, run_matrix
 from loadgen.engine_matrix.plan import schedule
-from loadgen.engine_matrix.progress import Progress
-from loadgen.engine_matrix.records import Configuration, Plan, Visit
+from loadgen.engine_matrix.records import Configuration, MatrixPlan, Visit
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import Limits
 from loadgen.records.run import RunState
-from loadgen.storage.store import StorageError
+from loadgen.run.storage import StorageError
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 LIMITS = Limits(prepare=30, load=30, cell=30, stop=5)
 
 
-def make_plan(folder: Path, model: str, rounds: int = 2, processes: str = "fresh", **settings: object) -> Plan:
+def make_plan(folder: Path, model: str, rounds: int = 2, processes: str = "fresh", **settings: object) -> MatrixPlan:
     engines = ("good", "bad")
-    return Plan(
+    return MatrixPlan(
         settings={"artefacts": str(folder / "artefacts"), "seconds": 0.01, **settings},
         sha256="0",
         seed=0,
@@ -45,11 +44,11 @@ def make_plan(folder: Path, model: str, rounds: int = 2, processes: str = "fresh
     )
 
 
-def run(plan: Plan, folder: Path, limits: Limits = LIMITS, progress: Progress | None = None) -> MatrixStore:
+def run(plan: MatrixPlan, folder: Path, limits: Limits = LIMITS, progress: MatrixProgress | None = None) -> MatrixStore:
     store = MatrixStore(folder / "run")
     with store.open():
         store.write(plan)
-        run_matrix(plan, store, progress or Progress(), limits=limits, worker=FAKE)
+        run_matrix(plan, store, progress or MatrixProgress(), limits=limits, worker=FAKE)
     return store
 
 
@@ -61,8 +60,8 @@ def of(store: MatrixStore, configuration: int) -> list[Visit]:
 def test_every_visit_is_stored_with_all_its_cells(tmp_path: Path, processes: str) -> None:
     plan = make_plan(tmp_path, "fine", processes=processes, profile=True)
     store = run(plan, tmp_path)
-    assert store.state().state == "finished"
-    assert store.plan() == plan
+    assert store.read(RunState).state == "finished"
+    assert store.read(MatrixPlan) == plan
     visits = store.visits()
     assert {(one.round, one.configuration) for one in visits} == {(r, c) for r in range(2) for c in range(2)}
     for visit in visits:
@@ -99,7 +98,7 @@ def test_a_bad_configuration_is_told_and_the_others_are_measured(
     for visit in bad:
         assert message in str(visit.error)
         assert visit.cells == ()
-    assert store.state().state == "finished"
+    assert store.read(RunState).state == "finished"
 
 
 def test_a_hanging_process_is_stopped_in_time(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "artefacts").mkdir()
     plan = make_plan(tmp_path, "interrupts", rounds=3)
 
-    class Interrupting(Progress):
+    class Interrupting(MatrixProgress):
         def visit_done(
             self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float
         ) -> None:
@@ -153,13 +152,13 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
                 (tmp_path / "artefacts" / "interrupt").touch()  # the next worker sends SIGTERM here
 
     store = run(plan, tmp_path, progress=Interrupting())
-    assert store.state().state == "interrupted"
+    assert store.read(RunState).state == "interrupted"
     before = store.visits()
     assert len(before) == 2
     assert not [child for child in psutil.Process().children() if "fake_worker" in " ".join(child.cmdline())]
     seen: list[int] = []
 
-    class Counting(Progress):
+    class Counting(MatrixProgress):
         def visit_done(
             self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float
         ) -> None:
@@ -167,7 +166,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
             seen.append(done)
 
     store = run(plan, tmp_path, progress=Counting())
-    assert store.state().state == "finished"
+    assert store.read(RunState).state == "finished"
     assert seen == [3, 4, 5, 6]
     assert len(store.visits()) == 6
     assert all(one in store.visits() for one in before)
@@ -198,13 +197,13 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_stored(tmp_path: Path, monk
         run(plan, tmp_path)
     store = MatrixStore(tmp_path / "run")
     assert len(store.visits()) == 1
-    assert store.state() == msgspec.structs.replace(store.state(), state="failed")
+    assert store.read(RunState) == msgspec.structs.replace(store.read(RunState), state="failed")
 
 
 def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     store = MatrixStore(tmp_path)
     program = (
-        "import sys; from pathlib import Path; from loadgen.storage.store import StorageError\n"
+        "import sys; from pathlib import Path; from loadgen.run.storage import StorageError\n"
         "from loadgen.engine_matrix.store import MatrixStore\n"
         "try:\n    with MatrixStore(Path(sys.argv[1])).open(): print('alone')\n"
         "except StorageError as exc: print(exc)\n"
@@ -221,7 +220,7 @@ def test_a_folder_that_cannot_be_written_and_a_broken_record_are_one_sentence(tm
         pass
     store = MatrixStore(tmp_path / "none")
     with pytest.raises(StorageError, match="give the folder of a matrix"):
-        store.plan()
+        store.read(MatrixPlan)
     plan = make_plan(tmp_path, "fine", rounds=1)
     stored = run(plan, tmp_path)
     (stored.directory / "visits" / "0000.json").write_text("{")
@@ -236,9 +235,9 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     plan.write_bytes(msgspec.json.encode(make_plan(tmp_path, "hangs", rounds=1)))
     program = (
         "import sys, msgspec; from pathlib import Path\n"
-        "from loadgen.engine_matrix.records import Plan\n"
+        "from loadgen.engine_matrix.records import MatrixPlan\n"
         "from loadgen.engine_matrix.worker_process import EngineProcess\n"
-        "plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)\n"
+        "plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=MatrixPlan)\n"
         "one = plan.configurations[0]\n"
         "request = {**{name: getattr(one, name) for name in ('model', 'engine', 'precision', 'mode', 'threads')},"
         " 'artefacts': plan.settings['artefacts']}\n"
@@ -268,9 +267,9 @@ def test_the_number_of_a_visit_follows_from_its_place(tmp_path: Path) -> None:
 def test_the_state_is_stored_from_the_beginning(tmp_path: Path) -> None:
     states: list[RunState] = []
 
-    class Watching(Progress):
+    class Watching(MatrixProgress):
         def now(self, text: str) -> None:
-            states.append(MatrixStore(tmp_path / "run").state())
+            states.append(MatrixStore(tmp_path / "run").read(RunState))
 
     run(make_plan(tmp_path, "fine", rounds=1), tmp_path, progress=Watching())
     assert {state.state for state in states} == {"running"}

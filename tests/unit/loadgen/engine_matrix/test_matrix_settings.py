@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -22,13 +21,13 @@ from loadgen.engine_matrix.records import (
     ConfigurationResult,
     Estimate,
     Matrix,
-    Plan,
+    MatrixPlan,
     Visit,
 )
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.entry import PanelledCommand
-from loadgen.machine.environment import read_environment
 from loadgen.report.document import Document
+from loadgen.run.machine import read_environment
 
 OFFERS = {
     "device": "cpu",
@@ -63,20 +62,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         f"else: runpy.run_path({str(FAKE)!r}, run_name='__main__')\n"
     )
     monkeypatch.setattr(command, "ENGINE_WORKER", (sys.executable, str(offers)))
-    stub("analyse", monkeypatch, analyse=matrix_of)
-    stub("files", monkeypatch, write_reports=lambda folder, _: [folder / "report.html"])
-    stub("sections", monkeypatch, matrix_document=lambda _: Document("matrix", ()))
+    monkeypatch.setattr("loadgen.engine_matrix.analyse.analyse", matrix_of)
+    monkeypatch.setattr("loadgen.engine_matrix.files.write_reports", lambda folder, _: [folder / "report.html"])
+    monkeypatch.setattr("loadgen.engine_matrix.sections.matrix_document", lambda _: Document("matrix", ()))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 
 
-def stub(name: str, monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
-    module = ModuleType(name)
-    module.__dict__.update(functions)
-    monkeypatch.setitem(sys.modules, f"loadgen.engine_matrix.{name}", module)
-
-
-def matrix_of(plan: Plan, environment: Any, visits: tuple[Visit, ...], state: Any) -> Matrix:
+def matrix_of(plan: MatrixPlan, environment: Any, visits: tuple[Visit, ...], state: Any) -> Matrix:
     estimate = Estimate(value=1.0)
     return Matrix(
         state=state,
@@ -118,7 +111,7 @@ def test_an_option_overrides_the_variable_and_that_the_file_and_that_the_default
     file.write_text("models: fine\nengines: [good]\nbaseline: none\nrounds: 2\nseconds: 0.001\nbatches: 1\nseed: 3\n")
     status, output = invoke(str(file), "--out", str(fake), "--rounds", "1", ABSERVE_ENGINES_SEED="4")
     assert status == 0, output
-    plan = msgspec.json.decode((fake / "plan.json").read_bytes(), type=Plan)
+    plan = msgspec.json.decode((fake / "plan.json").read_bytes(), type=MatrixPlan)
     assert (plan.rounds, plan.seed, plan.batches, plan.min_cosine) == (1, 4, (1,), 0.99)
     assert plan.settings == MatrixSettings(**plan.settings).content()
     assert plan.sha256 == MatrixSettings(**plan.settings).sha256()
@@ -210,7 +203,7 @@ def test_json_leaves_standard_output_to_itself(fake: Path) -> None:
 def test_the_exit_status(engine: str, fault: str | None, errors: tuple[str, ...], status: int) -> None:
     one = Configuration(model="m", engine=engine, precision="fp32", mode="eager", device="cpu")
     visit = Visit(round=0, configuration=0, started_at="")
-    plan = Plan(
+    plan = MatrixPlan(
         settings={}, sha256="", seed=0, rounds=1, configurations=(one,), refused=(), batches=(1,), lengths={},
         baseline="none", min_cosine=0.0, min_top1=0.0,
     )  # fmt: skip

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.preparation import model_name
 from loadgen.cli.compare import plan_experiment
 from loadgen.cli.output import default_out
 from loadgen.experiment.plan import PlanError
@@ -14,6 +13,7 @@ from loadgen.experiment.settings import ExperimentSettings
 from loadgen.launch.interface import Deployment
 from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, Experiment
+from loadgen.run.preparation import model_name
 
 URLS = {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}
 

@@ -14,7 +14,7 @@ from loadgen.experiment.options import parse_options
 from loadgen.experiment.plan import PRESETS, PlanError, ignored_settings, make_arm, make_arms, make_workloads, sized
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
-from loadgen.probes.gpu_proof.records import DEFAULT_THRESHOLDS
+from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.stats.early_stopping import late_allowed
 

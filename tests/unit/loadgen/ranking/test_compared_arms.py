@@ -8,12 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.gpu_proof.analyse import GpuFound
-from loadgen.probes.rate_search.records import RatesFound
-from loadgen.ranking.analyse import rank
-from loadgen.ranking.candidates import from_result
-from loadgen.ranking.prices import EXAMPLES, read_prices
-from loadgen.ranking.records import Price, PriceMatch
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.rate_search_analysis import RatesFound
+from loadgen.ranking.analyse import from_result, rank
+from loadgen.ranking.records import EXAMPLES, Price, PriceMatch, read_prices
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
 from loadgen.verdict.result_file import Result, read_result
 

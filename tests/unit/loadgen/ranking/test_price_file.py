@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.ranking.prices import EXAMPLES, PriceError, read_prices
+from loadgen.ranking.records import EXAMPLES, PriceError, read_prices
 
 GOOD = """prices:
   - {machine: m, match: {}, price_per_hour: 1.5, currency: EUR, kind: reserved, term: 1 year, provider: P,

@@ -88,9 +88,9 @@ def test_json_holds_everything(two: list[Path], prices: Path) -> None:
     costs = {option["name"]: option["costs"][0]["full"]["value"] for option in group["options"]}
     assert costs["torch/graph"] == pytest.approx(0.1)
     assert costs["torch/eager CPU, 2 threads"] == pytest.approx(1.0)
-    from loadgen.ranking.records import Ranking
+    from loadgen.ranking.records import RankResult
 
-    assert msgspec.json.decode(json.dumps(document), type=Ranking).groups[0].work.precision == "fp32"
+    assert msgspec.json.decode(json.dumps(document), type=RankResult).groups[0].work.precision == "fp32"
 
 
 def test_csv_is_unrounded(two: list[Path], prices: Path) -> None:

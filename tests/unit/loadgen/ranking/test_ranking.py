@@ -11,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from loadgen.engine_matrix.records import Estimate, Refusal
-from loadgen.ranking.analyse import cost_per_million, pareto_front, rank
-from loadgen.ranking.candidates import Read, from_matrix, join_machines, machine_of
-from loadgen.ranking.prices import matches, prices_of
-from loadgen.ranking.records import Group, Option, Price, PriceMatch
+from loadgen.engine_matrix.records import Estimate, RefusedCombination
+from loadgen.ranking.analyse import (
+    RankInput,
+    cost_per_million,
+    from_matrix,
+    join_machines,
+    machine_of,
+    pareto_front,
+    rank,
+)
+from loadgen.ranking.records import Price, PriceMatch, RankedGroup, RankedOption, matches, prices_of
 from tests.synthetic_matrix import cell, configuration, environment, matrix
 
 H200 = environment({"cpu_count": 16}, ["NVIDIA H200"])
@@ -29,11 +35,11 @@ def price(amount: float = 3.6, match: PriceMatch | None = None, **changes: Any) 
     return Price(price_per_hour=amount, match=match or PriceMatch(), **{**usual, **changes})
 
 
-def read(name: str = "r", *args: Any, **changes: Any) -> Read:
+def read(name: str = "r", *args: Any, **changes: Any) -> RankInput:
     return from_matrix(name, matrix(*args, **changes))
 
 
-def options(groups: tuple[Group, ...]) -> dict[str, Option]:
+def options(groups: tuple[RankedGroup, ...]) -> dict[str, RankedOption]:
     return {option.name: option for group in groups for option in group.options}
 
 
@@ -92,7 +98,7 @@ def test_what_is_excluded_is_not_ranked_and_named() -> None:
         cell(0, 900, 8, excluded="cosine 0.7 is below 0.999"),
         cell(0, 800, 16, fault="other answers"),
     ]
-    refused = Refusal(configuration=configuration("jax"), reason="jax is not installed")
+    refused = RefusedCombination(configuration=configuration("jax"), reason="jax is not installed")
     two = [configuration(), configuration("openvino")]
     found = rank([read("a", two, cells, refused=[refused], errors={1: ("openvino crashed",)})], [])
     ((option,),) = [group.options for group in found.groups]
@@ -112,7 +118,7 @@ def test_machines_are_told_apart_by_what_they_are() -> None:
         environment(gpus=["NVIDIA H200"] * 2),
         environment(gpus=["NVIDIA L4"]),
     ]
-    found = join_machines([Read(f"r{n}", one, (), ()) for n, one in enumerate(machines)])
+    found = join_machines([RankInput(f"r{n}", one, (), ()) for n, one in enumerate(machines)])
     assert len({one.id for one in found}) == len({one.name for one in found}) == len(machines)
     assert [one.name for one in found][:3] == ["4 cores (1)", "8 cores", "4 cores (2)"]
     assert found[5].name == "2 × H200, 4 cores"
@@ -120,13 +126,13 @@ def test_machines_are_told_apart_by_what_they_are() -> None:
 
 def test_two_results_of_one_machine_join_and_differences_are_named() -> None:
     again = environment({"cpu_count": 16, "kernel": "6.2"}, ["NVIDIA H200"], uuid="GPU-9")
-    (found,) = join_machines([Read("a", H200, (), ()), Read("b", again, (), ())])
+    (found,) = join_machines([RankInput("a", H200, (), ()), RankInput("b", again, (), ())])
     assert found.results == ("a", "b")
     assert found.notes == (
         "the results have different kernels: 6.1, 6.2",
         "the results come from 2 machines of this kind, told apart by their GPUs",
     )
-    (same,) = join_machines([Read("a", H200, (), ()), Read("b", H200, (), ())])
+    (same,) = join_machines([RankInput("a", H200, (), ()), RankInput("b", H200, (), ())])
     assert same.notes == ()
 
 
@@ -241,7 +247,7 @@ def test_the_best_point_is_the_one_with_the_highest_throughput_whatever_its_kind
     (candidate,) = read("r", [configuration()], [cell(0, 100)]).candidates
     for kind in ("closed", "open", "slo"):
         faster = replace(candidate.points[0], name="x", kind=kind, items_per_second=Estimate(value=500.0))
-        found = Read("r", environment(), (replace(candidate, points=(*candidate.points, faster)),), ())
+        found = RankInput("r", environment(), (replace(candidate, points=(*candidate.points, faster)),), ())
         ((option,),) = [group.options for group in rank([found], []).groups]
         assert option.point.name == "x"
         assert (option.slo is not None) == (kind == "slo")

@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.probes.cold_start.records import ContainerColdStart
-from loadgen.probes.cold_start.sections import container_starts
+from loadgen.probes.cold_start import container_starts
+from loadgen.records.probes import ContainerStart
 from loadgen.report.contents import result_document
 from loadgen.report.document import Table
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.storage.store import RunStore
+from loadgen.run.storage import RunStore
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
 
-NATIVE = ContainerColdStart(
+NATIVE = ContainerStart(
     label="a", repetition=0, service="native-cpu", image="abserve/servers:0.1.0 sha256:1", conditions="warm",
     started_ns=210_000_000, live_ns=10**9, ready_ns=5_430_000_000, first_answer_ns=5_512_000_000,
     milestones_ns={"process": 620_000_000, "door_open": 10**9, "imported": 3_710_000_000,
                    "weights_loaded": 4_050_000_000, "engine_ready": 5_400_000_000},
     batch_answers_ns={1: 82_000_000, 8: 366_000_000},
 )  # fmt: skip
-TRITON = ContainerColdStart(
+TRITON = ContainerStart(
     label="b", repetition=0, service="triton-cpu", image="abserve/servers:0.1.0 sha256:1", conditions="warm",
     caches="uncached", started_ns=200_000_000, milestones_ns={"process": 330_000_000},
     error="the server ended with exit status 1: no <model>",
@@ -39,7 +39,7 @@ def result(tmp_path: Path) -> Result:
     """Stored as a run stores it, read back, through a result file."""
     folder = tmp_path / "run"
     store = RunStore(folder)
-    store.write_all(ContainerColdStart, [NATIVE, TRITON])
+    store.write_all(ContainerStart, [NATIVE, TRITON])
     write_run(folder, Plan(pairs=2))
     (tmp_path / "result.json").write_bytes(encode_result(analyse(folder)))
     return read_result(tmp_path / "result.json")

@@ -14,11 +14,10 @@ import loadgen.report.document as doc
 from loadgen.experiment.plan import Combination
 from loadgen.report import contents
 from loadgen.report.contents import result_document
-from loadgen.report.files import formats
-from loadgen.report.matrix import MatrixEntry, write_index
-from loadgen.report.renderers.csv import render_csv
+from loadgen.report.files import formats, write_index
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.tables import render_csv
 from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
@@ -32,7 +31,7 @@ def birds(result: Result) -> doc.Section | None:
         (*doc.names("bird"), *doc.numbers("seen")),
         [("heron", seen)],
         name="birds",
-        outcomes=[doc.Outcome("passed")],
+        outcomes=[doc.RowOutcome("passed")],
     )
     return doc.section("Birds", table)
 
@@ -105,8 +104,7 @@ def test_rows_that_belong_together_say_so_once(tmp_path: Path) -> None:
 
 
 def test_the_index_of_a_matrix_has_a_section_a_run_with_links_to_its_reports(result: Result, tmp_path: Path) -> None:
-    entries = [MatrixEntry(Combination("http", "fp32"), result), MatrixEntry(Combination("grpc", "jpeg"), None)]
-    write_index(tmp_path, entries)
+    write_index(tmp_path, {Combination("http", "fp32"): result, Combination("grpc", "jpeg"): None})
     page, summary = ((tmp_path / name).read_text() for name in ("index.html", "summary.md"))
     assert summary.startswith("# Transports and payloads\n")
     assert summary.count("| single | throughput, images/s |") == 1

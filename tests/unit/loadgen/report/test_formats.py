@@ -15,7 +15,7 @@ import loadgen.report.document as doc
 from loadgen.entry import build
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats, write_csv, write_junit
-from loadgen.report.renderers.junit import render_junit
+from loadgen.report.renderers.tables import render_junit
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
 from tests.golden.synthetic_run import Plan, write_run
@@ -111,7 +111,7 @@ def test_the_runs_of_a_matrix_are_suites_of_one_file_and_one_that_stored_nothing
 
 def test_what_xml_cannot_hold_is_replaced() -> None:
     table = doc.Table(
-        doc.names("name", "text"), [("a", "a\x00b\x1b[31m\ud800 é <&>")], "t", outcomes=[doc.Outcome("passed")]
+        doc.names("name", "text"), [("a", "a\x00b\x1b[31m\ud800 é <&>")], "t", outcomes=[doc.RowOutcome("passed")]
     )
     document = doc.Document("", (doc.Chapter("", (doc.Section("", (table,)),)),))
     (shown,) = parsed(render_junit({"": document}), timestamp=False).iter("system-out")

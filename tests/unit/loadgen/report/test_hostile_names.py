@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
-from loadgen.conformance.rendering import markdown, print_report
+from loadgen.conformance.records import CaseResult, CaseVerdict, ConformanceReport
+from loadgen.conformance.runner import markdown, print_report
 from loadgen.report.charts import label_text
-from loadgen.report.console import make_console
 from loadgen.report.document import Chapter, Document, Section, Table, names
-from loadgen.report.renderers.csv import render_csv
 from loadgen.report.renderers.markdown import escape, fenced
+from loadgen.report.renderers.tables import render_csv
+from loadgen.report.renderers.terminal import make_console
 from loadgen.verdict.analysis import analyse
 from tests.golden.synthetic_run import Plan, write_run
 from tests.hostile_names import HOSTILE, check_reports
@@ -86,7 +86,7 @@ def test_the_terminal_takes_neither_markup_nor_control_characters() -> None:
     report = ConformanceReport(
         created_at="2026", abserve_version="1", server=HOSTILE, server_title=HOSTILE, model="m", stopped=HOSTILE,
         results=(CaseResult(
-            number="1", title=HOSTILE, protocol="http", expected=HOSTILE, got=HOSTILE, verdict=Verdict.DEVIATES,
+            number="1", title=HOSTILE, protocol="http", expected=HOSTILE, got=HOSTILE, verdict=CaseVerdict.DEVIATES,
             reason=HOSTILE, not_observed=(), seconds=0.0,
         ),),
     )  # fmt: skip

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadgen.bench.live_ratios import LiveRatio, LiveRatios
 from loadgen.comparison.summaries import BlockSummary, summarise_blocks
-from loadgen.probes.cold_start.records import ColdStart
 from loadgen.quantities import number
+from loadgen.records.probes import ServerStart
 from loadgen.report.progress import FIXED, RichProgress, ratio_line, ratio_table, track_of
-from loadgen.storage.stored_run import StoredRun, read_run
+from loadgen.run.progress import LiveRatio, LiveRatios
+from loadgen.run.storage import StoredRun, read_run
 from loadgen.verdict.analysis import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
@@ -134,7 +134,7 @@ def test_ratios_that_fail_do_not_end_the_run(run: StoredRun, monkeypatch: pytest
 
 def test_what_is_said_breaks_between_words_on_a_terminal_and_not_at_all_in_a_log() -> None:
     words = " ".join(f"word{number}" for number in range(40))
-    failed = ColdStart(label="a", repetition=0, live_ns=None, ready_ns=None, first_answer_ns=None, error=words)
+    failed = ServerStart(label="a", repetition=0, live_ns=None, ready_ns=None, first_answer_ns=None, error=words)
     for terminal in (True, False):
         shown = io.StringIO()
         console = Console(file=shown, force_terminal=terminal, width=80, color_system=None)

@@ -16,12 +16,11 @@ import pytest
 from rich.console import Console
 
 import loadgen.report.document as doc
-from loadgen.bench.live_ratios import LiveRatios
 from loadgen.comparison.summaries import summarise_blocks
-from loadgen.probes.causes.analyse import Cause, CauseEffect, CausesFound, WorkloadCauses
-from loadgen.probes.causes.sections import cause_table, causes_chart, why
-from loadgen.probes.rate_search.records import RampFound, RampRung, RatesFound
-from loadgen.probes.rate_search.sections import ramp
+from loadgen.probes.causes import cause_table, causes_chart, why
+from loadgen.probes.causes_analysis import Cause, CauseEffect, CausesFound, WorkloadCauses
+from loadgen.probes.rate_search import ramp
+from loadgen.probes.rate_search_analysis import RampFound, RampRung, RatesFound
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats
 from loadgen.report.progress import RichProgress, ratio_line, ratio_table
@@ -29,7 +28,8 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import comparisons, ranking
 from loadgen.report.sections.verdict import overview
-from loadgen.storage.stored_run import read_run
+from loadgen.run.progress import LiveRatios
+from loadgen.run.storage import read_run
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run

@@ -12,8 +12,8 @@ import pytest
 
 import loadgen
 import loadgen.report.document as doc
-from loadgen.engine_matrix.files import is_matrix, stored_matrix
 from loadgen.engine_matrix.sections import matrix_document
+from loadgen.engine_matrix.store import is_matrix, stored_matrix
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import PLOTLY, render_html
 from loadgen.verdict.analysis import stored_result

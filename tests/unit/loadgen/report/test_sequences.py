@@ -13,9 +13,8 @@ from rich.console import Console
 from loadgen.records.run import Scenario, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.document import Chart, Document, Table, text_of
-from loadgen.report.renderers.csv import render_csv
-from loadgen.report.renderers.junit import render_junit
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.tables import render_csv, render_junit
 from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.probes.gpu_proof.analyse import ControlRun, assess_run
-from loadgen.probes.gpu_proof.records import EvidenceFile, Window
+from loadgen.probes.gpu.analysis import ControlRun, assess_run
+from loadgen.probes.gpu.records import EvidenceFile, TimeSpan
 from loadgen.records.run import ArmRecord, BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
-from loadgen.storage.stored_run import read_run
+from loadgen.run.storage import read_run
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 CAPTURE = json.loads((Path(__file__).parents[3] / "captures/h200.json").read_text())
@@ -103,7 +103,7 @@ def assess_stored(directory: Path, arms: list[ArmRecord]) -> EvidenceFile:
         ["gpu/0000.jsonl"],
         arms=arms,
         blocks=read_run(directory).blocks,
-        gaps=[Window(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in CAPTURE["phases"] if p["kind"] == "idle"],
+        gaps=[TimeSpan(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in CAPTURE["phases"] if p["kind"] == "idle"],
         pids={arm.label: {CAPTURE["pid"]} for arm in arms},
         controls={"a": ControlRun(on_gpu(arms[0], "cpu", None), control, samples("cpu"), frozenset())},
     )

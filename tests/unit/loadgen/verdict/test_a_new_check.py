@@ -9,8 +9,8 @@ import pytest
 
 from loadgen.comparison.facts import Facts
 from loadgen.report.contents import result_document
-from loadgen.report.renderers.junit import render_junit
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.tables import render_junit
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import CHECKS, Outcome, check
 from tests.golden.synthetic_run import Plan, write_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.records.run import Workload
-from loadgen.storage.stored_run import StoredRunError, read_run
+from loadgen.run.storage import StoredRunError, read_run
 from loadgen.verdict.analysis import analyse
 from tests.golden.synthetic_run import Plan, write_run
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from loadgen.comparison.facts import Facts
-from loadgen.probes.fairness.records import ArmConditions, Conditions
+from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import ArmRequest, Environment, Pairing, Workload
-from loadgen.storage.stored_run import StoredRun
+from loadgen.run.storage import StoredRun
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.gpu import gpu_present
 from loadgen.verdict.checks.registry import Check, check_before_load
@@ -191,7 +191,7 @@ def test_an_arm_that_is_farther_away_is_seen() -> None:
     near = [ArmConditions(label=label, loopback=True, connect_ms=0.03, pids=()) for label in "ab"]
     away = ArmConditions(label="c", loopback=False, connect_ms=0.4, pids=())
     conditions = Conditions(taken_at="", arms=(*near, away), cpu_busy_share=0.0, cpu_governors=None, gpus=())
-    ((ok, _, detail),) = before(replace(run_of(), conditions=conditions), "client_distance")
+    ((ok, _, detail),) = before(replace(run_of(), records={Conditions: (conditions,)}), "client_distance")
     assert ok is False
     assert detail.endswith("C LAN (0.400 ms): the arms are not equally far away")
 

@@ -13,12 +13,12 @@ from loadgen.client.requests import Address
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.fairness.measure import as_condition, connect_ms, read_governors
-from loadgen.probes.fairness.records import ArmConditions, Conditions
+from loadgen.probes.fairness import as_condition, connect_ms, read_governors
 from loadgen.records.model_config import effective_settings, read_triton
+from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label, StepRecord
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
-from loadgen.storage.stored_run import StoredRun
+from loadgen.run.storage import StoredRun
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.arms import captured_sizes
 from loadgen.verdict.checks.interpretation import native_backend
@@ -97,7 +97,8 @@ def native(config: dict[str, Any] | None = None) -> ArmRecord:
 def made(*arms: ArmRecord, conditions: Conditions | None = None) -> list[Check]:
     """Every check before the load, on a machine with two cores."""
     machine = Environment(started_at="", command="", git_commit=None, host={"cpu_count": 2}, packages={}, gpu={})
-    run = StoredRun(Path(), EXPERIMENT, machine, arms, conditions=conditions)
+    readings = None if conditions is None else (conditions,)
+    run = StoredRun(Path(), EXPERIMENT, machine, arms, records={Conditions: readings})
     return check_before_load(Facts(run))
 
 

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadgen.probes.gpu_proof.analyse import GpuFound
-from loadgen.probes.gpu_proof.records import EvidenceFile
-from loadgen.probes.gpu_proof.sections import findings as finding_rows
-from loadgen.probes.gpu_proof.sections import gpu_chart
-from loadgen.report import write_reports
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.gpu.probe import findings as finding_rows
+from loadgen.probes.gpu.probe import gpu_chart
+from loadgen.probes.gpu.records import EvidenceFile
 from loadgen.report.contents import result_document
+from loadgen.report.files import write_reports
 from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Check

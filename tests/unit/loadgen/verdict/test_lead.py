@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.probes.causes.records import Explanation
+from loadgen.probes.causes_analysis import Explanation
 from loadgen.records.run import Workload
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result

@@ -13,12 +13,12 @@ import pytest
 
 from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.facts import Facts
-from loadgen.machine.noise_floor import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
-from loadgen.probes.fairness.records import CacheProbe
 from loadgen.records.machine import FloorEntry, NoiseFloor
+from loadgen.records.probes import CacheProbe
 from loadgen.records.run import Label
+from loadgen.run.noise_floor import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
+from loadgen.run.storage import StoredRun, read_run
 from loadgen.stats.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
-from loadgen.storage.stored_run import StoredRun, read_run
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Outcome
 from loadgen.verdict.checks.run import answers_from_memory, repeated_requests
@@ -263,7 +263,7 @@ def test_a_later_floor_keeps_what_the_earlier_has_of_other_workloads(
 
 
 def repeated(*probes: CacheProbe) -> list[Outcome]:
-    return list(repeated_requests.find(Facts(StoredRun(Path(), EXPERIMENT, cache_probes=probes))))
+    return list(repeated_requests.find(Facts(StoredRun(Path(), EXPERIMENT, records={CacheProbe: probes}))))
 
 
 def probe(

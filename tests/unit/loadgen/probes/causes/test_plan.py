@@ -12,15 +12,16 @@ from loadgen.comparison.pool import Pool
 from loadgen.comparison.summaries import BlockSummary, summarise_latency
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.causes.measure import varied_experiment, varied_request
-from loadgen.probes.causes.plan import (
+from loadgen.probes.causes import (
     changed_settings,
     fit_into,
     plan_ablations,
     rounds_of,
+    varied_experiment,
+    varied_request,
     workloads_worth_explaining,
 )
-from loadgen.probes.causes.records import Ablation, Untested, Variant
+from loadgen.probes.causes_analysis import Ablation, Untested, Variant
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 
 WORKLOADS = make_workloads(

@@ -13,16 +13,16 @@ from loadgen.cli.compare import plan_experiment
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.ceiling.measure import command_of, contradiction
-from loadgen.probes.ceiling.plan import (
+from loadgen.probes.ceiling import command_of, contradiction
+from loadgen.probes.ceiling_analysis import (
     DIFFERENT_LENGTHS,
     MAX_SIZES,
+    Ceiling,
     EngineRun,
     plan_ceilings,
     sizes_to_measure,
     wants_ceilings,
 )
-from loadgen.probes.ceiling.records import Ceiling
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload
 
 EFFECT: dict[str, object] = {

@@ -11,10 +11,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadgen.probes.ceiling.analyse import CeilingsFound, EngineShare, nearest_size
-from loadgen.probes.ceiling.measure import read_document
-from loadgen.probes.ceiling.plan import DIFFERENT_LENGTHS
-from loadgen.probes.ceiling.records import Ceiling, Ceilings, EngineBatch, EngineDocument
+from loadgen.probes.ceiling import read_document
+from loadgen.probes.ceiling_analysis import (
+    DIFFERENT_LENGTHS,
+    Ceiling,
+    Ceilings,
+    CeilingsFound,
+    EngineBatch,
+    EngineDocument,
+    EngineShare,
+    nearest_size,
+)
 from loadgen.quantities import share
 from loadgen.records.run import Label
 from loadgen.report.contents import result_document

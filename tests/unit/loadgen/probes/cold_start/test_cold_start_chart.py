@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.cold_start.analyse import ColdStartsFound
-from loadgen.probes.cold_start.records import ColdStart
-from loadgen.probes.cold_start.sections import cold_starts
+from loadgen.probes.cold_start import ColdStartsFound, cold_starts
+from loadgen.records.probes import ServerStart
 from loadgen.report.document import Chart
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result
@@ -21,7 +20,7 @@ def result(tmp_path: Path) -> Result:
     return analyse(write_run(tmp_path, Plan(pairs=2)))
 
 
-def seconds(result: Result, *starts: ColdStart) -> list[list[float]]:
+def seconds(result: Result, *starts: ServerStart) -> list[list[float]]:
     """Of each phase, one number per start."""
     found = ColdStartsFound(starts=starts)
     section = cold_starts(msgspec.structs.replace(result, studies={**result.studies, ColdStartsFound.STUDY: found}))
@@ -32,12 +31,12 @@ def seconds(result: Result, *starts: ColdStart) -> list[list[float]]:
 
 
 def test_a_moment_that_is_not_known_has_no_bar(result: Result) -> None:
-    whole = ColdStart(label="a", repetition=0, live_ns=10**9, ready_ns=3 * 10**9, first_answer_ns=4 * 10**9)
-    failed = ColdStart(label="b", repetition=0, live_ns=None, ready_ns=2 * 10**9, first_answer_ns=None, error="no")
+    whole = ServerStart(label="a", repetition=0, live_ns=10**9, ready_ns=3 * 10**9, first_answer_ns=4 * 10**9)
+    failed = ServerStart(label="b", repetition=0, live_ns=None, ready_ns=2 * 10**9, first_answer_ns=None, error="no")
     assert seconds(result, failed, whole) == [[1.0, 0.0], [2.0, 2.0], [1.0, 0.0]]
 
 
 def test_without_a_start_that_got_ready_there_is_no_chart(result: Result) -> None:
-    died = ColdStart(label="a", repetition=0, live_ns=10**9, ready_ns=None, first_answer_ns=None, error="no")
+    died = ServerStart(label="a", repetition=0, live_ns=10**9, ready_ns=None, first_answer_ns=None, error="no")
     found = ColdStartsFound(starts=(died,))
     assert cold_starts(msgspec.structs.replace(result, studies={ColdStartsFound.STUDY: found})) is None

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.probes.handicap.analyse import MIN_ROUNDS, estimate
-from loadgen.probes.handicap.measure import ROUNDS, probe_loads
+from loadgen.probes.handicap import ROUNDS, probe_loads
+from loadgen.probes.handicap_analysis import MIN_ROUNDS, estimate
 from loadgen.records.run import Workload
 
 MARGIN = 0.05

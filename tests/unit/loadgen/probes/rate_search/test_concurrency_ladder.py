@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.probes.rate_search.records import RampRung
-from loadgen.probes.rate_search.search import is_saturated, knee, next_concurrency
+from loadgen.probes.rate_search_analysis import RampRung, is_saturated, knee, next_concurrency
 
 
 def rungs_of(*measured: tuple[float, float | None]) -> list[RampRung]:

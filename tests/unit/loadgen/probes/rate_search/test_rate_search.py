@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.probes.rate_search.search import RateSearch
+from loadgen.probes.rate_search_analysis import RateSearch
 from loadgen.stats.early_stopping import late_allowed
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.rate_search.records import Trial
+from loadgen.probes.rate_search_analysis import Trial
 from loadgen.records.run import Workload
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result

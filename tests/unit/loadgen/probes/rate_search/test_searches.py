@@ -7,9 +7,15 @@ from collections.abc import Sequence
 import msgspec
 
 from loadgen.comparison.pairs import SATURATION, SLO_RATE, PairedMetric, pair_metrics
-from loadgen.probes.rate_search.analyse import find_ramps, find_rates
-from loadgen.probes.rate_search.records import RampFound, RateFound, Trial
-from loadgen.probes.rate_search.search import RateSearch
+from loadgen.probes.rate_search_analysis import (
+    RampFound,
+    RateFound,
+    RateSearch,
+    RatesFound,
+    Trial,
+    find_ramps,
+    find_rates,
+)
 from loadgen.records.run import Label, Workload
 from tests.unit.loadgen.verdict.test_fairness import EXPERIMENT
 
@@ -54,8 +60,11 @@ def climb(label: Label, capacity: float, users: int, cpu: float = 0.5) -> list[T
     return rungs
 
 
-def paired_in(workload: Workload, found: Sequence[RateFound | RampFound]) -> list[PairedMetric]:
-    return pair_metrics(msgspec.structs.replace(EXPERIMENT, workloads=(workload,)), (), (), found)
+def paired_in(
+    workload: Workload, *, rates: Sequence[RateFound] = (), ramps: Sequence[RampFound] = ()
+) -> list[PairedMetric]:
+    figures = RatesFound(rates=tuple(rates), ramps=tuple(ramps)).figures()
+    return pair_metrics(msgspec.structs.replace(EXPERIMENT, workloads=(workload,)), (), figures)
 
 
 def test_rates_and_their_pairs() -> None:
@@ -68,7 +77,7 @@ def test_rates_and_their_pairs() -> None:
         one.rate_per_s and one.failed_rate_per_s and one.failed_rate_per_s / one.rate_per_s <= 1.05 for one in found
     )
     assert found[0].seconds == 2.0 * found[0].trials
-    (paired,) = paired_in(SLO, found)
+    (paired,) = paired_in(SLO, rates=found)
     assert paired.metric == SLO_RATE
     assert [0.45 < pair.ratio < 0.55 for pair in paired.pairs] == [True, True]
 
@@ -76,7 +85,7 @@ def test_rates_and_their_pairs() -> None:
 def test_a_search_that_was_cut_short_has_no_rate() -> None:
     (found,) = find_rates([SLO], search("a", 300.0)[:-1])
     assert (found.rate_per_s, found.ended) == (None, None)
-    (paired,) = paired_in(SLO, [found])
+    (paired,) = paired_in(SLO, rates=[found])
     assert paired.pairs == ()
 
 
@@ -100,7 +109,7 @@ def test_ramps_and_their_pairs() -> None:
     assert [(one.label, one.saturation_per_s, one.knee_concurrency, one.saturated) for one in found] == [
         ("a", 800.0, 8, True), ("b", 400.0, 4, True),
     ]  # fmt: skip
-    (paired,) = paired_in(RAMP, found)
+    (paired,) = paired_in(RAMP, ramps=found)
     assert paired.metric == SATURATION
     assert [pair.ratio for pair in paired.pairs] == [0.5]
 

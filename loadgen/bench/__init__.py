@@ -1,1 +1,0 @@
-"""The run context that studies measure with: warm servers, inputs, the load runner and kept answers."""

@@ -1,1 +1,0 @@
-"""Measurements of this machine that later runs use: calibration and noise floor."""

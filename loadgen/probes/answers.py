@@ -1,0 +1,31 @@
+"""Answers under load: compares a sample of them with the answers to the same inputs sent alone.
+
+The comparison runs once this start of the servers has no more load to run; `loadgen.run.answers` has kept the sample.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from loadgen.experiment.schedule import has_load, search_schedule
+from loadgen.probes.registry import Probe
+from loadgen.records.run import Experiment
+
+if TYPE_CHECKING:
+    from loadgen.run.context import RunContext
+
+
+class AnswersProbe(Probe):
+    """Whether the answers under load are right. The checks judge what it stores."""
+
+    def wanted(self, experiment: Experiment) -> bool:
+        """Whether there is any load."""
+        return has_load(experiment) or bool(search_schedule(experiment))
+
+    def measure(self, context: RunContext) -> None:
+        """Compare and store the answers kept under load. Raises `StorageError`."""
+        context.enter("comparing answers under load")
+        context.answers.compare(context.arms, context.signatures, context.inputs, context.restart)
+
+
+PROBE = AnswersProbe()

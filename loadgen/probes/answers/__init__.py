@@ -1,1 +1,0 @@
-"""Whether the answers under load were those to the same inputs sent alone."""

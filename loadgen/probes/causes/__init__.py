@@ -1,1 +1,0 @@
-"""Why the arms differ: what each ablation saves, ranked."""

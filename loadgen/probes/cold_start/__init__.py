@@ -1,1 +1,0 @@
-"""Cold starts: from starting the process to the first answer."""

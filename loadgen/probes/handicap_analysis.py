@@ -1,0 +1,178 @@
+"""Handicap: the stored records, and from them to whether an arm's own settings make it slow.
+
+    DIR/handicap.json   HandicapRecord   rewritten after each pair of servers
+    DIR/handicap/…      the blocks of each pair
+
+A pair is two servers of one arm, loaded in interleaved rounds: `tuned` with the settings that only affect its speed, or
+with one of them, and `plain` without any. The figure is the throughput of the plain server over that of the tuned one,
+per round.
+
+An arm is slow if even the lower bound of the ratio exceeds 1 + δ, the margin of the comparison. The interval is
+Student's t on the log ratios of the rounds at 99.5 %, since the rounds end once it decides, which asks several times:
+simulated, at most 3 loads in 1,000 of identical servers are called slow with up to 20 % of noise between rounds, and
+4 in 100 if successive rounds correlate by 0.5. Assumption: the log ratios are about normal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from loadgen.comparison.facts import Facts
+from loadgen.comparison.pairs import side_by_side
+from loadgen.comparison.summaries import BlockSummary, summarise_blocks
+from loadgen.records.run import Found, Label, Pairing, Record, Workload
+from loadgen.stats.ratios import critical_t
+
+TUNED: Label = "tuned"
+PLAIN: Label = "plain"
+BESIDE = Pairing(TUNED, PLAIN)
+"""Ratios are those of the plain server over the tuned one."""
+
+
+class HandicapPair(Record, frozen=True, kw_only=True):
+    """One pair of servers of an arm, and the loads under which they ran."""
+
+    number: int
+    label: Label
+    setting: str | None
+    """The only setting that the tuned server has; None: the arm itself with all of its settings."""
+    loads: tuple[Workload, ...]
+
+    @property
+    def folder(self) -> str:
+        """Where its blocks are, relative to DIR."""
+        return f"handicap/{self.number:02d}-{self.label}"
+
+
+class ArmTuning(Record, frozen=True, kw_only=True):
+    """What tunes one arm."""
+
+    label: Label
+    settings: dict[str, str]
+    """Settings that only affect its speed and differ from the server's defaults, with their values."""
+    reason: str | None = None
+    """Why it was not compared with its plain server, as the end of a sentence about the arm; None where it was, or
+    where it has no such setting."""
+
+
+class HandicapRecord(Record, frozen=True, kw_only=True):
+    """DIR/handicap.json."""
+
+    FILE = "handicap.json"
+    arms: tuple[ArmTuning, ...] = ()
+    probes: tuple[HandicapPair, ...] = ()
+    """Those that have run, the arm's own before those of single settings."""
+
+
+MIN_ROUNDS = 4
+SIGNIFICANCE = 0.005
+SHOWN_SHARE = 0.5
+"""A single setting explains the loss if it causes at least this share of it, on the log scale."""
+LARGEST_HIDDEN = 1.25
+"""Without a decision the check passes only if the interval excludes a larger loss than this."""
+
+
+class PlainRatio(Record, frozen=True, kw_only=True):
+    """The plain server's throughput over the tuned one's under one load."""
+
+    ratio: float
+    low: float
+    high: float
+    """The 99.5 % interval."""
+    rounds: int
+
+    def slower(self, margin: float) -> bool | None:
+        """Whether the tuned server is slower by more than the margin; None: not decided."""
+        if self.low > 1.0 + margin:
+            return True
+        return False if self.high < 1.0 + margin else None
+
+
+def estimate(ratios: Sequence[float]) -> PlainRatio | None:
+    """None with fewer than `MIN_ROUNDS` rounds."""
+    if len(ratios) < MIN_ROUNDS:
+        return None
+    logs = np.log(np.asarray(ratios, dtype=np.float64))
+    half = critical_t(len(logs) - 1, SIGNIFICANCE) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    centre = float(logs.mean())
+    return PlainRatio(
+        ratio=math.exp(centre), low=math.exp(centre - half), high=math.exp(centre + half), rounds=len(logs)
+    )
+
+
+def ratios_of(blocks: Sequence[BlockSummary], load: str) -> list[float]:
+    """Plain over tuned throughput in each round of a load that both completed without errors."""
+    rates = {
+        (block.round, block.label): block.throughput_per_s
+        for block in blocks
+        if block.workload == load and block.complete and not block.errors and block.throughput_per_s
+    }
+    return [plain / tuned for _, tuned, plain in side_by_side(rates, BESIDE)]
+
+
+class LoadHandicap(Record, frozen=True, kw_only=True):
+    """One arm beside its plain server under one load."""
+
+    label: Label
+    load: str
+    users: int
+    ratio: PlainRatio
+    slower: bool | None
+    """Whether the arm is slower than its plain server by more than the margin; None: not decided."""
+    explained_by: tuple[tuple[str, PlainRatio], ...] = ()
+    """The settings that, alone, cause most of the loss, with what each costs by itself; the largest first."""
+
+
+class HandicapsFound(Found, frozen=True, kw_only=True):
+    """Arms that were compared with their plain servers."""
+
+    STUDY = "handicap"
+    loads: tuple[LoadHandicap, ...] = ()
+
+
+def analyse(facts: Facts) -> HandicapsFound:
+    """The handicap of every arm and load that was measured."""
+    stored, margin = facts.run.record_of(HandicapRecord), facts.run.experiment.equivalence_margin
+    if stored is None:
+        return HandicapsFound()
+    blocks = {pair.number: summarise_blocks(facts.run.blocks_in(pair.folder, pair.loads)) for pair in stored.probes}
+    settings = {arm.label: arm.settings for arm in stored.arms}
+
+    def ratio(pair: HandicapPair, load: str) -> PlainRatio | None:
+        return estimate(ratios_of(blocks[pair.number], load))
+
+    handicaps = []
+    for pair in stored.probes:
+        for load in pair.loads if pair.setting is None else ():
+            whole = ratio(pair, load.name)
+            if whole is None:
+                continue
+            slower = whole.slower(margin)
+            alone = [
+                (single.setting, part)
+                for single in stored.probes
+                if single.label == pair.label
+                and single.setting is not None
+                and (part := ratio(single, load.name)) is not None
+            ]
+            causes = [(name, part) for name, part in alone if _explains(part, whole)]
+            if slower and len(settings[pair.label]) == 1:
+                causes = [(name, whole) for name in settings[pair.label]]
+            handicaps.append(
+                LoadHandicap(
+                    label=pair.label,
+                    load=load.name,
+                    users=load.concurrency,
+                    ratio=whole,
+                    slower=slower,
+                    explained_by=tuple(sorted(causes, key=lambda cause: -cause[1].ratio)) if slower else (),
+                )
+            )
+    return HandicapsFound(loads=tuple(handicaps))
+
+
+def _explains(part: PlainRatio, whole: PlainRatio) -> bool:
+    return part.low > 1.0 and math.log(part.ratio) >= SHOWN_SHARE * math.log(whole.ratio)

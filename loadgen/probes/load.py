@@ -1,0 +1,710 @@
+"""Load: rounds of blocks on every arm, the batches that the servers executed, and the measurements of the report.
+
+The load is a fixed number of rounds, rounds for as long as the time lasts, or rounds until all is decided.
+
+**By time** the rounds hold every scenario for the first part of it; the rest goes to the scenarios whose ratio is known
+least well. They are chosen by the spread of their ratios and never by the ratios themselves, so a difference neither
+attracts nor repels further rounds (Stein, Ann. Math. Statist. 16, 1945, proves it for one choice; for choices after
+every pass `tests/truth/test_one_run_in_twenty.py` shows by simulation that the interval of a fixed plan holds).
+**Until decided** a scenario drops out once its leading comparisons with the baseline name a winner or no meaningful
+difference, judged by the comparisons of the report on intervals that allow repeated checks.
+
+Rounds are whole, and no round begins that would end too late. Comparisons are made while nothing is under load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import loadgen.report.charts as charts
+import loadgen.report.document as doc
+from loadgen.comparison.claims import claim, join, place
+from loadgen.comparison.comparisons import Comparison, advantage, compare_all
+from loadgen.comparison.facts import Facts
+from loadgen.comparison.pairs import PooledLatencies
+from loadgen.comparison.summaries import FORMED_FACTOR, WorkloadSummary, summarise_blocks
+from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_workloads, schedule
+from loadgen.probes.registry import Probe
+from loadgen.quantities import counted, items, measured, number, share
+from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Workload, item_of, shown
+from loadgen.run.storage import StoredBlock
+from loadgen.verdict.result_file import Result
+
+if TYPE_CHECKING:
+    from loadgen.run.context import RunContext
+
+DECIDED = ("arm_better", "baseline_better", "no_difference")
+FOR_ALL = 0.6
+"""Share of the time in which every round includes every scenario."""
+NEEDY = 0.7
+"""Scenarios with more than this share of the largest standard error get further rounds."""
+
+
+class ExecutedBatches(Record, frozen=True, kw_only=True):
+    """The batches of one arm in one workload."""
+
+    workload: str
+    label: Label
+    request_items: int
+    """Items per request."""
+    executions: dict[int, int]
+    """Items executed at once → number of executions, in ascending order."""
+    mean: float | None
+    """Items per execution; None if the server does not report it."""
+    formed: bool | None
+    """Whether requests were merged; None if the server does not report its executions."""
+    sentence: str
+
+
+class LoadFound(Found, frozen=True, kw_only=True):
+    """Findings of the load in addition to the comparisons."""
+
+    STUDY = "load"
+    executed_batches: tuple[ExecutedBatches, ...] = ()
+    """One entry per arm and workload."""
+
+
+class LoadProbe(Probe):
+    """The load, and whether the servers merged requests into batches."""
+
+    finding = LoadFound
+
+    def wanted(self, experiment: Experiment) -> bool:
+        """Whether there is load."""
+        return has_load(experiment)
+
+    def measure(self, context: RunContext) -> None:
+        """Run this restart's share of the rounds, or rounds until the time is up or all is decided."""
+        experiment = context.experiment
+        title = "load" if experiment.restarts == 1 else f"load, restart {context.restart + 1} of {experiment.restarts}"
+        rounds = None
+        if experiment.until_decided or experiment.minutes is not None:
+            rounds = Rounds(context, context.done, context.load_deadline())
+            title += f", {rounds.forecast()}"
+        context.enter(title)
+        context.forecast.load_begins()
+        if rounds is not None:
+            rounds.run()
+            return
+        planned = schedule(experiment)
+        blocks = [block for block in planned if block.restart == context.restart]
+        context.load_runner().run(blocks, context.forecast, planned=len(planned))
+
+    def analyse(self, facts: Facts) -> LoadFound:
+        """The executed batches of every arm and workload with requests."""
+        loads = {workload.name: workload for workload in facts.run.experiment.workloads if workload.has_blocks}
+        return LoadFound(
+            executed_batches=tuple(
+                _judge(loads[summary.workload], summary)
+                for summary in facts.summaries
+                if summary.requests and summary.workload in loads
+            )
+        )
+
+    def sections(self, result: Result) -> Mapping[str, Sequence[doc.Section | None]]:
+        """The latencies, the throughputs, the batches, and every block."""
+        makers = (latency, batch_sizes, sequence_lengths, open_loops, executed_batches, measurements, blocks)
+        return {"Detail": [make(result) for make in makers]}
+
+
+PROBE = LoadProbe()
+
+
+def _judge(workload: Workload, summary: WorkloadSummary) -> ExecutedBatches:
+    mean, executions = summary.executed_batch_mean, summary.executed_batches
+    formed = None if mean is None else mean >= FORMED_FACTOR * workload.batch_size
+    if mean is None:
+        sentence = "unknown: the server does not report its executions"
+    elif formed:
+        sentence = f"requests were merged: mean {number(mean)}" + (f", largest {max(executions)}" if executions else "")
+    elif workload.concurrency == 1:
+        sentence = "requests were not merged: one at a time"
+    else:
+        sentence = f"requests were not merged {place(workload)}: mean {number(mean)}"
+    return ExecutedBatches(
+        workload=workload.name,
+        label=summary.label,
+        request_items=workload.batch_size,
+        executions=executions,
+        mean=mean,
+        formed=formed,
+        sentence=sentence,
+    )
+
+
+class Rounds:
+    """The load of one start of the servers, whose number of rounds is not fixed.
+
+    `blocks` are those of earlier starts. The minimum of rounds of each workload runs in any case.
+    """
+
+    def __init__(self, context: RunContext, blocks: list[StoredBlock], deadline: float) -> None:
+        self._context = context
+        self._workloads = {workload.name: workload for workload in load_workloads(context.experiment.workloads)}
+        self._blocks = blocks
+        self._summaries = list(summarise_blocks(blocks))
+        self._latencies = PooledLatencies(blocks if context.experiment.until_decided else ())
+        self._open = dict(self._workloads)
+        self._beside = 0.0
+        """Seconds of a round outside its blocks, mostly idle gaps."""
+        self._began = monotonic()
+        self._deadline = deadline
+        self._least = math.ceil(
+            max(workload.rounds for workload in self._workloads.values()) / context.experiment.restarts
+        )
+
+    def forecast(self) -> str:
+        """How many rounds in how much time, for the title of the phase."""
+        seconds = sum(self._context.forecast.round_s(workload) for workload in self._workloads.values())
+        scenarios = counted(len(self._workloads), "scenario")
+        left = max(0.0, self._deadline - self._began)
+        if self._context.experiment.until_decided:
+            return f"rounds of {scenarios} until all are decided, {left / 60.0:.1f} minutes at most"
+        rounds = max(self._least, int(left / seconds))
+        return f"about {rounds} rounds of {scenarios} in {max(left, rounds * seconds) / 60.0:.1f} minutes"
+
+    def run(self) -> None:
+        """Run the rounds. Raises as `LoadRunner.run` does."""
+        context, runner = self._context, self._context.load_runner()
+        experiment = context.experiment
+        context.forecast.load_ends_within(self._deadline - monotonic())
+        first = max((block.record.round for block in self._blocks), default=-1) + 1
+        rounds = endless_passes(
+            tuple(self._workloads.values()), experiment.labels, experiment.seed + context.restart, first
+        )
+        for pass_number, offered in enumerate(rounds, start=1):
+            chosen = [open_round for open_round in offered if open_round.workload.name in self._open]
+            if pass_number > self._least:
+                chosen = self._that_fit(chosen)
+            if not chosen:
+                break
+            blocks: list[ScheduledBlock] = []
+            began = monotonic()
+            for open_round in chosen:
+                blocks += open_round.blocks(len(self._blocks) + len(blocks), context.restart)
+            done = runner.run(blocks, context.forecast, last=False)
+            self._blocks += done
+            self._summaries += summarise_blocks(done)
+            self._beside = max(
+                0.0, monotonic() - began - sum(context.forecast.round_s(open_round.workload) for open_round in chosen)
+            )
+            if experiment.until_decided:
+                self._latencies.add(done)
+                self._close_decided()
+                continue
+            used = (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
+            # Only after whole passes, in which each arm came equally often in each place.
+            if pass_number % len(experiment.arms) == 0 and pass_number >= self._least and used > FOR_ALL:
+                self._open = self._neediest()
+        runner.idle()
+        context.forecast.load_ends()
+
+    def _that_fit(self, chosen: list[OpenRound]) -> list[OpenRound]:
+        """The workloads that the time allows; until decided all or none."""
+        left = self._deadline - monotonic() - self._beside
+        fitting: list[OpenRound] = []
+        for open_round in chosen:
+            seconds = self._context.forecast.round_s(open_round.workload)
+            if seconds <= left:
+                fitting.append(open_round)
+                left -= seconds
+        return fitting if len(fitting) == len(chosen) or not self._context.experiment.until_decided else []
+
+    def _neediest(self) -> dict[str, Workload]:
+        """The scenarios with the largest relative standard error of throughput and median."""
+        errors: dict[str, float] = {}
+        for comparison in compare_all(self._context.experiment, self._summaries, ()):
+            error = comparison.error_log
+            if comparison.metric in ("throughput", "achieved_rate", "latency_p50") and error is not None:
+                errors[comparison.scenario] = max(errors.get(comparison.scenario, 0.0), error)
+        most = max(errors.values(), default=0.0)
+        return {name: workload for name, workload in self._workloads.items() if errors.get(name, most) >= NEEDY * most}
+
+    def _close_decided(self) -> None:
+        every = compare_all(self._context.experiment, self._summaries, (), latencies=self._latencies.by_block)
+        leading = [c for c in every if c.leading and c.baseline == self._context.experiment.baseline.label]
+        for name, workload in list(self._open.items()):
+            comparisons = [c for c in leading if c.scenario == name]
+            if all(c.verdict in DECIDED and c.pairs >= workload.rounds for c in comparisons):
+                del self._open[name]
+        standing = [
+            f"{c.scenario}: {claim(c)} after {counted(c.pairs, 'pair')}"
+            for c in leading
+            if c.scenario in self._workloads
+        ]
+        self._context.progress.now("; ".join(standing))
+
+
+MAX_SIZES = 6
+BLOCK_FIELDS = (
+    "index", "workload", "round", "restart", "label", "position", "start_s", "duration_s", "complete", "requests",
+    "errors", "items", "throughput_per_s", "mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms", "p99_9_ms",
+    "send_lag_p99_ms", "full_load_share", "generator_cpu_share", "server_cpu_cores", "request_bytes", "response_bytes",
+    "note",
+)  # fmt: skip
+
+
+def latency(result: Result) -> doc.Section | None:
+    """Share of requests answered within a time."""
+
+    def traces(workload: str) -> list[doc.Figure]:
+        return [
+            charts.line(
+                result,
+                s.label,
+                [(value, 100 * part) for value, part in s.distribution_ms],
+                "%{y:.1f} % within %{x:.4~g} ms",
+                name=f" ({s.latency.samples:,} requests)",
+                style={"width": 2.5, "shape": "hv"},
+                mode="lines",
+            )
+            for s in result.summaries
+            if s.workload == workload and s.distribution_ms
+        ]
+
+    chart = charts.chart_by_scenario(
+        result,
+        traces,
+        "latency",
+        "Latency distribution",
+        "Share of requests answered within a time, from the intended start to the last byte; all blocks of a scenario. "
+        "Drag to zoom, double-click to reset.",
+        height=charts.tall(result, 400),
+        xaxis=charts.axis("latency, ms", rangemode="tozero"),
+        yaxis=charts.axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
+        legend=charts.LEGEND_ABOVE,
+    )
+    return doc.section("Latency distribution", chart)
+
+
+def batch_sizes(result: Result) -> doc.Section | None:
+    """Throughput and median latency against the batch size of a request; with sequences of several lengths
+    `sequence_lengths` shows them."""
+    batched = [workload for workload in result.experiment.workloads if workload.scenario == "batched"]
+    if not batched or _lengths(result):
+        return None
+    several = items(item_of(result.environment))
+    sizes = {workload.name: workload.batch_size for workload in batched}
+    data = _speeds(result, sizes, "batch %{x}")
+    if not data:
+        return None
+    chart = doc.Chart(
+        "batch-sizes",
+        "Throughput and latency against batch size",
+        f"One request at a time with this many {several} in it. Bars are 95 % intervals over the blocks of one arm; "
+        "unlike the paired ratios, they include the machine's drift.",
+        data,
+        _speed_panels(result, f"{several} per request", sizes.values()),
+    )
+    return doc.section("Batch sizes", chart)
+
+
+def _speeds(result: Result, places: Mapping[str, int], at: str) -> list[doc.Figure]:
+    """Throughput and median latency of each arm in these workloads, each at its place; `at` names a place."""
+    rate = charts.rate_unit(result)
+    data: list[doc.Figure] = []
+    for panel, unit in (("", rate), ("2", "ms")):
+        for label in result.experiment.labels:
+            summaries = [s for s in result.summaries if s.workload in places and s.label == label]
+            if unit == "ms":
+                speeds = [(places[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in summaries]
+            else:
+                speeds = [(places[s.workload], s.throughput_per_s, s.throughput_ci95) for s in summaries]
+            points = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
+            if points:
+                across, values, intervals = zip(*points, strict=True)
+                data.append(
+                    charts.line(
+                        result,
+                        label,
+                        zip(across, values, strict=True),
+                        f"{at}: %{{y:.4~g}} {unit}",
+                        showlegend=not panel,
+                        xaxis=f"x{panel}",
+                        yaxis=f"y{panel}",
+                        error_y=charts.errors(values, intervals, color=charts.colour(result, label)),
+                    )
+                )
+    return data
+
+
+def _speed_panels(result: Result, across: str, places: Iterable[int]) -> doc.Figure:
+    return charts.two_panels(
+        charts.tall(result, 380),
+        across,
+        charts.axis(charts.rate_unit(result), rangemode="tozero"),
+        charts.axis("p50 latency, ms", rangemode="tozero"),
+        charts.doubling(places),
+    )
+
+
+def _lengths(result: Result) -> list[int]:
+    """The lengths of sequences, if the run has workloads of several."""
+    lengths = result.experiment.lengths
+    return sorted(lengths) if len(lengths) > 1 else []
+
+
+def _size(workload: Workload) -> int:
+    """What a scenario varies beside the length: the users of `concurrent`, else the batch size."""
+    return workload.concurrency if workload.scenario == "concurrent" else workload.batch_size
+
+
+def _length(workload: Workload) -> int:
+    return workload.sequence_length or 0
+
+
+def sequence_lengths(result: Result) -> doc.Section | None:
+    """Throughput and latency against the length of the sequences and against batch size or users, and each arm's ratio
+    to the baseline over both."""
+    lengths = _lengths(result)
+    crossed = {
+        scenario: [
+            workload
+            for workload in result.experiment.workloads
+            if workload.scenario == scenario and workload.sequence_length in lengths
+        ]
+        for scenario in ("single", "batched", "concurrent")
+    }
+    blocks: list[doc.Block | None] = []
+    for scenario, workloads in crossed.items():
+        if len(workloads) > 1:
+            what = "users" if scenario == "concurrent" else "batch"
+            blocks += [
+                _ratio_table(result, pairing, scenario, what, workloads) for pairing in result.experiment.pairings
+            ]
+            blocks += [_crossed_chart(result, scenario, what, workloads), _ratio_map(result, scenario, what, workloads)]
+    return doc.section("Sequence lengths", *blocks, on=doc.READ)
+
+
+def _places(workloads: Sequence[Workload]) -> tuple[list[int], list[int]]:
+    """All sizes and all lengths, ascending."""
+    return sorted(set(map(_size, workloads))), sorted(set(map(_length, workloads)))
+
+
+def _ratios(result: Result, pairing: Pairing, workloads: Sequence[Workload]) -> list[list[Comparison | None]]:
+    """The comparisons of the throughputs that have a ratio, a row per size and a column per length."""
+    comparisons = [
+        comparison
+        for comparison in result.comparisons
+        if comparison.pairing == pairing and comparison.metric == "throughput"
+    ]
+    by_scenario = {comparison.scenario: comparison for comparison in comparisons if comparison.ratio is not None}
+    by_place = {(_size(workload), _length(workload)): by_scenario.get(workload.name) for workload in workloads}
+    sizes, lengths = _places(workloads)
+    return [[by_place.get((size, length)) for length in lengths] for size in sizes]
+
+
+def _better(comparison: Comparison | None) -> str:
+    better = None if comparison is None else advantage(comparison)
+    return "–" if better is None else better.words
+
+
+def _ratio_table(
+    result: Result, pairing: Pairing, scenario: str, what: str, workloads: Sequence[Workload]
+) -> doc.Table:
+    """The better arm's throughput ratio, a row per size and a column per length."""
+    sizes, lengths = _places(workloads)
+    rows = zip(sizes, _ratios(result, pairing, workloads), strict=True)
+    return doc.Table(
+        (*doc.numbers(what), *doc.numbers(*(f"length {length}" for length in lengths))),
+        [(str(size), *map(_better, row)) for size, row in rows],
+        title=f"{scenario}: throughput of {' and '.join(map(shown, pairing))}, the better arm's ratio",
+    )
+
+
+def _crossed_chart(result: Result, scenario: str, what: str, workloads: Sequence[Workload]) -> doc.Chart | None:
+    """A view per size against the length, and a view per length against the size."""
+    data: list[doc.Figure] = []
+    views: list[doc.View] = []
+    for held, along, name, across in (
+        (_size, _length, what, "sequence length"),
+        (_length, _size, "length", "users" if what == "users" else "batch size"),
+    ):
+        for value in sorted(set(map(held, workloads))):
+            places = {workload.name: along(workload) for workload in workloads if held(workload) == value}
+            traces = _speeds(result, places, f"{'length' if held is _size else what} %{{x}}")
+            if len(places) > 1 and traces:
+                panels = _speed_panels(result, across, places.values())
+                views.append(charts.add_view(data, f"{name} {value}", traces, **panels))
+    if not data:
+        return None
+    return doc.Chart(
+        f"lengths-{scenario}",
+        f"{scenario.capitalize()}: throughput and latency against length and {what}",
+        f"Each button holds one thing fixed, the {what} or the length of the sequences. Bars are 95 % intervals over "
+        "the blocks of one arm.",
+        data,
+        {"height": charts.tall(result, 380), "legend": charts.LEGEND_ABOVE},
+        views,
+    )
+
+
+def _ratio_map(result: Result, scenario: str, what: str, workloads: Sequence[Workload]) -> doc.Chart | None:
+    """Each arm's throughput ratio to the baseline as a colour: neutral at 1, the arm's own where it is better."""
+    sizes, lengths = _places(workloads)
+    data: list[doc.Figure] = []
+    views: list[doc.View] = []
+    for pairing in result.experiment.pairings:
+        rows = _ratios(result, pairing, workloads)
+        logs = [
+            [None if comparison is None else charts.rounded(math.log2(comparison.ratio or 1.0)) for comparison in row]
+            for row in rows
+        ]
+        distances = [abs(value) for row in logs for value in row if value is not None]
+        if not distances:
+            continue
+        reach = max(0.1, *distances)
+        trace = {
+            "type": "heatmap",
+            "x": [str(length) for length in lengths],
+            "y": [str(size) for size in sizes],
+            "z": logs,
+            "text": [list(map(_better, row)) for row in rows],
+            "texttemplate": "%{text}",
+            "hovertemplate": f"{what} %{{y}}, length %{{x}}: %{{text}}<extra></extra>",
+            "colorscale": [
+                [0, charts.colour(result, pairing.baseline)], [0.5, "--card"], [1, charts.colour(result, pairing.arm)],
+            ],
+            "zmin": -reach,
+            "zmax": reach,
+            "showscale": False,
+        }  # fmt: skip
+        views.append(charts.add_view(data, f"{shown(pairing.arm)} against {shown(pairing.baseline)}", [trace]))
+    if not data:
+        return None
+    return doc.Chart(
+        f"length-ratios-{scenario}",
+        f"{scenario.capitalize()}: who serves more, over length and {what}",
+        "The ratio of the throughputs in the colour of the better arm; the deeper, the larger.",
+        data,
+        {
+            "height": 160 + 40 * len(sizes),
+            "xaxis": charts.axis("sequence length", type="category"),
+            "yaxis": charts.axis("users" if what == "users" else "batch size", type="category"),
+        },
+        views if len(views) > 1 else [],
+    )
+
+
+def measurements(result: Result) -> doc.Section | None:
+    """The figures of each arm and scenario."""
+    rows = [
+        (
+            s.workload,
+            shown(s.label),
+            f"{s.requests:,}",
+            f"{s.errors:,}",
+            measured(s.throughput_per_s, s.throughput_ci95),
+            _tokens_per_s(result, s),
+            *(measured(ms, None) for ms in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms, s.latency.p99_ms)),
+            measured(s.executed_batch_mean, None),
+            *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
+            measured(s.server_cpu_cores, None),
+            measured(s.server_cpu_ms, None),
+            share(s.generator_cpu_share_max),
+        )
+        for s in result.summaries
+        if s.requests
+    ]
+    columns = (
+        *doc.names("scenario", "arm"),
+        *doc.numbers(
+            "requests",
+            "errors",
+            charts.rate_unit(result),
+            "tokens/s",
+            "mean ms",
+            "p50 ms",
+            "p90 ms",
+            "p99 ms",
+            "executed batch",
+        ),
+        *doc.numbers("bytes sent", "bytes back", "server cores", "server CPU ms", "generator CPU"),
+    )
+    caption = "Complete blocks of each arm, pooled. A percentile needs enough samples: p50 11, p90 64, p99 662."
+    return doc.section("Measurements", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
+
+
+def _tokens_per_s(result: Result, summary: WorkloadSummary) -> str:
+    """Throughput in tokens, without padding; empty where the inputs are no sequences."""
+    workload = next((entry for entry in result.experiment.workloads if entry.name == summary.workload), None)
+    tokens = result.environment.tokens_per_item(workload) if result.environment and workload else None
+    if tokens is None:
+        return ""
+    return measured(None if summary.throughput_per_s is None else tokens * summary.throughput_per_s, None)
+
+
+def executed_batches(result: Result) -> doc.Section | None:
+    """The most frequent sizes of the servers' executions, with a chart where requests could be merged."""
+    rows: list[tuple[str, ...]] = []
+    for batches in result.of(LoadFound).executed_batches:
+        total = sum(batches.executions.values())
+        frequent = sorted(batches.executions, key=lambda size: -batches.executions[size])[:MAX_SIZES]
+        sizes = ", ".join(f"{size}: {share(batches.executions[size] / total)}" for size in sorted(frequent))
+        more = (
+            f", {len(batches.executions) - len(frequent)} more sizes" if len(batches.executions) > len(frequent) else ""
+        )
+        mean = "–" if batches.mean is None else number(batches.mean)
+        rows.append(
+            (
+                batches.workload,
+                shown(batches.label),
+                str(batches.request_items),
+                mean,
+                sizes + more or "–",
+                batches.sentence,
+            )
+        )
+    merging = {workload.name for workload in result.experiment.workloads if workload.concurrency > 1}
+
+    def traces(workload: str) -> list[doc.Figure]:
+        return [
+            {
+                "type": "bar",
+                "name": charts.arm_name(result, s.label),
+                "x": list(s.executed_batches),
+                "y": [charts.rounded(100 * n / sum(s.executed_batches.values())) for n in s.executed_batches.values()],
+                "marker": {
+                    "color": charts.colour(result, s.label),
+                    "pattern": {"shape": charts.PATTERNS[charts.place_of(result, s.label)], "fillmode": "overlay"},
+                },
+                "hovertemplate": "batch %{x}: %{y:.3~g} % of executions"
+                f"<extra>{charts.label_text(shown(s.label))}</extra>",
+            }
+            for s in result.summaries
+            if s.workload == workload and workload in merging and s.executed_batches
+        ]
+
+    columns = (
+        *doc.names("scenario", "arm"),
+        *doc.numbers("items per request", "mean"),
+        *doc.texts("executed at once", "verdict"),
+    )
+    return doc.section(
+        "Executed batches",
+        doc.Table(columns, rows, grouped=True, caption=_of_ensembles(result)),
+        charts.chart_by_scenario(
+            result,
+            traces,
+            "batches",
+            "Executed batch sizes",
+            "How the dynamic batcher merged concurrent requests: the share of executions at each batch size.",
+            height=charts.tall(result, 320),
+            barmode="group",
+            xaxis=charts.axis("executed batch size"),
+            yaxis=charts.axis("executions, %", rangemode="tozero"),
+            legend=charts.LEGEND_ABOVE,
+        ),
+        on=doc.PAGES,
+    )
+
+
+def _of_ensembles(result: Result) -> str:
+    """Whose executions these are where an arm is an ensemble; empty without."""
+    ensembles = [shown(arm.label) for arm in result.arms if arm.steps]
+    names = f"{join(ensembles)} {'is an ensemble' if len(ensembles) == 1 else 'are ensembles'}"
+    return f"{names}: the batches are those of the step that executes the model." if ensembles else ""
+
+
+def blocks(result: Result) -> doc.Section | None:
+    """Speed of every block over the run, relative to its arm's mean or as a throughput; CSV gets all of its figures."""
+    fields = [
+        [getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS]
+        for block in result.blocks
+    ]
+    return doc.section(
+        "Block by block", _block_chart(result), doc.Table(doc.names(*BLOCK_FIELDS), fields, name="blocks", on=doc.CSV)
+    )
+
+
+def _block_chart(result: Result) -> doc.Chart | None:
+    timed = [(block, block.throughput_per_s) for block in result.blocks if block.throughput_per_s is not None]
+    if not timed:
+        return None
+    means = {(s.workload, s.label): s.throughput_per_s for s in result.summaries}
+    rate = charts.rate_unit(result)
+
+    def traces(workloads: set[str], hover: str, mode: str, relative: bool) -> list[doc.Figure]:
+        lines = []
+        for label in result.experiment.labels:
+            speeds = [(block, speed) for block, speed in timed if block.label == label and block.workload in workloads]
+            if relative:
+                pairs = [(block, speed, means.get((block.workload, label))) for block, speed in speeds]
+                speeds = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
+            points = [(block.start_s / 60.0, value) for block, value in speeds]
+            marker = charts.hollow(result, label, [block.complete for block, _ in speeds])
+            texts = [f"block {block.index}, {block.workload}, pair {block.round + 1}" for block, _ in speeds]
+            text = f"%{{text}}: {hover}"
+            lines.append(charts.line(result, label, points, text, mode=mode, marker=marker, text=texts))
+        return lines
+
+    workloads = dict.fromkeys(block.workload for block, _ in timed)
+    data: list[doc.Figure] = []
+    whole = traces(set(workloads), "%{y:+.2~f} %", "markers", relative=True)
+    beside = {"title": {"text": "difference from the arm's mean, %"}}
+    views = [charts.add_view(data, "all, relative", whole, yaxis=beside)]
+    for workload in workloads:
+        absolute = traces({workload}, f"%{{y:.4~g}} {rate}", "lines+markers", relative=False)
+        views.append(charts.add_view(data, workload, absolute, yaxis={"title": {"text": rate}}))
+    return doc.Chart(
+        "blocks",
+        "Block by block",
+        "All blocks in the order in which they ran, the arms interleaved. A slope is drift of the machine, which the "
+        "pairing cancels; hollow marks were cut short and are not compared.",
+        data,
+        {
+            "height": charts.tall(result, 380),
+            "xaxis": charts.axis("minutes since the first block"),
+            "yaxis": charts.axis(""),
+            "legend": charts.LEGEND_ABOVE,
+        },
+        views,
+    )
+
+
+def open_loops(result: Result) -> doc.Section | None:
+    """Offered and achieved rates of open loops, and how late requests were sent."""
+    rows = []
+    for summary in result.summaries:
+        loop = summary.open_loop
+        if loop is None:
+            continue
+        blocks = [
+            b for b in result.blocks if (b.workload, b.label, b.complete) == (summary.workload, summary.label, True)
+        ]
+        lags = [
+            max((lag for block in blocks if (lag := getattr(block, name)) is not None), default=None)
+            for name in ("send_lag_p50_ms", "send_lag_p99_ms", "send_lag_max_ms")
+        ]
+        rows.append(
+            (
+                summary.workload,
+                shown(summary.label),
+                f"{loop.offered:,}",
+                number(loop.offered_per_s),
+                measured(loop.achieved_per_s, None),
+                share(loop.answered_share, 3),
+                f"{loop.unsent:,}",
+                *(measured(lag, None) for lag in (*lags, loop.generator_lag_p99_ms)),
+            )
+        )
+    columns = (
+        *doc.names("scenario", "arm"),
+        doc.Column("due", "number", on=doc.PAGES),
+        doc.Column("due per second", "number", "due/s"),
+        doc.Column("answered per second", "number", "done/s"),
+        doc.Column("answered in time", "number", "in time"),
+        *doc.numbers("unsent"),
+        doc.Column("lag p50, ms", "number", on=doc.PAGES),
+        doc.Column("lag p99, ms", "number", "lag p99"),
+        doc.Column("largest lag, ms", "number", "max"),
+        doc.Column("generator's p99, ms", "number", "own p99"),
+    )
+    caption = (
+        "Requests fall due by a schedule. In time: answered before the last one was due. Lag: how late a request "
+        "was sent, in the worst block; the generator's own lag excludes waiting for a busy connection."
+    )
+    return doc.section("Open loops", doc.Table(columns, rows, caption=caption, grouped=True))

@@ -1,0 +1,466 @@
+"""Rate search: finds the highest rate within a latency bound, and the throughput at saturation, on servers that are up.
+
+Both are trials whose load earlier trials decide, each stored at once. Arms alternate as in blocks: a pair is one search
+on each arm, one after the other in an order that is drawn and balanced; in a ramp all arms take each step in turn. A
+search tries rates on a lattice of factors, so every search starts from a rate drawn around a first guess: the lattice
+then adds noise to a found rate and no bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count, groupby
+from random import Random
+from statistics import fmean
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import loadgen.report.charts as charts
+import loadgen.report.document as doc
+from loadgen.comparison.facts import Facts
+from loadgen.comparison.loops import measured_answers, throughput_per_s
+from loadgen.experiment.arrivals import arrival_count, schedule_seed
+from loadgen.experiment.schedule import ScheduledBlock, closed_loop, search_schedule
+from loadgen.probes.rate_search_analysis import (
+    RampFound,
+    RampRung,
+    RateFound,
+    RatesFound,
+    Trial,
+    analyse,
+    next_concurrency,
+    rung_of,
+    search_from,
+)
+from loadgen.probes.registry import Probe
+from loadgen.quantities import measured, number
+from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
+from loadgen.run.errors import LoadError
+from loadgen.run.machine import utc_now
+from loadgen.stats.early_stopping import late_allowed
+from loadgen.stats.percentiles import percentile
+from loadgen.verdict.result_file import Result
+
+if TYPE_CHECKING:
+    from loadgen.generator.messages import Outcome
+    from loadgen.run.arms import Arm
+    from loadgen.run.context import RunContext
+
+WARM_UP_USERS = 16
+_PILOT_SECONDS = 0.5
+_PILOT_REQUESTS = 12
+
+
+class RateSearchProbe(Probe):
+    """The highest rate within a latency bound, and the throughput at saturation."""
+
+    finding = RatesFound
+
+    def wanted(self, experiment: Experiment) -> bool:
+        """Whether any search or ramp is requested."""
+        return bool(search_schedule(experiment))
+
+    def measure(self, context: RunContext) -> None:
+        """Run the searches and ramps of this start of the servers, in order. Raises `LoadError`, `StorageError`."""
+        schedule = search_schedule(context.experiment)
+        to_come = [entry.workload for entry in schedule if entry.restart >= context.restart and entry.position == 0]
+        planned = [entry for entry in schedule if entry.restart == context.restart]
+        took: dict[str, list[float]] = {}
+        rates: dict[tuple[str, Label], float] = {}
+        """The rates found at this start of the servers."""
+        context.forecast.load_begins()
+        for (workload, _), pair in groupby(planned, key=lambda entry: (entry.workload, entry.round)):
+            entries, began = list(pair), monotonic()
+            if workload.scenario == "slo":
+                context.enter(f"searching for the highest rate with p99 ≤ {workload.latency_bound_ms:g} ms")
+                users = min(workload.concurrency, WARM_UP_USERS)
+                context.warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
+                for entry in entries:
+                    key = workload.name, entry.label
+                    rate = search_rate(
+                        context,
+                        context.arms[entry.label],
+                        workload,
+                        round_number=entry.round,
+                        position=entry.position,
+                        earlier_rate=rates.get(key),
+                    )
+                    if rate is not None:
+                        rates[key] = rate
+            else:
+                context.enter("adding users until the servers are saturated")
+                _climb(context, entries)
+            to_come.remove(workload)
+            took.setdefault(workload.name, []).append(monotonic() - began)
+            seen = [seconds for many in took.values() for seconds in many]
+            context.forecast.searches_take(sum(fmean(took.get(left.name, seen)) for left in to_come))
+            context.progress.plan(context.forecast.remaining_s())
+
+    def analyse(self, facts: Facts) -> RatesFound:
+        """The stored trials and the result of each search and ramp."""
+        return analyse(facts)
+
+    def sections(self, result: Result) -> Mapping[str, Sequence[doc.Section | None]]:
+        """The searches and the ramps."""
+        return {"Detail": (rate_search(result), ramp(result))}
+
+
+PROBE = RateSearchProbe()
+
+
+def search_rate(
+    context: RunContext,
+    arm: Arm,
+    workload: Workload,
+    *,
+    round_number: int = 0,
+    position: int = 0,
+    earlier_rate: float | None = None,
+) -> float | None:
+    """Search for the highest rate that holds the workload's bound on an arm that is up and warm; every trial is stored.
+    Returns the rate in requests per second, None if none held.
+
+    `position` is 0 if this arm comes first in its round. `earlier_rate`: the rate that an earlier search found on this
+    arm. Raises `LoadError`, `StorageError`.
+    """
+    if workload not in context.experiment.workloads:
+        context.store.add_workload(workload)
+    entry = ScheduledBlock(0, workload, round_number, arm.request.label, position, context.restart)
+    random = Random(f"{context.experiment.seed} {workload.name} {entry.round} {entry.label}")
+    # Start below a rate already found, so that it can fail again; else around the rate of one user.
+    guess = _pilot(context, arm, entry) if earlier_rate is None else earlier_rate / 2.0**0.5
+    search = search_from(workload, guess * 2.0 ** (random.random() - 0.5))
+    for step in count():
+        if search.next_rate is None:
+            break
+        search.record(_rate_trial(context, arm, entry, step, search.next_rate))
+    return search.held
+
+
+def _pilot(context: RunContext, arm: Arm, entry: ScheduledBlock) -> float:
+    """Measure the requests per second of one user; not stored."""
+    load = arm.load(closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0), None)
+    index, _ = context.store.next_numbered(Trial)
+    outcome = context.load_runner(watched=False).load(arm, entry, load, index, "trial")
+    rate = outcome.requests_per_s
+    if outcome.cut_reason is not None or outcome.errors or rate is None:
+        raise LoadError(
+            f"{entry.workload.name} on arm {entry.label}: a single user gets no answers "
+            f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
+        )
+    return rate
+
+
+def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, rate: float) -> bool:
+    """One trial of a search, stored: enough requests for the bound at this rate, ended when it cannot hold. Returns
+    whether it held."""
+    workload = entry.workload
+    assert workload.latency_bound_ms is not None
+    longest_s = 2.0 * max(workload.seconds, workload.requests / rate)
+    planned = arrival_count(rate, workload.requests, workload.seconds, longest_s)
+    allowed = late_allowed(planned)
+    if allowed is None:
+        raise LoadError(f"{workload.name}: {planned} requests are too few for p99; a trial needs at least 459")
+    context.progress.now(
+        f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
+    )
+    load = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
+    trial, outcome = _run_trial(context, arm, entry, step, load, late_allowed=allowed)
+    unsent = (outcome.offered or 0) - outcome.requests if outcome.cut_reason is None else 0
+    late = outcome.late + max(unsent, 0)
+    held = late <= allowed and outcome.cut_reason is None
+    trial = msgspec.structs.replace(
+        trial,
+        rate_per_s=rate,
+        planned=planned,
+        late=late,
+        late_allowed=allowed,
+        held=held,
+        note=None if outcome.late > allowed else outcome.cut_reason,
+    )
+    _store(context, arm, entry, trial, outcome)
+    return held
+
+
+def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
+    """Run one ramp on each arm of a pair, step by step; the order of the arms changes with every step."""
+    workload = entries[0].workload
+    rungs: dict[Label, list[RampRung]] = {entry.label: [] for entry in entries}
+    for step in count():
+        turns = [e for e in entries if next_concurrency(rungs[e.label], workload.concurrency) is not None]
+        if not turns:
+            break
+        users = next_concurrency(rungs[turns[0].label], workload.concurrency) or 1  # the same for all these arms
+        rung = closed_loop(
+            users, max(workload.requests, 4 * users), seconds=workload.seconds, max_seconds=workload.max_seconds
+        )
+        context.warm_up([rung])
+        for entry in turns if step % 2 == 0 else turns[::-1]:
+            context.progress.now(f"{shown(entry.label)} with {users} users")
+            arm = context.arms[entry.label]
+            trial, outcome = _run_trial(context, arm, entry, step, rung)
+            _store(context, arm, entry, trial, outcome)
+            rungs[entry.label].append(rung_of(trial))
+
+
+def _run_trial(
+    context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, load: Workload, *, late_allowed: int = 0
+) -> tuple[Trial, Outcome]:
+    """Run one stretch of load and return its record, which is not stored yet. Raises `LoadError`."""
+    index, path = context.store.next_numbered(Trial)
+    seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
+    command = arm.load(load, path, arrivals_seed=seed, late_allowed=late_allowed)
+    runner = context.load_runner(watched=False)
+    started_at = utc_now()
+    outcome = runner.load(arm, entry, command, index, "trial")
+    samples = read_samples(path)
+    is_open = outcome.offered is not None
+    answered = measured_answers(samples, is_open=is_open)
+    waited_ms = latencies_ms(answered)
+    speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
+    trial = Trial(
+        **runner.common_fields(entry, started_at, outcome),
+        index=index,
+        step=step,
+        concurrency=load.concurrency,
+        samples=f"{Trial.FILE}/{path.name}",
+        generator_processes=max(1, len(outcome.workers)),
+        throughput_per_s=speed if is_open else throughput_per_s(samples),
+        p50_ms=percentile(waited_ms, 0.5),
+        p99_ms=percentile(waited_ms, 0.99),
+        send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
+        note=outcome.cut_reason,
+    )
+    return trial, outcome
+
+
+def _store(context: RunContext, arm: Arm, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> None:
+    """Store a trial. Raises `StorageError`, and `LoadError` if anything but late answers cut it short."""
+    context.store.write_numbered(trial, trial.index)
+    runner = context.load_runner(watched=False)
+    runner.require_whole(arm, entry, outcome, context.store.directory / trial.samples, trial.note)
+
+
+KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
+RATE_CAPTION = (
+    "The highest Poisson rate at which no more requests were late than MLPerf's early-stopping bound allows (0 of 459, "
+    "10 of 2,010, 100 of 12,571), and the lowest rate that failed; every trial is in result.json. Requests that queue "
+    "together are late together, so this rate is an estimate and no lower bound: on simulated queues nine in ten "
+    "searches ended within −10 % and +15 % of the true rate, most of them above it."
+)
+RAMP_CAPTION = (
+    "Users are doubled until two steps in a row gain less than 5 % throughput while the median latency grows. The knee "
+    "is the first step that no later one exceeds by 5 %. The best of several steps is a little too high: by 2 % if a "
+    "step's noise is 2 %."
+)
+
+
+def rate_search(result: Result) -> doc.Section | None:
+    """The result of each search; a page also shows every trial."""
+    rates = result.of(RatesFound)
+    rows = [
+        (
+            rate.workload,
+            str(rate.round + 1),
+            shown(rate.label),
+            measured(rate.rate_per_s, None),
+            measured(rate.failed_rate_per_s, None),
+            str(rate.trials),
+            number(rate.seconds),
+            _rate_note(rate),
+        )
+        for rate in rates.rates
+    ]
+    trials = [
+        (
+            trial.workload,
+            str(trial.round + 1),
+            shown(trial.label),
+            str(trial.step + 1),
+            number(trial.rate_per_s),
+            f"{trial.requests:,} of {trial.planned or 0:,}",
+            f"{trial.late or 0:,} of {trial.late_allowed or 0:,}",
+            measured(trial.p99_ms, None),
+            "held" if trial.held else "failed",
+        )
+        for trial in rates.trials
+        if trial.rate_per_s is not None
+    ]
+    results = (*KEY, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
+    details = (*KEY, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
+    late = "Late: late requests of the number allowed. A trial ends as soon as the bound cannot hold."
+    return doc.section(
+        "The highest rate within the bound",
+        doc.Table(results, rows, caption=RATE_CAPTION, grouped=True),
+        doc.Fold(
+            f"Every trial of the searches: {len(trials)}", (doc.Table(details, trials, caption=late),), on=doc.HTML
+        ),
+        trial_chart(result),
+    )
+
+
+def trial_chart(result: Result) -> doc.Chart | None:
+    """Every trial of every search: its rate, and whether it held."""
+    rates = result.of(RatesFound)
+
+    def trace(rate: RateFound) -> doc.Figure:
+        key = (rate.workload, rate.round, rate.label)
+        trials = [trial for trial in rates.trials if (trial.workload, trial.round, trial.label) == key]
+        return charts.line(
+            result,
+            rate.label,
+            [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
+            "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
+            f" in search {rate.round + 1}",
+            marker=charts.hollow(result, rate.label, [bool(trial.held) for trial in trials]),
+            showlegend=rate.round == 0,
+            customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
+        )
+
+    data: list[doc.Figure] = []
+    views = [
+        charts.add_view(data, workload, [trace(rate) for rate in rates.rates if rate.workload == workload])
+        for workload in dict.fromkeys(rate.workload for rate in rates.rates)
+    ]
+    if not data:
+        return None
+    return doc.Chart(
+        "slo-trials",
+        "Search for the highest rate within the bound",
+        "Each point is a trial at a Poisson rate: filled where p99 held the bound, open where it did not. The rate is "
+        "doubled while it holds, then bisected.",
+        data,
+        {
+            "height": charts.tall(result, 380),
+            "xaxis": charts.axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
+            "yaxis": charts.axis("requests/s", **charts.log_axis(rate for trace in data for rate in trace["y"])),
+            "legend": charts.LEGEND_ABOVE,
+        },
+        views if len(views) > 1 else [],
+    )
+
+
+def ramp(result: Result) -> doc.Section | None:
+    """The result of each ramp, and the curve of the first ramp of each arm."""
+    rows = [
+        (
+            found_ramp.workload,
+            str(found_ramp.round + 1),
+            shown(found_ramp.label),
+            measured(found_ramp.saturation_per_s, None),
+            "–" if found_ramp.knee_concurrency is None else str(found_ramp.knee_concurrency),
+            str(len(found_ramp.rungs)),
+            _ramp_note(found_ramp),
+        )
+        for found_ramp in result.of(RatesFound).ramps
+    ]
+    columns = (
+        *KEY,
+        *doc.numbers(f"best, {charts.rate_unit(result)}", "users at the knee", "steps"),
+        *doc.texts("note"),
+    )
+    return doc.section(
+        "Ramp to saturation",
+        doc.Table(columns, rows, caption=RAMP_CAPTION, grouped=True),
+        *(_first_ramps(result, two) for two in result.experiment.pairings),
+        ramp_chart(result),
+    )
+
+
+def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
+    """First ramps of an arm and of the baseline side by side, one row per number of users."""
+    curves: list[dict[int, RampRung]] = []
+    for label in pairing:
+        ramps = (ramp.rungs for ramp in result.of(RatesFound).ramps if ramp.label == label)
+        curves.append({rung.concurrency: rung for rung in next(ramps, ())})
+    rungs = [
+        (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
+        for users in sorted({users for curve in curves for users in curve})
+    ]
+    figures = [
+        f"{shown(label)}{what}"
+        for label in pairing
+        for what in (f", {charts.rate_unit(result)}", " p50, ms", " p99, ms")
+    ]
+    whose = "each arm" if len(result.experiment.arms) == 2 else " and of ".join(map(shown, pairing))
+    return doc.Table(doc.numbers("users", *figures), rungs, title=f"The first ramp of {whose}")
+
+
+def _rung(rung: RampRung | None) -> tuple[str, str, str]:
+    if rung is None:
+        return "–", "–", "–"
+    return number(rung.throughput_per_s), measured(rung.p50_ms, None), measured(rung.p99_ms, None)
+
+
+def ramp_chart(result: Result) -> doc.Chart | None:
+    """Throughput and latency over the number of users, one line per ramp."""
+    ramps, unit_per_s = result.of(RatesFound).ramps, charts.rate_unit(result)
+    data: list[doc.Figure] = []
+    named: set[tuple[str, str]] = set()
+    for panel, attribute, what, unit in (
+        ("", "throughput_per_s", "", unit_per_s),
+        ("2", "p50_ms", ", p50", "ms"),
+        ("2", "p99_ms", ", p99", "ms"),
+    ):
+        for ramp in ramps:
+            points = [
+                (rung.concurrency, value) for rung in ramp.rungs if (value := getattr(rung, attribute)) is not None
+            ]
+            if not points:
+                continue
+            knees = [not panel and users == ramp.knee_concurrency for users, _ in points]
+            star = {"symbol": ["star" if knee else charts.marker_of(result, ramp.label) for knee in knees]}
+            data.append(
+                charts.line(
+                    result,
+                    ramp.label,
+                    points,
+                    f"%{{x}} users: %{{y:.4~g}} {unit}{what}, ramp {ramp.round + 1}",
+                    name=what,
+                    marker=star | {"size": [13 if knee else 7 for knee in knees]},
+                    style={"dash": "dot"} if attribute == "p99_ms" else {},
+                    showlegend=(ramp.label, attribute) not in named,
+                    xaxis=f"x{panel}",
+                    yaxis=f"y{panel}",
+                )
+            )
+            named.add((ramp.label, attribute))
+    if not data:
+        return None
+    latencies = (ms for ramp in ramps for rung in ramp.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms)
+    return doc.Chart(
+        "ramp",
+        "Throughput and latency over the number of users",
+        "Users are doubled until more of them bring no more throughput. A star marks the knee, the first step that no "
+        "later one exceeds by 5 %.",
+        data,
+        charts.two_panels(
+            charts.tall(result, 400),
+            "users",
+            charts.axis(unit_per_s, rangemode="tozero"),
+            charts.axis("latency, ms", **charts.log_axis(latencies)),
+            charts.doubling(rung.concurrency for ramp in ramps for rung in ramp.rungs),
+        ),
+    )
+
+
+def _rate_note(rate: RateFound) -> str:
+    if rate.client_limited:
+        return "the generator was busy: the server may hold more"
+    return {
+        "found": "",
+        "highest": "held the highest rate tried",
+        "none": "late even at the lowest rate tried",
+        None: "cut short",
+    }[rate.ended]
+
+
+def _ramp_note(ramp: RampFound) -> str:
+    if ramp.client_limited:
+        return "the generator was busy: the server may do more"
+    if ramp.saturation_per_s is None:
+        return "cut short"
+    return "" if ramp.saturated else "not saturated: throughput still grew in the last step"

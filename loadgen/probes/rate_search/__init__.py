@@ -1,1 +1,0 @@
-"""The highest rate within a latency bound, and the throughput at saturation."""

@@ -1,0 +1,467 @@
+"""Finds and reads the results to rank, and makes the report of a ranking in all formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+import loadgen.report.document as doc
+from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path
+from loadgen.engine_matrix.records import Estimate, Matrix
+from loadgen.engine_matrix.store import read_matrix
+from loadgen.quantities import counted, items, measured, measured_interval, per_second
+from loadgen.ranking.analyse import RankInput, from_matrix, from_result
+from loadgen.ranking.records import ADD_A_PRICE, Cost, Machine, Point, RankedGroup, RankedOption, RankResult, Work
+from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
+from loadgen.report.renderers.html import render_html
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.tables import render_csv
+from loadgen.run.storage import StoredRunError
+from loadgen.verdict.analysis import readable, stored_result
+from loadgen.verdict.result_file import FILE_NAME, ResultError, read_result, write_atomically
+
+MOST_NAMES = 6
+"""Names that are listed of what one reason left out; rank.json has them all."""
+CSV_OPTIONS, CSV_POINTS = "options", "points"
+_ROWS_OF_WORK = ("source", "model", "precision", "weights", "payload", "transport", "length", "item")
+_FRONT = "★"
+NOTES = (
+    "Ranks go by the measured values. Options whose 95 % intervals overlap may stand in either order.",
+    f"{_FRONT} lists what is on the Pareto front: nothing else in the table is both cheaper and faster to answer.",
+)
+ALONE = (
+    "Engine alone: on a GPU throughput, latency and cost leave out copies to and from the host unless the option says "
+    "so, and are those of short runs, which a GPU at its power limit cannot keep up. On a CPU they are of whole calls."
+)
+_REMEDY = (
+    "give a folder that `abserve engines` or `abserve compare` wrote to, a folder of such folders, a matrix.json or a "
+    "result.json"
+)
+
+
+class UnreadableError(Exception):
+    """A result cannot be read; the message names it."""
+
+
+class _SchemaOnly(msgspec.Struct):
+    schema: str = ""
+
+
+def read_all(paths: list[Path]) -> list[RankInput]:
+    """Everything that can be ranked in these files and folders, each once. Raises `UnreadableError`."""
+    results: dict[Path, Path] = {}
+    for path in paths:
+        for result in _results_in(path):
+            results.setdefault(result.resolve(), result)
+    return [_read(path) for path in results.values()]
+
+
+def _results_in(path: Path) -> Iterator[Path]:
+    """A file, the result of a folder, or those of the folders in it."""
+    if not path.exists():
+        raise UnreadableError(f"{path} does not exist; {_REMEDY}")
+    if not path.is_dir():
+        yield path.resolve() if path.is_symlink() else path  # a link that the user gives is followed
+        return
+    result = _result_of(path)
+    inner = map(_result_of, sorted(path.rglob("*/"))) if result is None else ()
+    results = [each for each in (result, *inner) if each is not None]
+    if not results:
+        raise UnreadableError(f"{path} holds no result; {_REMEDY}")
+    yield from results
+
+
+def _result_of(folder: Path) -> Path | None:
+    """The matrix or the result of a folder; the folder itself where the result was not made yet."""
+    for name in (Matrix.FILE, FILE_NAME):
+        if stored_path(folder / name).is_file():
+            return folder / name
+    return folder if (folder / "experiment.json").is_file() else None
+
+
+def _read(path: Path) -> RankInput:
+    name = str(path.parent if path.name in (Matrix.FILE, FILE_NAME) else path)
+    schema = "" if path.is_dir() else _schema(path)
+    try:
+        with readable(path):
+            if path.is_dir():
+                return from_result(name, stored_result(path))
+            if schema.startswith("abserve.engines/"):
+                return from_matrix(name, read_matrix(path))
+            if schema.startswith("abserve.result/"):
+                return from_result(name, read_result(path))
+    except (StoredRunError, ResultError) as exc:
+        raise UnreadableError(str(exc)) from exc
+    raise UnreadableError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
+
+
+def _schema(path: Path) -> str:
+    try:
+        document: _SchemaOnly = decode_json(read_stored(path), _SchemaOnly, most_bytes=MOST_RECORD_BYTES)
+    except OSError as exc:
+        raise UnreadableError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
+    except DocumentError as exc:
+        raise UnreadableError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+    return document.schema
+
+
+def encode(ranking: RankResult) -> str:
+    """Indented JSON, schema abserve.rank/1."""
+    return msgspec.json.format(msgspec.json.encode(ranking), indent=2).decode() + "\n"
+
+
+def formats(ranking: RankResult, document: doc.Document) -> dict[str, Callable[[], str]]:
+    """The renderers for other programs, by name."""
+    return {
+        "csv": lambda: render_csv({"": document}, CSV_OPTIONS),
+        "csv-points": lambda: render_csv({"": document}, CSV_POINTS),
+        "json": lambda: encode(ranking),
+        "markdown": lambda: render_markdown(document),
+    }
+
+
+def write_ranking(folder: Path, ranking: RankResult, document: doc.Document) -> list[Path]:
+    """Write report.html, summary.md, rank.json, options.csv and points.csv, each whole or not at all; returns their
+    paths, report.html first. Raises `OSError`."""
+    render = formats(ranking, document)
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "report.html": render_html(document),
+        "summary.md": render["markdown"](),
+        "rank.json": render["json"](),
+        "options.csv": render["csv"](),
+        "points.csv": render["csv-points"](),
+    }
+    for name, content in contents.items():
+        write_atomically(folder / name, content.encode())
+    return [folder / name for name in contents]
+
+
+def ranking_document(ranking: RankResult) -> doc.Document:
+    """Tables of every kind of work, machines, prices, and what was left out."""
+    sections = [
+        _opening(ranking),
+        *(section for group in ranking.groups for section in _group(group, ranking)),
+        _machines(ranking),
+        _prices(ranking),
+        _left_out(ranking),
+        _csv(ranking),
+    ]
+    shown = tuple(section for section in sections if section is not None)
+    return doc.Document("Engines and machines, ranked", (doc.Chapter("", shown),), about="abserve rank")
+
+
+def describe_work(work: Work) -> str:
+    """torchvision:resnet50 in fp16, through an engine."""
+    length = "" if work.length is None else f", length {work.length}"
+    if work.source == "engines":
+        payload = "" if work.payload is None else f" from {work.payload}"
+        return f"{work.model} in {work.precision}{payload}{length}, engine alone"
+    return f"{work.model} in {work.precision}{length}, served over {work.transport} as {work.payload}"
+
+
+def _opening(ranking: RankResult) -> doc.Section | None:
+    options = sum(len(group.options) for group in ranking.groups)
+    machines = counted(len(ranking.machines), "machine")
+    if not options:
+        return doc.section("Ranking", doc.Text("Nothing can be ranked; see what was left out and why.", "warning"))
+    many = (
+        ""
+        if len(ranking.groups) == 1
+        else (
+            f" in {len(ranking.groups)} tables: results of different models, precisions, weights, payloads or lengths "
+            "are never compared"
+        )
+    )
+    return doc.section(
+        "Ranking",
+        doc.Text(f"{counted(options, 'option')} on {machines}{many}."),
+        doc.Text("The prices are dated examples, not offers; give your own with --prices FILE.", "warning")
+        if ranking.example_prices and any(machine.prices for machine in ranking.machines)
+        else None,
+        *(doc.Text(note, "note") for note in NOTES),
+        doc.Text(ALONE, "note") if any(group.work.source == "engines" for group in ranking.groups) else None,
+    )
+
+
+def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | None]:
+    unit = per_second(group.work.item)
+    latency = "batch latency" if group.work.source == "engines" else "p99 latency"
+    several = len({option.result for option in group.options}) > 1
+    names = [(option.name, option.machine) for option in group.options]
+    loads = {frozenset(point.name for point in option.points) for option in group.options}
+    columns = (
+        *doc.numbers("#"), *doc.names("option", "machine"),
+        doc.Column("result", "text", on=doc.PAGES),
+        *doc.names("at"),
+        *doc.numbers(unit, "95 % interval"),
+        doc.Column(f"{latency}, ms", "number", short="ms"),
+        doc.Column("95 % interval of the latency, ms", "number", on=doc.PAGES),
+        doc.Column(f"J per {group.work.item}", "number", short="J"),
+        doc.Column("95 % interval of the energy, J", "number", on=doc.PAGES),
+    )  # fmt: skip
+    rows = [
+        (
+            option.throughput_rank, _titled(option, names), option.machine,
+            option.result if several else "", option.point.name,
+            *_with_interval(option.point.items_per_second), *_with_interval(option.point.latency_ms),
+            *_with_interval(option.point.joules_per_item),
+        )
+        for option in group.options
+    ]  # fmt: skip
+    alone = len(group.options) == 1
+    yield doc.section(
+        describe_work(group.work),
+        doc.Text("There is nothing to rank this option against.", "note") if alone else None,
+        doc.Table(columns, rows),
+        doc.Text(
+            "Not every option was measured at the same points, and each is ranked at its best one; compare the column "
+            '"at" before you conclude.'
+            if len(loads) > 1
+            else "",
+            "warning",
+        ),
+        *(block for currency in _currencies(group) for block in _costs(group, currency, ranking)),
+        _unpriced(group, ranking),
+        on=doc.READ,
+    )
+
+
+def _titled(option: RankedOption, names: list[tuple[str, str]]) -> str:
+    """The option's name, with its result's where another has the same name on the same machine."""
+    twice = names.count((option.name, option.machine)) > 1
+    return f"{option.name} [{Path(option.result).name}]" if twice else option.name
+
+
+def _currencies(group: RankedGroup) -> list[str]:
+    return sorted({cost.price.currency for option in group.options for cost in option.costs})
+
+
+def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[doc.Block | None]:
+    """The costs in one currency as a table and as a chart."""
+    priced = [(option, cost) for option in group.options for cost in option.costs if cost.price.currency == currency]
+    priced.sort(key=lambda pair: (pair[1].rank, pair[0].name, pair[0].machine))
+    names = [(option.name, option.machine) for option, _ in priced]
+    columns = (
+        *doc.numbers("#"), *doc.names("option", "machine"),
+        doc.Column("price", "text", on=doc.PAGES),
+        doc.Column(f"{currency}/h", "number"),
+        doc.Column("at 100 %", "number"), *doc.numbers("95 % interval"),
+        doc.Column("at the SLO rate", "number", short="at SLO"),
+        doc.Column("95 % interval at the SLO rate", "number", on=doc.PAGES),
+        doc.Column(f"{_FRONT} front", "text", short=_FRONT),
+    )  # fmt: skip
+    rows = [
+        (
+            cost.rank, _titled(option, names), option.machine,
+            f"{cost.price.provider}, {cost.price.machine}, {cost.price.date}", f"{cost.price.price_per_hour:g}",
+            *_with_interval(cost.full), *_with_interval(cost.slo),
+            doc.Cell(", ".join(option.points[place].name for place in cost.front), short=_FRONT if cost.front else " "),
+        )
+        for option, cost in priced
+    ]  # fmt: skip
+    title = f"Cost per million {items(group.work.item)} in {currency}, {ranking.kind}"
+    yield doc.Table(columns, rows, title=title)
+    yield _chart(priced, group, currency, ranking)
+
+
+def _unpriced(group: RankedGroup, ranking: RankResult) -> doc.Text | None:
+    """Which machines of a group have no price of this kind, and how to add one."""
+    names = list(dict.fromkeys(option.machine for option in group.options if not option.costs))
+    if not names:
+        return None
+    others = sorted({price.kind for machine in ranking.machines if machine.name in names for price in machine.prices})
+    available = f" (there is {' and '.join(others)})" if others else ""
+    return doc.Text(f"No {ranking.kind} price{available} for {'; '.join(names)}: {ADD_A_PRICE}.", "warning")
+
+
+def _chart(
+    priced: list[tuple[RankedOption, Cost]], group: RankedGroup, currency: str, ranking: RankResult
+) -> doc.Chart | None:
+    """Cost against latency: every way to run every option, with the front as a line."""
+    data: list[doc.Figure] = []
+    on_front: list[tuple[float, float]] = []
+    everything: list[tuple[float, float]] = []
+    for place, (option, cost) in enumerate(priced):
+        marks = [
+            (index, point, cost.points[index].value, point.latency_ms.value)
+            for index, point in enumerate(option.points)
+            if point.latency_ms is not None
+        ]
+        everything += [(x, y) for _, _, x, y in marks]
+        on_front += [(x, y) for index, _, x, y in marks if index in cost.front]
+        symbol = MARKERS[place % len(MARKERS)]
+        colour = f"--{doc.ARM_STYLES[place % len(doc.ARM_STYLES)]}"
+        data.append({
+            "type": "scatter", "mode": "markers", "name": label_text(f"{option.name}, {option.machine}"),
+            "x": [rounded(x) for _, _, x, _ in marks], "y": [rounded(y) for *_, y in marks],
+            "text": [label_text(point.name) for _, point, _, _ in marks],
+            "marker": {
+                "size": [12 if index in cost.front else 7 for index, *_ in marks], "color": colour,
+                "symbol": [symbol if index in cost.front else f"{symbol}-open" for index, *_ in marks],
+            },
+            "hovertemplate": f"%{{text}}<br>%{{x:.4g}} {currency} per million<br>%{{y:.4g}} ms",
+        })  # fmt: skip
+    if len(everything) < 2:
+        return None
+    on_front.sort()
+    data.append({
+        "type": "scatter", "mode": "lines", "name": "Pareto front", "hoverinfo": "skip",
+        "x": [rounded(x) for x, _ in on_front], "y": [rounded(y) for _, y in on_front],
+        "line": {"shape": "hv", "dash": DASHES[1], "width": 1, "color": "--muted"},
+    })  # fmt: skip
+    latency = "latency of a batch, ms" if group.work.source == "engines" else "p99 latency, ms"
+    what = items(group.work.item)
+    return doc.Chart(
+        f"pareto-{currency.lower()}-{ranking.groups.index(group)}",
+        f"Cost against latency: {describe_work(group.work)}",
+        "Further down and to the left is better. Filled marks are on the front: no other mark is both cheaper and "
+        "faster to answer.",
+        data,
+        {
+            "height": 420 + 22 * len(priced),
+            "xaxis": axis(f"{currency} per million {what}", **log_axis([x for x, _ in everything])),
+            "yaxis": axis(latency, **log_axis([y for _, y in everything])),
+            "legend": LEGEND_ABOVE,
+        },
+    )
+
+
+def _machines(ranking: RankResult) -> doc.Section | None:
+    columns = (
+        *doc.texts("machine"), doc.Column("CPU", "text"), *doc.numbers("cores"), *doc.texts("GPUs"),
+        doc.Column("results", "number"), doc.Column("notes", "text", on=doc.PAGES),
+    )  # fmt: skip
+    rows = [
+        (
+            machine.name, machine.cpu_model or "–", machine.cpu_count, "; ".join(_gpus(machine)) or "none",
+            len(machine.results), "; ".join([*machine.notes, *_whole_price(machine)]),
+        )
+        for machine in ranking.machines
+    ]  # fmt: skip
+    notes = [
+        f"{machine.name}: {note}." for machine in ranking.machines for note in (*machine.notes, *_whole_price(machine))
+    ]
+    return doc.section(
+        "Machines",
+        doc.Table(columns, rows),
+        doc.Items([doc.Item(note) for note in notes], on=doc.TERMINAL),
+        on=doc.READ,
+    )
+
+
+def _gpus(machine: Machine) -> list[str]:
+    return [f"{machine.gpus.count(name)} × {name}" for name in dict.fromkeys(machine.gpus)]
+
+
+def _whole_price(machine: Machine) -> list[str]:
+    if len(machine.gpus) < 2:
+        return []
+    return [f"its price is that of all {len(machine.gpus)} GPUs, although an option may use one"]
+
+
+def _prices(ranking: RankResult) -> doc.Section | None:
+    columns = (
+        *doc.texts("machine", "provider", "offer"), *doc.names("kind"), *doc.numbers("per hour"),
+        doc.Column("currency", short=" "), doc.Column("term", on=doc.PAGES), *doc.names("date"),
+        doc.Column("source", "text", on=doc.PAGES),
+    )  # fmt: skip
+    rows = [
+        (
+            machine.name, price.provider, price.machine, price.kind, f"{price.price_per_hour:g}", price.currency,
+            price.term or "", str(price.date), price.source + (f" ({price.note})" if price.note else ""),
+        )
+        for machine in ranking.machines
+        for price in machine.prices
+    ]  # fmt: skip
+    return doc.section(
+        "Prices that match",
+        doc.Table(columns, rows, grouped=True),
+        doc.Text(f"The costs above are at the lowest {ranking.kind} price of each machine and currency.", "note")
+        if rows
+        else None,
+        on=doc.READ,
+    )
+
+
+def _left_out(ranking: RankResult) -> doc.Section | None:
+    """What was left out, once per reason, each name once."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for omission in ranking.left_out:
+        by_reason.setdefault((omission.result, omission.reason), []).append(omission.what)
+    entries = []
+    for (result, reason), what in by_reason.items():
+        names = list(dict.fromkeys(what))
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        end = "" if reason.endswith((".", "?")) else "."
+        entries.append(doc.Item(f"{'; '.join(names[:MOST_NAMES])}{more} ({result}): {reason}{end}"))
+    return doc.section("Left out", doc.Items(entries), on=doc.READ)
+
+
+def _csv(ranking: RankResult) -> doc.Section | None:
+    """Every option with its ranks and costs, and every point, in full precision."""
+    work = doc.names(*_ROWS_OF_WORK)
+    identity = doc.names("option", "machine", "result")
+    throughput = ("items_per_second", "items_per_second_low", "items_per_second_high")
+    latency = ("latency_ms", "latency_ms_low", "latency_ms_high")
+    energy = ("joules_per_item", "joules_per_item_low", "joules_per_item_high")
+    ranks = ("throughput_rank", "latency_rank", "energy_rank")
+    cost = ("cost_per_million", "cost_per_million_low", "cost_per_million_high")
+    at_slo = tuple(f"{name}_at_slo" for name in cost)
+    price = ("currency", "price_per_hour", "price_kind", "provider", "price_date")
+    options: list[tuple[doc.Value, ...]] = []
+    points: list[tuple[doc.Value, ...]] = []
+    for group in ranking.groups:
+        work_values = tuple(getattr(group.work, name) for name in _ROWS_OF_WORK)
+        for option in group.options:
+            who = (option.name, option.machine, option.result)
+            order = (option.throughput_rank, option.latency_rank, option.energy_rank)
+            for cost_at in option.costs or (None,):
+                paid = (None,) * len(price) if cost_at is None else (
+                    cost_at.price.currency, cost_at.price.price_per_hour, cost_at.price.kind, cost_at.price.provider,
+                    str(cost_at.price.date),
+                )  # fmt: skip
+                full, slo, rank = (None, None, None) if cost_at is None else (cost_at.full, cost_at.slo, cost_at.rank)
+                options.append((
+                    *work_values, *who, option.point.name, *_figures(option.point), *order, *paid, *_bounds(full),
+                    *_bounds(slo), rank,
+                ))  # fmt: skip
+                for place, point in enumerate(option.points):
+                    points.append((
+                        *work_values, *who, point.name, point.kind, *_figures(point), paid[0],
+                        *_bounds(None if cost_at is None else cost_at.points[place]),
+                        None if cost_at is None else place in cost_at.front,
+                    ))  # fmt: skip
+    figures = (*throughput, *latency, *energy)
+    return doc.section(
+        "",
+        doc.Table(
+            (*work, *identity, *doc.names("point", *figures, *ranks, *price, *cost, *at_slo, "cost_rank")),
+            options,
+            name=CSV_OPTIONS,
+        ),
+        doc.Table(
+            (*work, *identity, *doc.names("point", "kind", *figures, "currency", *cost, "on_front")),
+            points,
+            name=CSV_POINTS,
+        ),
+        on=doc.CSV,
+    )
+
+
+def _figures(point: Point) -> tuple[float | None, ...]:
+    return (*_bounds(point.items_per_second), *_bounds(point.latency_ms), *_bounds(point.joules_per_item))
+
+
+def _bounds(estimate: Estimate | None) -> tuple[float | None, float | None, float | None]:
+    return (None, None, None) if estimate is None else (estimate.value, estimate.low, estimate.high)
+
+
+def _with_interval(estimate: Estimate | None) -> tuple[str, str]:
+    """A value and its interval; empty where there is none."""
+    if estimate is None:
+        return "", ""
+    interval = estimate.interval
+    return measured(estimate.value, interval), "" if interval is None else measured_interval(interval)

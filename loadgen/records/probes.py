@@ -1,0 +1,136 @@
+"""The stored records of the probes that checks read: conditions before the load, compared answers, starts.
+
+DIR/conditions.json             Conditions         readings of the arms and the machine right before the load
+DIR/cache_probes.json           list[CacheProbe]   times of new and of repeated requests, one per arm
+DIR/answers.json                list[AnswersCompared]
+DIR/cold_starts.json            list[ServerStart]
+DIR/container_cold_starts.json  list[ContainerStart]
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from loadgen.records.run import Label, Record
+
+Caches = Literal["cached", "uncached"]
+
+
+class CacheProbe(Record, frozen=True, kw_only=True):
+    """Times of new requests and of repeated ones sent among them, group by group; empty with an `error`."""
+
+    FILE = "cache_probes.json"
+    label: Label
+    fresh_ns: tuple[int, ...]
+    """Time of the new request of each group."""
+    repeated_ns: tuple[int, ...]
+    """Times of the repeated requests, as many for each new one, in the order of the groups."""
+    error: str | None = None
+
+
+class ArmConditions(Record, frozen=True, kw_only=True):
+    """Readings of one arm."""
+
+    label: Label
+    loopback: bool
+    """Whether its address is this machine's loopback."""
+    connect_ms: float | None
+    """Median time of a TCP connection to its HTTP port: one round trip; null if one failed."""
+    pids: tuple[int, ...]
+    """Processes of its server, where it runs on this machine and they can be seen."""
+
+
+class GpuCondition(Record, frozen=True, kw_only=True):
+    """One GPU, as its driver reports it. Null is unknown."""
+
+    uuid: str | None
+    name: str | None
+    utilisation: float | None
+    """Share of the driver's last interval with a kernel running."""
+    sm_clock_hertz: float | None
+    temperature_celsius: float | None
+    clock_event_reasons: tuple[str, ...] | None
+    """NVML's reasons why the clocks are not at their highest."""
+    pids: tuple[int, ...] | None
+    """Processes with a compute context; in a container these may be the host's PIDs."""
+
+
+class Conditions(Record, frozen=True, kw_only=True):
+    """The arms, the processors and the GPUs right before the load, with all servers up and nothing sent."""
+
+    FILE = "conditions.json"
+    schema: Literal["abserve.conditions/1"] = "abserve.conditions/1"
+    taken_at: str
+    arms: tuple[ArmConditions, ...]
+    cpu_busy_share: float | None
+    """Busy share of all cores that the load generator may use, over 0.3 s in which nothing was sent."""
+    cpu_governors: tuple[str, ...] | None
+    """The different governors of all cores; null where the kernel does not report them (virtual machines)."""
+    gpus: tuple[GpuCondition, ...]
+    """The GPUs; empty without a GPU, or if no server reports one."""
+
+
+class ServerStart(Record, frozen=True, kw_only=True):
+    """One start of one server; times count from just before its process was created."""
+
+    FILE = "cold_starts.json"
+    label: Label
+    repetition: int
+    live_ns: int | None
+    ready_ns: int | None
+    first_answer_ns: int | None
+    error: str | None = None
+    conditions: str | None = None
+    """State of the machine: "page cache warm, fresh ports, the other servers stopped"."""
+
+
+class ContainerStart(Record, frozen=True, kw_only=True):
+    """One start of one container; times count from the request to the engine to start it, except batch latencies."""
+
+    FILE = "container_cold_starts.json"
+    label: Label
+    repetition: int
+    service: str
+    image: str
+    conditions: str
+    caches: Caches = "cached"
+    """Whether the compile caches of torch and Triton were kept."""
+    started_ns: int | None = None
+    """Time at which the engine had created the process."""
+    milestones_ns: dict[str, int] = msgspec.field(default_factory=dict)
+    """Time of each milestone that the log shows, by the names of `loadgen.probes.cold_start_measurement.MILESTONES`."""
+    live_ns: int | None = None
+    ready_ns: int | None = None
+    first_answer_ns: int | None = None
+    batch_answers_ns: dict[int, int] = msgspec.field(default_factory=dict)
+    """Latency of the first request of each batch size, in ascending order, one after the other."""
+    error: str | None = None
+
+
+class AnswersCompared(Record, frozen=True, kw_only=True):
+    """Answers of an arm under load in one workload and one start of the servers, compared with the answers to the same
+    inputs sent alone."""
+
+    FILE = "answers.json"
+    workload: str
+    label: Label
+    restart: int
+    answers: int
+    """Answers that were compared, chosen by the seed before each block."""
+    items: int
+    """Items in these answers."""
+    wrong: int
+    """Answers with an item that differs by more than the tolerance."""
+    relative_max: float | None
+    """Largest relative error of an item; None without any, or if one is infinite."""
+    tolerance_relative: float
+    top1: float | None = None
+    """Share of items with the same highest logit; None without logits."""
+    top5: float | None = None
+    """Share of items with the same five highest logits; None without logits, or with five classes or fewer."""
+    fault: str | None = None
+    """The first wrong answer: which request, and how it is wrong."""
+    error: str | None = None
+    """Why the answers could not be compared."""

@@ -1,0 +1,310 @@
+"""Runs load on servers that are up: warm-up, blocks, trials of searches. Each is stored before the next begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, perf_counter_ns, sleep, time_ns
+from typing import Any
+
+from loadgen.comparison.summaries import summarise_blocks
+from loadgen.experiment.arrivals import schedule_seed
+from loadgen.experiment.forecast import Forecast
+from loadgen.experiment.schedule import ScheduledBlock, closed_loop
+from loadgen.generator.messages import Open, Outcome
+from loadgen.generator.process import GeneratorError, GeneratorProcess
+from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
+from loadgen.run.answers import AnswersUnderLoad
+from loadgen.run.arms import Arm, Snapshot
+from loadgen.run.errors import LoadError
+from loadgen.run.gpu_recording import GpuRecording
+from loadgen.run.machine import utc_now
+from loadgen.run.machine_watch import MachineWatch
+from loadgen.run.progress import RunProgress
+from loadgen.run.storage import RunStore, StorageError, StoredBlock, read_block, storage_sentence
+
+OPEN_WARM_UP_USERS = 8
+GAP_EVERY_SECONDS = 90.0
+"""Interval between measurements of the idle GPU; each takes six seconds."""
+CLOCK_STEP_SECONDS = 1.0
+"""A larger step means that the wall clock was set: NTP adjusts it by far less within a block."""
+_SETTLED_SECONDS = 0.5
+_NS_PER_S = 1e9
+
+
+@dataclass(slots=True)
+class LoadRunner:
+    """Loads the arms of one run: every block of a round and every trial of a search goes through `load`."""
+
+    arms: Mapping[Label, Arm]
+    generator: GeneratorProcess
+    store: RunStore
+    progress: RunProgress
+    gpu: GpuRecording | None = None
+    """Records the idle GPU before, between and after the rounds, and readings at both ends of every block."""
+    seed: int = 0
+    """The experiment's seed, which determines the schedules of open loops."""
+    answers: AnswersUnderLoad | None = None
+    """Keeps some answers of all load."""
+    _watch: MachineWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watch = MachineWatch(tuple(self.arms.values()))
+
+    def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
+        """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
+        takes on the slowest arm. Raises `LoadError`."""
+        slowest: dict[_Shape, float] = {}
+        for label in self.arms:
+            shapes = dict.fromkeys(_warm_up_shape(workload) for workload in workloads)
+            for batch_size, concurrency, length in sorted(shapes, key=lambda shape: (*shape[:2], shape[2] or 0)):
+                of_length = "" if length is None else f", length {length}"
+                self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}{of_length}")
+                requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
+                shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0, length=length)
+                outcome = self._unstored(f"warm-up of arm {label}", label, shape)
+                took = concurrency / (outcome.requests_per_s or math.inf)
+                shape_key = batch_size, concurrency, length
+                slowest[shape_key] = max(took, slowest.get(shape_key, 0.0))
+        return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
+
+    def pilot(self, label: Label, load: Workload) -> Outcome:
+        """Run a load on one arm without storing samples. Raises `LoadError`."""
+        self.progress.now(f"{shown(label)}: how fast it is, to choose the load generator's processes")
+        return self._unstored(f"pilot of arm {label}", label, load)
+
+    def _unstored(self, title: str, label: Label, load: Workload) -> Outcome:
+        arm = self.arms[label]
+        outcome = self._generate(title, arm, arm.load(load, None))
+        if outcome.errors:
+            raise LoadError(
+                f"{title}: {outcome.errors} of {outcome.requests} requests failed "
+                f"({outcome.error_messages[0]}){arm.failure_message()}"
+            )
+        if outcome.cut_reason is not None:
+            raise _cut_short(title, outcome.cut_reason, arm)
+        return outcome
+
+    def run(
+        self, blocks: Sequence[ScheduledBlock], forecast: Forecast, *, planned: int | None = None, last: bool = True
+    ) -> list[StoredBlock]:
+        """Run and store all blocks in order; returns them as stored. `planned` is the number of blocks in the whole
+        run, where it is fixed; `last`: no blocks follow. Raises `LoadError` after storing a block that was cut short,
+        `StorageError`."""
+        current_round = None
+        of = "" if planned is None else f" of {planned}"
+        done = []
+        for block in blocks:
+            if block.round != current_round and self._gap_due():
+                self.idle()
+            current_round = block.round
+            self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.workload.name}")
+            started = monotonic()
+            record = self._block(block)
+            forecast.block_took(block, monotonic() - started)
+            stored = read_block(self.store.directory, record, {block.workload.name: block.workload})
+            done.append(stored)
+            self.progress.block_done(record, summarise_blocks([stored])[0])
+            self.progress.plan(forecast.remaining_s())
+        if last:
+            self.idle()
+        return done
+
+    def measure(self, block: ScheduledBlock) -> BlockRecord:
+        """Run and store one block outside the schedule. Raises as `run` does."""
+        return self._block(block)
+
+    def _gap_due(self) -> bool:
+        gaps = () if self.gpu is None else self.gpu.gaps
+        return not gaps or perf_counter_ns() - gaps[-1].end_ns > GAP_EVERY_SECONDS * _NS_PER_S
+
+    def idle(self) -> None:
+        """Measure the idle GPU, where there is one."""
+        if self.gpu is not None:
+            self.progress.now("measuring the idle GPU")
+            self.gpu.gap()
+
+    def load(
+        self, arm: Arm, entry: ScheduledBlock, command: Open, number: int, name: str, readings: _Readings | None = None
+    ) -> Outcome:
+        """Load one arm. `number` decides which answers are kept, of the runner's arms; `name` is for messages.
+        `readings` begin when all users are connected; after Ctrl-C, which is raised, their record of the unfinished
+        load is stored. Raises `LoadError`; a load that was cut short is returned."""
+        answers = self.answers if self.arms.get(entry.label) is arm else None
+        if answers is not None:
+            command = answers.keeping(command, entry.workload, number)
+        outcome = self._generate(_title(entry), arm, command, readings)
+        if answers is not None:
+            answers.take(entry.workload, entry.label, f"{name} {number}", command.concurrency, outcome)
+        return outcome
+
+    @staticmethod
+    def require_whole(arm: Arm, entry: ScheduledBlock, outcome: Outcome, samples: Path, cut_reason: str | None) -> None:
+        """Call it after the record is stored. Raises `StorageError` when the samples are not stored, and `LoadError`
+        when the load was cut short."""
+        if outcome.storage_error is not None:
+            raise StorageError(storage_sentence(samples, outcome.storage_error))
+        if cut_reason is not None:
+            raise _cut_short(_title(entry), cut_reason, arm)
+
+    @staticmethod
+    def common_fields(entry: ScheduledBlock, started_at: str, outcome: Outcome) -> dict[str, Any]:
+        """The fields that the records of a block and of a trial have in common."""
+        return {
+            "workload": entry.workload.name,
+            "round": entry.round,
+            "restart": entry.restart,
+            "label": entry.label,
+            "position": entry.position,
+            "started_at": started_at,
+            "window_start_ns": outcome.window_start_ns,
+            "window_end_ns": outcome.window_end_ns,
+            "requests": outcome.requests,
+            "errors": outcome.errors,
+            "error_messages": outcome.error_messages,
+            "generator_cpu_ns": outcome.cpu_ns,
+            "generator_spin_ns": outcome.spin_ns,
+        }
+
+    def _generate(self, title: str, arm: Arm, command: Open, readings: _Readings | None = None) -> Outcome:
+        try:
+            self.generator.open(command)
+            if readings is not None:
+                readings.begin()
+            try:
+                return self.generator.go(command)
+            except KeyboardInterrupt:
+                outcome = self.generator.abort(command, "interrupted")
+                if outcome is not None and readings is not None:
+                    self.store.block(readings.record(outcome))
+                raise
+        except GeneratorError as exc:
+            raise LoadError(f"{title}: {exc}{arm.failure_message()}") from exc
+
+    def _block(self, block: ScheduledBlock) -> BlockRecord:
+        """Run and store one block, with readings of the server, the machine and the GPU."""
+        arm, workload = self.arms[block.label], block.workload
+        path = self.store.samples_path(block.index)
+        arrivals_seed = schedule_seed(self.seed, workload.name, block.round)
+        command = arm.load(workload, path, turn=block.round, arrivals_seed=arrivals_seed)
+        readings = _Readings(block, arm, self._watch, self.gpu)
+        outcome = self.load(arm, block, command, block.index, "block", readings)
+        readings.end(outcome)
+        record = readings.record(outcome)
+        self.store.block(record)
+        self.require_whole(arm, block, outcome, path, outcome.cut_reason)
+        return record
+
+
+class _Readings:
+    """The readings right before and right after a block: the server's statistics and CPU time, the machine, the GPU."""
+
+    def __init__(self, block: ScheduledBlock, arm: Arm, watch: MachineWatch, gpu: GpuRecording | None) -> None:
+        """Asks the server what its model calls."""
+        self._entry = block
+        self._arm = arm
+        self._source = arm.statistics()
+        self._watch = watch
+        self._gpu = gpu
+        self._started_at = ""
+        self._statistics: Snapshot | None = None
+        self._cpu_ns: int | None = None
+        self._clock_ns = 0
+        self._server_cpu_ns: int | None = None
+        self._stages: StageTotals | None = None
+        self._machine: MachineLoad | None = None
+        self._clock_step_s = 0.0
+        """How far the wall clock was set during the block."""
+
+    def begin(self) -> None:
+        """Call it when the users are connected."""
+        self._read_gpu("before")
+        self._statistics = self._source.read()
+        self._cpu_ns = self._arm.deployment.cpu_ns()
+        self._started_at = utc_now()
+        self._clock_ns = _wall_clock_ahead_ns()
+        self._watch.start()
+
+    def end(self, outcome: Outcome) -> None:
+        """Call it after the last answer."""
+        self._machine = self._watch.end()
+        self._clock_step_s = (_wall_clock_ahead_ns() - self._clock_ns) / _NS_PER_S
+        cpu_ns = self._arm.deployment.cpu_ns()
+        if self._cpu_ns is not None and cpu_ns is not None:
+            self._server_cpu_ns = cpu_ns - self._cpu_ns
+        self._read_gpu("after")
+        if self._statistics is not None:
+            self._stages = self._totals(self._statistics, outcome.requests + outcome.cool_down)
+
+    def _read_gpu(self, moment: str) -> None:
+        """With the server's processes at this moment: it may have restarted one that works on the GPU."""
+        if self._gpu is not None:
+            deployment = self._arm.deployment
+            self._gpu.processes(self._entry.label, deployment.pids(), deployment.processes_unknown)
+            self._gpu.edge(f"block {self._entry.index} {moment}")
+
+    def _totals(self, before: Snapshot, requests: int) -> StageTotals | None:
+        """Servers may count a request a moment after its answer: ask until the last request is counted."""
+        deadline = monotonic() + _SETTLED_SECONDS
+        while True:
+            after = self._source.read()
+            if after is None:
+                return None
+            if self._source.settled(before, after, requests) or monotonic() > deadline:
+                return self._source.totals(before, after)
+            sleep(0.005)
+
+    def record(self, outcome: Outcome) -> BlockRecord:
+        """The block's record; without readings of its end when it was interrupted."""
+        block = self._entry
+        note = outcome.cut_reason
+        if note is None and outcome.reconnects:
+            note = (
+                f"the server closed {outcome.reconnects} connections, which were opened again before the next request"
+            )
+        if note is None and abs(self._clock_step_s) > CLOCK_STEP_SECONDS:
+            note = f"the wall clock was set by {self._clock_step_s:+,.0f} s; the measurement does not depend on it"
+        return BlockRecord(
+            **LoadRunner.common_fields(block, self._started_at, outcome),
+            index=block.index,
+            samples=f"samples/{block.index:04d}.npy",
+            items=(outcome.requests - outcome.errors) * block.workload.batch_size,
+            server_cpu_ns=self._server_cpu_ns,
+            stages=self._stages,
+            complete=outcome.cut_reason is None and outcome.storage_error is None,
+            note=note,
+            transport=outcome.transport,
+            body_payload_bytes=outcome.body_payload_bytes,
+            offered=outcome.offered,
+            due_span_ns=outcome.due_span_ns,
+            cool_down=outcome.cool_down,
+            cool_down_ns=outcome.cool_down_ns,
+            first_answer_ns=outcome.first_answer_ns,
+            reconnects=outcome.reconnects,
+            machine=self._machine,
+            workers=outcome.workers,
+        )
+
+
+def _title(entry: ScheduledBlock) -> str:
+    return f"{entry.workload.name} on arm {entry.label}"
+
+
+def _cut_short(title: str, reason: str, arm: Arm) -> LoadError:
+    return LoadError(f"{title} was cut short: {reason}{arm.failure_message()}")
+
+
+def _wall_clock_ahead_ns() -> int:
+    """The wall clock minus the monotonic clock, which changes only when the wall clock is set."""
+    return time_ns() - perf_counter_ns()
+
+
+_Shape = tuple[int, int, int | None]
+
+
+def _warm_up_shape(workload: Workload) -> _Shape:
+    """Batch size, concurrency and length; few users for an open loop, whose connections are only a limit."""
+    users = min(workload.concurrency, OPEN_WARM_UP_USERS) if workload.is_open else workload.concurrency
+    return workload.batch_size, users, workload.sequence_length

@@ -1,0 +1,206 @@
+"""Measures who used the processors during a block: the servers and this tool, other processes, the hypervisor.
+
+It reads /proc, whose counters move in ticks of 10 ms, so a reading describes stretches of a second or more. Linux only;
+values that the kernel does not offer are None.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadgen.client.requests import Address
+from loadgen.documents import one_line
+from loadgen.launch.listeners import is_here
+from loadgen.records.run import MachineLoad
+from loadgen.run.arms import Arm
+
+PROC = Path("/proc")
+TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_STEAL = 7
+NAMED_SHARE = 0.01
+"""Share of all cores. Processes that use less are not named."""
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process; `waited_ticks` are those of its children that have ended."""
+
+    parent: int
+    name: str
+    core: int
+    """The core it last ran on."""
+    own_ticks: int
+    waited_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorReading:
+    """Counters since the machine started, in ticks, of the cores that this process may use."""
+
+    total_ticks: int
+    """All time of these cores: idle, busy, interrupts, stolen."""
+    busy_ticks: int
+    """Time spent in processes. Interrupts are left out: most come from the network traffic of the load itself."""
+    steal_ticks: int | None
+    """Time in which a core had work but the hypervisor gave it to another machine."""
+    runnable: int | None
+    """Threads that ran or waited for a core at this moment, without this one."""
+    waited_us: int | None
+    """Time in which at least one thread waited for a core (pressure stall information)."""
+    processes: Mapping[int, Process]
+
+
+class MachineWatch:
+    """`start` right before a window, `end` right after it. Each reads /proc once."""
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self._arms = arms
+        self._servers: tuple[int, ...] | None = None
+        self._started = False
+        self._before: ProcessorReading | None = None
+
+    def start(self) -> None:
+        if not self._started:
+            self._started, self._servers = True, _server_processes(self._arms)
+        self._before = read_processors()
+
+    def end(self) -> MachineLoad | None:
+        """The load since `start`; None when the counters cannot be read."""
+        after = read_processors()
+        return None if self._before is None or after is None else machine_load(self._before, after, self._servers)
+
+
+def machine_load(before: ProcessorReading, after: ProcessorReading, servers: Sequence[int] | None) -> MachineLoad:
+    """The difference of two readings. `servers` are processes besides this one's descendants; None if unknown."""
+    roots = (os.getpid(), *(servers or ()))
+    own_before, own_after = descendants(before.processes, roots), descendants(after.processes, roots)
+    known = _all_ticks(after, own_after) - _all_ticks(before, own_before)
+    stolen, waited_ns = None, None
+    if before.steal_ticks is not None and after.steal_ticks is not None:
+        stolen = (after.steal_ticks - before.steal_ticks) * TICK_NS
+    if before.waited_us is not None and after.waited_us is not None:
+        waited_ns = (after.waited_us - before.waited_us) * 1000
+    return MachineLoad(
+        total_ns=(after.total_ticks - before.total_ticks) * TICK_NS,
+        steal_ns=stolen,
+        busy_ns=(after.busy_ticks - before.busy_ticks) * TICK_NS,
+        known_ns=None if servers is None else known * TICK_NS,
+        others=() if servers is None else _busiest(before, after, own_after),
+        runnable=before.runnable,
+        waited_ns=waited_ns,
+    )
+
+
+def _all_ticks(reading: ProcessorReading, numbers: set[int]) -> int:
+    """CPU time with that of ended children: when a process ends between two readings, its parent inherits its time."""
+    return sum(reading.processes[n].own_ticks + reading.processes[n].waited_ticks for n in numbers)
+
+
+def _busiest(before: ProcessorReading, after: ProcessorReading, ours: set[int]) -> tuple[str, ...]:
+    cores = os.sched_getaffinity(0)
+    used: dict[str, int] = {}
+    for number, process in after.processes.items():
+        earlier = before.processes.get(number)
+        ticks = process.own_ticks - (earlier.own_ticks if earlier else 0)
+        if number not in ours and process.core in cores and ticks > 0:
+            used[process.name] = used.get(process.name, 0) + ticks
+    total = max(after.total_ticks - before.total_ticks, 1)
+    named = sorted((name for name in used if used[name] >= NAMED_SHARE * total), key=lambda name: -used[name])
+    return tuple(f"{one_line(name)} {len(cores) * used[name] / total:.2f} cores" for name in named[:MOST_NAMED])
+
+
+def descendants(processes: Mapping[int, Process], roots: Collection[int]) -> set[int]:
+    """The roots that exist, with all their descendants."""
+    children: dict[int, list[int]] = {}
+    for number, process in processes.items():
+        children.setdefault(process.parent, []).append(number)
+    family: set[int] = set()
+    waiting = [root for root in roots if root in processes]
+    while waiting:
+        number = waiting.pop()
+        if number not in family:
+            family.add(number)
+            waiting += children.get(number, ())
+    return family
+
+
+def _server_processes(arms: Sequence[Arm]) -> tuple[int, ...] | None:
+    """The processes of all arms that run on this machine; None if they are unknown for one arm."""
+    servers: list[int] = []
+    for arm in arms:
+        if not arm.deployment.launched and not is_here(Address.parse(arm.deployment.url).host):
+            continue
+        numbers = arm.deployment.pids()
+        if not numbers:
+            return None
+        servers += numbers
+    return tuple(servers)
+
+
+def read_processors(folder: Path = PROC, cores: Collection[int] | None = None) -> ProcessorReading | None:
+    """Read all counters; None when /proc/stat cannot be read. `cores` defaults to those of this process."""
+    try:
+        lines = (folder / "stat").read_text().splitlines()
+    except OSError:
+        return None
+    chosen = os.sched_getaffinity(0) if cores is None else cores
+    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user and nice.
+    times = [[int(word) for word in line.split()[1:]] for line in lines if _core(line) in chosen]
+    if not times:
+        return None
+    running = next((int(line.split()[1]) for line in lines if line.startswith("procs_running ")), None)
+    return ProcessorReading(
+        total_ticks=sum(sum(core_times[: _STEAL + 1]) for core_times in times),
+        busy_ticks=sum(sum(core_times[:3]) for core_times in times),
+        steal_ticks=sum(core_times[_STEAL] for core_times in times)
+        if all(len(core_times) > _STEAL for core_times in times)
+        else None,
+        runnable=None if running is None else max(running - 1, 0),
+        waited_us=_waited_us(folder / "pressure" / "cpu"),
+        processes=_processes(folder),
+    )
+
+
+def _core(line: str) -> int | None:
+    """The core's number in a line such as "cpu3 …"; the line "cpu  …" is the sum of all."""
+    name = line.partition(" ")[0].removeprefix("cpu")
+    return int(name) if line.startswith("cpu") and name.isdigit() else None
+
+
+def _waited_us(path: Path) -> int | None:
+    try:
+        some = next(line for line in path.read_text().splitlines() if line.startswith("some "))
+    except (OSError, StopIteration):
+        return None
+    return int(some.rpartition("total=")[2])
+
+
+def _processes(folder: Path) -> dict[int, Process]:
+    processes = {}
+    for name in (path.name for path in folder.iterdir()):
+        if not name.isdigit():
+            continue
+        try:
+            # os.open takes a third of the time of Path.read_bytes, for each of perhaps thousands of processes.
+            file = os.open(f"{folder}/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                stat = os.read(file, 4096)
+            finally:
+                os.close(file)
+        except OSError:  # the process has ended since
+            continue
+        # Fields as in proc(5); the name before them may hold blanks and brackets.
+        head, _, rest = stat.decode("utf-8", "replace").rpartition(")")
+        fields = rest.split()
+        processes[int(name)] = Process(
+            parent=int(fields[1]),
+            name=head.partition("(")[2],
+            core=int(fields[36]),
+            own_ticks=int(fields[11]) + int(fields[12]),
+            waited_ticks=int(fields[13]) + int(fields[14]),
+        )
+    return processes

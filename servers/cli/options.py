@@ -1,0 +1,206 @@
+"""Command-line options from a settings class: each field's name, type, limits, default, group and help exist once."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from servers.cli import defaults
+from servers.cli.defaults import ALL, chosen_tuning
+from servers.engines.padding import pad_to_text, parse_pad_to
+from servers.engines.settings import EngineSettings, parse_spinning
+from servers.models.registry import DEFAULT_MODEL
+
+S = TypeVar("S", bound=BaseSettings)
+
+PadTo = Annotated[
+    str,
+    AfterValidator(lambda text: pad_to_text(parse_pad_to(text))),
+    Field(
+        title="Batching",
+        description="Sizes of the model's variable axis, such as 32,64,128: requests of any size share a batch padded "
+        "to one of them; empty: only requests of equal shapes do.",
+    ),
+]
+
+Tuning = Annotated[
+    str,
+    Field(
+        title="Output",
+        description="Which of the settings that only affect speed apply: all, none (the server's own defaults), or a "
+        "list of their names. abserve compare uses it to find a setting that makes a server slow.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OptionTraits:
+    """Annotates a field of a settings class that is not an ordinary option of the command."""
+
+    offered: bool = True
+    """False: the command sets the value itself."""
+    hidden: bool = False
+    """True: the help does not show it."""
+    of_model: bool = False
+    """True: without it the model decides, and the command passes None on."""
+    tunes: bool = False
+    """True: it only affects the speed, and the server is meant to be fast without it."""
+
+
+def settings_of(prefix: str) -> SettingsConfigDict:
+    """The configuration of a settings class whose environment variables begin with `prefix`."""
+    return SettingsConfigDict(env_prefix=prefix, extra="forbid", frozen=True)
+
+
+class ModelOptions(BaseSettings):
+    """The model, its weights and the folder of exported files. A field's `title` is its group in the help."""
+
+    model: str = Field(DEFAULT_MODEL, title="Model", description="SOURCE:NAME, a path, or a registered name.")
+    weights: str | None = Field(
+        None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
+    )
+    artefacts: Path = Field(
+        Path(defaults.ARTEFACTS), title="Output", description="Folder of exported files; created if missing."
+    )
+
+
+class EngineOptions(ModelOptions):
+    """The engine and how it executes the model."""
+
+    engine: str = Field("torch", title="Engine", description=f"{defaults.ENGINES}.")
+    precision: str = Field(defaults.PRECISION, title="Engine", description=defaults.PRECISIONS)
+    mode: str = Field(defaults.MODE, title="Engine", description="auto or a mode of the engine.")
+    device: str = Field(
+        defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N; auto uses a GPU if there is one."
+    )
+    threads: int = Field(0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0 uses all cores.")
+    spinning: Literal["auto", "on", "off"] = Field("auto", title="Engine", description=defaults.SPINNING)
+
+    def engine_settings(self, max_batch_size: int) -> EngineSettings:
+        """The options as an engine takes them."""
+        return EngineSettings(
+            self.engine,
+            self.precision,
+            self.mode,
+            self.device,
+            self.threads,
+            max_batch_size,
+            spinning=parse_spinning(self.spinning),
+        )
+
+
+def takes_settings(kind: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the command's `**options` by one option for each field of `kind`.
+
+    The settings class itself checks the values, so a wrong one gets the same sentence from every entry point.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        named = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        prefix = kind.model_config.get("env_prefix", "")
+        options = [
+            _parameter(name, field, prefix) for name, field in kind.model_fields.items() if _option(field).offered
+        ]
+        parameters = [*options, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in named)]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def checked(kind: type[S], options: Mapping[str, Any]) -> S:
+    """The settings of a command's options. A wrong value ends the command with one sentence and exit status 2."""
+    try:
+        return kind(**options)
+    except ValidationError as exc:
+        fail(validation_sentence(exc), exc, status=2)
+
+
+def tuning_of(settings: BaseSettings) -> dict[str, str]:
+    """The options that tune the server and differ from its defaults, with their values."""
+    return {
+        flag_of(name)[2:]: str(value)
+        for name, field in type(settings).model_fields.items()
+        if _option(field).tunes and (value := getattr(settings, name)) != field.default
+    }
+
+
+def with_tuning(settings: S, tuning: str) -> S:
+    """The settings with the chosen tuning only; `tuning_of` names its options. Raises `TuningError`."""
+    have = tuning_of(settings)
+    left_out = [name.replace("-", "_") for name in have.keys() - chosen_tuning(tuning, have)]
+    fields = type(settings).model_fields
+    return settings.model_copy(update={"tuning": ALL, **{name: fields[name].default for name in left_out}})
+
+
+def to_argument(settings: BaseSettings) -> str:
+    """The settings as the one argument of a child process, which reads them with `from_argument`."""
+    return settings.model_dump_json()
+
+
+def from_argument(kind: type[S]) -> S:
+    """The settings of this process, from its one argument. Raises `ValidationError`."""
+    return kind.model_validate_json(sys.argv[1])
+
+
+def validation_sentence(error: ValidationError) -> str:
+    """The first error: the option, the value and the problem."""
+    first = error.errors()[0]
+    problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
+    return f"{flag_of(str(first['loc'][0]))} {first['input']}: {problem}"
+
+
+def flag_of(name: str) -> str:
+    """The option of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def fail(message: str, cause: Exception | None = None, status: int = 1) -> NoReturn:
+    """End the command with one sentence on standard error; exit status 2 is a mistake on the command line."""
+    import typer
+    from rich.console import Console
+
+    Console(stderr=True).print(
+        f"error: {message}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
+    raise typer.Exit(status) from cause
+
+
+def _option(field: FieldInfo) -> OptionTraits:
+    return next((item for item in field.metadata if isinstance(item, OptionTraits)), OptionTraits())
+
+
+def _parameter(name: str, field: FieldInfo, prefix: str) -> inspect.Parameter:
+    import typer  # not above: a server process reads its settings without typer, and so listens sooner
+
+    kind: Any = field.annotation
+    flag, metavar = flag_of(name), None
+    if get_origin(kind) is Literal:
+        kind, metavar = str, f"[{'|'.join(get_args(kind))}]"
+    option = typer.Option(
+        ...,
+        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+        envvar=f"{prefix}{name.upper()}",
+        help=field.description,
+        metavar=metavar,
+        hidden=_option(field).hidden,
+        rich_help_panel=field.title,
+    )
+    default = field.default
+    if _option(field).of_model:
+        kind, default = kind | None, None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default)

@@ -1,0 +1,167 @@
+"""Files of models and artefacts: folders that appear whole or not at all, the parts of an ONNX model with their hash,
+and paths with letters beyond ASCII.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FolderError(Exception):
+    """The folder cannot be written; the message names the remedy."""
+
+
+@contextmanager
+def atomic_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
+    """Yields an empty folder beside `final` that takes its place when the block ends well and is removed otherwise.
+
+    Readers see the old content, for a moment no folder, then the new content; never a part. Of two writers at once the
+    later one wins. Raises `FolderError` when the disk is full (`needed_bytes` is checked before the work starts) or the
+    place cannot be written.
+    """
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(final.parent).free
+        if free_bytes < needed_bytes:
+            raise FolderError(
+                f"no space left on the disk of {final.parent}: {needed_bytes / 1e6:.0f} MB are needed, "
+                f"{free_bytes / 1e6:.0f} MB are free; free some, or choose another folder"
+            )
+        fresh = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))
+        fresh.chmod(0o755)
+    except OSError as exc:
+        raise _wrapped(exc, final) from exc
+    try:
+        yield fresh
+        _replace(fresh, final)
+    except OSError as exc:
+        raise _wrapped(exc, final) from exc
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold a lock file beside `folder`; the system releases it when the process dies."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as exc:
+        raise FolderError(f"cannot write {lock.parent}: {exc.strerror}") from exc
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_abandoned(final: Path) -> None:
+    """Remove the temporary folders that killed writers of `final` left beside it. No other process may write it now."""
+    left = re.compile(rf"\.{re.escape(final.name)}\.[a-z0-9_]{{8}}\.(part|old)")  # as mkdtemp names them
+    for path in final.parent.glob(f".{glob.escape(final.name)}.*"):
+        if left.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace(fresh: Path, final: Path) -> None:
+    """A folder cannot be renamed onto one with content, so the old one is moved aside first."""
+    aside = fresh.with_suffix(".old")
+    for _ in range(8):
+        try:
+            fresh.rename(final)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+        try:
+            final.rename(aside)
+        except FileNotFoundError:
+            continue  # another writer moved it aside in between
+        shutil.rmtree(aside, ignore_errors=True)
+    raise FolderError(f"another process keeps rewriting {final}; wait for it and try again")
+
+
+def _wrapped(exc: OSError, final: Path) -> FolderError:
+    if exc.errno in _FULL:
+        return FolderError(f"no space left on the disk of {final.parent}: free some, or choose another folder")
+    return FolderError(f"cannot write {final}: {os.strerror(exc.errno) if exc.errno else exc}")
+
+
+def onnx_parts(path: Path, model: Any = None) -> tuple[Path, ...]:
+    """The file itself and those with its external data, which may not exist. `model` is the file as it was loaded
+    without them. Raises what `onnx.load` raises."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False) if model is None else model
+    beside = {entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location"}
+    return (path, *(path.parent / name for name in sorted(beside)))
+
+
+def parts_sha256(parts: tuple[Path, ...]) -> str:
+    """The SHA-256 of the content of all files, one after the other. Raises `OSError`."""
+    states = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in map(Path.stat, parts))
+    return _sha256(parts, states)
+
+
+@lru_cache(16)
+def _sha256(parts: tuple[Path, ...], _states: tuple[tuple[int, int, int], ...]) -> str:
+    """Once per process and state of the files: they may have many gigabytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        with part.open("rb") as file:
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    """Every constant of a model: of its graph, of the graphs inside its nodes, and of its functions."""
+    graphs, nodes = [model.graph], [node for function in model.functions for node in function.node]
+    while graphs or nodes:
+        while graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes += graph.node
+        for attribute in nodes.pop().attribute if nodes else ():
+            yield from (attribute.t, *attribute.tensors)
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+            graphs += [*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs]
+
+
+def for_python(path: str) -> str:
+    """A path from a text, such as a JSON file, as this process's Python opens it.
+
+    Triton's python backend starts Python without a locale, whatever the environment says, so it takes ASCII for the
+    encoding of file names. There Python's own functions take a path whose other bytes are surrogate escapes.
+    """
+    return os.fsdecode(path.encode("utf-8", "surrogateescape"))
+
+
+def for_library(path: Path) -> str:
+    """A path as a library in C++ takes it: as text in UTF-8."""
+    return os.fsencode(path).decode("utf-8", "surrogateescape")

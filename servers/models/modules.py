@@ -1,0 +1,323 @@
+"""A model's torch module: weights read from files without executing anything, loaded only if all fit; its size.
+
+`torch.jit.load` compiles a TorchScript archive's own code and runs it: a module's `__setstate__` can write any file.
+Here the archive's pickled objects become records of their attributes, and no name in them is looked up beyond those of
+tensors. Imports torch only when a function needs it.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile, is_zipfile
+
+from servers.models.items import valid_items
+from servers.models.specification import ModelSpecification, Preprocessing
+from servers.models.weights import (
+    CheckpointWeights,
+    FindPretrained,
+    PretrainedWeights,
+    RandomWeights,
+    WeightsError,
+    verify,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+State = Mapping[str, "torch.Tensor"]
+
+
+def option_of(source: CheckpointWeights | PretrainedWeights) -> str:
+    """How a message names the weights."""
+    return f"--weights {source.tag if isinstance(source, PretrainedWeights) else source.path.name}"
+
+
+def read_state(
+    source: CheckpointWeights | PretrainedWeights, find: FindPretrained | None = None
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """The state dict on the CPU and whether its file is a TorchScript archive. Executes nothing that is in the file.
+
+    The file must be the pinned one; `find` finds that of a tag. A state dict under the key `state_dict` is taken from
+    there; the prefix `module.` of DataParallel goes. Raises `WeightsError`.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    option = option_of(source)
+    if isinstance(source, CheckpointWeights):
+        path = source.path
+    elif find is None:
+        raise WeightsError(f"{option}: this model has no tags; give a checkpoint file, or random:SEED")
+    else:
+        path = find(source)
+    verify(path, option, source.sha256)
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path), False
+        if is_script_archive(path):
+            return script_state(path), True
+        loaded: object = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError, KeyError) as exc:
+        raise WeightsError(f"{option}: unreadable as a checkpoint ({type(exc).__name__})") from exc
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise WeightsError(f"{option}: the file has no state dict (names of parameters with their tensors)")
+    return {key.removeprefix("module."): value for key, value in loaded.items()}, False
+
+
+def load_strictly(module: torch.nn.Module, state: State, option: str, title: str) -> torch.nn.Module:
+    """`module` with exactly these tensors, in FP32 and eval mode, without gradients.
+
+    A module on the meta device takes the tensors over instead of copying them. Raises `WeightsError` if names or shapes
+    differ.
+    """
+    expected = module.state_dict()
+    shapes = {key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape}
+    refuse_misfits(option, title, expected.keys() - state.keys(), state.keys() - expected.keys(), shapes)
+    module.load_state_dict(state, strict=True, assign=any(value.is_meta for value in expected.values()))
+    return ready(module)
+
+
+def refuse_misfits(option: str, title: str, missing: set[str], unexpected: set[str], shapes: set[str]) -> None:
+    """Raises `WeightsError` if tensors are missing, unexpected or of another shape."""
+    for problem, keys in (("lacks", missing), ("has the unknown", unexpected), ("has another shape for", shapes)):
+        if keys:
+            raise WeightsError(
+                f"{option}: not the weights of {title}: it {problem} {len(keys)} tensors, {min(keys)} among them"
+            )
+
+
+def ready(module: torch.nn.Module) -> torch.nn.Module:
+    """The module, ready to serve: FP32, eval mode, no gradients."""
+    return module.float().eval().requires_grad_(False)
+
+
+def fill_zero_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """Draw weights for layers that their library initialises with zeros, from torch's generator.
+
+    A model with such layers returns zeros or skips whole branches, so that a wrong output would look right. Biases may
+    stay zero.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("weight") and not parameter.is_meta and not parameter.any():
+                parameter.normal_(std=0.02 if parameter.ndim > 1 else 0.1)
+    return module
+
+
+def hub_file(source: PretrainedWeights, repository: str, names: Sequence[str]) -> Path:
+    """The first of the files that the hub's repository has, downloaded if it is missing. Raises `WeightsError`."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    def find() -> Path:
+        for name in names:
+            try:
+                return Path(hf_hub_download(repository, name, revision=source.revision))
+            except LocalEntryNotFoundError as exc:  # no network; another name may be in the cache
+                missing = exc
+            except EntryNotFoundError as exc:
+                missing = exc  # type: ignore[assignment]
+        raise missing
+
+    return downloaded(source, find)
+
+
+def downloaded(source: PretrainedWeights, find: Callable[[], Path]) -> Path:
+    """The file that `find` returns. Whatever it raises becomes a `WeightsError`: each hub's client raises its own."""
+    which = "" if source.revision is None else f" of revision {source.revision}"
+    try:
+        return find()
+    except WeightsError:
+        raise
+    except Exception as exc:
+        raise WeightsError(
+            f"{option_of(source)}: the download{which} failed ({type(exc).__name__}); check the network, or give a "
+            "checkpoint file"
+        ) from exc
+
+
+def refuse_other_preprocessing(
+    source: PretrainedWeights, trained: Preprocessing | None, served: Preprocessing | None, reference: str
+) -> None:
+    """Raises `WeightsError` if a tag's weights were trained with other images than the model is served with."""
+    if trained != served:
+        raise WeightsError(
+            f"{option_of(source)}: these weights were trained with another preprocessing; use --model "
+            f"{reference}.{source.tag}"
+        )
+
+
+MAX_DEPTH = 100
+"""Modules inside of modules."""
+_DTYPES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+}  # fmt: skip
+_STATE = r"^class {}\(Module\):\n  __parameters__ = \[(.*?)\]\n  __buffers__ = \[(.*?)\]"
+
+
+def is_script_archive(path: Path) -> bool:
+    """Whether torch.jit has saved the file."""
+    if not is_zipfile(path):
+        return False
+    with ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
+def script_state(path: Path) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, on the CPU. Raises `pickle.UnpicklingError`, `KeyError`, `OSError`, `ValueError`.
+
+    A module that pickles itself by methods of its own is refused: only its code knows what its state means.
+    """
+    try:
+        return _script_state(path)
+    except (BadZipFile, RecursionError, TypeError, AttributeError, IndexError) as exc:
+        raise pickle.UnpicklingError("the archive is damaged") from exc
+
+
+def _script_state(path: Path) -> dict[str, torch.Tensor]:
+    with ZipFile(path) as archive:
+        (root,) = (name.removesuffix("data.pkl") for name in archive.namelist() if name.endswith("/data.pkl"))
+        with archive.open(f"{root}data.pkl") as file:
+            module = _Reader(file, archive, root).load()
+    state: dict[str, torch.Tensor] = {}
+    _collect(module, "", state)
+    return state
+
+
+class _Record:
+    """A pickled object: its attributes, and the names of those that are parameters or buffers, None if unknown."""
+
+    state_names: frozenset[str] | None = None
+
+    def __setstate__(self, attributes: object) -> None:
+        if not isinstance(attributes, dict):
+            raise pickle.UnpicklingError("the module has a __setstate__ of its own")
+        self.attributes = attributes
+
+
+def _collect(module: object, prefix: str, state: dict[str, torch.Tensor]) -> None:
+    import torch
+
+    if not isinstance(module, _Record) or prefix.count(".") > MAX_DEPTH:
+        raise pickle.UnpicklingError("the archive holds no module")
+    for name, value in module.attributes.items():
+        if isinstance(value, _Record):
+            _collect(value, f"{prefix}{name}.", state)
+        elif isinstance(value, torch.Tensor) and (module.state_names is None or name in module.state_names):
+            state[prefix + name] = value
+
+
+class _Reader(pickle.Unpickler):
+    """Knows tensors, plain values and the archive's own classes, which become records."""
+
+    def __init__(self, file: Any, archive: ZipFile, root: str) -> None:
+        super().__init__(file)
+        self._archive = archive
+        self._root = root
+        self._storages: dict[str, torch.Tensor] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A harmless replacement for each name. Raises `pickle.UnpicklingError` for one that no archive needs."""
+        if module.startswith("__torch__"):
+            return type(name, (_Record,), {"state_names": self._state_names(module, name)})
+        if module == "torch" and name.endswith("Storage"):
+            return _DTYPES[name.removesuffix("Storage")]
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda flat, offset, size, stride, *_: flat.as_strided(size, stride, offset)
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch.jit._pickle":  # lists with their type
+            return lambda values, *_: values
+        raise pickle.UnpicklingError(f"the archive names {module}.{name}")
+
+    def persistent_load(self, identifier: Any) -> torch.Tensor:
+        """All values of a storage as one dimension."""
+        import torch
+
+        kind, dtype, key, _device, count = identifier
+        if kind != "storage":
+            raise pickle.UnpicklingError("the archive refers to something else than tensors")
+        if key not in self._storages:
+            content = bytearray(self._archive.read(f"{self._root}data/{key}"))
+            flat = torch.frombuffer(content, dtype=getattr(torch, dtype)) if content else torch.empty(0)
+            self._storages[key] = flat[:count]
+        return self._storages[key]
+
+    def _state_names(self, module: str, name: str) -> frozenset[str] | None:
+        """The parameters and buffers that the class's code, which is only searched, lists at its beginning."""
+        try:
+            code = self._archive.read(f"{self._root}code/{module.replace('.', '/')}.py").decode()
+        except KeyError:
+            return None
+        lists = re.search(_STATE.format(re.escape(name)), code, re.MULTILINE)
+        return None if lists is None else frozenset(re.findall(r'"([^"]*)"', lists[1] + lists[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Parameters, and operations per item at the axes' default sizes; None: they cannot be counted."""
+
+    parameters: int
+    flops_per_item: int | None
+
+
+def measure_size(specification: ModelSpecification) -> ModelSize:
+    """Count parameters and operations on tensors without memory; the specification's operations come first.
+
+    A module that torch cannot build or run so is built and run. The operations of an ONNX file are not counted.
+    """
+    if specification.file is not None:
+        return ModelSize(_parameters_of_file(specification.file), None)
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    items = valid_items(specification, 0, [getattr(specification.main_axis, "default", 1)])
+    inputs = [torch.from_numpy(items[tensor.name]) for tensor in specification.inputs]
+    try:
+        with torch.device("meta"):
+            module = specification.load_module(RandomWeights(0))
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            module._apply(fake.from_tensor)  # type: ignore[no-untyped-call]
+            with next(module.parameters(), torch.empty(())).device as device:
+                counted = count_flops(module, [tensor.to(device) for tensor in inputs])
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, WeightsError):
+        module = specification.load_module(RandomWeights(0))
+        counted = count_flops(module, inputs)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return ModelSize(parameters, specification.flops_per_item or counted)
+
+
+def count_flops(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> int | None:
+    """Count a batch's operations in matrix products, convolutions and attention; None if torch counts none.
+
+    A multiply-add counts as two. `module` is one that is `ready`.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for parameter in module.parameters():  # without gradients torch runs whole blocks as one operator: not counted
+        parameter.requires_grad_(parameter.is_floating_point())
+    with FlopCounterMode(display=False) as counter:
+        module(*inputs)
+    module.requires_grad_(False)
+    return counter.get_total_flops() or None
+
+
+@cache
+def _parameters_of_file(path: Path) -> int:
+    import onnx
+
+    weights = onnx.load(path, load_external_data=False).graph.initializer
+    return sum(math.prod(tensor.dims) for tensor in weights)

@@ -1,0 +1,321 @@
+"""CUDA shared memory on the side of the engine: device memory of clients, opened by its IPC handle.
+
+An engine on the same device copies inputs and outputs there itself (`borrow`). For every other engine the batcher
+copies an input to the host right before its batch is started, and an output back before its answer is sent. A region's
+handle is closed when the region is unregistered and no copy uses it; the call that unregisters it returns after that,
+so that the client may then free its memory.
+
+Every driver call makes the device's primary context, which torch and ONNX Runtime use too, current on its thread, and
+removes it again, so that an engine finds its thread unchanged.
+
+A handle is its owner's secret, like the key of system shared memory: messages and statuses never show one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+
+from servers.engines.interface import DeviceMemory
+from servers.gpu.cuda_library import CudaError, CudaLibrary
+from servers.protocol.errors import InternalError, InvalidRequestError, UnsupportedError
+from servers.protocol.records import shown
+from servers.protocol.tensors import Array
+
+log = structlog.get_logger("abserve.cuda")
+
+NO_CUDA_MEMORY = "this server does not offer CUDA shared memory; use system shared memory or send the data"
+
+HANDLE_BYTES = 64
+
+_LAZY_ENABLE_PEER_ACCESS = 1
+_STREAM_NON_BLOCKING = 1
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = (("reserved", c_char * HANDLE_BYTES),)
+
+
+_POINTER = c_uint64  # CUdeviceptr
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuIpcOpenMemHandle_v2": (POINTER(_POINTER), _IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (_POINTER,),
+    "cuMemGetAddressRange_v2": (POINTER(_POINTER), POINTER(c_size_t), _POINTER),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, _POINTER, c_size_t, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (_POINTER, c_void_p, c_size_t, c_void_p),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceStreams:
+    context: c_void_p
+    reading: c_void_p
+    writing: c_void_p
+    """Separate streams: a copy does not wait for an engine's kernels, nor reading for writing."""
+
+
+class CudaDriver:
+    """An initialised driver, for any thread. Sizes are in bytes; devices are numbered as this process sees them.
+
+    A device's primary context is kept from its first use until the process ends.
+    """
+
+    def __init__(self) -> None:
+        """Takes up to a second. Raises `CudaError` unless the driver's library exists and sees a device."""
+        self._library = CudaLibrary(_SIGNATURES)
+        self._call = self._library.call
+        self.device_count = self._library.count()
+        if self.device_count < 1:
+            raise CudaError("the driver sees no device")
+        self._devices: dict[int, _DeviceStreams] = {}
+        self._lock = threading.Lock()
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Map memory that another process exported, and return its address here. Raises `CudaError`."""
+        address = _POINTER()
+        with self._current(device):
+            ipc_handle = _IpcHandle.from_buffer_copy(handle)
+            self._call("cuIpcOpenMemHandle_v2", byref(address), ipc_handle, _LAZY_ENABLE_PEER_ACCESS)
+        return address.value
+
+    def bytes_behind(self, device: int, address: int) -> int:
+        """How many bytes of the allocation follow this address. Raises `CudaError`."""
+        base, size = _POINTER(), c_size_t()
+        with self._current(device):
+            self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
+        return base.value + size.value - address
+
+    def close(self, device: int, address: int) -> None:
+        """Unmap what `open` mapped, once nothing uses it. Raises `CudaError`."""
+        with self._current(device):
+            self._call("cuIpcCloseMemHandle", address)
+
+    def read(self, device: int, address: int, destination: int, size: int) -> None:
+        """Copy device memory to the host address `destination`; returns when it is there. Raises `CudaError`."""
+        with self._current(device) as streams:
+            self._call("cuMemcpyDtoHAsync_v2", destination, address, size, streams.reading)
+            self._call("cuStreamSynchronize", streams.reading)
+
+    def write(self, device: int, address: int, source: int, size: int) -> None:
+        """Copy from the host address `source`; returns when every process sees it. Raises `CudaError`."""
+        with self._current(device) as streams:
+            self._call("cuMemcpyHtoDAsync_v2", address, source, size, streams.writing)
+            self._call("cuStreamSynchronize", streams.writing)
+
+    @contextmanager
+    def _current(self, device: int) -> Iterator[_DeviceStreams]:
+        streams = self._device(device)
+        self._call("cuCtxPushCurrent_v2", streams.context)
+        try:
+            yield streams
+        finally:
+            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def _device(self, index: int) -> _DeviceStreams:
+        with self._lock:
+            streams = self._devices.get(index)
+            if streams is not None:
+                return streams
+            context, reading, writing = c_void_p(), c_void_p(), c_void_p()
+            self._call("cuDevicePrimaryCtxRetain", byref(context), self._library.device(index))
+            self._call("cuCtxPushCurrent_v2", context)
+            try:
+                for stream in (reading, writing):
+                    self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
+            finally:
+                self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
+            self._devices[index] = _DeviceStreams(context, reading, writing)
+            return self._devices[index]
+
+
+class CudaAccess:
+    """Loads the driver at its first use; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._driver: CudaDriver | None = None
+        self._logged = False
+
+    def driver(self) -> CudaDriver:
+        """Blocks for up to a second the first time. Raises `UnsupportedError` where no device answers."""
+        with self._lock:
+            if self._driver is None:
+                try:
+                    self._driver = CudaDriver()
+                except CudaError as exc:
+                    if not self._logged:
+                        log.info("CUDA shared memory is not offered", reason=str(exc))
+                        self._logged = True
+                    raise UnsupportedError(NO_CUDA_MEMORY) from exc
+            return self._driver
+
+    def open(self, name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
+        """Map a client's memory; blocks. Raises `ContractError`."""
+        driver = self.driver()
+        if len(handle) != HANDLE_BYTES:
+            raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
+        if not 0 <= device < driver.device_count:
+            raise InvalidRequestError(f"GPU {device} does not exist: this server sees {driver.device_count}, from 0 on")
+        try:
+            address = driver.open(device, handle)
+        except CudaError as exc:
+            raise InvalidRequestError(
+                f"the raw handle of region {shown(name)} cannot be opened on GPU {device}: give the one that "
+                f"cudaIpcGetMemHandle made in another running process of this machine ({exc})"
+            ) from exc
+        region = CudaRegion(name, driver, device, address, byte_size)
+        try:
+            available = driver.bytes_behind(device, address)
+        except CudaError as exc:
+            region.close()
+            raise InvalidRequestError(f"the size of region {shown(name)} cannot be read ({exc})") from exc
+        if byte_size > available:
+            region.close()
+            raise InvalidRequestError(f"region {shown(name)} ends at byte {byte_size} of an allocation of {available}")
+        return region
+
+
+class CudaRegion:
+    """A region of device memory, with the number of copies that use it now; any thread."""
+
+    def __init__(self, name: str, driver: CudaDriver, device: int, address: int, byte_size: int) -> None:
+        self.name = name
+        self.device = device
+        self.byte_size = byte_size
+        self._driver = driver
+        self._address = address
+        self._lock = threading.Lock()
+        self._users = 0
+        self.is_closing = False
+        self._closed = threading.Event()
+
+    def read(self, offset: int, destination: Array) -> None:
+        """Copy to `destination`, an array of bytes; blocks. Raises `InvalidRequestError`."""
+        with self._used("its input was read"):
+            try:
+                self._driver.read(self.device, self._address + offset, destination.ctypes.data, destination.nbytes)
+            except CudaError as exc:
+                message = f"region {shown(self.name)} cannot be read from GPU {self.device}: {exc}"
+                raise InvalidRequestError(message) from exc
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Copy from `data`; blocks. Raises `ContractError`."""
+        if not data:
+            return
+        source = np.frombuffer(data, np.uint8)
+        with self._used("its output was written"):
+            try:
+                self._driver.write(self.device, self._address + offset, source.ctypes.data, source.nbytes)
+            except CudaError as exc:
+                message = f"the output cannot be written to region {shown(self.name)} on GPU {self.device}: {exc}"
+                raise InternalError(message) from exc
+
+    def borrow(self, offset: int) -> int:
+        """The address of a place, where the engine copies until `release`. Raises `InvalidRequestError`."""
+        self._enter("the engine used it")
+        return self._address + offset
+
+    def release(self) -> None:
+        """The end of one `borrow`."""
+        self._leave()
+
+    def close(self) -> None:
+        """Refuse new copies; returns when the last copy has ended and the handle is closed. Idempotent."""
+        with self._lock:
+            idle = self._users == 0 and not self.is_closing
+            self.is_closing = True
+        if idle:
+            self._unmap()
+        self._closed.wait()
+
+    @contextmanager
+    def _used(self, purpose: str) -> Iterator[None]:
+        self._enter(purpose)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self, purpose: str) -> None:
+        with self._lock:
+            if self.is_closing:
+                raise InvalidRequestError(f"region {shown(self.name)} was unregistered before {purpose}")
+            self._users += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0 and self.is_closing
+        if last:
+            self._unmap()
+
+    def _unmap(self) -> None:
+        try:
+            self._driver.close(self.device, self._address)
+        except CudaError as exc:  # nothing can be done about it any more
+            log.warning("a CUDA shared-memory region could not be closed", region=shown(self.name), reason=str(exc))
+        finally:
+            self._closed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class CudaWindow:
+    """The piece of a region of device memory that one tensor of a request has.
+
+    Its shape and type are those of `like`, which has no content; without it they are not known before the execution.
+    """
+
+    region: CudaRegion
+    offset: int
+    byte_size: int
+    like: Array | None = None
+
+    def read(self) -> Array:
+        """A copy of the input on the host; blocks. Raises `ContractError` if the region is gone.
+
+        It does not count as held: of each model at most the batches in flight have copies, and one that is formed.
+        """
+        assert self.like is not None
+        array = np.empty(self.like.shape, self.like.dtype)
+        self.region.read(self.offset, array.reshape(-1).view(np.uint8))
+        return array
+
+    def write(self, array: Array) -> None:
+        """Write an output; blocks. Raises `ContractError`, also when the output does not fit."""
+        self._check_fits(array)
+        self.region.write(self.offset, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def on(self, device: int | None) -> bool:
+        """Whether an engine on this device can use the memory itself."""
+        return self.region.device == device and self.like is not None
+
+    def borrow(self) -> DeviceMemory:
+        """The memory itself, which stays open until `release`. Raises `ContractError`."""
+        assert self.like is not None
+        self._check_fits(self.like)
+        return DeviceMemory(self.region.borrow(self.offset), self.region.device, self.like.shape, self.like.dtype)
+
+    def release(self) -> None:
+        """The engine does not use the memory any more."""
+        self.region.release()
+
+    def _check_fits(self, array: Array) -> None:
+        if array.nbytes > self.byte_size:
+            raise InvalidRequestError(
+                f"the output has {array.nbytes} bytes, but the request gives it {self.byte_size} bytes"
+            )

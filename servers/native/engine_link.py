@@ -1,0 +1,438 @@
+"""The ways from a front end to its engines: in this process, in another one, or in several, one per device."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+from servers.engines.processors import cuda_index
+from servers.native.engine_process import EngineSide
+from servers.native.errors import FailureLog
+from servers.native.inference import wake_all
+from servers.native.interface import (
+    ApplyStatus,
+    CheckCuda,
+    CloseRegions,
+    EngineOperation,
+    FrontEndOperation,
+    ModelState,
+    ModelStatus,
+    OpenRegion,
+    QueuedRequest,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+)
+from servers.native.ipc import (
+    FAILED,
+    FORM_UNKNOWN,
+    MAX_GROUP_ROWS,
+    REQUESTS,
+    Cancel,
+    Control,
+    ControlDone,
+    Form,
+    FrameReader,
+    Message,
+    RequestDone,
+    RequestsDone,
+    SentForms,
+    Submit,
+    SubmitMany,
+    UnusableMessage,
+    divided,
+    encode_all,
+    error_of,
+    failed,
+    failure_of,
+    outputs_of,
+    submit_message,
+    unusable_of,
+)
+from servers.native.memory import RequestMemory
+from servers.protocol.errors import InternalError, InvalidRequestError, UnavailableError
+from servers.protocol.records import ModelSignature, shown
+from servers.protocol.tensors import Array
+
+log = FailureLog("abserve.front")
+
+ENGINE_ENDED = "the engine has ended, send the request again later"
+
+Execute = Callable[[FrontEndOperation], Coroutine[Any, Any, None]]
+"""Executes in the front end what the engine's side asks for."""
+
+
+class LocalLink:
+    """An `EngineLink` within one process, and the `FrontEnd` at the other end of it."""
+
+    def __init__(self, side: EngineSide) -> None:
+        self._side = side
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._execute: Execute | None = None
+
+    def open(self, execute: Execute) -> None:
+        """Called in the event loop, which executes the operations of the engine's side."""
+        self._loop = asyncio.get_running_loop()
+        self._execute = execute
+        self._side.add(self)
+
+    # EngineLink
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        queued.front_end = self
+        self._side.submit(model, queued)
+
+    def withdraw(self, model: int, queued: QueuedRequest) -> bool:
+        return self._side.hosts[model].withdraw(queued)
+
+    async def control(self, operation: EngineOperation) -> None:
+        """See `EngineLink`; goes on when the caller is cancelled."""
+        executing = self._side.threads(operation).submit(self._side.execute, operation)
+        await asyncio.shield(asyncio.wrap_future(executing))
+
+    # FrontEnd
+
+    def complete(self, requests: Sequence[QueuedRequest]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(wake_all, requests)
+
+    def notify(self, operation: FrontEndOperation) -> Future[None]:
+        assert self._loop is not None
+        assert self._execute is not None
+        executing = self._execute(operation)
+        try:
+            return asyncio.run_coroutine_threadsafe(executing, self._loop)
+        except RuntimeError:  # the loop has ended
+            executing.close()
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+
+class EngineClient(asyncio.Protocol):
+    """An `EngineLink` over a socket; belongs to the front end's event loop.
+
+    Messages that are sent in one turn of the loop leave together.
+    """
+
+    def __init__(self, memory: RequestMemory, signatures: list[ModelSignature], on_end: Callable[[], None]) -> None:
+        """`on_end` is called when the engine's process has ended."""
+        self._memory = memory
+        self._answer_bytes = [_answer_bytes(signature) for signature in signatures]
+        self._on_end = on_end
+        self._numbers = itertools.count()
+        self._forms = SentForms()
+        # With the memory that is kept, and whether the last of it is a room for the answer.
+        self._waiting: dict[int, tuple[QueuedRequest, list[Array], bool]] = {}
+        self._controls: dict[int, asyncio.Future[None]] = {}
+        self._execute: Execute | None = None
+        self._outgoing: list[Message] = []
+        self._groups: dict[int, SubmitMany] = {}  # by form: those that are outgoing
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._executing: set[asyncio.Task[None]] = set()
+        self._ended = False
+
+    async def open(self, connected: socket.socket, execute: Execute) -> None:
+        """Begin to use a connected socket; `execute` serves the operations of the engine's side."""
+        self._execute = execute
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=connected)
+
+    # EngineLink
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        if self._ended:
+            raise UnavailableError(ENGINE_ENDED)
+        number = next(self._numbers)
+        answer_bytes = self._answer_bytes[model] * queued.rows
+        number_of_form, form = self._forms.number(model, queued.inputs)
+        if form is not None:
+            self._groups.pop(number_of_form, None)  # those before it had another form of this number
+            self._send(form)
+        message, memory = submit_message(number, number_of_form, queued, self._memory, answer_bytes)
+        queued.number = number
+        self._waiting[number] = queued, memory, message.room is not None
+        plain = message.deadline_ns is None and message.room is None and not message.device_outputs
+        if plain and all([isinstance(place, int) for place in message.data]):  # noqa: C419  faster
+            self._send_together(message)
+        else:
+            self._send(message)
+
+    def withdraw(self, model: int, queued: QueuedRequest) -> bool:  # noqa: ARG002  see EngineLink
+        if queued.number in self._waiting:
+            self._send(Cancel(queued.number))
+        return False
+
+    async def control(self, operation: EngineOperation) -> None:
+        if self._ended:
+            raise UnavailableError(ENGINE_ENDED)
+        number = next(self._numbers)
+        self._controls[number] = done = asyncio.get_running_loop().create_future()
+        self._send(Control(number, operation))
+        await done
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+
+    def data_received(self, data: bytes) -> None:
+        """Messages of the engine's side."""
+        for message in self._reader.feed(data):
+            try:
+                self._take(message)
+            except Exception:  # it must not end the connection: others wait for theirs
+                log.exception("a message of the engine could not be used")
+                self._fail(unusable_of(message), sent=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
+        """The engine's process has ended: nothing that waits will be answered by it."""
+        self._ended = True
+        self._on_end()
+        waiting, self._waiting = self._waiting, {}
+        for queued, _, _ in waiting.values():
+            queued.error = InternalError(ENGINE_ENDED)
+            self._wake(queued)
+        for done in self._controls.values():
+            if not done.done():
+                done.set_exception(UnavailableError(ENGINE_ENDED))
+
+    def _take(self, message: Message | UnusableMessage) -> None:
+        if isinstance(message, RequestsDone):
+            for number, outputs in divided(message):
+                self._succeed(number, outputs)
+        elif isinstance(message, RequestDone):
+            self._complete(message)
+        elif isinstance(message, Control):
+            task = asyncio.get_running_loop().create_task(self._execute_control(message))
+            self._executing.add(task)
+            task.add_done_callback(self._executing.discard)
+        elif isinstance(message, ControlDone):
+            self._control_done(message)
+        elif isinstance(message, UnusableMessage):
+            self._fail(message, sent=False)
+
+    def _fail(self, message: UnusableMessage, *, sent: bool) -> None:
+        """Fail what a message is about that could not be sent, or not be used: here, or at the engine's side."""
+        if message.kind is Form:
+            self._forms.forget()
+        for reply in failed(message, FAILED):
+            if sent == (message.kind in REQUESTS):
+                with suppress(KeyError):  # it is complete already
+                    self._take(reply)
+            else:
+                self._send(reply)
+
+    def _control_done(self, message: ControlDone) -> None:
+        done = self._controls.pop(message.number, None)
+        if done is None or done.done():
+            return
+        if message.failure is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error_of(message.failure))
+
+    def _succeed(self, number: int, outputs: dict[str, Array]) -> None:
+        queued, _, _ = self._waiting.pop(number)
+        queued.drop_inputs()
+        queued.outputs = outputs
+        self._wake(queued)
+
+    def _complete(self, message: RequestDone) -> None:
+        queued, memory, has_room = self._waiting[message.number]
+        if message.failure is None:
+            queued.outputs = outputs_of(message, self._memory.arena, memory[-1] if has_room else None)
+        else:
+            queued.error = error_of(message.failure)
+            if message.failure == FORM_UNKNOWN:
+                self._forms.forget()
+        del self._waiting[message.number]
+        queued.drop_inputs()
+        self._wake(queued)
+
+    def _send_together(self, message: Submit) -> None:
+        """Send a request with the others of its form that come in the same turn."""
+        group = self._groups.get(message.form)
+        if group is None or (len(group.numbers) + 1) * message.rows > MAX_GROUP_ROWS:
+            group = self._groups[message.form] = SubmitMany([], message.form, message.rows, [])
+            self._send(group)
+        group.numbers.append(message.number)
+        group.data.append(message.data)  # type: ignore[arg-type]  # all are offsets
+
+    def _send(self, message: Message) -> None:
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        self._groups = {}
+        if self._transport is not None and not self._ended:
+            frame, unusable = encode_all(outgoing)
+            self._transport.write(frame)
+            for message in unusable:
+                self._fail(message, sent=True)
+
+    def _wake(self, queued: QueuedRequest) -> None:
+        """A request is complete."""
+        wake_all([queued])
+
+    async def _execute_control(self, message: Control) -> None:
+        """Execute an operation of the engine's side; one that takes long does not delay those after it."""
+        failure = None
+        try:
+            assert self._execute is not None
+            assert isinstance(message.operation, FrontEndOperation)
+            await self._execute(message.operation)
+        except Exception as error:  # noqa: BLE001  the engine's side raises it
+            failure = failure_of(error)
+        self._send(ControlDone(message.number, failure))
+
+
+def _answer_bytes(signature: ModelSignature) -> int:
+    """The bytes of one row's outputs; 0 if they are not known before."""
+    if any(-1 in spec.item_shape or spec.dtype.hasobject for spec in signature.outputs):
+        return 0
+    return sum(prod(spec.item_shape) * spec.dtype.itemsize for spec in signature.outputs)
+
+
+_LEAST_READY_FIRST = (
+    ModelState.FAILED,
+    ModelState.STOPPING,
+    ModelState.UNLOADED,
+    ModelState.LOADING,
+    ModelState.ACCEPTING,
+    ModelState.READY,
+)
+
+
+class _PooledEngine(EngineClient):
+    """An engine process, with what it has to do for this front end."""
+
+    def __init__(self, memory: RequestMemory, signatures: list[ModelSignature], on_end: Callable[[], None]) -> None:
+        super().__init__(memory, signatures, on_end)
+        self.rows = 0
+        self.models: Sequence[ModelStatus] = ()
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        super().submit(model, queued)
+        self.rows += queued.rows
+        queued.engine = self
+
+    def _wake(self, queued: QueuedRequest) -> None:
+        self.rows -= queued.rows
+        super()._wake(queued)
+
+
+_ROWS = attrgetter("rows")
+
+
+class EnginePool:
+    """An `EngineLink` over several sockets, one for each device; belongs to the front end's event loop.
+
+    A request goes to the engine with the fewest rows of this front end that are not done. System shared memory is
+    registered by the first engine, CUDA shared memory by the engine on its GPU, which alone executes requests that use
+    it. Each engine has its own models: the server shows the state of the engine on which a model is least ready.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        memory: RequestMemory,
+        signatures: list[ModelSignature],
+        on_end: Callable[[], None],
+    ) -> None:
+        """`on_end` is called when one of the processes has ended."""
+        self._on_end = on_end
+        self._engines = [_PooledEngine(memory, signatures, self._end) for _ in devices]
+        self._gpus = [cuda_index(device) for device in devices]
+        self._turns = list(self._engines)  # of those with equally few rows, the next one is the first
+        self._regions: dict[str, _PooledEngine] = {}  # by name, of the system as well: who has registered it
+        self._execute: Execute | None = None
+        self._ended = False
+
+    async def open(self, connected: Sequence[socket.socket], execute: Execute) -> None:
+        """Begin to use connected sockets, in the order of the devices; `execute`: see `EngineClient`."""
+        self._execute = execute
+        for engine, engine_socket in zip(self._engines, connected, strict=True):
+            await engine.open(engine_socket, partial(self._execute_for, engine))
+
+    # EngineLink
+
+    def submit(self, model: int, queued: QueuedRequest) -> None:
+        if queued.device_inputs or queued.device_outputs:
+            engine = self._with_regions_of(queued)
+        else:
+            engine = min(self._turns, key=_ROWS)
+            self._turns.remove(engine)
+            self._turns.append(engine)
+        engine.submit(model, queued)
+
+    def withdraw(self, model: int, queued: QueuedRequest) -> bool:
+        assert queued.engine is not None
+        return queued.engine.withdraw(model, queued)
+
+    async def control(self, operation: EngineOperation) -> None:
+        """See `EngineLink`; returns when all engines that it concerns have done it, or raises the first error."""
+        engines = self._engines
+        if isinstance(operation, RegisterSystemMemory | CheckCuda):
+            engines = engines[:1]
+        elif isinstance(operation, RegisterCudaMemory):
+            gpu = operation.device
+            engines = [engines[self._gpus.index(gpu)]] if gpu in self._gpus else engines[:1]
+        results = await asyncio.gather(*(engine.control(operation) for engine in engines), return_exceptions=True)
+        for result in results:
+            if result is not None:
+                raise result
+
+    def _with_regions_of(self, queued: QueuedRequest) -> _PooledEngine:
+        """The engine that has the request's CUDA regions; the first one if they have just been unregistered."""
+        places = (*queued.device_inputs.values(), *queued.device_outputs.values())
+        engines = {self._regions.get(region, self._engines[0]) for region, *_ in places}
+        if len(engines) > 1:
+            raise InvalidRequestError("the request's CUDA regions are on several GPUs: give it those of one GPU")
+        return engines.pop()
+
+    # Operations of the engines
+
+    async def _execute_for(self, engine: _PooledEngine, operation: FrontEndOperation) -> None:
+        assert self._execute is not None
+        if isinstance(operation, ApplyStatus):
+            engine.models = operation.models
+            of_models = list(zip(*(each.models for each in self._engines), strict=False))
+            if of_models and not self._ended:
+                await self._execute(ApplyStatus(tuple(combined(statuses) for statuses in of_models)))
+        elif isinstance(operation, OpenRegion):
+            # A name is taken by the engine that came first, so of two that come at once both may be refused.
+            if operation.name in self._regions:
+                raise InvalidRequestError(f"region {shown(operation.name)} is registered already: unregister it first")
+            await self._execute(operation)
+            self._regions[operation.name] = engine
+        else:
+            names = tuple(name for name in operation.names if self._regions.get(name) is engine)
+            for name in names:
+                del self._regions[name]
+            await self._execute(CloseRegions(names))
+
+    def _end(self) -> None:
+        self._ended = True
+        self._on_end()
+
+
+def combined(statuses: Sequence[ModelStatus]) -> ModelStatus:
+    """A model's least ready state on several engines, with the first one's description, in which all devices are."""
+    least = min((status.state for status in statuses), key=_LEAST_READY_FIRST.index)
+    descriptions = [status.description for status in statuses if status.description is not None]
+    if len(descriptions) < len(statuses):
+        return ModelStatus(least, None)
+    devices = ",".join(description.device for description in descriptions)
+    return ModelStatus(least, replace(descriptions[0], device=devices))

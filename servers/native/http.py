@@ -1,0 +1,792 @@
+"""HTTP: connections, the inference requests that they bring, and what all connections share.
+
+The transport receives a body of known size straight into the body's own memory. Everything else comes through one
+buffer that all connections share, since each read is used up before the next. While a request waits for its response,
+what the client sends stays in the socket, except one read. If it sends its end, it has left or only closed its half: an
+interim response tells, since the system of a client that has left answers it with a reset. Every refusal is a response
+of the protocol. A refusal that does not read its request to the end is followed by lingering: closing at once could
+destroy the response.
+
+A request is answered in one of two ways. If its JSON header came before (see `templates`), the connection's callback
+passes it to the batcher, without a task. Every other request (values in JSON, BYTES, timeouts, compressed bodies) is a
+task, whose slow steps run in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
+from typing import Any, cast
+
+from uvicorn.server import ServerState
+
+from servers.native.errors import (
+    HOLDS_ENOUGH,
+    INTERNAL_ERROR,
+    SHUTTING_DOWN,
+    FailureLog,
+    HttpError,
+    ShuttingDownError,
+    failure_reason,
+)
+from servers.native.http_parser import (
+    Headers,
+    HeadReader,
+    HttpRequest,
+    HttpResponse,
+    RequestHead,
+    RequestParser,
+    refusal,
+)
+from servers.native.inference import InferenceService, ServedModels
+from servers.native.interface import QueuedRequest
+from servers.native.limits import MAX_INFLATING, InflatingThread, Turns, decompress, in_thread
+from servers.native.memory import UNCOUNTED_BYTES, ByteBudget, RequestMemory, UnreadAnswers
+from servers.native.settings import NativeSettings
+from servers.native.shared_memory import RegionTable
+from servers.native.statistics import RequestTimes
+from servers.native.templates import KEPT_BYTES, Repeated, RequestTemplate, TemplateCache
+from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
+from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
+from servers.protocol.records import InferRequest, InferResponse, RegionWindow
+
+log = FailureLog("abserve.http")
+
+READ_BYTES = 64 * 1024
+"""Room for one read of heads and small bodies. Of a large body, this much is copied."""
+INLINE_JSON_BYTES = 16 * 1024
+"""Longer JSON is parsed in a thread: this much holds the event loop for a fraction of a millisecond."""
+JOINED_BYTES = 2**20
+"""A larger body is sent in the pieces that it is made of: copying all of them at once would hold the event loop."""
+TICK_S = 0.25
+"""How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
+NEVER = float("inf")
+
+LINGER_S = 5.0
+"""How long a refused client may go on sending before it is cut off."""
+LINGER_BYTES = 256 * 2**20
+"""Bytes that a refused client may still send before it is cut off; they are read and dropped."""
+LAST_BODY_S = 5.0
+"""How long an arriving body may take to complete once the server is told to stop."""
+ROOM_WAIT_S = 5.0
+"""How long an incomplete body waits for room in the budget before it is refused; then it has as long to go on."""
+LEFT_S = 0.005
+"""How soon a client that has sent its end is asked whether it has left; afterwards at every tick."""
+PIECES_PER_TURN = 16
+"""Requests, or pieces of chunked bodies, that one connection may bring before the others have their turn."""
+
+AsgiMessage = MutableMapping[str, Any]
+Application = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
+    Awaitable[None],
+]
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLOSE = b"connection: close\r\n"
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
+_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
+
+
+async def call_application(application: Application, scope: AsgiMessage, body: bytes) -> HttpResponse:
+    """The application's whole response to a request; one with status 500 when it fails."""
+    received = False
+    status = 500
+    headers: Headers = []
+    parts: list[bytes] = []
+
+    async def receive() -> AsgiMessage:
+        nonlocal received
+        if received:
+            return {"type": "http.disconnect"}
+        received = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: AsgiMessage) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], list(message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    try:
+        await application(scope, receive, send)
+    except Exception:
+        log.exception("a request failed unexpectedly", path=scope["path"][:200])
+        return refusal(InternalError(INTERNAL_ERROR))
+    content = b"".join(parts)
+    if not any(name.lower() == b"content-length" for name, _ in headers):
+        headers.append((b"content-length", b"%d" % len(content)))
+    return HttpResponse(status, headers, content)
+
+
+class HttpFrontEnd:
+    """The shared part of one event loop's connections. `application` answers everything but inference."""
+
+    def __init__(
+        self,
+        application: Application,
+        models: ServedModels,
+        regions: RegionTable,
+        settings: NativeSettings,
+        memory: RequestMemory,
+    ) -> None:
+        self.application = application
+        self.settings = settings
+        self.memory = memory
+        self.regions = regions
+        self.heads = HeadReader(settings)
+        self.scratch = bytearray(READ_BYTES)
+        self.room = memoryview(self.scratch)
+        self.templates = {service: TemplateCache(service.signature, service.padding) for service in models}
+        self.date = b""
+        """The Date header of every response; it changes once per second."""
+        self.turns = Turns(0)
+        """Of clients that send the next request before they have their answer: one of them per turn of the loop."""
+        # One thread each: JSON holds the interpreter, so that more threads would only take longer each.
+        self.parsing = ThreadPoolExecutor(1, "parsing")
+        self.encoding = ThreadPoolExecutor(1, "encoding")
+        self.inflating = InflatingThread(
+            f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed"
+        )
+        self.on_close: Callable[[], None] = lambda: None
+        """Called for each connection that has been closed."""
+        self._models = models
+        self._state = ServerState()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self, server_state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
+        """Called for each client: only then does uvicorn pass its state and its loop."""
+        self._state = server_state
+        self._loop = loop
+
+    @property
+    def connections(self) -> set[HttpServerConnection]:
+        """The open connections, in uvicorn's set: it shuts them down and waits for them when the server stops."""
+        return cast("set[HttpServerConnection]", self._state.connections)
+
+    def add(self, connection: HttpServerConnection) -> None:
+        """A client has connected."""
+        self.connections.add(connection)
+        if self._timer is None:
+            self._tick()
+
+    def remove(self, connection: HttpServerConnection) -> None:
+        """A connection has been closed."""
+        self.connections.discard(connection)
+        self.on_close()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task that uvicorn waits for when the server stops."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._state.tasks.add(task)
+        task.add_done_callback(self._state.tasks.discard)
+
+    def call(self, callback: Callable[..., object], *arguments: object) -> None:
+        """Call back in the event loop, unless it has ended; any thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _tick(self) -> None:
+        self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
+        now = time.monotonic()
+        for connection in [connection for connection in self.connections if connection.deadline < now]:
+            try:
+                connection.expire()
+            except Exception:  # the others have their limits, and the timer goes on
+                log.exception("the time limits of a connection could not be applied")
+        # Without connections nothing ticks; the next one starts the timer again.
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self.connections else None
+
+    def service(self, head: RequestHead) -> InferenceService:
+        """The model that counts a request: the one it names, or the default one when it names none of the server's."""
+        assert head.target is not None
+        try:
+            return self._models.named(*head.target)
+        except ContractError:
+            return self._models.default
+
+    def count_disconnect(self, head: RequestHead | None) -> None:
+        """Count a client that left before its inference request was complete."""
+        if head is not None and head.infers:
+            self.service(head).statistics.record_disconnect()
+
+    def count_failure(self, head: RequestHead | None, error: ContractError | HttpError, start_ns: int) -> None:
+        """Count an inference request that was refused before it was complete."""
+        if head is not None and head.infers:
+            self.service(head).statistics.record_failure(failure_reason(error), start_ns)
+
+    def check(self, head: RequestHead) -> ContractError | None:
+        """Why this inference request is refused whatever its body is."""
+        assert head.target is not None
+        try:
+            self._models.find(*head.target).check_accepting()
+            if head.encoding is not None and head.encoding not in _ENCODINGS:
+                raise InvalidRequestError("Content-Encoding must be identity, gzip or deflate")
+            if head.length is not None and head.encoding is None:
+                self.json_bytes(head, head.length)
+        except ContractError as error:
+            return error
+        return None
+
+    def json_bytes(self, head: RequestHead, body_bytes: int) -> int | None:
+        """The size of the body's JSON header, None where all of it is JSON. Raises `ContractError`."""
+        value = head.json_length
+        json_bytes = None if value is None else parse_header_length(value.decode("latin-1"), body_bytes)
+        limit = self.settings.max_json_bytes
+        if (body_bytes if json_bytes is None else json_bytes) > limit:
+            raise TooLargeError(f"the request's JSON has more than {limit} bytes: send the tensors as binary data")
+        return json_bytes
+
+
+class PendingHttpRequest:
+    """One inference request between its last byte and its response; the `Waiter` of its `QueuedRequest`.
+
+    Belongs to the event loop. Exactly one of its ways to end is taken.
+    """
+
+    __slots__ = (
+        *("_connection", "_front_end", "_head", "_queued", "_request_id", "_service"),
+        *("_targets", "_task", "_template", "_times"),
+    )
+
+    def __init__(self, front_end: HttpFrontEnd, connection: HttpServerConnection, request: HttpRequest) -> None:
+        self._front_end = front_end
+        self._connection = connection
+        self._head = request.head
+        self._service = front_end.service(request.head)
+        self._times = RequestTimes(request.start_ns)
+        self._template: RequestTemplate | None = None
+        self._request_id = b""
+        self._targets: Mapping[str, RegionWindow] = {}
+        self._queued: QueuedRequest | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, body: memoryview) -> None:
+        """Queue the request, or answer it in a task; the connection may have the response before this returns."""
+        try:
+            work = self._prepare(body)
+            if isinstance(work, tuple):
+                self._template, self._request_id, offset = work
+                find = self._front_end.regions.find
+                queued = self._template.queued(body, offset, find, None, self)
+                self._targets = self._template.targets(queued, find)
+                self._queued = queued
+                self._service.enqueue(queued)
+                return
+        except ContractError as error:
+            self._queued = None
+            self._refuse(error)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            if self._queued is not None:
+                self._queued.waiter = None
+                self._queued = None
+            self._refuse(InternalError(INTERNAL_ERROR))
+        else:
+            self._task = asyncio.get_running_loop().create_task(self._answer_in_task(work))
+
+    def client_left(self) -> None:
+        """The client has left: take the request out of the queue if it still waits there."""
+        queued = self._queued
+        if self._task is not None:
+            self._task.cancel()
+        elif queued is not None and self._service.withdraw(queued):  # else it is counted when it comes back
+            self._queued = queued.waiter = None  # frees the connection before the queue comes to this request
+            self._service.statistics.record_disconnect()
+
+    def give_up(self) -> None:
+        """The server's time to finish is over and the connection refuses the request: the engine need not see it."""
+        queued, self._queued = self._queued, None
+        if self._task is not None:
+            self._task.cancel()
+        elif queued is not None:
+            self._service.withdraw(queued)
+            queued.waiter = None
+        self._service.statistics.record_failure("shutting_down", self._times.start_ns)
+
+    def wake(self, queued: QueuedRequest) -> None:
+        self._queued = None  # breaks the cycle of the two, which with the arrays would wait for the garbage collector
+        answer = None if queued.error is not None else self._encode(queued)
+        if self._connection.gone:
+            self._service.statistics.record_disconnect()
+        elif answer is None:
+            self._refuse(queued.error or InternalError(INTERNAL_ERROR))
+        elif not self._connection.has_room(len(answer)):
+            self._refuse(UnavailableError(HOLDS_ENOUGH))
+        else:
+            self._service.statistics.record_success(self._times)
+            self._connection.send(answer)
+
+    def _prepare(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, HttpResponse]:
+        """What to queue, or to run as a task. Raises `ContractError`."""
+        front_end, service, times = self._front_end, self._service, self._times
+        received_ns = time.perf_counter_ns()
+        times.receive_ns = received_ns - times.start_ns
+        service.check_loaded()
+        if self._head.encoding is not None:
+            return self._answer_compressed(body)
+        json_bytes = front_end.json_bytes(self._head, body.nbytes)
+        request: InferRequest | None = None
+        header_bytes = body.nbytes if json_bytes is None else json_bytes
+        if 0 < header_bytes <= KEPT_BYTES and service.direct:
+            templates, header = front_end.templates[service], bytes(body[:header_bytes])
+            repeated = templates.find(header, body.nbytes)
+            if repeated is None:
+                request = self._decode(body, json_bytes)
+                repeated = templates.keep(header, request, body.nbytes)
+            times.decode_ns = time.perf_counter_ns() - received_ns
+            if repeated is not None:
+                return repeated
+        return self._answer(body, json_bytes, request)
+
+    def _decode(self, body: memoryview, json_bytes: int | None) -> InferRequest:
+        return decode_request(body, json_bytes, self._service.signature, self._front_end.regions.find)
+
+    async def _answer_compressed(self, compressed: memoryview) -> HttpResponse:
+        """The connection's bytes count as held already; those that they inflate to are added once they are known."""
+        front_end, started_ns = self._front_end, time.perf_counter_ns()
+        body, request = await front_end.inflating.run(self._inflate, compressed)
+        with front_end.memory.budget.holding(body.nbytes):
+            self._times.decode_ns = time.perf_counter_ns() - started_ns
+            return await self._answer(body, None, request)
+
+    def _inflate(self, compressed: memoryview) -> tuple[memoryview, InferRequest]:
+        body = decompress(compressed, self._front_end.settings.max_body_bytes)
+        return body, self._decode(body, self._front_end.json_bytes(self._head, body.nbytes))
+
+    async def _answer(self, body: memoryview, json_bytes: int | None, request: InferRequest | None) -> HttpResponse:
+        times = self._times
+        started_ns = time.perf_counter_ns() - times.decode_ns
+        if request is None:
+            if (body.nbytes if json_bytes is None else json_bytes) <= INLINE_JSON_BYTES:
+                request = self._decode(body, json_bytes)
+            else:
+                request = await in_thread(self._front_end.parsing, self._decode, body, json_bytes)
+        times.decode_ns = time.perf_counter_ns() - started_ns
+        response = await self._service.infer(request, times)
+        inferred_ns = time.perf_counter_ns()
+        if is_slow_to_encode(response):
+            budget = self._front_end.memory.budget
+            with budget.holding(sum(tensor.data.nbytes for tensor in response.outputs)):
+                pieces, header_bytes = await in_thread(self._front_end.encoding, _encode_within, response, budget)
+        else:
+            pieces, header_bytes = encode_pieces(response)
+        times.encode_ns += time.perf_counter_ns() - inferred_ns
+        size = sum(map(len, pieces))
+        headers = [(b"content-length", b"%d" % size)]
+        if header_bytes is None:
+            headers.append((b"content-type", b"application/json"))
+        else:
+            headers.append((b"content-type", b"application/octet-stream"))
+            headers.append((_HEADER_LENGTH, b"%d" % header_bytes))
+        return (
+            HttpResponse(200, headers, b"", pieces)
+            if size > JOINED_BYTES
+            else HttpResponse(200, headers, b"".join(pieces))
+        )
+
+    async def _answer_in_task(self, work: Coroutine[Any, Any, HttpResponse]) -> None:
+        try:
+            answer = await work
+        except asyncio.CancelledError:
+            if not self._connection.gone:
+                raise  # the server is being stopped by force
+            self._service.statistics.record_disconnect()
+        except ContractError as error:
+            self._refuse(error)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            self._refuse(InternalError(INTERNAL_ERROR))
+        else:
+            if self._connection.gone or self._connection.has_room(answer.size):
+                self._count()
+                self._connection.answer(answer)
+            else:
+                self._refuse(UnavailableError(HOLDS_ENOUGH))
+
+    def _refuse(self, error: ContractError) -> None:
+        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        self._connection.answer(refusal(error))
+
+    def _encode(self, queued: QueuedRequest) -> bytes | None:
+        """The response's bytes; None if encoding fails, which becomes the request's error and stops no thread."""
+        assert self._template is not None
+        start_ns = time.perf_counter_ns()
+        try:
+            common = self._connection.common_headers
+            outputs, signature = queued.outputs or {}, self._service.signature
+            answer = self._template.answer(outputs, self._targets, signature, common, self._request_id)
+        except ContractError as error:
+            queued.error = error
+            return None
+        except Exception:
+            log.exception("a response could not be encoded")
+            queued.error = InternalError(INTERNAL_ERROR)
+            return None
+        self._times.encode_ns = time.perf_counter_ns() - start_ns
+        return answer
+
+    def _count(self) -> None:
+        if self._connection.gone:
+            self._service.statistics.record_disconnect()
+        else:
+            self._service.statistics.record_success(self._times)
+
+
+def _encode_within(response: InferResponse, budget: ByteBudget) -> tuple[list[bytes], int | None]:
+    """Encode a response; what exists of it counts as held until it is whole. Raises `ContractError`."""
+    held = 0
+
+    def hold(count: int) -> None:
+        nonlocal held
+        if not budget.hold(count):
+            raise UnavailableError(HOLDS_ENOUGH)
+        held += count
+
+    try:
+        return encode_pieces(response, hold)
+    finally:
+        budget.release(held)
+
+
+def connection_factory(front_end: HttpFrontEnd) -> Callable[..., HttpServerConnection]:
+    """The value for `uvicorn.Config(http=…)`, which calls it for each client as it would a protocol class."""
+
+    def connect(
+        server_state: ServerState, _loop: asyncio.AbstractEventLoop | None = None, **_configuration: object
+    ) -> HttpServerConnection:
+        front_end.open(server_state, _loop or asyncio.get_running_loop())
+        return HttpServerConnection(front_end)
+
+    return connect
+
+
+class HttpServerConnection(asyncio.BufferedProtocol):
+    """One client. Belongs to the event loop."""
+
+    def __init__(self, front_end: HttpFrontEnd) -> None:
+        self._front_end = front_end
+        self._settings = front_end.settings
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
+        self._parser = RequestParser(front_end.heads, front_end.memory, front_end.check)
+        self._unparsed = bytearray()  # read but not used yet
+        self._direct = False  # the present read goes straight into the body
+        self._request: HttpRequest | None = None  # it waits for its response, or was answered last
+        self._pending: PendingHttpRequest | None = None  # `_request`, if it is an inference
+        self._busy = False  # a request waits for its response
+        self._pipelined = False  # the request came before the last one's response
+        self._advancing = False
+        self._choked = False  # the client reads slower than it is answered
+        self._paused = False  # nothing is read from the transport
+        self._stopping = False  # this request is the last
+        self._ended = False  # the client sends nothing more
+        self._given_up = False  # already refused, because the server ends
+        self._lingered = -1  # bytes dropped since a refusal; -1 before it
+        self._body_by = 0.0  # when a body is late if no byte of it arrives
+        self._room_by = 0.0  # when a body that waits for room is refused; 0: it does not wait
+        self._unread = UnreadAnswers(front_end.memory.budget)
+        self._gone = False
+        self.deadline = NEVER
+        """When `expire` is due, in `time.monotonic` seconds."""
+
+    # Called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+        self._transport.set_write_buffer_limits(UNCOUNTED_BYTES)  # `resume_writing` follows whatever counts as held
+        self._wait_at_most(self._settings.keep_alive_timeout_s)
+        self._front_end.add(self)
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """The memory for the next bytes; never longer than the body, so that a pipelined request stays behind it."""
+        space = None if self._unparsed else self._parser.space()
+        self._direct = space is not None
+        return self._front_end.room if space is None else space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """`nbytes` have arrived in that memory."""
+        if self._direct:
+            request = self._parser.received(nbytes)
+            if request is not None:
+                self._take(request)
+        elif self._lingered >= 0:
+            self._lingered += nbytes
+            if self._lingered > LINGER_BYTES:
+                self._transport.abort()
+        elif self._busy or self._choked or self._parser.starved:
+            self._unparsed += self._front_end.room[:nbytes]
+            self._pause()
+        elif self._unparsed:
+            self._unparsed += self._front_end.room[:nbytes]
+            self._advance(self._unparsed, len(self._unparsed))
+        else:
+            self._advance(self._front_end.scratch, nbytes)
+
+    def eof_received(self) -> bool:
+        """The client sends nothing more. True if it may still wait for a response, for which the connection stays."""
+        if not self._busy or self._transport.is_closing():
+            return False
+        assert self._request is not None
+        self._ended = self._stopping = True
+        if self._request.head.version != "1.0":  # which has no interim responses
+            self._transport.write(_CONTINUE)
+        asyncio.get_running_loop().call_later(LEFT_S, self._check_left)
+        self._wait_at_most(0)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
+        """The client or the server has closed."""
+        self._gone = True
+        self._front_end.remove(self)
+        if self._busy and self._pending is not None:
+            self._pending.client_left()
+        elif not self._busy and self._parser.in_body:
+            self._front_end.count_disconnect(self._parser.head)
+        self._parser.give_up()
+        self._unread.count(0)
+        if self._request is not None:
+            self._request.release()
+        self._pending = None  # breaks the cycle of the two
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is answered: its next request has to wait."""
+        self._choked = True
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._choked = False
+        self._unread.count(self._transport.get_write_buffer_size())
+        if not self._busy and self._lingered < 0:
+            self._wait_at_most(self._settings.keep_alive_timeout_s)
+            self._go_on()
+
+    # Called by the server
+
+    def shutdown(self) -> None:
+        """Close now, or after the request that is arriving or waits for its response."""
+        self._stopping = True
+        if self._parser.in_body:
+            self.deadline = min(self.deadline, time.monotonic() + LAST_BODY_S)
+        elif not self._busy and self._lingered < 0:
+            self._transport.close()
+
+    def give_up(self) -> None:
+        """The server ends: refuse the request that waits for its response, and close."""
+        self._given_up = self._busy
+        if self._given_up:
+            if self._pending is not None:
+                self._pending.give_up()
+            self._pending = None
+            self._transport.write(refusal(ShuttingDownError(SHUTTING_DOWN)).encode(self.common_headers))
+        self._transport.close()
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        if self.waits_for_room:
+            self._find_room()
+        elif self._ended and self._busy:
+            self._check_left()
+        elif self._busy or self._lingered >= 0 or self._transport.get_write_buffer_size():
+            self._transport.abort()
+        elif self._parser.in_body and not self._stopping and self._body_seconds_left > 0:
+            self._wait_at_most(self._body_seconds_left)
+        elif self._parser.in_body or self._unparsed:
+            self._reject(HttpError(408, "the request did not arrive in time"))
+        else:
+            self._transport.close()
+
+    # Called by the pending request
+
+    @property
+    def gone(self) -> bool:
+        """The client has left."""
+        if self._gone or not self._ended:
+            return self._gone
+        if self._transport.is_closing():
+            return True
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), 0)  # only errors
+        return bool(poll.poll(0))
+
+    @property
+    def common_headers(self) -> bytes:
+        """The header lines of every response."""
+        return self._front_end.date + (_CLOSE if self._stopping else b"")
+
+    def has_room(self, count: int) -> bool:
+        """Whether a response of `count` bytes may wait for the client to read it; they count as held until it has.
+
+        It exists, so the request's own memory is given back first.
+        """
+        if self._request is not None:
+            self._request.release()
+        return self._unread.count(self._transport.get_write_buffer_size() + count)
+
+    def answer(self, answer: HttpResponse) -> None:
+        """Send a response; in the event loop."""
+        request = self._request
+        assert request is not None
+        self.send(answer.encode(self.common_headers, with_body=request.head.method != b"HEAD"), answer.more)
+
+    def send(self, data: bytes, more: Sequence[bytes] = ()) -> None:
+        """Send a response's bytes, in pieces if they are many; in the event loop."""
+        if self._given_up:
+            return
+        transport = self._transport
+        if not transport.is_closing():
+            transport.write(data)
+            if more:
+                transport.writelines(more)
+        settings, unsent = self._settings, transport.get_write_buffer_size()
+        if not self._choked:
+            self._unread.count(unsent)
+        self._wait_at_most(settings.read_timeout_s if unsent else settings.keep_alive_timeout_s)
+        assert self._request is not None
+        self._request.release()
+        self._busy = False
+        self._go_on()
+
+    # From bytes to requests
+
+    def _go_on(self) -> None:
+        """Use the bytes that have been read, or can be, unless something forbids it; also after a response."""
+        if self._busy or self._advancing or self._choked or self._gone or self._lingered >= 0 or self._parser.starved:
+            return
+        if self._stopping and not self._parser.in_body:
+            self._transport.close()
+        elif self._unparsed or self._paused:
+            data, self._unparsed = self._unparsed, bytearray()
+            self._pipelined = bool(data)
+            self._advance(data, len(data))
+            self._pipelined = False
+
+    def _advance(self, data: bytearray, end: int) -> None:
+        """Use `data[:end]` as far as possible, or until it is the other connections' turn, and keep the rest."""
+        parser = self._parser
+        start, blocked, had_some, pieces = 0, False, bool(self._unparsed), PIECES_PER_TURN
+        self._advancing = True
+        try:
+            while start < end and not self._transport.is_closing():
+                blocked = self._busy or self._choked or parser.starved or not pieces
+                if blocked:
+                    break
+                used, complete = parser.parse(data, start, end)
+                if used == start:
+                    break
+                start, pieces = used, pieces - 1
+                if isinstance(complete, HttpRequest):
+                    self._take(complete)
+                elif complete is not None:
+                    self._await_body(complete)
+        except HttpError as error:
+            self._reject(error)
+        finally:
+            self._advancing = False
+        if self._lingered >= 0:
+            return
+        self._unparsed = data[start:end] if start < end else bytearray()
+        if blocked:
+            self._pause()
+            return
+        if self._unparsed and not had_some and not parser.in_body:  # a head has begun
+            self._wait_at_most(self._settings.read_timeout_s)
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        if self._stopping and not parser.in_body:
+            self._go_on()
+
+    def _pause(self) -> None:
+        """Stop reading while a request waits for its response, or other connections have their turn."""
+        if not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        if self._parser.starved:
+            self._room_by = time.monotonic() + ROOM_WAIT_S
+            self._wait_at_most(0)  # check for room at every tick
+        elif not self._busy:
+            self._front_end.call(self._go_on)
+
+    def _await_body(self, head: RequestHead) -> None:
+        if head.expects_continue:
+            self._transport.write(_CONTINUE)
+        self._body_by = time.monotonic() + self._settings.read_timeout_s
+        self._wait_at_most(self._body_seconds_left)
+
+    @property
+    def _body_seconds_left(self) -> float:
+        """How long the next byte of the body may take; every byte that arrives makes it longer."""
+        return self._body_by + self._parser.body_arrived / self._settings.min_body_bytes_per_s - time.monotonic()
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether an incomplete body waits because the budget has no room."""
+        return self._room_by > 0 and self._parser.in_body
+
+    def _find_room(self) -> None:
+        """Go on with a body that waits for room, if there is room; drop one that has waited too long."""
+        if self._parser.starved:
+            if time.monotonic() < self._room_by:
+                return
+            self._parser.drop_body(UnavailableError(HOLDS_ENOUGH))
+        self._room_by = 0.0
+        self._body_by += max(0.0, ROOM_WAIT_S - self._body_seconds_left)
+        self._wait_at_most(self._body_seconds_left)
+        self._go_on()
+
+    def _check_left(self) -> None:
+        """End the connection of a client that has sent its end, if it does not read either."""
+        if self._busy and not self._gone and self.gone:
+            self._transport.abort()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+
+    def _take(self, request: HttpRequest) -> None:
+        """Begin on a whole request."""
+        head = request.head
+        self._request, self._pending = request, None
+        self._busy = True
+        self.deadline = NEVER
+        self._stopping = self._stopping or not head.keep_alive
+        if request.refusal is not None:
+            self._front_end.count_failure(head, request.refusal, request.start_ns)
+            self.answer(refusal(request.refusal))
+        elif head.infers:
+            self._pending = PendingHttpRequest(self._front_end, self, request)
+            self._pending.begin(request.body)
+        elif head.target is not None:
+            wrong_verb = refusal(HttpError(405, "Method Not Allowed"))
+            wrong_verb.headers.append((b"allow", b"POST"))
+            self.answer(wrong_verb)
+        elif self._pipelined:
+            self._front_end.turns.add(lambda: self._front_end.run(self._answer_by_application(request)))
+        else:
+            self._front_end.run(self._answer_by_application(request))
+
+    async def _answer_by_application(self, request: HttpRequest) -> None:
+        """Answer with the application's response; goes on when the client leaves, since the work may be half done."""
+        client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
+        answer = await call_application(
+            self._front_end.application, request.head.scope(client, server), bytes(request.body)
+        )
+        if not self.gone and not self.has_room(answer.size):
+            answer = refusal(UnavailableError(HOLDS_ENOUGH))
+        self.answer(answer)
+
+    def _reject(self, error: HttpError) -> None:
+        """Refuse a request that is not read any further; the connection ends when the client has read the refusal."""
+        self._stopping = True
+        self._front_end.count_failure(self._parser.head, error, self._parser.start_ns)
+        self._transport.write(refusal(error).encode(self.common_headers))
+        self._parser.give_up()
+        self._unparsed, self._lingered = bytearray(), 0
+        self._wait_at_most(LINGER_S)
+        self._transport.write_eof()

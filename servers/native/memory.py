@@ -1,0 +1,459 @@
+"""The memory of requests: slots of one shared-memory file, which all processes of a server map at the same address.
+
+The file is divided into one partition per front end, and each partition into classes of equal slots, in powers of two.
+The file is sparse; pages appear on first write. The lowest free slot is taken first, so requests of the same size lie
+side by side. The first slots of a class are its warm ones: they keep their pages when they are free. An engine on a GPU
+page-locks them (`PageLocks`), so that copies run beside Python; after that no page of them may be given back.
+
+Bytes that are announced have a slot before they come. At most half of a class is lent so: beyond that, the next client
+gets the slot of another one whose bytes have been coming for longest, and too slowly. `ByteBudget` counts the bytes
+that have come.
+
+A process maps the file before it forks, so nothing has a name and nothing is left behind when all have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
+
+import numpy as np
+import structlog
+
+from servers.engines.interface import Engine
+from servers.native.errors import HOLDS_ENOUGH
+from servers.native.settings import NativeSettings
+from servers.protocol.errors import UnavailableError
+from servers.protocol.tensors import Array
+
+SMALLEST_SLOT_BYTES = 4096
+MIN_SLOTS = 1024
+"""Minimum number of slots per size class and partition."""
+MAX_WARM_SLOTS = 256
+WARM_SHARE = 32
+"""The warm slots of one class have at most 1/WARM_SHARE of the bytes that may be held, or are a single one."""
+KEPT_SHARE = 16
+"""Warm slots that are not page-locked keep at most 1/KEPT_SHARE of the bytes that may be held."""
+UNCOUNTED_BYTES = 64 * 1024
+"""Answers with fewer bytes in all that a client has not read do not count as held, like one read of what it sends."""
+ALIGNMENT = 64
+SLACK_BYTES = 128 * 1024
+"""Room in the largest slots beside the largest body: for what surrounds the tensors of a gRPC message."""
+
+
+class ByteBudget:
+    """Bytes of requests that have arrived, wait in the queue or are executed, and of answers that are not read yet.
+
+    Each front end counts its own in one of `counters`, which all share: 64-bit integers, one per front end. Any thread
+    of a front end holds and releases. Front ends that hold at the same moment may together exceed the limit by one read
+    each.
+    """
+
+    def __init__(self, limit: int, counters: memoryview | None = None, number: int = 0) -> None:
+        self.limit = limit
+        self._counters = memoryview(bytearray(8)).cast("q") if counters is None else counters
+        self._number = number
+        self._lock = threading.RLock()  # reentrant: the garbage collector may call `release` anywhere
+
+    @property
+    def held(self) -> int:
+        return sum(self._counters)
+
+    @property
+    def left(self) -> int:
+        return self.limit - sum(self._counters)
+
+    def hold(self, count: int) -> bool:
+        """Add `count` bytes; False, and nothing is added, when they would be too many."""
+        with self._lock:
+            if sum(self._counters) + count > self.limit:
+                return False
+            self._counters[self._number] += count
+            return True
+
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Hold `count` bytes inside the `with` block. Raises `UnavailableError` when they would be too many."""
+        if not self.hold(count):
+            raise UnavailableError(HOLDS_ENOUGH)
+        try:
+            yield
+        finally:
+            self.release(count)
+
+    def release(self, count: int) -> None:
+        with self._lock:
+            self._counters[self._number] -= count
+
+
+class UnreadAnswers:
+    """The bytes of one client's answers that it has not read yet, as far as they count as held."""
+
+    __slots__ = ("_budget", "_counted")
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._counted = 0
+
+    def count(self, unread: int) -> bool:
+        """The client has `unread` bytes now; False, and nothing changes, when all clients would have too many."""
+        counted = unread if unread > UNCOUNTED_BYTES else 0
+        more = counted - self._counted
+        if more > 0 and not self._budget.hold(more):
+            return False
+        if more < 0:
+            self._budget.release(-more)
+        self._counted = counted
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class SlotClass:
+    """Slots of `size` bytes, one after the other from `start` in each partition; the first `warm` are kept."""
+
+    size: int
+    start: int
+    count: int
+    warm: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the slots are."""
+
+    classes: tuple[SlotClass, ...]
+    partition_bytes: int
+    partitions: int
+
+    @classmethod
+    def of(cls, partitions: int, held_bytes: int, largest_bytes: int) -> Layout:
+        """Slots for requests of up to `largest_bytes`, in each partition at least for `held_bytes` of them."""
+        classes: list[SlotClass] = []
+        size, start = SMALLEST_SLOT_BYTES, 0
+        while not classes or classes[-1].size < largest_bytes:
+            count = max(MIN_SLOTS, -(-held_bytes // size))
+            warm = max(1, min(MAX_WARM_SLOTS, held_bytes // WARM_SHARE // size))
+            classes.append(SlotClass(size, start, count, warm))
+            start += size * count
+            size *= 2
+        return cls(tuple(classes), start, partitions)
+
+    @classmethod
+    def of_settings(cls, partitions: int, settings: NativeSettings) -> Layout:
+        """Slots for the bodies and messages that a server takes."""
+        return cls.of(partitions, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES)
+
+    def class_of(self, size: int) -> int | None:
+        """The index of the smallest class whose slots hold `size` bytes."""
+        index = max(0, (size - 1).bit_length() - SMALLEST_SLOT_BYTES.bit_length() + 1)
+        return index if index < len(self.classes) else None
+
+
+class Arena:
+    """The mapped file, and 64-bit counters that all processes share."""
+
+    def __init__(self, layout: Layout, counters: int = 0) -> None:
+        """Raises `MemoryError` if the system does not have the addresses."""
+        self.layout = layout
+        shared = memoryview(mmap.mmap(-1, 8 * (1 + max(1, counters)))).cast("q")
+        self._flags, self.counters = shared[:1], shared[1:]
+        descriptor = os.memfd_create("abserve-requests", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, layout.partitions * layout.partition_bytes)
+            self._mapping = mmap.mmap(descriptor, 0)
+        except (OSError, ValueError) as exc:
+            raise MemoryError("the memory for requests cannot be mapped") from exc
+        finally:
+            os.close(descriptor)
+        self._bytes = np.frombuffer(self._mapping, np.uint8)
+        self.address: int = self._bytes.__array_interface__["data"][0]
+        self.end = self.address + self._bytes.nbytes
+
+    @property
+    def page_locks(self) -> bool:
+        """Whether an engine page-locks warm slots, so that their pages must stay; set before the first request."""
+        return self._flags[0] != 0
+
+    @page_locks.setter
+    def page_locks(self, value: bool) -> None:
+        self._flags[0] = int(value)
+
+    def offset_of(self, array: Array) -> int | None:
+        """Where a contiguous array begins in the file; None for one in other memory."""
+        address: int = array.__array_interface__["data"][0]
+        return address - self.address if self.address <= address < self.end else None
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """An array over bytes of the file. Raises `ValueError` for bytes outside of it."""
+        return np.ndarray(shape, dtype, self._mapping, offset)
+
+    def warm_range(self, offset: int) -> tuple[int, int] | None:
+        """Offset and size of the warm slots of the class in which `offset` lies; None if its slot is not warm."""
+        partition, inside = divmod(offset, self.layout.partition_bytes)
+        slots = next(slots for slots in reversed(self.layout.classes) if slots.start <= inside)
+        if inside >= slots.start + slots.warm * slots.size:
+            return None
+        return partition * self.layout.partition_bytes + slots.start, slots.warm * slots.size
+
+    def remove(self, offset: int, size: int) -> None:
+        """Give the pages back to the system; the next bytes find zeros."""
+        with contextlib.suppress(OSError):  # a kernel without it keeps the pages
+            self._mapping.madvise(mmap.MADV_REMOVE, offset, size)
+
+
+class ArenaSlot:
+    """One slot in use. It is free again when no array over it is left: `np.asarray(slot)` keeps it.
+
+    `charged` bytes of it count as held, and are given back with it.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "_memory", "charged", "index", "kind", "offset")
+
+    def __init__(self, memory: RequestMemory, kind: int, index: int, offset: int, address: int, size: int) -> None:
+        self._memory = memory
+        self.kind = kind
+        self.index = index
+        self.offset = offset
+        self.charged = 0
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, False)}
+
+    def __del__(self) -> None:
+        self._memory.free(self)
+
+
+class Receiver(Protocol):
+    """What receives bytes that a client has announced, into a slot; belongs to the event loop."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether its client has so many of them that no other should make way for this one."""
+
+    def late(self, now: float) -> bool:
+        """Whether the bytes come too slowly, at a time of `time.monotonic`."""
+
+    def make_way(self) -> None:
+        """Refuse the bytes and give the slot back."""
+
+
+class RequestMemory:
+    """One front end's partition of the arena, and the bytes that all front ends may hold; any thread."""
+
+    def __init__(self, arena: Arena, budget: ByteBudget, number: int = 0) -> None:
+        self.arena = arena
+        self.budget = budget
+        self._start = number * arena.layout.partition_bytes
+        self._keep_at_most = budget.limit // KEPT_SHARE
+        # Reentrant: the garbage collector may free a slot anywhere. Each step below leaves everything consistent.
+        self._lock = threading.RLock()
+        self._free: list[list[int]] = [[] for _ in arena.layout.classes]
+        self._used = [0] * len(arena.layout.classes)  # slots that have been used at least once: these are the first
+        self._receivers: list[dict[int, Receiver]] = [{} for _ in arena.layout.classes]
+        self._kept: set[tuple[int, int]] = set()
+        self._kept_bytes = 0
+
+    @classmethod
+    def alone(cls, settings: NativeSettings) -> RequestMemory:
+        """The memory of a server that is one process."""
+        return cls(Arena(Layout.of_settings(1, settings)), ByteBudget(settings.max_held_bytes))
+
+    def take(self, size: int) -> ArenaSlot | None:
+        """A slot of at least `size` bytes with any content, not charged yet; None if no slot is free."""
+        kind = self.arena.layout.class_of(size)
+        if kind is None:
+            return None
+        slots = self.arena.layout.classes[kind]
+        with self._lock:
+            if self._free[kind]:
+                index = heappop(self._free[kind])
+            elif self._used[kind] < slots.count:
+                index = self._used[kind]
+                self._used[kind] += 1
+            else:
+                return None
+            if (kind, index) in self._kept:
+                self._kept.discard((kind, index))
+                self._kept_bytes -= slots.size
+        offset = self._start + slots.start + index * slots.size
+        return ArenaSlot(self, kind, index, offset, self.arena.address + offset, size)
+
+    def take_for(self, receiver: Receiver, size: int) -> ArenaSlot | None:
+        """A slot for announced bytes, until `arrived`; None if no slot is free. In the event loop.
+
+        When few are left, another receiver makes way for it.
+        """
+        kind = self.arena.layout.class_of(size)
+        if kind is None:
+            return None
+        receivers = self._receivers[kind]
+        slot = None
+        if len(receivers) < self.arena.layout.classes[kind].count // 2:
+            slot = self.take(size)
+        if slot is None and not receiver.greedy:
+            now = time.monotonic()
+            late = next((other for other in receivers.values() if other.late(now)), None)
+            if late is not None:
+                late.make_way()
+                slot = self.take(size)
+        if slot is not None:
+            receivers[slot.index] = receiver
+        return slot
+
+    def arrived(self, slot: ArenaSlot) -> None:
+        """The bytes of a slot from `take_for` have all come."""
+        self._receivers[slot.kind].pop(slot.index, None)
+
+    def allocate(self, size: int) -> Array:
+        """Bytes that count as held while the array exists. Raises `UnavailableError` when they would be too many."""
+        slot = self.take(size) if self.budget.hold(size) else None
+        if slot is None:
+            raise UnavailableError(HOLDS_ENOUGH)
+        slot.charged = size
+        return np.asarray(slot)
+
+    def placed(self, array: Array) -> Array:
+        """The same values in the arena, contiguous; copied only if they are not. Raises `UnavailableError`."""
+        if array.flags.c_contiguous and self.arena.offset_of(array) is not None:
+            return array
+        copy = self.allocate(max(1, array.nbytes))[: array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
+
+    def free(self, slot: ArenaSlot) -> None:
+        """Called when nothing refers to the slot any more."""
+        slots = self.arena.layout.classes[slot.kind]
+        self.budget.release(slot.charged)
+        self._receivers[slot.kind].pop(slot.index, None)
+        with self._lock:
+            warm = slot.index < slots.warm
+            if warm and not self.arena.page_locks:
+                warm = self._kept_bytes + slots.size <= self._keep_at_most
+                if warm:
+                    self._kept.add((slot.kind, slot.index))
+                    self._kept_bytes += slots.size
+            if not warm:
+                self.arena.remove(slot.offset, slots.size)
+            heappush(self._free[slot.kind], slot.index)
+
+
+MAX_SEEN = 4096
+"""Capacity of the cache of seen addresses: requests lie in the same slots again and again."""
+
+log = structlog.get_logger("abserve.engine")
+
+
+class PageLocks:
+    """Page-locks the warm slots that requests lie in, for one engine; belongs to the thread that starts batches.
+
+    A class of slots is locked when the first request of that size comes, in a thread: until that is done, and for slots
+    that are not warm, copies only take longer. Models share the slots: what one engine has locked is locked for all
+    engines of the process.
+    """
+
+    def __init__(self, engine: Engine, arena: Arena) -> None:
+        self._engine = engine
+        self._arena = arena
+        self._noticed: list[tuple[int, int]] = []
+        self._seen: set[int] = set()
+
+    def notice(self, addresses: Sequence[int]) -> None:
+        """Requests lie there."""
+        if self._seen.issuperset(addresses):
+            return
+        for address in addresses:
+            self._notice(address)
+        if len(self._seen) > MAX_SEEN:
+            self._seen.clear()
+        self._seen.update(addresses)
+
+    def _notice(self, address: int) -> None:
+        if any(start <= address < end for start, end in self._noticed):
+            return
+        arena = self._arena
+        warm = arena.warm_range(address - arena.address) if arena.address <= address < arena.end else None
+        if warm is None:
+            return
+        start, size = arena.address + warm[0], warm[1]
+        self._noticed.append((start, start + size))
+        threading.Thread(target=self._lock, args=(start, size), name="page-locking", daemon=True).start()
+
+    def _lock(self, start: int, size: int) -> None:
+        if not self._engine.pin(start, size):
+            log.warning("memory for requests cannot be page-locked, so copies to the GPU are slower", bytes=size)
+
+
+_NOTHING = memoryview(b"")
+
+
+class GrpcMessage:
+    """One gRPC message in a slot, while it arrives and until its answer is sent.
+
+    Its bytes count as held from their arrival until `release`, and until nothing else refers to them.
+    """
+
+    __slots__ = ("_budget", "_memory", "_slot", "compressed", "filled", "receive_ns", "room", "size", "start_ns")
+
+    def __init__(
+        self, memory: RequestMemory, receiver: Receiver, size: int, *, compressed: bool, aligned_at: int, spare: int
+    ) -> None:
+        """The byte at `aligned_at` is on a 64-byte boundary; `spare` bytes of `room` follow those of the message.
+
+        Raises `MemoryError` when no slot is left for it.
+        """
+        room_bytes = size + spare + ALIGNMENT
+        slot = memory.take_for(receiver, room_bytes) if size else memory.take(room_bytes)
+        if slot is None:
+            raise MemoryError
+        start = -(slot.offset + aligned_at) % ALIGNMENT
+        self._memory = memory
+        self._budget = memory.budget
+        self._slot: ArenaSlot | None = slot
+        self.size = size
+        self.compressed = compressed
+        self.filled = 0
+        self.start_ns = 0
+        """When it began to arrive, and how long that took: for whoever receives it to set."""
+        self.receive_ns = 0
+        self.room = np.asarray(slot)[start : start + size + spare].data
+
+    @property
+    def held(self) -> int:
+        """How many of its bytes count as held."""
+        return 0 if self._slot is None else self._slot.charged
+
+    @property
+    def content(self) -> memoryview:
+        """All bytes of the message, until `release`."""
+        return self.room[: self.size]
+
+    @property
+    def space(self) -> int:
+        """How many bytes may be written behind the others now."""
+        return min(self.size - self.filled, self._budget.left)
+
+    def received(self, count: int) -> None:
+        """`count` bytes, at most `space`, have been written behind the others."""
+        self.filled += count
+        self.hold(count)
+        if self.filled == self.size and self._slot is not None:
+            self._memory.arrived(self._slot)
+
+    def hold(self, count: int) -> bool:
+        """Let `count` bytes more count as held until `release`; False if they would be too many."""
+        slot = self._slot
+        if slot is None or not self._budget.hold(count):
+            return False
+        slot.charged += count
+        return True
+
+    def release(self) -> None:
+        """Give the memory back, unless the engine still reads it; idempotent."""
+        self.room = _NOTHING
+        self._slot = None

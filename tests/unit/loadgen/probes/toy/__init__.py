@@ -1,1 +1,0 @@
-"""A study as a contributor would add it: the temperature of the machine."""

@@ -1,0 +1,44 @@
+"""What a killed writer leaves behind, and that only that is removed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from servers.models.files import atomic_folder, remove_abandoned
+
+WRITER = """
+import sys
+from pathlib import Path
+from servers.models.files import atomic_folder
+with atomic_folder(Path(sys.argv[1])) as fresh:
+    (fresh / "model.onnx").write_bytes(bytes(1000))
+    print("written", flush=True)
+    sys.stdin.read()
+"""
+
+
+def killed_writer(final: Path) -> None:
+    """A process that dies of SIGKILL while it writes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(final)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        writer.kill()
+
+
+def test_what_a_killed_writer_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    final, other = tmp_path / "file-x.pt", tmp_path / "file-x.pt-fused"
+    with atomic_folder(final) as fresh:
+        (fresh / "model.onnx").write_bytes(b"kept")
+    killed_writer(final)
+    killed_writer(other)
+    (tmp_path / ".file-x.pt.lock").touch()
+    assert len(list(tmp_path.glob(".*.part"))) == 2
+    remove_abandoned(final)
+    (left,) = tmp_path.glob(".*.part")
+    assert left.name.startswith(".file-x.pt-fused.")
+    assert (final / "model.onnx").read_bytes() == b"kept"
+    assert (tmp_path / ".file-x.pt.lock").exists()

@@ -1,0 +1,316 @@
+"""A front end with several engine processes: which of them gets a request, and what it makes of what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from servers.engines.interface import EngineDescription
+from servers.native.engine_link import EnginePool, combined
+from servers.native.interface import (
+    ApplyStatus,
+    CheckCuda,
+    CloseRegions,
+    EngineOperation,
+    FrontEndOperation,
+    LoadModel,
+    ModelState,
+    ModelStatus,
+    OpenRegion,
+    QueuedRequest,
+    RegisterCudaMemory,
+    RegisterSystemMemory,
+    UnloadModel,
+    UnregisterMemory,
+)
+from servers.native.ipc import (
+    Cancel,
+    Control,
+    ControlDone,
+    FrameReader,
+    Message,
+    RequestDone,
+    Submit,
+    SubmitMany,
+    UnusableMessage,
+    encode,
+)
+from servers.native.memory import RequestMemory
+from servers.native.settings import NativeSettings
+from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import TensorSpec
+
+SIGNATURE = ModelSignature("m", "1", (), (TensorSpec("y", "FP32", (-1, 1)),), 64)
+
+
+def description(kind: str, device: str) -> EngineDescription:
+    return EngineDescription(kind, "1", "fp32", "graph", device, None, 64, "none")
+
+
+READY = ModelStatus(ModelState.READY, description("k", "cuda:0"))
+LOADING = ModelStatus(ModelState.LOADING, None)
+
+
+class EngineEnd:
+    """An engine's end of its socket."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.socket = connected
+        self._reader = FrameReader()
+        self.received: list[Message | UnusableMessage] = []
+
+    async def messages(self, count: int) -> list[Any]:
+        """All messages, of which there are at least so many."""
+        loop = asyncio.get_running_loop()
+        while len(self.received) < count:
+            self.received += self._reader.feed(await asyncio.wait_for(loop.sock_recv(self.socket, 65536), 5))
+        return self.received
+
+    def send(self, *messages: Message) -> None:
+        self.socket.send(encode(messages))
+
+    async def asked(self, count: int) -> list[Control]:
+        return [one for one in await self.messages(count) if isinstance(one, Control)]
+
+    async def numbers(self, requests: int) -> list[int]:
+        """The numbers of the requests that it has got, of which there are so many."""
+        while True:
+            found: list[int] = []
+            for one in self.received:
+                found += one.numbers if isinstance(one, SubmitMany) else [one.number] if isinstance(one, Submit) else []
+            if len(found) >= requests:
+                return found
+            await self.messages(len(self.received) + 1)
+
+
+class Pool:
+    """A pool, its engines' ends, and the operations that reached the front end."""
+
+    def __init__(self, *devices: str) -> None:
+        self.memory = RequestMemory.alone(NativeSettings())
+        self.ends = 0
+        self.pool = EnginePool(devices, self.memory, [SIGNATURE], self._end)
+        self.executed: list[FrontEndOperation] = []
+        self.engines: list[EngineEnd] = []
+        self._devices = devices
+
+    async def open(self) -> None:
+        pairs = [socket.socketpair() for _ in self._devices]
+        self.engines = [EngineEnd(theirs) for _, theirs in pairs]
+
+        async def execute(operation: FrontEndOperation) -> None:
+            self.executed.append(operation)
+
+        await self.pool.open([front for front, _ in pairs], execute)
+
+    def _end(self) -> None:
+        self.ends += 1
+
+    def submit(self, rows: int = 1, **more: Any) -> QueuedRequest:
+        inputs = {"x": self.memory.allocate(4 * rows).view(np.float32).reshape(rows, 1)}
+        queued = QueuedRequest(inputs, rows, (), None, None, **more)
+        self.pool.submit(0, queued)
+        return queued
+
+    async def notify(self, engine: int, operation: FrontEndOperation) -> None:
+        """Let an engine send an operation. Raises the error of the front end's answer."""
+        before = len(self.engines[engine].received)
+        self.engines[engine].send(Control(before, operation))
+        (*_, answer) = await self.engines[engine].messages(before + 1)
+        assert isinstance(answer, ControlDone)
+        if answer.failure is not None:
+            raise ContractError(answer.failure[1])
+
+
+@asynccontextmanager
+async def opened(*devices: str) -> AsyncIterator[Pool]:
+    pool = Pool(*devices)
+    await pool.open()
+    try:
+        yield pool
+    finally:
+        for engine in pool.engines:
+            engine.socket.close()
+        while pool.ends < len(devices):
+            await asyncio.sleep(0)
+
+
+def test_the_engine_with_the_fewest_rows_gets_the_next_request_and_equals_take_turns() -> None:
+    async def run() -> None:
+        async with opened("cpu", "cpu", "cpu") as pool:
+            requests = [pool.submit(rows) for rows in (4, 1, 2, 2, 1, 1, 1)]
+            first, second, third = pool.engines
+            assert await first.numbers(1) == [requests[0].number]
+            assert sorted(await second.numbers(3)) == [requests[place].number for place in (1, 3, 5)]
+            assert sorted(await third.numbers(3)) == [requests[place].number for place in (2, 4, 6)]
+            first.send(RequestDone(requests[0].number))
+            while not requests[0].complete:
+                await asyncio.sleep(0)
+            for _ in range(3):
+                pool.submit()
+            assert len(await first.numbers(4)) == 4  # all its rows are done, and the others have four each
+
+    asyncio.run(run())
+
+
+def test_lone_requests_take_turns() -> None:
+    async def run() -> None:
+        async with opened("cpu", "cpu") as pool:
+            for turn in range(4):
+                queued = pool.submit()
+                engine = pool.engines[turn % 2]
+                assert (await engine.numbers(1 + turn // 2))[-1] == queued.number
+                engine.send(RequestDone(queued.number))
+                while not queued.complete:
+                    await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_request_is_taken_back_where_it_is() -> None:
+    async def run() -> None:
+        async with opened("cpu", "cpu") as pool:
+            _, second = pool.submit(), pool.submit()
+            assert not pool.pool.withdraw(0, second)
+            while not any(isinstance(one, Cancel) for one in pool.engines[1].received):
+                await pool.engines[1].messages(len(pool.engines[1].received) + 1)
+            await pool.engines[0].numbers(1)
+            assert not any(isinstance(one, Cancel) for one in pool.engines[0].received)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("operation", "engines"),
+    [
+        (LoadModel(0), (0, 1)),
+        (UnregisterMemory(True, "r"), (0, 1)),
+        (RegisterSystemMemory("r", "/k", 0, 8), (0,)),
+        (CheckCuda(), (0,)),
+        (RegisterCudaMemory("r", b"", 2, 8), (1,)),
+        (RegisterCudaMemory("r", b"", 3, 8), (0,)),
+        (RegisterCudaMemory("r", b"", 0, 8), (0,)),
+    ],
+)
+def test_an_operation_reaches_the_engines_that_it_concerns(
+    operation: EngineOperation, engines: tuple[int, ...]
+) -> None:
+    async def run() -> None:
+        async with opened("cuda:3", "cuda:2") as pool:
+            asking = asyncio.create_task(pool.pool.control(operation))
+            for number in engines:
+                assert not asking.done()
+                (ask,) = await pool.engines[number].asked(1)
+                assert ask.operation == operation
+                pool.engines[number].send(ControlDone(ask.number))
+            await asyncio.wait_for(asking, 5)
+            assert sum(len(one.received) for one in pool.engines) == len(engines)
+
+    asyncio.run(run())
+
+
+def test_the_first_error_is_told_after_all_have_answered() -> None:
+    async def run() -> None:
+        async with opened("cpu", "cpu") as pool:
+            asking = asyncio.create_task(pool.pool.control(UnloadModel(0)))
+            asks = [(await engine.asked(1))[0] for engine in pool.engines]
+            pool.engines[0].send(ControlDone(asks[0].number, ("UnavailableError", "later")))
+            await asyncio.wait([asking], timeout=0.05)
+            assert not asking.done()
+            pool.engines[1].send(ControlDone(asks[1].number))
+            with pytest.raises(UnavailableError, match="later"):
+                await asking
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("states", "least"),
+    [
+        (["ready", "ready"], "ready"),
+        (["ready", "accepting"], "accepting"),
+        (["accepting", "loading"], "loading"),
+        (["loading", "unloaded"], "unloaded"),
+        (["ready", "failed"], "failed"),
+        (["unloaded", "failed"], "failed"),
+    ],
+)
+def test_a_model_is_as_ready_as_on_the_engine_where_it_is_the_least_so(states: list[str], least: str) -> None:
+    for several in (states, states[::-1]):
+        statuses = [ModelStatus(ModelState(state), None) for state in several]
+        assert combined(statuses) == ModelStatus(ModelState(least), None)
+
+
+def test_the_description_names_all_devices() -> None:
+    second = ModelStatus(ModelState.READY, description("other", "cuda:1"))
+    assert combined([READY, second]) == ModelStatus(ModelState.READY, description("k", "cuda:0,cuda:1"))
+    assert combined([READY, LOADING]) == LOADING
+
+
+def states_of(pool: Pool) -> list[ModelState]:
+    return [operation.models[0].state for operation in pool.executed if isinstance(operation, ApplyStatus)]
+
+
+def test_nothing_is_said_before_all_have_spoken_nor_after_one_has_ended() -> None:
+    async def run() -> None:
+        async with opened("cpu", "cpu") as pool:
+            await pool.notify(1, ApplyStatus((READY,)))
+            assert pool.executed == []
+            await pool.notify(0, ApplyStatus((READY,)))
+            await pool.notify(1, ApplyStatus((LOADING,)))
+            assert states_of(pool) == [ModelState.READY, ModelState.LOADING]
+            waiting = [pool.submit(), pool.submit()]
+            pool.engines[0].socket.close()
+            while not pool.ends:
+                await asyncio.sleep(0)
+            assert [one.complete for one in waiting] == [True, False]
+            await pool.engines[1].numbers(1)
+            await pool.notify(1, ApplyStatus((READY,)))
+            assert len(pool.executed) == 2
+            (number,) = await pool.engines[1].numbers(1)
+            pool.engines[1].send(RequestDone(number))
+            while not waiting[1].complete:
+                await asyncio.sleep(0)
+            assert waiting[1].error is None
+
+    asyncio.run(run())
+
+
+def test_a_name_belongs_to_the_engine_that_has_registered_it() -> None:
+    async def run() -> None:
+        async with opened("cuda:0", "cuda:1") as pool:
+            await pool.notify(0, OpenRegion("r", "/proc/1/fd/3", 0, 8))
+            with pytest.raises(ContractError, match="registered already"):
+                await pool.notify(1, OpenRegion("r", None, 1, 8))
+            await pool.notify(1, CloseRegions(("r",)))  # as the engine does when one front end could not open it
+            assert pool.executed == [OpenRegion("r", "/proc/1/fd/3", 0, 8), CloseRegions(())]
+            await pool.notify(0, CloseRegions(("r",)))
+            await pool.notify(1, OpenRegion("r", None, 1, 8))
+            assert pool.executed[2:] == [CloseRegions(("r",)), OpenRegion("r", None, 1, 8)]
+
+    asyncio.run(run())
+
+
+def test_a_request_goes_where_its_cuda_regions_are() -> None:
+    async def run() -> None:
+        async with opened("cuda:0", "cuda:1") as pool:
+            await pool.notify(0, OpenRegion("a", None, 0, 64))
+            await pool.notify(1, OpenRegion("b", None, 1, 64))
+            for _ in range(3):
+                pool.submit(device_inputs={"x": ("b", 0, 4)}, device_outputs={"y": ("b", 4, 4)})
+            pool.submit(device_outputs={"y": ("b", 4, 4)})
+            assert len(await pool.engines[1].numbers(4)) == 4
+            with pytest.raises(InvalidRequestError, match="on several GPUs"):
+                pool.submit(device_inputs={"x": ("a", 0, 4)}, device_outputs={"y": ("b", 0, 4)})
+            pool.submit(device_inputs={"x": ("gone", 0, 4)})  # that engine then says that it is not registered
+            assert len(await pool.engines[0].numbers(1)) == 1
+
+    asyncio.run(run())

@@ -1,0 +1,76 @@
+"""Standard output contains only the result, every option has a group, and a taken port is one clear sentence."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from servers.gpu.command import gpu_exporter, gpu_info
+from servers.triton.command import serve_triton
+from servers.triton.installation import TritonOptionError
+from servers.triton.launch import assert_free
+
+CODE = """
+import os
+from servers.triton.command import _stdout_for_results as stdout_for_results
+with stdout_for_results() as results:
+    print("an exporter's progress")
+    os.write(1, b"a C library's warning\\n")
+    results.write(b"the result\\n")
+print("afterwards")
+"""
+
+
+def test_only_results_reach_stdout() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "the result\nafterwards\n"
+    assert sorted(done.stderr.splitlines()) == ["a C library's warning", "an exporter's progress"]
+
+
+@pytest.mark.parametrize("command", [serve_triton, gpu_exporter, gpu_info])
+def test_every_option_has_a_group_and_a_sentence(command: Any) -> None:
+    app = typer.Typer()
+    app.command()(command)
+    options: list[Any] = [one for one in typer.main.get_command(app).params if one.param_type_name == "option"]
+    assert options
+    for option in options:
+        if option.name not in ("help", "install_completion", "show_completion"):
+            assert option.rich_help_panel, option.name
+            assert option.help.endswith("."), option.name
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_taken_port_names_its_option(taken: int) -> None:
+    with pytest.raises(TritonOptionError, match=rf"port {taken} on 127.0.0.1 .* --grpc-port"):
+        assert_free("127.0.0.1", {"--grpc-port": taken})
+
+
+def test_two_options_with_one_port() -> None:
+    with pytest.raises(TritonOptionError, match="--http-port and --grpc-port are both 4711"):
+        assert_free("127.0.0.1", {"--http-port": 4711, "--grpc-port": 4711})
+
+
+def test_a_free_port_and_one_just_given_back(taken: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            connection, _ = listener.accept()
+            connection.close()  # this side closes first and keeps the port in TIME_WAIT
+            assert client.recv(1) == b""
+    assert_free("127.0.0.1", {"--http-port": port})
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(TritonOptionError, match="--host"):
+        assert_free("192.0.2.1", {"--http-port": 4711})
