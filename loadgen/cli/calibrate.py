@@ -47,10 +47,10 @@ def calibrate(
     sizes = _sizes(batch_sizes)
     check_files({"--out": out, "--json": json_file})
     # After the argument checks: grpc takes half a second to import.
-    from loadgen.calibration.measurement import CalibrationRequest
-    from loadgen.calibration.measurement import calibrate as measure
     from loadgen.report.contents import calibration_document
     from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.run.calibrate import CalibrationRequest
+    from loadgen.run.calibrate import calibrate as measure
     from loadgen.run.interruption import interruptible
     from loadgen.run.machine import CalibrationError, default_path, write_calibration
 

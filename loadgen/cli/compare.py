@@ -18,10 +18,9 @@ import msgspec
 import typer
 
 from loadgen.cli.output import analysis_of, check_export, check_files, check_out, complain, default_out, fail, hand_over
+from loadgen.client.connection import Address, AddressError
 from loadgen.client.grpc import parse_grpc_address
-from loadgen.client.input_files import image_folder
-from loadgen.client.inputs import InputError
-from loadgen.client.requests import Address, AddressError
+from loadgen.client.inputs import InputError, image_folder
 from loadgen.client.tls import TlsError, tls_context
 from loadgen.documents import one_line
 from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
@@ -217,7 +216,7 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
     with the padding that every arm can do. Raises `PlanError`."""
     from loadgen.client.endpoint import EndpointError
-    from loadgen.launch.interface import Deployment, DeploymentError, RemoteDeployment
+    from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
     from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs
     from loadgen.run.storage import RunStore
 

@@ -116,11 +116,11 @@ def check_export(mlflow: str | None) -> None:
     """End the command before it measures if it could not export to MLflow."""
     if mlflow is None:
         return
-    from loadgen.exporters.mlflow import ExportError, check_mlflow
+    from loadgen.report.mlflow import MlflowExportError, check_mlflow
 
     try:
         check_mlflow(mlflow)
-    except ExportError as exc:
+    except MlflowExportError as exc:
         fail(str(exc))
 
 
@@ -135,12 +135,12 @@ def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, f
         complain(warning, style="bold yellow")
     if mlflow is None:
         return
-    from loadgen.exporters.mlflow import ExportError, export_matrix, export_result
+    from loadgen.report.mlflow import MlflowExportError, export_matrix, export_result
 
     try:
         if isinstance(result, Result):
             export_result(mlflow, result, folder)
         else:
             export_matrix(mlflow, result, folder)
-    except ExportError as exc:
+    except MlflowExportError as exc:
         complain(str(exc), style="bold yellow")

@@ -47,7 +47,7 @@ def report(
 
     from loadgen.engine_matrix.store import is_matrix
     from loadgen.experiment.plan import unknown
-    from loadgen.exporters.mlflow import ExportError, check_mlflow
+    from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
     from loadgen.verdict.analysis import readable
@@ -67,7 +67,7 @@ def report(
                 return
             paths = stored.write()
             print_document(stored.document, console)
-    except (StoredRunError, ResultError, ExportError) as exc:
+    except (StoredRunError, ResultError, MlflowExportError) as exc:
         fail(str(exc))
     except OSError as exc:
         fail(
@@ -81,7 +81,7 @@ def report(
         if mlflow is not None:
             with readable(directory):
                 stored.export(mlflow)
-    except (ExportError, StoredRunError) as exc:
+    except (MlflowExportError, StoredRunError) as exc:
         fail(str(exc), 1)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())
@@ -99,9 +99,9 @@ class StoredResult(NamedTuple):
 
 
 def _stored_comparison(directory: Path) -> StoredResult:
-    from loadgen.exporters.mlflow import export_result
     from loadgen.report.contents import result_document
     from loadgen.report.files import formats, write_reports
+    from loadgen.report.mlflow import export_result
     from loadgen.verdict.analysis import stored_result
 
     result = stored_result(directory)
@@ -113,7 +113,7 @@ def _stored_matrix(directory: Path) -> StoredResult:
     from loadgen.engine_matrix import files
     from loadgen.engine_matrix.sections import matrix_document
     from loadgen.engine_matrix.store import stored_matrix
-    from loadgen.exporters.mlflow import export_matrix
+    from loadgen.report.mlflow import export_matrix
 
     matrix = stored_matrix(directory)
     notes = () if files.has_parquet() else (files.NO_PARQUET,)

@@ -1,6 +1,6 @@
 """What one block measured: a closed loop at full load, an open loop at the requested rate.
 
-Closed loop: a block stores the requests that its users began before the block had enough (`loadgen.generator.window`);
+Closed loop: a block stores the requests that its users began before the block had enough (`loadgen.client.traffic`);
 the load stays full until all of them are answered. Only requests count that began after every user had its first
 response: the first ones meet an empty queue and a new connection.
 

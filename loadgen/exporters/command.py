@@ -22,7 +22,7 @@ def results_exporter(
     """Serve the verdicts and states of runs as Prometheus metrics until stopped."""
     from prometheus_client import CollectorRegistry, start_http_server
 
-    from loadgen.exporters.runs import RunsCollector
+    from loadgen.report.prometheus import RunsCollector
 
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -249,7 +249,7 @@ def _queue_delay(experiment: Experiment, request: ArmRequest, arm: ArmRecord) ->
 
 
 def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Ablation | Untested:
-    from loadgen.client.requests import Address
+    from loadgen.client.connection import Address
 
     if experiment.transport == "shm":
         reason = "its tensors go through shared memory already"

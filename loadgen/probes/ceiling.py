@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import loadgen.report.document as doc
+from loadgen.child_process import ChildProcess, ProcessError
 from loadgen.comparison.facts import Facts
-from loadgen.launch.process import ChildProcess, ProcessError
 from loadgen.probes.ceiling_analysis import (
     NAMED,
     SECONDS_A_SIZE,

@@ -45,7 +45,7 @@ from loadgen.stats.percentiles import percentile
 from loadgen.verdict.result_file import Result
 
 if TYPE_CHECKING:
-    from loadgen.generator.messages import Outcome
+    from loadgen.client.messages import BlockOutcome
     from loadgen.run.arms import Arm
     from loadgen.run.context import RunContext
 
@@ -208,7 +208,7 @@ def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
 
 def _run_trial(
     context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, load: Workload, *, late_allowed: int = 0
-) -> tuple[Trial, Outcome]:
+) -> tuple[Trial, BlockOutcome]:
     """Run one stretch of load and return its record, which is not stored yet. Raises `LoadError`."""
     index, path = context.store.next_numbered(Trial)
     seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
@@ -237,7 +237,7 @@ def _run_trial(
     return trial, outcome
 
 
-def _store(context: RunContext, arm: Arm, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> None:
+def _store(context: RunContext, arm: Arm, entry: ScheduledBlock, trial: Trial, outcome: BlockOutcome) -> None:
     """Store a trial. Raises `StorageError`, and `LoadError` if anything but late answers cut it short."""
     context.store.write_numbered(trial, trial.index)
     runner = context.load_runner(watched=False)

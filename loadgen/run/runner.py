@@ -22,8 +22,8 @@ from loadgen.experiment.plan import padding_in_words, sized
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.invocation import ABSERVE
 from loadgen.launch.compose import ComposeDeployment, require_one_way
+from loadgen.launch.deployment import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.work_folder import work_folder
 from loadgen.probes.registry import Probe, probes
 from loadgen.records.machine import NoiseFloor

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 import loadgen.launch.compose as compose
-from loadgen.launch.containers import LogLine, State
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.ports import PortReservation
+from loadgen.launch.compose import ContainerState, LogLine
+from loadgen.launch.deployment import DeploymentError
+from loadgen.launch.embedded import PortReservation
 from loadgen.probes.cold_start import ColdStartsFound
 from loadgen.records.probes import ContainerStart, ServerStart
 from loadgen.records.run import ArmRequest, RunState, Workload
@@ -69,9 +69,9 @@ class ScriptedContainer:
             self.process.stdout.close()
             self.process = None
 
-    def state(self) -> State:
+    def state(self) -> ContainerState:
         running = self.process is not None and self.process.poll() is None
-        return State("running" if running else "exited", 0, 0)
+        return ContainerState("running" if running else "exited", 0, 0)
 
     def execute(self, *argv: str) -> tuple[int, str]:
         self.said.append("empty caches" if "-delete" in argv[-1] else " ".join(argv))

@@ -210,7 +210,7 @@ def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
 def test_a_warm_up_that_the_generator_could_not_finish_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.generator.process.OWN_MODULE", FAULTY_GENERATOR)
+    monkeypatch.setattr("loadgen.client.generator.OWN_MODULE", FAULTY_GENERATOR)
     state = run(make_experiment(), tmp_path / "run")
     assert state.state == "failed"
     assert state.error == "warm-up of arm a was cut short: the load generator failed: RuntimeError('ours')"

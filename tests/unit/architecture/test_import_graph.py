@@ -21,6 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"protocol"},
     "engines": {"protocol", "models", "gpu"},
     "export": {"protocol", "models", "gpu", "engines"},
+    "measuring": {"protocol", "models", "gpu", "engines", "export"},
     "native": {"protocol", "models", "engines", "gpu"},
     "plain": {"protocol", "models", "gpu"},
     "triton": {"protocol", "models", "engines", "export"},
@@ -34,7 +35,7 @@ ANALYSES = (
 )  # fmt: skip
 """Modules of the probes that the checks and the verdict read: records, and what is computed from them."""
 MEASURING = (
-    "client", "launch", "generator", "probes.cold_start_measurement", "engine_matrix.measure",
+    "client", "launch", "probes.cold_start_measurement", "engine_matrix.measure",
     *(f"run.{name}" for name in ("answers", "arms", "context", "gpu_recording", "load_runner", "machine_watch")),
     "run.preparation", "run.runner",
 )  # fmt: skip
@@ -45,12 +46,13 @@ MEASURING = (
 # first, since all else reads it; of a probe what the verdict reads. What needs every probe gets it from the registry,
 # which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "stats", "client", "launch",
-    "experiment", "generator", "locustfile", "probes.registry", "engine_matrix.records", "run.storage", "comparison",
+    "quantities", "documents", "strict_yaml", "headers", "invocation", "child_process", "records", "stats",
+    "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "comparison",
     *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
-    "engine_matrix.files", "ranking", "calibration", "report", "exporters", "conformance", "scenarios", "cli", "entry",
+    "engine_matrix.files", "ranking", "run.calibrate", "report", "exporters", "conformance",
+    "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.

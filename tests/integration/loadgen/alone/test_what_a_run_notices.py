@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.launch.interface import RemoteDeployment
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.records.run import ArmRequest, Experiment, MachineLoad, RunState, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.client.requests import Address
+from loadgen.client.connection import Address
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings

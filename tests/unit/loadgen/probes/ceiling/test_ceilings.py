@@ -31,7 +31,7 @@ from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.analysis import analyse
 from loadgen.verdict.result_file import Result, encode_result, read_result
 from servers.engines.interface import EngineDescription
-from servers.engines.measurement import BatchMeasurement
+from servers.measuring.measurement import BatchMeasurement
 from tests.golden.synthetic_run import Plan, write_run
 
 SIZES = (1, 2, 4, 8, 16, 32)
