@@ -11,6 +11,7 @@ import errno
 import gzip
 import os
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -204,3 +205,19 @@ def _clean(value: Any, depth: int, most: int = MOST_CHARACTERS) -> Any:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise DocumentError("it holds a number of more than 64 bits")
     return value
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write under a temporary name and rename: a reader sees the old file or the new one, whole. Raises `OSError`."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -47,7 +47,7 @@ from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, La
 from loadgen.verdict.thresholds import plan_conditions
 
 if TYPE_CHECKING:
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
@@ -326,7 +326,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     from loadgen.run.progress import LiveRatios
     from loadgen.run.runner import run_experiment
     from loadgen.run.storage import StorageError
-    from loadgen.verdict.analysis import analyse
+    from loadgen.verdict.result import analyse
 
     console = make_console(sys.stdout)
     try:

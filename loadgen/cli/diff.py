@@ -12,7 +12,7 @@ import typer
 from loadgen.cli.output import fail
 
 if TYPE_CHECKING:
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_CHANGED = 0, 1, 3
 _RUN = "A folder that `abserve compare` wrote to, or a result.json."
@@ -39,8 +39,7 @@ def diff(
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
-    from loadgen.verdict.result_file import ResultError
+    from loadgen.verdict.result import ResultError, readable
     from loadgen.verdict.run_difference import compare_runs
 
     if as_json and as_markdown:
@@ -65,8 +64,7 @@ def diff(
 
 def _read(path: Path) -> Result:
     """The result of a run: a folder's records are analysed again, so that both runs get the same analysis."""
-    from loadgen.verdict.analysis import readable, stored_result
-    from loadgen.verdict.result_file import read_result
+    from loadgen.verdict.result import read_result, readable, stored_result
 
     if not path.exists():
         fail(f"{path} does not exist; give {_RUN[0].lower()}{_RUN[1:-1]}")

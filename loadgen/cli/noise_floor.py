@@ -19,7 +19,7 @@ from loadgen.records.run import EMBEDDED
 
 if TYPE_CHECKING:
     from loadgen.records.machine import NoiseFloor
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 _MAIN = partial(typer.Option, rich_help_panel=MAIN)
 RESTARTS, PAIRS, PAIRS_OF_ONE_START = 6, 24, 12
@@ -55,8 +55,8 @@ def noise_floor(
     """
     from loadgen.run.noise_floor import NoiseFloorError, make_floor, store_floor
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
     from loadgen.verdict.noise_floor import COMMAND
+    from loadgen.verdict.result import readable
 
     try:
         folder, result, status = _stored(from_run) if from_run else _measured(context, file, out, options)
@@ -108,7 +108,7 @@ def _measured(
 
 
 def _stored(directory: Path) -> tuple[Path, Result | None, int]:
-    from loadgen.verdict.analysis import analyse, readable
+    from loadgen.verdict.result import analyse, readable
 
     with readable(directory):
         return directory, analyse(directory), EXIT_VALID
@@ -116,7 +116,7 @@ def _stored(directory: Path) -> tuple[Path, Result | None, int]:
 
 def _print(floor: NoiseFloor) -> None:
     import loadgen.report.document as doc
-    from loadgen.comparison.pairs import METRICS
+    from loadgen.metrics.registry import METRICS
     from loadgen.quantities import share
     from loadgen.report.renderers.terminal import make_console, print_document
 

@@ -21,7 +21,7 @@ from loadgen.documents import one_line
 if TYPE_CHECKING:
     from loadgen.engine_matrix.records import Matrix
     from loadgen.report.document import Document
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 EXIT_USAGE = 2
 
@@ -129,7 +129,7 @@ def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, f
     because the result is already stored in `folder`."""
     from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
     if (warning := append_job_summary(render_markdown(document))) is not None:
         complain(warning, style="bold yellow")

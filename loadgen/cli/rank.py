@@ -54,7 +54,7 @@ def rank(
     from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
+    from loadgen.verdict.result import readable
 
     if spot and reserved:
         fail("give --spot or --reserved, not both")

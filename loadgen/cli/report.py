@@ -50,8 +50,7 @@ def report(
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
-    from loadgen.verdict.result_file import ResultError
+    from loadgen.verdict.result import ResultError, readable
 
     if mlflow is not None and output is not None:
         fail("give --mlflow or --format, not both")
@@ -102,7 +101,7 @@ def _stored_comparison(directory: Path) -> StoredResult:
     from loadgen.report.contents import result_document
     from loadgen.report.files import formats, write_reports
     from loadgen.report.mlflow import export_result
-    from loadgen.verdict.analysis import stored_result
+    from loadgen.verdict.result import stored_result
 
     result = stored_result(directory)
     write, export = partial(write_reports, directory, result), partial(export_result, result=result, folder=directory)

@@ -33,7 +33,7 @@ from loadgen.records.run import (
     setting_key,
     shown,
 )
-from loadgen.stats.early_stopping import queries_needed
+from loadgen.stats.percentiles import queries_needed
 
 GPU_WINDOW_S = 11.0
 GPU_REQUESTS = 110

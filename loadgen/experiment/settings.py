@@ -32,7 +32,7 @@ from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.headers import read_headers
 from loadgen.records.payloads import DEFAULT_MODEL, Payload
 from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Record, Scenario, Transport
-from loadgen.stats.early_stopping import queries_needed
+from loadgen.stats.percentiles import queries_needed
 
 MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "Load", "Measurement", "Output")
 """The groups of the help, in their order."""

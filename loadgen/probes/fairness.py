@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import has_load
+from loadgen.metrics.facts import Facts
 from loadgen.probes.registry import Probe
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import mapping, whole

@@ -19,10 +19,10 @@ import msgspec
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.loops import measured_answers, throughput_per_s
 from loadgen.experiment.arrivals import arrival_count, schedule_seed
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop, search_schedule
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.registry import measured_answers, throughput_per_s
 from loadgen.probes.rate_search_analysis import (
     RampFound,
     RampRung,
@@ -40,9 +40,8 @@ from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
 from loadgen.run.errors import LoadError
 from loadgen.run.machine import utc_now
-from loadgen.stats.early_stopping import late_allowed
-from loadgen.stats.percentiles import percentile
-from loadgen.verdict.result_file import Result
+from loadgen.stats.percentiles import late_allowed, percentile
+from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.client.messages import BlockOutcome

@@ -19,7 +19,7 @@ from loadgen.documents import is_stored, one_line, stored_path
 from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.records.run import Environment
-from loadgen.verdict.result_file import FILE_NAME, Result
+from loadgen.verdict.result import FILE_NAME, Result
 
 EXPERIMENT = "abserve"
 INSTALL = "pip install 'abserve[mlflow]'"

@@ -20,12 +20,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.comparison.pairs import METRICS
-from loadgen.comparison.summaries import BlockSummary
 from loadgen.documents import one_line
 from loadgen.engine_matrix.analyse import samples_ns
 from loadgen.engine_matrix.measure import MatrixProgress, described
 from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit
+from loadgen.metrics.registry import METRICS
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.quantities import counted, number, per_second
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.probes import ServerStart

@@ -24,9 +24,9 @@ from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.messages import BlockOutcome, Open, Prepare
 from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.client.transports import TRANSPORTS
-from loadgen.comparison.loops import throughput_per_s
 from loadgen.invocation import OWN_MODULE
 from loadgen.launch.work_folder import work_folder
+from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
 from loadgen.records.payloads import IMAGE_PAYLOADS
 from loadgen.records.run import Transport

@@ -11,10 +11,10 @@ from typing import Any
 
 from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.messages import BlockOutcome, Open
-from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.arrivals import schedule_seed
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm, Snapshot

@@ -21,7 +21,7 @@ from loadgen.records.probes import ContainerStart, ServerStart
 from loadgen.records.run import ArmRequest, RunState, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -22,7 +22,7 @@ from loadgen.records.run import BlockRecord, Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]

@@ -21,8 +21,8 @@ from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
 from loadgen.client.messages import Open, Prepare
-from loadgen.comparison.loops import throughput_per_s
 from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.run import Transport
 from loadgen.records.samples import latencies_ms
 

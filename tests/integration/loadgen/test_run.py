@@ -18,7 +18,7 @@ from loadgen.run.preparation import export_artefacts
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.run.storage import RunStore, StorageError
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

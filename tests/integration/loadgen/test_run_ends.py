@@ -17,8 +17,8 @@ from loadgen.launch.work_folder import remove_abandoned
 from loadgen.records.run import Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
 from loadgen.report.files import write_reports
-from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Check
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

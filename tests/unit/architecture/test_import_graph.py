@@ -47,7 +47,7 @@ MEASURING = (
 # which imports them when they are asked for.
 LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "invocation", "child_process", "records", "stats",
-    "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "comparison",
+    "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "metrics",
     *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
@@ -57,7 +57,7 @@ LOADGEN = (
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
+    "stats", "records.run", "metrics", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
     "ranking.analyse", "engine_matrix.analyse",
 )  # fmt: skip
 IMPURE = {
@@ -276,7 +276,7 @@ def test_what_computes_asks_no_process_no_clock_and_no_network(room: str) -> Non
 
 def test_no_analysis_imports_a_measurement() -> None:
     measuring = {name for name in MODULES if f"{name}.".startswith(tuple(f"loadgen.{room}." for room in MEASURING))}
-    analysing = ("loadgen.verdict", "loadgen.comparison", *(f"loadgen.{name}" for name in ANALYSES))
+    analysing = ("loadgen.verdict", "loadgen.metrics", *(f"loadgen.{name}" for name in ANALYSES))
     users = {
         (name, target)
         for name in MODULES
@@ -287,7 +287,7 @@ def test_no_analysis_imports_a_measurement() -> None:
 
 
 def test_the_run_needs_little_of_the_analysis() -> None:
-    """What both need is in `comparison`: the run asks the analysis for the checks before the load alone."""
+    """What both need is in `metrics`: the run asks the analysis for the checks before the load alone."""
     users = {
         (name, target)
         for name, targets in GRAPH.items()

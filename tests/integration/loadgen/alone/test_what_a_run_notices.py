@@ -24,7 +24,7 @@ from loadgen.run.arms import Arm
 from loadgen.run.machine_watch import MachineWatch
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

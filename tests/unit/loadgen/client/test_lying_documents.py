@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loadgen.client.endpoint import Endpoint, EndpointError
-from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
 from loadgen.launch.deployment import RemoteDeployment
+from loadgen.metrics.facts import Facts
 from loadgen.probes.fairness import as_condition
 from loadgen.probes.gpu.decision import judge_placement
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS

@@ -16,7 +16,7 @@ from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.records.run import ArmRequest, Experiment, Workload
-from loadgen.stats.early_stopping import late_allowed
+from loadgen.stats.percentiles import late_allowed
 
 
 def workloads_of(*, gpu: bool = False, **settings: object) -> tuple[Workload, ...]:

@@ -19,7 +19,7 @@ from loadgen.cli.report import report
 from loadgen.report import mlflow
 from loadgen.report.contents import result_document
 from loadgen.report.mlflow import MlflowExportError, check_mlflow, export_matrix, export_result, key_of
-from loadgen.verdict.result_file import read_result
+from loadgen.verdict.result import read_result
 from tests.synthetic_matrix import cell, configuration, matrix
 
 RESNET = Path(__file__).resolve().parents[4] / "docs/results/2026-11-22-h200-models/resnet50"

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.comparison.comparisons import judge
-from loadgen.comparison.pairs import METRICS
+from loadgen.metrics.comparisons import judge
+from loadgen.metrics.registry import METRICS
 from loadgen.quantities import ratio
 from loadgen.records.run import Workload
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.comparison.pool import Pool
+from loadgen.stats.percentiles import Pool
 
 
 def filled(rng: np.random.Generator, blocks: int, each: int, most: int) -> tuple[Pool, np.ndarray]:

@@ -1,4 +1,9 @@
-"""From a run's stored records to its result: reads, summarises, compares, checks and concludes; writes nothing."""
+"""From a run's stored records to its result, and `result.json` (schema abserve.result/2; see docs/result-format.md).
+
+`analyse` reads, summarises, compares, checks and concludes; it writes nothing. Reports are rendered from the result
+alone. Fields are only ever added, each with a default, so that a later version reads an older file; any other change
+raises the schema's number.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,80 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from loadgen.comparison.comparisons import compare_all, invalidate
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import latencies_of
-from loadgen.comparison.stages import break_down
-from loadgen.comparison.summaries import summarise_blocks, summarise_workload
-from loadgen.documents import one_line, stored_path
-from loadgen.probes.registry import probes
+from loadgen.documents import DocumentError, one_line, read_record, read_stored, stored_path
+from loadgen.metrics.breakdown import LatencyBreakdown, break_down
+from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, summarise_blocks, summarise_workload
+from loadgen.probes.registry import finding_types, probes
+from loadgen.records.machine import NoiseFloor
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, ParityRecord, Record, RunState
 from loadgen.run.storage import StoredRun, StoredRunError, read_run
-from loadgen.verdict.checks.registry import make_checks, reason_against
+from loadgen.verdict.checks.registry import Check, make_checks, reason_against
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
-from loadgen.verdict.result_file import FILE_NAME, Result, read_result
-from loadgen.verdict.stopping import describe_stopping
-from loadgen.verdict.thresholds import judge_thresholds
-from loadgen.verdict.verdict import reach_verdict
+from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
+from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, reach_verdict
+
+FILE_NAME = "result.json"
+F = TypeVar("F", bound=Found)
+
+
+class Result(Record, frozen=True, kw_only=True):
+    """The whole result. None or empty: the run did not get that far."""
+
+    schema: Literal["abserve.result/2"] = "abserve.result/2"
+    valid: bool
+    """Whether the verdict stands: no check that can remove it failed, and none that must be known is unknown."""
+    state: RunState | None
+    verdict: Verdict
+    environment: Environment | None
+    experiment: Experiment
+    arms: tuple[ArmRecord, ...]
+    parity: ParityRecord | None
+    checks: tuple[Check, ...]
+    comparisons: tuple[Comparison, ...]
+    summaries: tuple[WorkloadSummary, ...]
+    stages: tuple[LatencyBreakdown, ...]
+    blocks: tuple[BlockSummary, ...]
+    studies: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Each probe's finding by its name; a probe that found nothing is left out."""
+    stopping: Stopping | None = None
+    """None in results from before there were several stopping rules."""
+    noise_floors: tuple[NoiseFloor, ...] = ()
+    """The machine's noise floors, as known when the run began."""
+    noise_floor_sentence: str = ""
+    thresholds: tuple[ThresholdOutcome, ...] = ()
+
+    def of(self, kind: type[F]) -> F:
+        return kind.among(self.studies)
+
+
+class ResultError(Exception):
+    """A result file cannot be read; the message names it."""
+
+
+def encode_result(result: Result) -> bytes:
+    """Indented JSON, the same bytes for the same result."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+
+
+def read_result(path: Path) -> Result:
+    """Read a `result.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
+    field."""
+    try:
+        result = cast("Result", read_record(read_stored(path), Result))
+        kinds = finding_types()
+        findings = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
+        return msgspec.structs.replace(result, studies=findings)
+    except KeyError as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
+    except (OSError, DocumentError, msgspec.ValidationError) as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: {exc}") from exc
+
 
 CONTRADICTIONS = (
     ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, StopIteration,
@@ -52,15 +114,15 @@ def analyse_run(run: StoredRun) -> Result:
         breakdown
         for workload in loads
         for breakdown in break_down(
-            workload.name, [one for one in complete if one.record.workload == workload.name], pairings
+            workload.name, [block for block in complete if block.record.workload == workload.name], pairings
         )
     )
     facts = Facts(run, blocks, summaries, breakdowns)
     analyses = {probe.finding.STUDY: probe for probe in probes() if probe.finding is not None}
     findings = {name: probe.analyse(facts) for name, probe in analyses.items()}
     facts = replace(facts, findings=findings)
-    figures = [figure for finding in findings.values() for figure in finding.figures()]
-    drafts = compare_all(run.experiment, blocks, figures, latencies_of(run.blocks), facts.item)
+    requests = PooledRequests(run.blocks).by_block
+    drafts = compare_all(run.experiment, blocks, facts.figures, requests, facts.item)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         floors = floors_by_arm(run.experiment, run.arms, run.noise_floors)

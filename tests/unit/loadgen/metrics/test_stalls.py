@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.comparison.stalls import PROMPT_MS, find_stalls
+from loadgen.metrics.breakdown import PROMPT_MS, find_stalls
 from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE
 from loadgen.run.storage import StoredBlock

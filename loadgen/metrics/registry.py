@@ -1,8 +1,10 @@
-"""What one block measured: a closed loop at full load, an open loop at the requested rate.
+"""The metrics: what each is called, and the function that computes it from the samples of a block.
 
-Closed loop: a block stores the requests that its users began before the block had enough (`loadgen.client.traffic`);
-the load stays full until all of them are answered. Only requests count that began after every user had its first
-response: the first ones meet an empty queue and a new connection.
+A new metric is one call of `register`: comparisons, thresholds, result, reports and exports follow from the registry.
+
+**Closed loop.** A block stores the requests that its users began before the block had enough
+(`loadgen.client.traffic`); the load stays full until all of them are answered. Only requests count that began after
+every user had its first response: the first ones meet an empty queue and a new connection.
 
 With N users that always wait for a response, throughput is N over the mean time from one request to the next (Little's
 law; Denning and Buzen, Computing Surveys 10, 1978, "response time law" with no think time):
@@ -14,8 +16,8 @@ time of the counted requests is their expected number times the mean (Wald's equ
 bias is about CV²/requests; that of a window that ends with the first user to retire is CV²/2 · users/requests.
 `tests/truth` shows both.
 
-Open loop: the rate of the responses is (responses − 1) / (last − first response). At a rate that the arm sustains it is
-the arrival rate, beyond it the arm's capacity; neither depends on how long a single request takes.
+**Open loop.** The rate of the responses is (responses − 1) / (last − first response). At a rate that the arm sustains
+it is the arrival rate, beyond it the arm's capacity; neither depends on how long a single request takes.
 
 A request is sent late for one of two reasons. If all connections were busy, it waited for the server, and its latency,
 which counts from when it was due, includes that. If the generator itself was late, the latency is partly the
@@ -24,23 +26,25 @@ generator's, and a run with much of it is client-limited. `split_lag_ms` separat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heapreplace
 
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.quantities import number
-from loadgen.records.run import Record
+from loadgen.experiment.arrivals import arrival_count
+from loadgen.quantities import number, per_second
+from loadgen.records.run import Record, Scenario, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
-from loadgen.stats.percentiles import percentile
+from loadgen.stats.percentiles import Values, percentile, samples_needed
 
 FIRST_SHARE = 0.2
 """Share of a block's counted requests that are its first ones, which are compared with the rest."""
 FIRST_LEAST = 5
 
 
-def counted(samples: Samples) -> Samples:
+def at_full_load(samples: Samples) -> Samples:
     """The samples at full load: begun after every user had its first response. All, if that leaves nothing."""
     if len(samples) == 0:
         return samples
@@ -53,13 +57,13 @@ def counted(samples: Samples) -> Samples:
 
 def measured_answers(samples: Samples, *, is_open: bool) -> Samples:
     """The good responses whose latencies count: in a closed loop those at full load."""
-    return good(samples if is_open else counted(samples))
+    return good(samples if is_open else at_full_load(samples))
 
 
 def throughput_per_s(samples: Samples) -> float | None:
     """Items per second at full load, from a whole block; None without a good response. A failed request takes time and
     has no items."""
-    steady = counted(samples)
+    steady = at_full_load(samples)
     if len(steady) == 0:
         return None
     _, places = np.unique(steady["user"], return_inverse=True)
@@ -74,24 +78,38 @@ def throughput_per_s(samples: Samples) -> float | None:
 
 def full_load_share(samples: Samples) -> float | None:
     """Share of the users' time, from the block's start to its last counted response, that the figures come from."""
-    steady = counted(samples)
+    steady = at_full_load(samples)
     if len(steady) == 0:
         return None
     whole = int(samples["end_ns"].max()) - int(samples["intended_ns"].min())
-    own = float(np.sum(steady["end_ns"] - steady["intended_ns"])) / len(np.unique(samples["user"]))
-    return min(1.0, own / whole) if whole > 0 else None
+    counted = float(np.sum(steady["end_ns"] - steady["intended_ns"])) / len(np.unique(samples["user"]))
+    return min(1.0, counted / whole) if whole > 0 else None
 
 
 def slow_start(samples: Samples) -> float | None:
     """Share of a block's counted time that slow first requests cost: (mean latency of the first fifth − mean of the
     rest) · the fifth, over the whole. It is the error of the throughput without warm-up. None with fewer than 20 good
     responses."""
-    answered = np.sort(good(counted(samples)), order="intended_ns")
+    answered = np.sort(good(at_full_load(samples)), order="intended_ns")
     first = max(int(FIRST_SHARE * len(answered)), FIRST_LEAST)
     if len(answered) < 4 * FIRST_LEAST:
         return None
     latency = latencies_ms(answered)
     return float(first * (np.mean(latency[:first]) - np.mean(latency[first:])) / np.sum(latency))
+
+
+def _answers_per_s(answered: Samples) -> float | None:
+    """Rate of the good responses of an open loop; None with fewer than two."""
+    ends_ns = answered["end_ns"]
+    if len(ends_ns) < 2 or int(ends_ns.max()) == int(ends_ns.min()):
+        return None
+    return (len(ends_ns) - 1) * NS_PER_S / (int(ends_ns.max()) - int(ends_ns.min()))
+
+
+def achieved_items_per_s(samples: Samples, workload: Workload) -> float | None:
+    """Items per second in an open loop, from a whole block; None with fewer than two good responses."""
+    rate = _answers_per_s(good(samples))
+    return None if rate is None else rate * workload.batch_size
 
 
 LEAST_BACKLOG_SHARE = 0.05
@@ -102,7 +120,7 @@ _LEAST_GROWTH = 1.5
 """Least growth of the backlog from the middle of the schedule to its end: 2 if the rate is too high, 1 if it is not."""
 
 
-class OpenLoop(Record, frozen=True, kw_only=True):
+class OpenLoopSummary(Record, frozen=True, kw_only=True):
     """One block, or all complete blocks of an arm in a workload; then lags are those of the worst block."""
 
     offered: int
@@ -130,21 +148,19 @@ class OpenLoop(Record, frozen=True, kw_only=True):
     medians of all blocks."""
 
 
-def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoop:
+def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoopSummary:
     """Summarise one block from its samples (at least one), its schedule and its number of connections."""
     start_ns = int(samples["intended_ns"].min())
     answered = good(samples)
     ends_ns = answered["end_ns"]
     last_due_ns = start_ns + due_span_ns
-    achieved = None
-    if len(answered) > 1 and int(ends_ns.max()) > int(ends_ns.min()):
-        achieved = (len(answered) - 1) * NS_PER_S / (int(ends_ns.max()) - int(ends_ns.min()))
+    achieved = _answers_per_s(answered)
     own_ms, waits_ms = split_lag_ms(samples, connections)
     in_window = int((ends_ns <= last_due_ns).sum())
     unsent = max(offered - len(samples), 0)
     backlogs = count_backlogs(samples, offered, due_span_ns)
     offered_per_s = (offered - 1) * NS_PER_S / max(due_span_ns, 1)
-    return OpenLoop(
+    return OpenLoopSummary(
         offered=offered,
         offered_per_s=offered_per_s,
         unsent=unsent,
@@ -207,7 +223,7 @@ def has_grown(backlogs: Sequence[float], offered: float) -> bool:
     return all(before >= least * last for before, least in zip(backlogs, _LEAST_BEFORE, strict=False))
 
 
-def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
+def pool_open_loops(parts: Sequence[OpenLoopSummary]) -> OpenLoopSummary | None:
     """Combine all blocks of an arm; None without a block.
 
     The arm was saturated if the median block was. A queue near capacity, or a stall of the machine, looks like
@@ -222,7 +238,7 @@ def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
     achieved = float(np.mean(rates)) if rates else None
     unsent = float(np.median([part.unsent for part in parts]))
     backlogs = tuple(map(float, np.median([part.backlogs for part in parts], axis=0)))
-    return OpenLoop(
+    return OpenLoopSummary(
         offered=offered,
         offered_per_s=offered_per_s,
         unsent=sum(part.unsent for part in parts),
@@ -247,3 +263,183 @@ def _saturation(answered: int, offered: int, achieved_per_s: float | None, offer
 
 def _worst(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
+
+
+PER_SECOND = per_second("item")
+PerRequest = Callable[[Samples], Values]
+"""From the good responses that count to a value of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One measured quantity. A registered one is compared, bounded by thresholds, reported and exported.
+
+    Its figure comes from a function of a block's samples: `of_block`, or with a value per request `of_requests`, whose
+    quantile or mean it then is. Without either a probe hands the figures in (`loadgen.records.run.Figure`).
+    """
+
+    name: str
+    """Its key in result.json."""
+    title: str
+    unit: str
+    """`PER_SECOND` stands for the name of the inputs: images/s."""
+    higher_is_better: bool
+    measured_in: Callable[[Workload], bool]
+    """Whether a workload measures it."""
+    compared_in: Callable[[Workload], bool] | None = None
+    """Whether a workload compares the arms by it; None if none does."""
+    of_block: Callable[[Samples, Workload], float | None] | None = None
+    of_requests: PerRequest | None = None
+    quantile: float | None = None
+    """Quantile of the values of the requests; None: their mean."""
+    field: str = ""
+    """The field of block and workload summaries that holds the figure; empty: it is in their `figures`."""
+    interval_field: str = ""
+    """The field of a workload's summary that holds the interval of the figure."""
+    is_count: bool = False
+    """Whether it is a sum, which has no interval."""
+
+    @property
+    def short_name(self) -> str:
+        """Its name in a threshold: p99 for latency_p99."""
+        return self.name.removeprefix("latency_")
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it is a percentile that needs the samples of all blocks together."""
+        return self.quantile is not None and self.quantile > 0.5
+
+    @property
+    def has_function(self) -> bool:
+        """Whether its figure is computed from samples."""
+        return self.of_block is not None or self.of_requests is not None
+
+    def unit_for(self, item: str) -> str:
+        """The unit for inputs that are called `item`."""
+        return per_second(item) if self.unit == PER_SECOND else self.unit
+
+    def statistic(self, values: Values) -> float | None:
+        """The quantile or the mean of the values of requests; None with too few."""
+        if self.quantile is not None:
+            return percentile(values, self.quantile)
+        return float(np.mean(values)) if len(values) else None
+
+    def measure(self, samples: Samples, workload: Workload) -> float | None:
+        """The figure of a block from its samples."""
+        if self.of_requests is not None:
+            return self.statistic(self.of_requests(measured_answers(samples, is_open=workload.is_open)))
+        return None if self.of_block is None else self.of_block(samples, workload)
+
+
+METRICS: dict[str, Metric] = {}
+"""Every metric by its name, in the order in which they are shown."""
+
+
+def register(metric: Metric) -> Metric:
+    """Add a metric to those of every run."""
+    if metric.name in METRICS:
+        raise ValueError(f"there are two metrics {metric.name}")
+    METRICS[metric.name] = metric
+    return metric
+
+
+def has_blocks(workload: Workload) -> bool:
+    return workload.has_blocks
+
+
+def is_closed_loop(workload: Workload) -> bool:
+    return workload.has_blocks and not workload.is_open
+
+
+def is_open_loop(workload: Workload) -> bool:
+    return workload.has_blocks and workload.is_open
+
+
+def _in_scenario(name: Scenario) -> Callable[[Workload], bool]:
+    return lambda workload: workload.scenario == name
+
+
+def _latency(name: str, quantile: float | None, *, compared: bool) -> Metric:
+    return register(
+        Metric(
+            f"latency_{name}",
+            f"{name.replace('_', '.')} latency",
+            "ms",
+            higher_is_better=False,
+            measured_in=has_blocks,
+            compared_in=has_blocks if compared else None,
+            of_requests=latencies_ms,
+            quantile=quantile,
+            field=f"latency.{name}_ms",
+            interval_field="p50_ci95_ms" if name == "p50" else "",
+        )
+    )
+
+
+def _of_probe(name: str, title: str, unit: str, scenario: Scenario, *, higher_is_better: bool) -> Metric:
+    """A metric whose figures a probe measures without blocks."""
+    measured_in = _in_scenario(scenario)
+    return register(Metric(name, title, unit, higher_is_better, measured_in, measured_in))
+
+
+THROUGHPUT = register(
+    Metric(
+        "throughput",
+        "throughput",
+        PER_SECOND,
+        higher_is_better=True,
+        measured_in=has_blocks,
+        compared_in=is_closed_loop,
+        of_block=lambda samples, _: throughput_per_s(samples),
+        field="throughput_per_s",
+        interval_field="throughput_ci95",
+    )
+)
+ACHIEVED_RATE = register(
+    Metric(
+        "achieved_rate",
+        "achieved rate",
+        PER_SECOND,
+        higher_is_better=True,
+        measured_in=is_open_loop,
+        compared_in=is_open_loop,
+        of_block=achieved_items_per_s,
+        field="throughput_per_s",
+    )
+)
+"""The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
+LATENCIES = tuple(_latency(f"p{percent}", percent / 100, compared=True) for percent in (50, 90, 99))
+TIME_TO_READY = _of_probe("time_to_ready", "time to ready", "s", "cold-start", higher_is_better=False)
+TIME_TO_FIRST_ANSWER = _of_probe(
+    "time_to_first_answer", "time to first answer", "s", "cold-start", higher_is_better=False
+)
+SLO_RATE = _of_probe("slo_rate", "rate within the bound", "requests/s", "slo", higher_is_better=True)
+"""The highest Poisson rate whose p99 holds the bound of the workload."""
+SATURATION = _of_probe("saturation", "throughput at saturation", PER_SECOND, "ramp", higher_is_better=True)
+"""The highest throughput of a ramp."""
+_latency("mean", None, compared=False)
+_latency("p95", 0.95, compared=False)
+_latency("p99_9", 0.999, compared=False)
+register(Metric("errors", "failed requests", "", False, has_blocks, field="errors", is_count=True))
+
+
+def metrics_of(workload: Workload) -> tuple[Metric, ...]:
+    """The metrics by which a workload compares the arms, in the order of the report. An open loop requests the same
+    throughput from every arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
+    return tuple(
+        metric for metric in METRICS.values() if metric.compared_in is not None and metric.compared_in(workload)
+    )
+
+
+def leading_metric(workload: Workload) -> Metric:
+    """The metric that gives a workload's verdict and decides when to stop. In an open loop it is the highest percentile
+    of the latency that the planned pairs have enough requests for."""
+    if workload.scenario == "cold-start":
+        return TIME_TO_FIRST_ANSWER
+    if not workload.is_open or workload.rate_per_s is None:
+        return metrics_of(workload)[0]
+    requests = workload.rounds * arrival_count(
+        workload.rate_per_s, workload.requests, workload.seconds, workload.max_seconds
+    )
+    supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
+    return supported[-1] if supported else LATENCIES[0]

@@ -9,39 +9,240 @@ Each arm is compared with the baseline and, for the ranking, the others with eac
 - inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.verdict.noise_floor`).
 
 The interval is Student's t over the pairs, or over the restarts if there are several; with `--until decided` one that
-stays valid after every pair (`loadgen.stats.anytime`). High percentiles come from the samples of all pairs
+stays valid after every pair (`loadgen.stats.ratios`). High percentiles come from the samples of all pairs
 together (`loadgen.stats.tails`). All of them allow for successive pairs that resemble each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
-from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics, unit_of
-from loadgen.comparison.summaries import BlockSummary
+from loadgen.metrics.registry import (
+    ACHIEVED_RATE,
+    Metric,
+    PerRequest,
+    leading_metric,
+    measured_answers,
+    metrics_of,
+    pool_open_loops,
+)
+from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.quantities import Interval, inverse
 from loadgen.quantities import ratio as factor_words
-from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, shown
-from loadgen.stats.anytime import estimate_anytime
+from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
+from loadgen.records.samples import SAMPLE_DTYPE
+from loadgen.run.storage import StoredBlock
+from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
     Correlation,
     RatioEstimate,
+    Values,
     adjust_holm,
     between_restarts,
     detectable_effect,
     error_of_mean,
+    estimate_anytime,
     estimate_ratio,
     estimate_restarts,
     geometric_mean,
+    lag_one,
     plausible_correlation,
     unbiased,
 )
-from loadgen.stats.tails import Tail, estimate_tail_ratio
+from loadgen.stats.tails import Round, Tail, estimate_tail_ratio
+
+T = TypeVar("T")
+RequestValues = Mapping[tuple[PerRequest, int], Values]
+"""The values of each block's good responses that count, by the function and the block's index."""
+
+
+class PooledRequests:
+    """The samples for percentiles of all blocks: a pool per function, arm and workload, to which blocks are added as
+    they are stored."""
+
+    def __init__(self, blocks: Sequence[StoredBlock] = ()) -> None:
+        self._pools: dict[tuple[PerRequest, str, Label], Pool] = {}
+        self.add(blocks)
+
+    def add(self, blocks: Sequence[StoredBlock]) -> None:
+        """Read the samples of further blocks."""
+        for block in blocks:
+            record, samples = block.record, block.samples
+            answers = np.empty(0, SAMPLE_DTYPE)
+            if samples is not None:
+                answers = measured_answers(samples, is_open=block.workload.is_open)
+            functions = (metric.of_requests for metric in metrics_of(block.workload) if metric.quantile is not None)
+            for function in dict.fromkeys(functions):
+                if function is not None:
+                    pool = self._pools.setdefault((function, record.workload, record.label), Pool())
+                    pool.add(record.index, function(answers))
+
+    @property
+    def by_block(self) -> RequestValues:
+        return {
+            (function, index): values
+            for (function, _, _), pool in self._pools.items()
+            for index, values in pool.blocks.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The values of two arms in one round, and during which start of the servers."""
+
+    baseline: float
+    arm: float
+    restart: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """The arm's value over the baseline's."""
+        return self.arm / self.baseline
+
+
+@dataclass(frozen=True)
+class PairedMetric:
+    """One comparison's data; without pairs `reason` may say why."""
+
+    workload: Workload
+    metric: Metric
+    pairing: Pairing
+    pairs: tuple[Pair, ...]
+    reason: str | None = None
+    rounds: tuple[Round, ...] = ()
+    """The samples for a high percentile; `pairs` are then for display only."""
+    saturated: bool = False
+    """Whether an arm could not sustain the rate of an open loop, so that the achieved rate leads."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this metric leads its workload."""
+        return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.workload))
+
+    @cached_property
+    def is_one_series(self) -> bool:
+        """Whether successive rounds may resemble each other: not those of cold starts and searches, nor restarts, each
+        of which begins anew."""
+        restarted = len({pair.unit for pair in self.rounds}) < len(self.rounds)
+        return self.workload.has_blocks and len(self.by_restart()) < 2 and not restarted
+
+    @cached_property
+    def correlation(self) -> float | None:
+        """`lag_one` of the pairs, if they are one series."""
+        return lag_one([pair.ratio for pair in self.pairs]) if self.is_one_series else None
+
+    def by_restart(self) -> list[list[float]]:
+        """Ratios, one list per start of the servers."""
+        groups: dict[int, list[float]] = {}
+        for pair in self.pairs:
+            groups.setdefault(pair.restart, []).append(pair.ratio)
+        return list(groups.values())
+
+
+def side_by_side(values: Mapping[tuple[int, Label], T], pairing: Pairing) -> list[tuple[int, T, T]]:
+    """(number, baseline's value, arm's value) of every number that both arms have, in order."""
+    base, arm = pairing
+    numbers = sorted({number for number, _ in values})
+    return [(n, values[n, base], values[n, arm]) for n in numbers if {(n, base), (n, arm)} <= values.keys()]
+
+
+def pair_metrics(
+    experiment: Experiment,
+    blocks: Sequence[BlockSummary],
+    figures: Sequence[Figure] = (),
+    requests: RequestValues | None = None,
+) -> list[PairedMetric]:
+    """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
+    the leading one of the other arms among themselves. `figures` are those that probes measured. Without `requests`
+    high percentiles have no data."""
+
+    def pair(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
+        if metric.has_function:
+            return _block_pairs(workload, metric, pairing, blocks, requests or {})
+        return _figure_pairs(workload, metric, pairing, figures)
+
+    paired = []
+    for workload in experiment.workloads:
+        metrics = metrics_of(workload)
+        paired += [pair(workload, metric, pairing) for metric in metrics for pairing in experiment.pairings]
+        others = (pair(workload, metric, pairing) for metric in metrics for pairing in experiment.pairings_of_others)
+        paired += [other for other in others if other.leads]
+    return paired
+
+
+def _figure_pairs(workload: Workload, metric: Metric, pairing: Pairing, figures: Sequence[Figure]) -> PairedMetric:
+    """A pair per round in which a probe measured both arms."""
+    values = {
+        (figure.round, figure.label): (figure.value, figure.restart)
+        for figure in figures
+        if figure.value and (figure.metric, figure.workload) == (metric.name, workload.name)
+    }
+    rounds = side_by_side(values, pairing)
+    pairs = tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in rounds)
+    return PairedMetric(workload, metric, pairing, pairs)
+
+
+def _block_pairs(
+    workload: Workload, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], requests: RequestValues
+) -> PairedMetric:
+    usable = {
+        (block.round, block.label): block for block in blocks if block.workload == workload.name and block.complete
+    }
+    couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
+    arms = zip(pairing, zip(*couples, strict=True), strict=True) if couples else ()
+    loops = (
+        (label, pool_open_loops([b.open_loop for b in of_arm if b.open_loop is not None])) for label, of_arm in arms
+    )
+    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
+    if metric.of_requests is not None and saturated:
+        # What a request takes behind a growing backlog depends on the length of the block.
+        return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
+    if metric.quantile is not None:
+        needed = samples_needed(metric.quantile)
+        if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
+            return _tail(workload, metric, pairing, couples, requests)
+    pairs = _pairs(couples, metric)
+    if len(pairs) < len(couples):
+        return PairedMetric(workload, metric, pairing, (), "a block has no good response")
+    return PairedMetric(workload, metric, pairing, pairs, saturated=bool(saturated))
+
+
+def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:
+    values = [(figure_of(base, metric), figure_of(arm, metric), base.restart) for base, arm in couples]
+    return tuple(Pair(base, arm, restart) for base, arm, restart in values if base is not None and arm is not None)
+
+
+def _tail(
+    workload: Workload,
+    metric: Metric,
+    pairing: Pairing,
+    couples: Sequence[tuple[BlockSummary, BlockSummary]],
+    requests: RequestValues,
+) -> PairedMetric:
+    """Pool the rounds. The independent unit is the start of the servers if there are several, else the round."""
+    several = len({a.restart for a, _ in couples}) > 1
+    none = np.empty(0)
+
+    def values(block: BlockSummary) -> Values:
+        return none if metric.of_requests is None else requests.get((metric.of_requests, block.index), none)
+
+    rounds = tuple(Round(values(a), values(b), a.restart if several else a.round) for a, b in couples)
+    needed = samples_needed(metric.quantile or 0.5)
+    fewest = min(sum(len(pair.a) for pair in rounds), sum(len(pair.b) for pair in rounds))
+    if rounds and fewest < needed:
+        reason = f"{metric.title} needs {needed} samples per arm; one arm has {fewest}"
+        return PairedMetric(workload, metric, pairing, (), reason)
+    pairs = _pairs(couples, metric)
+    return PairedMetric(workload, metric, pairing, pairs if len(pairs) == len(couples) else (), rounds=rounds)
+
 
 Outcome = Literal["arm_better", "baseline_better", "no_difference", "inconclusive", "invalid"]
 Method = Literal[
@@ -159,32 +360,32 @@ def better_arm(
 def compare_all(
     experiment: Experiment,
     blocks: Sequence[BlockSummary],
-    figures: Sequence[Figure],
-    latencies: Latencies | None = None,
+    figures: Sequence[Figure] = (),
+    requests: RequestValues | None = None,
     item: str = "item",
 ) -> tuple[Comparison, ...]:
-    """Every comparison of the experiment, before `invalidate`. `figures` are those of the probes, `latencies` the
-    samples for high percentiles; `item` is what an input is called."""
-    paired = pair_metrics(experiment, blocks, figures, latencies)
-    shared = shared_correlation(paired)
-    estimates = [estimate_pairs(one, experiment, shared.plausible) for one in paired]
-    adjusted = _adjust(paired, [estimate for _, estimate, _ in estimates], experiment)
+    """Every comparison of the experiment, before `invalidate`. `figures` are those that probes measured,
+    `requests` the samples for high percentiles; `item` is what an input is called."""
+    paired_metrics = pair_metrics(experiment, blocks, figures, requests)
+    shared = shared_correlation(paired_metrics)
+    estimates = [estimate_pairs(paired, experiment, shared.plausible) for paired in paired_metrics]
+    adjusted = _adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
     family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
     comparisons = []
-    for one, (method, estimate, values), p_adjusted in zip(paired, estimates, adjusted, strict=True):
-        metric, restarts = one.metric, one.by_restart()
+    for paired, (method, estimate, values), p_adjusted in zip(paired_metrics, estimates, adjusted, strict=True):
+        metric, restarts = paired.metric, paired.by_restart()
         verdict = judge(estimate.ci95, p_adjusted, experiment.equivalence_margin, metric.higher_is_better)
         added = between_restarts(restarts) if method == "t over restarts" else None
-        scatter = shared.scatter if one.is_one_series else 0.0
+        scatter = shared.scatter if paired.is_one_series else 0.0
         baseline, arm = values or (None, None)
         comparisons.append(
             Comparison(
-                scenario=one.workload.name,
+                scenario=paired.workload.name,
                 metric=metric.name,
-                unit=unit_of(metric, item),
+                unit=metric.unit_for(item),
                 higher_is_better=metric.higher_is_better,
-                baseline=one.pairing.baseline,
-                arm=one.pairing.arm,
+                baseline=paired.pairing.baseline,
+                arm=paired.pairing.arm,
                 baseline_value=None if baseline is None else baseline.value,
                 arm_value=None if arm is None else arm.value,
                 baseline_ci95=None if baseline is None else baseline.ci95,
@@ -195,15 +396,15 @@ def compare_all(
                 pairs=estimate.pairs,
                 minimal_detectable_effect=None
                 if method.startswith("anytime")
-                else _sensitivity(one, method, estimate, family, scatter),
+                else _sensitivity(paired, method, estimate, family, scatter),
                 p_value=estimate.p_value,
                 p_adjusted=p_adjusted,
                 p_equivalence=estimate.p_equivalence,
-                ratios=tuple(pair.ratio for pair in one.pairs),
-                reason=one.reason
+                ratios=tuple(pair.ratio for pair in paired.pairs),
+                reason=paired.reason
                 or estimate.reason
-                or (_why_inconclusive(estimate.ci95) if verdict == "inconclusive" else None),
-                leading=one.leads,
+                or (_why_inconclusive(estimate.ci95, family) if verdict == "inconclusive" else None),
+                leading=paired.leads,
                 method=method,
                 restarts=len(restarts) or 1,
                 error_log=estimate.error_log,
@@ -215,16 +416,19 @@ def compare_all(
     return tuple(comparisons)
 
 
-def shared_correlation(paired: Sequence[PairedMetric]) -> Correlation:
+def shared_correlation(paired_metrics: Sequence[PairedMetric]) -> Correlation:
     """The correlation of successive pairs that all workloads share, since what makes an arm drift affects every
     workload; a single series of ten pairs is too short. Comparisons of one workload have rounds in common, so their
     mean counts as one series."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for one in paired:
-        if one.leads and one.correlation is not None:
-            series.setdefault(one.workload.name, []).append((len(one.pairs), one.correlation))
+    for paired in paired_metrics:
+        if paired.leads and paired.correlation is not None:
+            series.setdefault(paired.workload.name, []).append((len(paired.pairs), paired.correlation))
     return plausible_correlation(
-        [(min(n for n, _ in own), math.fsum(r for _, r in own) / len(own)) for own in series.values()]
+        [
+            (min(n for n, _ in of_workload), math.fsum(r for _, r in of_workload) / len(of_workload))
+            for of_workload in series.values()
+        ]
     )
 
 
@@ -240,9 +444,9 @@ def estimate_pairs(
     margin, groups = experiment.equivalence_margin, paired.by_restart()
     ratios = [pair.ratio for pair in paired.pairs]
     open_ended = experiment.until_decided and paired.workload.has_blocks
-    correlation, own = shared if paired.is_one_series else 0.0, paired.correlation
-    if own is not None and len(ratios) >= LEAST_ALONE:
-        correlation = max(correlation, unbiased(len(ratios), own))
+    correlation, seen = shared if paired.is_one_series else 0.0, paired.correlation
+    if seen is not None and len(ratios) >= LEAST_ALONE:
+        correlation = max(correlation, unbiased(len(ratios), seen))
     if paired.rounds and paired.metric.quantile is not None:
         tail, tails = estimate_tail_ratio(paired.rounds, paired.metric.quantile, margin, correlation, looks=open_ended)
         return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, tails
@@ -269,14 +473,14 @@ def _values(paired: PairedMetric) -> tuple[Tail, Tail] | None:
 
 
 def _adjust(
-    paired: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
+    paired_metrics: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
 ) -> list[float | None]:
     """Adjust p by Holm over the run. With a decision after every pair, the family is all that was planned, not all that
     has an interval so far, or the thresholds of an early decision would be too easy."""
     p_values = [estimate.p_value for estimate in estimates]
     if not experiment.until_decided:
         return adjust_holm(p_values)
-    leading = [one.metric == leading_metric(one.workload) for one in paired]
+    leading = [paired.metric == leading_metric(paired.workload) for paired in paired_metrics]
     others = len(leading) - sum(leading)
     weights = [LEADING_SHARE / sum(leading) if leads else (1.0 - LEADING_SHARE) / others for leads in leading]
     adjusted = adjust_holm([1.0 if p is None else p for p in p_values], weights)
@@ -297,9 +501,9 @@ def _sensitivity(
     return detectable_effect(error, estimate.degrees, family)
 
 
-def _why_inconclusive(ci95: tuple[float, float] | None) -> str:
+def _why_inconclusive(ci95: Interval | None, family: int) -> str:
     if ci95 is not None and not ci95[0] <= 1.0 <= ci95[1]:
-        return "the interval excludes 1, but not clearly enough for so many comparisons"
+        return f"the interval excludes 1, but not after Holm's adjustment for {family} comparisons"
     return "the interval is too wide to name a winner or to exclude a difference"
 
 

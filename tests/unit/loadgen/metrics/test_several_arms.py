@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.comparison.comparisons import Comparison, Outcome
-from loadgen.comparison.pairs import METRICS
-from loadgen.comparison.ranking import Ranking, neighbours, rank
+from loadgen.metrics.claims import WorkloadRanking, neighbours, rank
+from loadgen.metrics.comparisons import Comparison, Outcome
+from loadgen.metrics.registry import METRICS
 from loadgen.records.run import Label, Pairing, Workload
 from loadgen.stats.ratios import adjust_holm
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 COMMON: dict[str, Any] = {"seconds": 1.0, "max_seconds": 30.0, "rounds": 6}
@@ -73,7 +72,7 @@ def test_all_comparisons_are_one_family(apart: Result) -> None:
     assert least.p_adjusted == pytest.approx(known[0] * len(known)), "the smallest p counts once for each of them"
 
 
-def separated(ranking: Ranking) -> tuple[bool, ...]:
+def separated(ranking: WorkloadRanking) -> tuple[bool, ...]:
     """Of each arm but the last: whether it is better than the next one."""
     return tuple(two not in ranking.not_separated for two in pairwise(ranking.order))
 
@@ -211,7 +210,7 @@ def test_an_arm_without_a_value_is_left_out_and_an_invalid_scenario_has_no_ranki
 
 
 def test_arms_with_names_are_called_by_them() -> None:
-    found = Ranking(
+    found = WorkloadRanking(
         scenario="single", metric="throughput", order=("onnx", "torch", "a"), not_separated=(("torch", "a"),)
     )
     assert found.words() == "onnx, then A and torch (not separated)"

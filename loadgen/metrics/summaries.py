@@ -1,33 +1,38 @@
-"""What each block, and each arm in each workload, measured, from raw samples; nothing here compares arms.
+"""Summaries of each block, and of each arm in each workload, from raw samples; nothing here compares arms.
 
 In a closed loop throughput and latency are those at full load; in an open loop every request counts, and throughput is
-the rate of the responses (see `loadgen.comparison.loops`). Latency counts from the intended start to the last byte of
+the rate of the responses (see `loadgen.metrics.registry`). Latency counts from the intended start to the last byte of
 good responses; failed requests are counted separately and invalidate.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
-from loadgen.comparison.loops import (
-    OpenLoop,
+from loadgen.metrics.breakdown import contradictions_in
+from loadgen.metrics.registry import (
+    ACHIEVED_RATE,
+    METRICS,
+    THROUGHPUT,
+    Metric,
+    OpenLoopSummary,
+    PerRequest,
     full_load_share,
     measured_answers,
     pool_open_loops,
     slow_start,
     summarise_open_loop,
-    throughput_per_s,
 )
-from loadgen.comparison.pool import Pool
-from loadgen.comparison.stages import contradictions_in
-from loadgen.records.run import BlockRecord, Label, Record
+from loadgen.quantities import Interval
+from loadgen.records.run import BlockRecord, Label, Record, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
 from loadgen.run.storage import StoredBlock
-from loadgen.stats.percentiles import distribution, percentile
+from loadgen.stats.percentiles import Pool, distribution, percentile
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
 
 FORMED_FACTOR = 1.1
@@ -83,13 +88,15 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     restart: int = 0
     """Index of the server start in which the block ran, from 0."""
     send_lag_p50_ms: float | None = None
-    open_loop: OpenLoop | None = None
+    open_loop: OpenLoopSummary | None = None
     """Figures of an open loop, whose `throughput_per_s` is the rate of the responses."""
     generator_processes: int = 1
     first_answer_ms: float | None = None
     """Time from the start of a connection to its first response, before the block; the median over the users."""
     reconnects: int | None = None
     """Requests that had to reconnect because the server had closed the connection; latency includes this."""
+    figures: dict[str, float | None] | UnsetType = UNSET
+    """Figures of metrics that have no field here."""
 
 
 class WorkloadSummary(Record, frozen=True, kw_only=True):
@@ -117,7 +124,7 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     payload_bytes: float | None = None
     """Bytes of tensors in a request: the mean over the prepared bodies. Part of `request_bytes`, unless they go through
     shared memory."""
-    open_loop: OpenLoop | None = None
+    open_loop: OpenLoopSummary | None = None
     first_answer_ms: float | None = None
     """Time from the start of a connection to its first response, before a block: the median over the blocks. Other
     figures do not include it."""
@@ -125,6 +132,9 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     """Share of the requests that had to reconnect because the server had closed the connection."""
     server_cpu_ms: float | None = None
     """CPU time of the server per request, in ms: over all blocks whose CPU time is known."""
+    figures: dict[str, float | None] | UnsetType = UNSET
+    """Figures of metrics that have no field here: of the requests of all blocks, or the geometric mean of the
+    blocks."""
 
 
 def summarise_latency(pool: Pool) -> LatencySummary:
@@ -153,6 +163,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
     window_ns = end_ns - begin_ns
     lags_ms, answered = np.empty(0), np.empty(0, dtype=SAMPLE_DTYPE)
     latency = Pool()
+    more: dict[str, float | None] = {}
     share = warm = throughput = open_loop = None
     if samples is not None and len(samples):
         begin_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
@@ -161,11 +172,11 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         if record.offered is not None and record.due_span_ns is not None:
             # Requests of an open loop queue behind each other: a busy start does not mean that warm-up is missing.
             open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.workload.concurrency)
-            throughput = (
-                None if open_loop.achieved_per_s is None else open_loop.achieved_per_s * block.workload.batch_size
-            )
+            throughput = ACHIEVED_RATE.measure(samples, block.workload)
         else:
-            share, throughput, warm = full_load_share(samples), throughput_per_s(samples), slow_start(samples)
+            share, warm = full_load_share(samples), slow_start(samples)
+            throughput = THROUGHPUT.measure(samples, block.workload)
+        more = {metric.name: metric.measure(samples, block.workload) for metric in _without_field(block.workload)}
     return BlockSummary(
         index=record.index,
         workload=record.workload,
@@ -195,19 +206,41 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         first_answer_ms=None if record.first_answer_ns is None else record.first_answer_ns / NS_PER_MS,
         generator_processes=max(len(record.workers), 1),
         reconnects=record.reconnects,
+        figures=more or UNSET,
     )
+
+
+def _without_field(workload: Workload) -> list[Metric]:
+    """The metrics from samples that have no field in the summaries."""
+    return [
+        metric
+        for metric in METRICS.values()
+        if metric.has_function and not metric.field and metric.measured_in(workload)
+    ]
+
+
+def figure_of(summary: BlockSummary | WorkloadSummary, metric: Metric) -> float | None:
+    """A metric's figure of a block, or of an arm in a workload."""
+    if metric.field:
+        value: float | None = attrgetter(metric.field)(summary)
+        return value
+    return None if summary.figures is UNSET else summary.figures.get(metric.name)
+
+
+def without_field_in(summaries: Sequence[BlockSummary | WorkloadSummary]) -> list[Metric]:
+    """The metrics that only the `figures` of these summaries hold."""
+    names = {name for summary in summaries if summary.figures is not UNSET for name in summary.figures}
+    return [metric for metric in METRICS.values() if metric.name in names]
+
+
+def interval_of(summary: WorkloadSummary, metric: Metric) -> Interval | None:
+    """The 95 % interval of that figure, if the summary holds one."""
+    interval: Interval | None = getattr(summary, metric.interval_field) if metric.interval_field else None
+    return interval
 
 
 def _median(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.generic]]) -> float | None:
     return float(np.median(np.asarray(values, dtype=np.float64))) if len(values) else None
-
-
-def measured_latencies_ms(block: StoredBlock) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Latencies of the good responses of a block that count; empty if its samples are missing."""
-    samples = block.samples
-    if samples is None:
-        return np.empty(0)
-    return latencies_ms(measured_answers(samples, is_open=block.workload.is_open))
 
 
 def _generator_cpu_share(record: BlockRecord) -> float | None:
@@ -230,22 +263,25 @@ def summarise_workload(
     """Pool the complete blocks of one arm in one workload; `blocks` and `summaries` are in the same order."""
     pairs = zip(blocks, summaries, strict=True)
     chosen = [(b, s) for b, s in pairs if s.workload == workload and s.label == label and s.complete]
-    stored, own = [block for block, _ in chosen], [summary for _, summary in chosen]
-    pools = _pool(stored)
-    speeds = [summary.throughput_per_s for summary in own if summary.throughput_per_s]
-    medians = [summary.latency.p50_ms for summary in own if summary.latency.p50_ms]
+    stored, complete = [block for block, _ in chosen], [summary for _, summary in chosen]
+    metrics = _without_field(stored[0].workload) if stored else []
+    functions = (metric.of_requests for metric in metrics if metric.of_requests is not None)
+    pools, responses, request_bytes = _pool(stored, (latencies_ms, *functions))
+    figures = {metric.name: _figure_of_all(metric, pools, complete) for metric in metrics}
+    speeds = [summary.throughput_per_s for summary in complete if summary.throughput_per_s]
+    medians = [summary.latency.p50_ms for summary in complete if summary.latency.p50_ms]
     reported = [block.record.stages for block in stored if block.record.stages and not contradictions_in(block)]
     batches: Counter[int] = Counter()
     for stages in reported:
         batches.update(stages.batches)
     counted = [
-        (one.executed_items, one.executions)
-        for one in reported
-        if one.executed_items is not None and one.executions is not None
+        (stages.executed_items, stages.executions)
+        for stages in reported
+        if stages.executed_items is not None and stages.executions is not None
     ]
     executed, executions = sum(items for items, _ in counted), sum(times for _, times in counted)
-    kept = [(summary.reconnects, summary.requests) for summary in own if summary.reconnects is not None]
-    cores = [summary.server_cpu_cores for summary in own if summary.server_cpu_cores is not None]
+    reconnects = [(summary.reconnects, summary.requests) for summary in complete if summary.reconnects is not None]
+    cores = [summary.server_cpu_cores for summary in complete if summary.server_cpu_cores is not None]
     payloads = [size for block in stored for size in block.record.body_payload_bytes]
     worked = [(b.record.server_cpu_ns, b.record.requests + b.record.cool_down) for b in stored]
     cpu_ns = [(ns, sent) for ns, sent in worked if ns is not None and sent]
@@ -253,55 +289,63 @@ def summarise_workload(
         workload=workload,
         label=label,
         blocks=len(chosen),
-        requests=sum(summary.requests for summary in own),
-        errors=sum(summary.errors for summary in own),
+        requests=sum(summary.requests for summary in complete),
+        errors=sum(summary.errors for summary in complete),
         throughput_per_s=geometric_mean(speeds) if speeds else None,
         throughput_ci95=interval_of_mean(speeds),
-        latency=summarise_latency(pools.latencies_ms),
+        latency=summarise_latency(pools[latencies_ms]),
         p50_ci95_ms=interval_of_mean(medians),
         generator_cpu_share_max=max(
-            (s.generator_cpu_share for s in own if s.generator_cpu_share is not None), default=None
+            (s.generator_cpu_share for s in complete if s.generator_cpu_share is not None), default=None
         ),
         server_cpu_cores=float(np.mean(cores)) if cores else None,
-        request_bytes=pools.request_bytes,
-        response_bytes=_median(pools.response_bytes.values),
+        request_bytes=request_bytes,
+        response_bytes=_median(responses.values),
         executed_batches=dict(sorted(batches.items())),
         executed_batch_mean=executed / executions if executions else None,
-        distribution_ms=distribution(pools.latencies_ms.values),
+        distribution_ms=distribution(pools[latencies_ms].values),
         payload_bytes=float(np.mean(payloads)) if payloads else None,
-        first_answer_ms=_median([s.first_answer_ms for s in own if s.first_answer_ms is not None]),
-        open_loop=pool_open_loops([summary.open_loop for summary in own if summary.open_loop is not None]),
+        first_answer_ms=_median([s.first_answer_ms for s in complete if s.first_answer_ms is not None]),
+        open_loop=pool_open_loops([summary.open_loop for summary in complete if summary.open_loop is not None]),
         server_cpu_ms=sum(ns for ns, _ in cpu_ns) / sum(sent for _, sent in cpu_ns) / NS_PER_MS if cpu_ns else None,
-        reconnect_share=sum(times for times, _ in kept) / max(sum(sent for _, sent in kept), 1) if kept else None,
+        reconnect_share=sum(times for times, _ in reconnects) / max(sum(sent for _, sent in reconnects), 1)
+        if reconnects
+        else None,
+        figures=figures or UNSET,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pools:
-    """What the blocks of an arm and workload measured per request."""
-
-    latencies_ms: Pool
-    response_bytes: Pool
-    request_bytes: float | None
-    """Median over all requests. If bodies differ in size (JPEG files) it would depend on how often each was sent, so
-    then it is the median without the payload plus the mean payload."""
+def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequence[BlockSummary]) -> float | None:
+    """A figure of all blocks of an arm and workload."""
+    if metric.of_requests is not None:
+        return metric.statistic(pools[metric.of_requests].values)
+    values = [value for block in blocks if (value := figure_of(block, metric))]
+    return geometric_mean(values) if values else None
 
 
-def _pool(blocks: Sequence[StoredBlock]) -> _Pools:
-    """Read each block once."""
-    latency, responses, requests, varies = Pool(), Pool(), Pool(), False
+def _pool(
+    blocks: Sequence[StoredBlock], functions: Iterable[PerRequest]
+) -> tuple[dict[PerRequest, Pool], Pool, float | None]:
+    """The values of each function, the bytes of the responses, and the median bytes of a request.
+
+    If bodies differ in size (JPEG files), the median over all requests would depend on how often each was sent, so then
+    it is the median without the payload plus the mean payload. Each block is read once.
+    """
+    pools = {function: Pool() for function in functions}
+    responses, requests, varies = Pool(), Pool(), False
     payloads = [size for block in blocks for size in block.record.body_payload_bytes]
     for block in blocks:
         samples, record = block.samples, block.record
         if samples is None:
             continue
-        answered, own = good(samples), np.array(record.body_payload_bytes, dtype=np.float64)
+        answered, body_bytes = good(samples), np.array(record.body_payload_bytes, dtype=np.float64)
         on_wire = record.transport != "shm" and len(set(record.body_payload_bytes)) > 1
         varies |= on_wire
         wire = answered["request_bytes"].astype(np.float64)
-        requests.add(record.index, wire - own[answered["body"]] if on_wire else wire)
+        requests.add(record.index, wire - body_bytes[answered["body"]] if on_wire else wire)
         measured = measured_answers(samples, is_open=block.workload.is_open)
-        latency.add(record.index, latencies_ms(measured))
         responses.add(record.index, measured["response_bytes"])
+        for function, pool in pools.items():
+            pool.add(record.index, function(measured))
     middle = _median(requests.values)
-    return _Pools(latency, responses, middle + float(np.mean(payloads)) if middle is not None and varies else middle)
+    return pools, responses, middle + float(np.mean(payloads)) if middle is not None and varies else middle

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.comparison.loops import counted, full_load_share, slow_start, throughput_per_s
-from loadgen.comparison.summaries import summarise_blocks
+from loadgen.metrics.registry import at_full_load, full_load_share, slow_start, throughput_per_s
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import BlockRecord, WorkerRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, good, latencies_ms
 from loadgen.run.storage import StoredBlock
@@ -37,16 +37,16 @@ def test_constant_latency_is_exact_although_the_users_do_not_divide_the_requests
 def test_what_begins_before_every_user_had_an_answer_does_not_count() -> None:
     """A queue that fills: the first answers come after 10 and 20 ms, all others after 20."""
     block = samples([(0, 10, 0), (0, 20, 1), (10, 30, 0), (20, 40, 1), (30, 50, 0), (40, 60, 1)])
-    assert counted(block)["intended_ns"].tolist() == [20_000_000, 30_000_000, 40_000_000]
+    assert at_full_load(block)["intended_ns"].tolist() == [20_000_000, 30_000_000, 40_000_000]
     assert throughput_per_s(block) == pytest.approx(100.0)
     assert full_load_share(block) == pytest.approx(60 / 2 / 60)
 
 
 def test_a_block_of_one_request_per_user_counts_whole() -> None:
     block = samples([(0, 10, 0), (0, 20, 1)])
-    assert len(counted(block)) == 2
+    assert len(at_full_load(block)) == 2
     assert throughput_per_s(block) == pytest.approx(2 * 2 / 0.03)
-    assert len(counted(block[:0])) == 0
+    assert len(at_full_load(block[:0])) == 0
 
 
 def test_failed_requests_add_no_throughput_and_no_latency() -> None:

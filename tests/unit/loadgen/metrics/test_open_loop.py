@@ -12,24 +12,23 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadgen.comparison.loops import (
-    OpenLoop,
+from loadgen.experiment.arrivals import due_offsets_ns
+from loadgen.metrics.registry import (
+    OpenLoopSummary,
     count_backlogs,
     has_grown,
     pool_open_loops,
     split_lag_ms,
     summarise_open_loop,
 )
-from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Check
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import ORIGIN_NS, Plan, SimulatedArm, write_calibration, write_run
 
 MS = 1_000_000
@@ -65,7 +64,7 @@ def play(
     return samples, int(offsets[-1])
 
 
-def summary(samples: Samples, span_ns: int, offered: int | None = None) -> OpenLoop:
+def summary(samples: Samples, span_ns: int, offered: int | None = None) -> OpenLoopSummary:
     return summarise_open_loop(samples, offered or len(samples), span_ns, 8)
 
 
@@ -238,7 +237,7 @@ def test_an_arm_is_saturated_in_its_median_block_or_not_at_all(tmp_path: Path, r
     assert expected in sustained.detail
 
 
-def queue(rate: float, seed: int) -> OpenLoop:
+def queue(rate: float, seed: int) -> OpenLoopSummary:
     """A block of one server that can answer 100 a second, with exponential service times."""
     random = np.random.default_rng(1000 + seed)
     samples, span_ns = play(

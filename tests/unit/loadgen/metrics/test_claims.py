@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.comparison.claims import ORDER, claim, decided_besides, groups, verdict_words
-from loadgen.comparison.comparisons import Outcome, advantage
+from loadgen.metrics.claims import ORDER, claim, groups, other_decided_metrics, verdict_words
+from loadgen.metrics.comparisons import Outcome, advantage
 from loadgen.records.run import Pairing
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
-from tests.unit.loadgen.comparison.test_several_arms import WORKLOADS, compared
+from tests.unit.loadgen.metrics.test_several_arms import WORKLOADS, compared
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_ratio_of_any_size_is_a_claim(exponent: float, spread: float | None, v
     assert claim(one, margin=0.05)
     workloads = {workload.name: workload for workload in WORKLOADS}
     assert groups([one], workloads, 0.05) or verdict == "invalid"
-    assert isinstance(decided_besides([msgspec.structs.replace(one, leading=False)], workloads), list)
+    assert isinstance(other_decided_metrics([msgspec.structs.replace(one, leading=False)], workloads), list)
 
 
 def test_the_better_arm_is_named_from_a_thousand_times_on() -> None:

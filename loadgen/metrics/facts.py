@@ -1,4 +1,4 @@
-"""The records of a run and everything computed from them: the input of probes, checks, verdict and thresholds."""
+"""`Facts`: the records of a run and what is computed from them, which probes, checks, verdict and thresholds read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.stages import ArmStages, LatencyBreakdown
-from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
-from loadgen.records.run import Found, Workload, item_of
+from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown
+from loadgen.metrics.comparisons import Comparison
+from loadgen.metrics.summaries import BlockSummary, WorkloadSummary
+from loadgen.records.run import Figure, Found, Workload, item_of
 from loadgen.run.storage import StoredBlock, StoredRun
 
 F = TypeVar("F", bound=Found)
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Found)
 RUN = "run"
 """Scope of a check that covers every comparison."""
 PLAN = "plan"
-"""Scope of a check of the planned run: it removes the run's verdict, not that of complete workloads."""
+"""Scope of a check that fails the run as planned; complete workloads keep their verdict."""
 
 
 def workload_scope(workload: str) -> str:
@@ -63,6 +63,11 @@ class Facts:
 
     def of(self, kind: type[F]) -> F:
         return kind.among(self.findings)
+
+    @cached_property
+    def figures(self) -> list[Figure]:
+        """The figures of metrics that probes measured without blocks."""
+        return [figure for finding in self.findings.values() for figure in finding.figures()]
 
     @cached_property
     def planned(self) -> list[WorkloadFacts]:

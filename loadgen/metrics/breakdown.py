@@ -1,4 +1,6 @@
-"""The latency breakdown of each arm: where a request's time went, in the same stages for every server.
+"""Where the time of requests went: the latency breakdown by stages, and requests that stalled for 0.5 s.
+
+**Stages.** They are the same for every server:
 
     client total = send_delay + receive + decode + queue + compute_input + compute_infer + compute_output + encode
                  + read_answer + unattributed
@@ -9,20 +11,34 @@ All are means per request, because means add up and medians do not. The names ar
 `unattributed`, with the network and the protocol. To compare two arms, a stage that only one of them reports is folded
 into the stage that contains it on the other. In a dynamic batch every request is charged the whole execution that it
 waited for: the breakdown is of waiting time, not of work.
+
+**Stalls.** In a closed loop they show requests that met a timer, apart from a latency that is simply broad. A request
+stalled if it took 0.45 to 0.6 s more than a prompt one: the fastest tenth of the requests, or
+the fastest request of its size if that took longer, so that a long text is not a stall. The tail of a broad latency
+falls, so at most a third of the requests that took 0.15 to 0.6 s more are stalls; an arm has stalls if it has more of
+them than chance explains (one-sided binomial test, p ≤ 5 %), which takes three at least.
+
+The test needs independent cases, and one sleep of a server delays all of its users at once. So of the slow requests
+that overlap only the first to begin is a case: its length does not depend on which request was chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+from scipy import special
 
 from loadgen.quantities import number
 from loadgen.records.run import Label, Pairing, Record, StageTotals
-from loadgen.records.samples import NS_PER_MS, good, latencies_ms
+from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
 from loadgen.run.storage import StoredBlock
+from loadgen.stats.percentiles import Pool
+from loadgen.stats.ratios import SIGNIFICANCE
 
 STAGES = (
     "send_delay",
@@ -105,8 +121,10 @@ class LatencyBreakdown(Record, frozen=True, kw_only=True):
 def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     """The breakdown over blocks of one arm and workload; None if no block has both good responses and request
     counts."""
-    known = [block for block in blocks if block.record.stages is not None and block.record.stages.requests is not None]
-    reported = [(block.record, times) for block in known if (times := _client_times(block)) is not None]
+    counted_blocks = [
+        block for block in blocks if block.record.stages is not None and block.record.stages.requests is not None
+    ]
+    reported = [(block.record, times) for block in counted_blocks if (times := _client_times(block)) is not None]
     if not reported:
         return None
     answers = sum(times.answers for _, times in reported)
@@ -139,13 +157,13 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
 
 def _contradictions(blocks: Sequence[StoredBlock]) -> list[str]:
     """The contradictions of all blocks: each kind once, with its first block and the number of the others."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    by_kind: dict[str, list[tuple[int, str]]] = {}
     for block in blocks:
         for kind, text in contradictions_in(block).items():
-            found.setdefault(kind, []).append((block.record.index, text))
+            by_kind.setdefault(kind, []).append((block.record.index, text))
     return [
         f"{seen[0][1]} in block {seen[0][0]}" + (f" and {len(seen) - 1} more" if len(seen) > 1 else "")
-        for seen in found.values()
+        for seen in by_kind.values()
     ]
 
 
@@ -161,21 +179,21 @@ def contradictions_in(block: StoredBlock) -> dict[str, str]:
         return {"steps": f"the configuration or the statistics of its step {unread.model} cannot be read"}
     answers = good(samples)
     sent_items, good_items, size = int(samples["batch"].sum()), int(answers["batch"].sum()), block.workload.batch_size
-    found, cooled = {}, block.record.cool_down
+    texts, cooled = {}, block.record.cool_down
     for name, counted, seen, sent, single in (
         ("requests", stages.requests, len(answers), len(samples), 1),
         ("items", stages.items, good_items, sent_items, size),
     ):
         if not _plausible(counted, seen + cooled * single, sent + cooled * single, single):
-            found[name] = f"it counted {counted:,} {name} where {seen + cooled * single:,} were answered"
+            texts[name] = f"it counted {counted:,} {name} where {seen + cooled * single:,} were answered"
     for step in stages.steps:
         calls, counted = step.calls, None if step.totals is None else step.totals.requests
         seen, sent = calls * (len(answers) + cooled), calls * (len(samples) + cooled)
         if not _plausible(counted, seen, sent, calls):
             more = ", so others send it requests" if (counted or 0) > sent else ""
             name = f"step {step.model}"
-            found[name] = f"its {name} counted {counted:,} requests where {seen:,} were expected{more}"
-    return found
+            texts[name] = f"its {name} counted {counted:,} requests where {seen:,} were expected{more}"
+    return texts
 
 
 def _plausible(counted: int | None, answered: int, sent: int, single: int) -> bool:
@@ -246,7 +264,7 @@ def _breakdown(workload: str, pairing: Pairing, baseline: ArmStages | None, arm:
         difference_ms=total,
         differences=tuple(
             StageDifference(stage=stage, difference_ms=ms, share=ms / total if total else None)
-            for stage, ms in sorted(apart.items(), key=lambda one: -abs(one[1]))
+            for stage, ms in sorted(apart.items(), key=lambda item: -abs(item[1]))
         ),
     )
 
@@ -261,3 +279,132 @@ def folded(arm: ArmStages, other: ArmStages) -> dict[str, float]:
         if stage not in result and other.stages_ms.get(stage) is not None and stage not in FOLDED_INTO:
             result[stage] = 0.0
     return {stage: result[stage] for stage in STAGES if stage in result}
+
+
+PROMPT_MS = 200.0
+"""Latency of the fastest tenth below which a wait of 0.5 s stands apart."""
+SLOW_MS, STALL_MS = 150.0, (450.0, 600.0)
+"""What a slow request takes beyond a prompt one, and what a stalled one does: the last third of SLOW_MS to its end."""
+UNAVAILABLE = (503, 1014)
+"""The status of a request whose time in the queue was over, in HTTP and gRPC."""
+
+_Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+_Times = npt.NDArray[np.int64]
+_Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """The stalls of one arm in one closed loop."""
+
+    requests: int
+    stalled: int
+    """Requests that took about 0.5 s more than a prompt one, or were refused as unavailable after so long; 0 unless
+    there are more than a broad latency has."""
+    refused: int
+    """Those of them that were refused."""
+    median_ms: float
+    """Median latency of the good responses that did not stall."""
+    factor: float
+    """The mean latency of the good responses over that of those that did not stall: what the stalls cost in
+    throughput."""
+
+
+def find_stalls(blocks: Sequence[StoredBlock]) -> Stalls | None:
+    """The stalls in blocks of one arm and closed loop; None without good responses, and if prompt ones take too long to
+    tell a stall from them."""
+    stored = [block for block in blocks if block.has_samples]
+    every, fastest = Pool(), dict[float, float]()
+    for block in stored:
+        requests = _read(block)
+        every.add(block.record.index, requests.latency[requests.answered])
+        for size, least in zip(*_least(requests), strict=True):
+            fastest[size] = min(least, fastest.get(size, math.inf))
+    prompt_ms = float(np.quantile(every.values, 0.1)) if every.count else PROMPT_MS
+    if prompt_ms >= PROMPT_MS:
+        return None
+    count = stalled = refused = cases = stalled_cases = 0
+    others = Pool()
+    for block in stored:
+        requests = _read(block)
+        slow, stalls = _slow(requests, prompt_ms, fastest)
+        count, rows = count + len(slow), _cases(requests, slow)
+        cases, stalled_cases = cases + len(rows), stalled_cases + int(stalls[rows].sum())
+        stalled, refused = stalled + int(stalls.sum()), refused + int((stalls & requests.refused).sum())
+        others.add(block.record.index, requests.latency[requests.answered & ~stalls])
+    chance = special.bdtrc(stalled_cases - 1, cases, 1.0 / 3.0) if cases else 1.0
+    if chance > SIGNIFICANCE:
+        stalled, refused, others = 0, 0, every
+    return Stalls(
+        requests=count,
+        stalled=stalled,
+        refused=refused,
+        median_ms=float(np.median(others.values)),
+        factor=(every.mean or 0.0) / (others.mean or math.nan),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    """The requests of one block: a row each."""
+
+    begun_ns: _Times
+    ended_ns: _Times
+    user: _Times
+    latency: _Values
+    answered: _Mask
+    refused: _Mask
+    sizes: _Values
+
+
+def _read(block: StoredBlock) -> _Requests:
+    samples = block.samples
+    assert samples is not None
+    answered = samples["error"] < 0
+    return _Requests(
+        begun_ns=samples["intended_ns"],
+        ended_ns=samples["end_ns"],
+        user=samples["user"],
+        latency=latencies_ms(samples),
+        answered=answered,
+        refused=~answered & np.isin(samples["status"], UNAVAILABLE),
+        sizes=_sizes(block, samples),
+    )
+
+
+def _slow(requests: _Requests, prompt_ms: float, fastest: Mapping[float, float]) -> tuple[_Mask, _Mask]:
+    """The slow requests of a block, and those of them that stalled. `fastest` is the least latency of each size."""
+    sizes, places = np.unique(requests.sizes, return_inverse=True)
+    prompt = np.array([max(prompt_ms, fastest.get(size, 0.0)) for size in sizes.tolist()])[places]
+    beyond = np.where(requests.refused, requests.latency, requests.latency - prompt)
+    slow = (requests.answered | requests.refused) & (beyond >= SLOW_MS) & (beyond <= STALL_MS[1])
+    return slow, slow & (beyond >= STALL_MS[0])
+
+
+def _sizes(block: StoredBlock, samples: Samples) -> _Values:
+    """Bytes of each request's tensors; 0 where they are not recorded."""
+    sizes = np.array(block.record.body_payload_bytes or (0,), dtype=np.float64)
+    bodies = samples["body"]
+    recorded = (bodies >= 0) & (bodies < len(sizes))
+    return np.where(recorded, sizes[np.where(recorded, bodies, 0)], 0.0)
+
+
+def _least(requests: _Requests) -> tuple[list[float], list[float]]:
+    """The sizes of the good responses, and the least latency of each."""
+    sizes, places = np.unique(requests.sizes[requests.answered], return_inverse=True)
+    least = np.full(len(sizes), np.inf)
+    np.minimum.at(least, places, requests.latency[requests.answered])
+    return sizes.tolist(), least.tolist()
+
+
+def _cases(requests: _Requests, slow: _Mask) -> list[int]:
+    """The rows of one block's slow requests, without those that overlap the one before by another user."""
+    rows = np.flatnonzero(slow)
+    cases: list[int] = []
+    begun_ns, ended_ns, user = requests.begun_ns, requests.ended_ns, requests.user
+    for row in rows[np.argsort(begun_ns[rows], kind="stable")]:
+        last = cases[-1] if cases else None
+        ended = last is None or begun_ns[row] >= ended_ns[last] - SLOW_MS * NS_PER_MS
+        if last is None or ended or user[row] == user[last]:
+            cases.append(int(row))
+    return cases
