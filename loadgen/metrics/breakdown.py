@@ -34,9 +34,8 @@ import numpy.typing as npt
 from scipy import special
 
 from loadgen.quantities import number
-from loadgen.records.run import Label, Pairing, Record
+from loadgen.records.run import Label, Pairing, Record, StageTotals
 from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
-from loadgen.records.server import StageTotals
 from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import Pool
 from loadgen.stats.ratios import SIGNIFICANCE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import loadgen.report.document as doc
 from loadgen.documents import stored_path, write_atomically
-from loadgen.experiment.file import write_content
+from loadgen.experiment.options import write_content
 from loadgen.experiment.plan import Combination
 from loadgen.report.contents import index_document, result_document
 from loadgen.report.renderers.html import render_html

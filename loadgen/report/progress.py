@@ -27,10 +27,9 @@ from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Vis
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.quantities import counted, number, per_second
-from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, BlockRecord, Pairing, shown
+from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
 from loadgen.run.progress import LiveRatio, LiveRatios, RunProgress

@@ -28,9 +28,8 @@ from loadgen.client.messages import BlockOutcome, KeptAnswer, Open
 from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget, prepare, read_answer
-from loadgen.records.parity import ParityCase, ParityRecord
 from loadgen.records.probes import AnswersCompared
-from loadgen.records.run import REQUEST_TIMEOUT_S, Label, Workload
+from loadgen.records.run import REQUEST_TIMEOUT_S, Label, ParityCase, ParityRecord, Workload
 from loadgen.run.arms import Arm
 from loadgen.run.preparation import Inputs
 from loadgen.run.storage import RunStore

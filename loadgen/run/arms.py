@@ -32,9 +32,19 @@ from loadgen.records.model_config import (
     step_calls,
     whole,
 )
-from loadgen.records.run import REQUEST_TIMEOUT_S, Access, ArmRecord, ArmRequest, Experiment, Transport, Workload
+from loadgen.records.run import (
+    REQUEST_TIMEOUT_S,
+    Access,
+    ArmRecord,
+    ArmRequest,
+    Experiment,
+    StageTotals,
+    StepRecord,
+    StepTotals,
+    Transport,
+    Workload,
+)
 from loadgen.records.samples import NS_PER_MS
-from loadgen.records.server import StageTotals, StepRecord, StepTotals
 
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""

@@ -15,8 +15,7 @@ from loadgen.experiment.arrivals import schedule_seed
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop
 from loadgen.metrics.summaries import summarise_blocks
-from loadgen.records.run import BlockRecord, Label, MachineLoad, Workload, shown
-from loadgen.records.server import StageTotals
+from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm, Snapshot
 from loadgen.run.errors import LoadError

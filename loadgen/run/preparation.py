@@ -23,7 +23,7 @@ from loadgen.client.inputs import (
     signature_of,
     write_samples,
 )
-from loadgen.experiment.padding import default_sizes, has_mixed_lengths
+from loadgen.experiment.plan import default_sizes, has_mixed_lengths
 from loadgen.invocation import ABSERVE
 from loadgen.launch.compose import PROJECT, ComposeDeployment
 from loadgen.launch.deployment import Deployment, RemoteDeployment

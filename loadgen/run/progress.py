@@ -16,9 +16,8 @@ from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.comparisons import PairedMetric, estimate_pairs, pair_metrics, shared_correlation
 from loadgen.metrics.registry import leading_metric
 from loadgen.metrics.summaries import BlockSummary
-from loadgen.records.parity import ParityRecord
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, BlockRecord, Experiment, Label
+from loadgen.records.run import ArmRecord, BlockRecord, Experiment, Label, ParityRecord
 from loadgen.verdict.checks.registry import Check
 
 

@@ -22,8 +22,7 @@ from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, summarise_blocks, summarise_workload
 from loadgen.probes.registry import finding_types, probes
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Record, RunState
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, ParityRecord, Record, RunState
 from loadgen.run.storage import StoredRun, StoredRunError, read_run
 from loadgen.verdict.checks.registry import Check, make_checks, reason_against
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison

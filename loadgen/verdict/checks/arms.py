@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, cast
 
-from loadgen.experiment.padding import held_back, padding_in_words
+from loadgen.experiment.plan import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.facts import RUN, Facts, workload_scope
 from loadgen.probes.handicap_analysis import LARGEST_HIDDEN, ArmTuning, HandicapRecord, HandicapsFound, LoadHandicap

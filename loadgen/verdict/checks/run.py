@@ -16,9 +16,8 @@ from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts, workload_scope
 from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.probes.rate_search_analysis import RatesFound, Trial
 from loadgen.quantities import counted, join, number, share
-from loadgen.records.parity import ParityRecord
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart
-from loadgen.records.run import Label, Workload, shown
+from loadgen.records.run import Label, ParityRecord, Workload, shown
 from loadgen.run.storage import StoredRun
 from loadgen.verdict.checks.registry import Judgement, check, per_comparison, per_load
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import RunState, Workload
+from loadgen.records.run import ParityRecord, RunState, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from loadgen.experiment.schedule import schedule
-from loadgen.records.parity import ParityRecord
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, RunState, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
 from loadgen.run.errors import PreparationError
 from loadgen.run.preparation import export_artefacts
 from loadgen.run.progress import RunProgress

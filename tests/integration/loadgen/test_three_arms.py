@@ -13,9 +13,8 @@ import pytest
 
 from loadgen.experiment.schedule import schedule
 from loadgen.probes.causes_analysis import CausesFound, Explanation
-from loadgen.records.parity import ParityRecord
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
 from loadgen.report.files import write_reports
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment

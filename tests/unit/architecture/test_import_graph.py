@@ -51,7 +51,7 @@ LOADGEN = (
     *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
-    "engine_matrix.files", "ranking", "run.calibrate", "report", "exporters", "conformance",
+    "engine_matrix.files", "ranking", "run.calibrate", "report", "conformance",
     "scenarios", "cli", "entry",
 )  # fmt: skip
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.assembly import default_out, plan_experiment
+from loadgen.cli.compare import plan_experiment
+from loadgen.cli.output import default_out
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.launch.deployment import Deployment

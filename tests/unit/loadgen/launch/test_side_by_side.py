@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.assembly import default_out
+from loadgen.cli.output import default_out
 from loadgen.launch import embedded
 from loadgen.launch.embedded import PortReservation, port_range
 

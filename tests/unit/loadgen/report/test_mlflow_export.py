@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loadgen.cli import after
+from loadgen.cli import output
 from loadgen.cli.report import report
 from loadgen.report import mlflow
 from loadgen.report.contents import result_document
@@ -62,7 +62,7 @@ def test_a_password_is_refused_and_not_shown() -> None:
 def test_compare_and_report_need_the_package_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch)
     with pytest.raises(typer.Exit) as ended:
-        after.check_export("http://localhost:5000")
+        output.check_export("http://localhost:5000")
     assert ended.value.exit_code == 2
     app = typer.Typer()
     app.command()(report)
@@ -80,7 +80,7 @@ def test_a_failed_export_is_a_warning_that_names_the_result(
 
     monkeypatch.setattr(mlflow, "_write", broken)
     result = read_result(RESNET / "result.json")
-    after.hand_over(result_document(result), "http://host:5000", result, RESNET)
+    output.hand_over(result_document(result), "http://host:5000", result, RESNET)
     said = " ".join(capsys.readouterr().err.split())
     assert "the export to MLflow at http://host:5000 failed (ConnectionError: the server is away)" in said
     assert f"abserve report {RESNET} --mlflow http://host:5000" in said

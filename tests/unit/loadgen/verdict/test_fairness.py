@@ -16,8 +16,7 @@ from loadgen.metrics.facts import Facts
 from loadgen.probes.fairness import as_condition, connect_ms, read_governors
 from loadgen.records.model_config import effective_settings, read_triton
 from loadgen.records.probes import ArmConditions, Conditions
-from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
-from loadgen.records.server import StepRecord
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label, StepRecord
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.run.storage import StoredRun
 from loadgen.verdict.checks.arms import captured_sizes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from loadgen.cli.json_output import write_json
+from loadgen.cli.output import write_json
 
 
 def test_a_file_or_standard_output_or_nowhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

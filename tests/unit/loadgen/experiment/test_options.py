@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
+from loadgen.documents import read_record
 from loadgen.entry import build
-from loadgen.experiment.file import effective_settings, write_settings
-from loadgen.experiment.options import setting_options
+from loadgen.experiment.options import effective_settings, setting_options, write_settings
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
+from loadgen.records.run import Experiment
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "examples" / "experiment.yaml"
 
@@ -99,14 +101,34 @@ def test_the_first_arm_of_a_file_is_the_baseline_whatever_its_letter(tmp_path: P
     assert list(settings.arms) == ["b", "a", "c"]
 
 
-@pytest.mark.parametrize("text", [NAMED, "c: {target: native, options: {x: 1}}\n", "arms: {b: native, a: triton}\n"])
-def test_arms_printed_and_read_again_are_the_same(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        EXAMPLE.read_text(),
+        NAMED,
+        "c: {target: native, options: {x: 1}}\n",
+        "arms: {b: native, a: triton}\n",
+    ],
+)
+def test_settings_printed_and_read_again_are_the_same(tmp_path: Path, text: str) -> None:
     settings = effective_settings(Path(written(tmp_path, text)), {})
     path = tmp_path / "again.yaml"
     path.write_text(write_settings(settings))
     again = effective_settings(path, {})
     assert (again, list(again.arms)) == (settings, list(settings.arms))
     assert again.sha256() == settings.sha256()
+    assert settings.sha256() in path.read_text()
+
+
+def test_a_setting_is_stored_under_its_name_as_it_is() -> None:
+    """Those that an experiment has under the same name and does not resolve."""
+    asked = {
+        "inputs": "random", "precision": "fp16", "preset": "full", "seed": 7, "threads": 3, "processes": 2,
+        "gpu_control": False, "handicap_check": False, "restarts": 2, "model": "torchvision:resnet50",
+    }  # fmt: skip
+    ((_, experiment),) = plan_experiment(ExperimentSettings.model_validate(asked)).runs
+    assert {name: getattr(experiment, name) for name in asked} == asked
+    assert read_record(msgspec.json.encode(experiment), Experiment) == experiment
 
 
 def test_an_option_goes_over_a_printed_file(tmp_path: Path) -> None:
@@ -130,16 +152,6 @@ def test_an_option_for_a_letter_beside_named_arms_is_refused_as_that(tmp_path: P
     status, output = run(written(tmp_path, NAMED), "--b-option", "x=1")
     assert status == 2
     assert "the arms torch, onnx, trt, b mix letters and names" in " ".join(output.split())
-
-
-def test_the_effective_file_asks_for_the_same_and_has_the_same_hash(tmp_path: Path) -> None:
-    settings = effective_settings(EXAMPLE, {})
-    path = tmp_path / "again.yaml"
-    path.write_text(write_settings(settings))
-    again = effective_settings(path, {})
-    assert again == settings
-    assert again.sha256() == settings.sha256()
-    assert settings.sha256() in path.read_text()
 
 
 def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path: Path) -> None:
@@ -233,12 +245,6 @@ def test_conditions_of_a_file_that_are_not_text_are_refused_also_beside_the_opti
     status, output = run(written(tmp_path, f"fail_if: {value}\n"), "--fail-if", "b.p99 > 1.05 * a.p99")
     assert status == 2
     assert "must be a valid string" in output
-
-
-def test_a_file_that_is_not_there() -> None:
-    status, output = run("no-such.yaml")
-    assert status == 2
-    assert "no-such.yaml: No such file" in output
 
 
 def test_every_setting_has_an_option_with_help_and_each_name_once() -> None:
