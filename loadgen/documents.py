@@ -1,8 +1,8 @@
 """Reads files and JSON from other programs within limits on size and depth, and makes every text in it printable.
 
 The result is a value or a `DocumentError`, whatever the bytes are. Servers' documents and stored records are decoded
-only here. A folder may come from somebody else: `…_inside` reads only regular files inside it, by no link, and never
-waits for a pipe or reads a device.
+only here. A folder may have been made by another user: the functions `…_inside` read only regular files inside it,
+follow no link, and never wait for a pipe or read a device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import gzip
 import os
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,8 +34,8 @@ class DocumentError(ValueError):
 
 
 def one_line(words: str, most: int = _MOST_WORDS) -> str:
-    """A text from another program for records and terminals: one line of at most `most` characters (0: any number).
-    Control characters, escape codes and marks that change the direction of text are replaced."""
+    """Make a text from another program fit for records and terminals: one line of at most `most` characters (0: any
+    number). Control characters, escape codes and marks that change the direction of text are replaced."""
     line = " ".join(words[: 4 * most].split()) if most else " ".join(words.split())
     if most and len(line) > most:
         line = line[: most - 1] + "…"
@@ -81,8 +82,8 @@ def read_limited(file: BinaryIO, most_bytes: int) -> bytes:
 
 
 def list_inside(folder: Path, name: str) -> list[str]:
-    """What a directory inside `folder` holds, as sorted paths relative to `folder`; empty without the directory. Raises
-    `OSError`, and `DocumentError` if a part of its path is a link."""
+    """The entries of a directory inside `folder`, as sorted paths relative to `folder`; empty if there is no such
+    directory. Raises `OSError`, and `DocumentError` if a part of its path is a link."""
     try:
         with _directory_of(folder, f"{name}/*") as (directory, _):
             return [f"{name}/{entry}" for entry in sorted(os.listdir(directory))]  # noqa: PTH208 (of an open directory)
@@ -191,7 +192,8 @@ def read_record(content: bytes, kind: Any) -> Any:
 
 
 def _clean(value: Any, depth: int, most: int = MOST_CHARACTERS) -> Any:
-    """`most` characters of each text are kept; 0 keeps all."""
+    """The value with printable texts of at most `most` characters (0: any number). Raises `DocumentError` for a value
+    nested deeper than `depth`, and for a number of more than 64 bits."""
     if isinstance(value, str):
         return value if value.isprintable() and (not most or len(value) <= most) else one_line(value, most)
     if isinstance(value, dict | list):
@@ -203,3 +205,19 @@ def _clean(value: Any, depth: int, most: int = MOST_CHARACTERS) -> Any:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise DocumentError("it holds a number of more than 64 bits")
     return value
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write under a temporary name and rename: a reader sees the old file or the new one, whole. Raises `OSError`."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

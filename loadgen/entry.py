@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import entry_points, version
+from importlib.metadata import EntryPoint, entry_points, version
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -15,11 +15,11 @@ from typer.core import TyperCommand, TyperGroup
 COMMANDS, INTERNAL = "abserve.commands", "abserve.internal_commands"
 """Entry points: the name of a command and its function or Typer group. The help leaves out the internal ones."""
 UsageError: Any = typer.BadParameter.__base__
-"""Click's class, which typer carries under a private name in some versions and imports in others."""
+"""Of click, which some versions of typer import and others hold in a private module."""
 STYLE = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-class Command(TyperCommand):
+class PanelledCommand(TyperCommand):
     """A command whose help lists its options in groups, by their `rich_help_panel`, in order of first appearance.
 
     Rich's own tables would cut the names of long options at 80 columns."""
@@ -40,7 +40,7 @@ class Command(TyperCommand):
                 formatter.write_dl(records)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Lists each command with the whole first paragraph of its help, which typer would cut after some words."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the caller passes it
@@ -54,36 +54,17 @@ class Group(TyperGroup):
             formatter.write_dl(listed)
 
 
-class InstalledCommands(MutableMapping[str, Any]):
+class InstalledCommands(Mapping[str, Any]):
     """The commands of all installed packages by name, each imported when it is asked for."""
 
     def __init__(self) -> None:
         self._points = {point.name: point for group in (INTERNAL, COMMANDS) for point in entry_points(group=group)}
-        self._made: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            target = self._points[name].load()
-            self._made[name] = self._command(target, name)
-            self._made[name].hidden = self._points[name].group == INTERNAL
-        return self._made[name]
-
-    def _command(self, target: Any, name: str) -> Any:
-        app = target
-        if not isinstance(target, typer.Typer):
-            app = typer.Typer()
-            app.command(name)(target)
-        for one in app.registered_commands:
-            one.cls = Command
-        app.info.name, app.info.cls, app.info.context_settings = name, Group, STYLE
-        app._add_completion, app.rich_markup_mode = False, None
-        return typer.main.get_command(app)
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._made[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._points[name]
+        if name not in self._loaded:
+            self._loaded[name] = load_command(self._points[name])
+        return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._points))
@@ -92,12 +73,26 @@ class InstalledCommands(MutableMapping[str, Any]):
         return len(self._points)
 
 
-class Commands(Group):
+def load_command(point: EntryPoint) -> Any:
+    """The command of an entry point, which is a function or a `typer.Typer` with several commands."""
+    target, app = point.load(), typer.Typer(add_completion=False, rich_markup_mode=None)
+    hidden = point.group == INTERNAL
+    if not isinstance(target, typer.Typer):
+        app.command(point.name, cls=PanelledCommand, context_settings=STYLE, hidden=hidden)(target)
+        return typer.main.get_command(app)
+    for command in target.registered_commands:
+        command.cls = PanelledCommand
+    app.add_typer(target, name=point.name, cls=CommandGroup, context_settings=STYLE, hidden=hidden)
+    parent: Any = typer.main.get_command(app)
+    return parent.commands[point.name]
+
+
+class RootCommand(CommandGroup):
     """The root of the command line. A mistake in an option is one sentence with exit status 2."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = InstalledCommands()
+        self.commands = InstalledCommands()  # type: ignore[assignment]  # nothing changes it
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         """Parse the options of the root."""
@@ -119,14 +114,14 @@ def one_sentence() -> Iterator[None]:
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise
-        from loadgen.cli.json_output import fail  # imports what only an error needs
+        from loadgen.cli.output import fail  # imports what only an error needs
 
         fail(error.format_message())
 
 
-def show_version(wanted: bool) -> None:
+def show_version(value: bool) -> None:
     """Print the version and exit."""
-    if wanted:
+    if value:
         typer.echo(f"abserve {version('abserve')}")
         raise typer.Exit
 
@@ -135,7 +130,7 @@ def build() -> typer.Typer:
     """The whole command line."""
     app = typer.Typer(
         name="abserve",
-        cls=Commands,
+        cls=RootCommand,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

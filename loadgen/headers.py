@@ -38,26 +38,26 @@ def secret_of(value: object) -> str:
     return value.secret if isinstance(value, HeaderValue) else str(value)
 
 
-def read_headers(given: Mapping[str, object]) -> dict[str, HeaderValue]:
+def read_headers(values: Mapping[str, object]) -> dict[str, HeaderValue]:
     """The headers by their names, with the values of the variables that they refer to: $NAME or env:NAME, with or
     without one word before it, as in "Bearer $TOKEN". Raises `HeaderError`."""
-    found: dict[str, HeaderValue] = {}
-    for given_name, text in given.items():
-        name = "Host" if given_name.lower() == "host" else given_name
+    headers: dict[str, HeaderValue] = {}
+    for written, value in values.items():
+        name = "Host" if written.lower() == "host" else written
         if not _NAME.fullmatch(name):
             raise HeaderError("a header has a name with characters that HTTP does not allow; write NAME=VALUE")
         if name.lower() in _REFUSED or name.lower().startswith("grpc-"):
             raise HeaderError(f"the header {name} follows from the request and cannot be set; leave it out")
-        if name.lower() in {other.lower() for other in found}:
+        if name.lower() in {other.lower() for other in headers}:
             raise HeaderError(f"the header {name} is given twice; give it once")
-        found[name] = _read_value(name, text)
-    return found
+        headers[name] = _read_value(name, value)
+    return headers
 
 
-def _read_value(name: str, given: object) -> HeaderValue:
-    if isinstance(given, HeaderValue):
-        return given
-    text = given if isinstance(given, str) else ""
+def _read_value(name: str, content: object) -> HeaderValue:
+    if isinstance(content, HeaderValue):
+        return content
+    text = content if isinstance(content, str) else ""
     if text == HIDDEN:
         raise HeaderError(f"the value of the header {name} was not stored; give it again, best as $VARIABLE")
     reference = _REFERENCE.fullmatch(text)
@@ -81,8 +81,8 @@ def secrets_in(headers: Iterable[object]) -> tuple[str, ...]:
     """What must not be stored, even where a server repeats it: values and their last words, unless they are so short
     that they may stand for something else."""
     secrets = [secret_of(value) for value in headers if isinstance(value, HeaderValue)]
-    found = {part for secret in secrets for part in (secret, secret.rpartition(" ")[2]) if len(part) >= _LEAST}
-    return tuple(sorted(found, key=len, reverse=True))
+    parts = {part for secret in secrets for part in (secret, secret.rpartition(" ")[2]) if len(part) >= _LEAST}
+    return tuple(sorted(parts, key=len, reverse=True))
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:

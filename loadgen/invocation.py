@@ -9,4 +9,4 @@ OWN_MODULE: tuple[str, ...] = (sys.executable, "-P", "-m")
 
 ABSERVE: tuple[str, ...] = (*OWN_MODULE, "loadgen.entry")
 
-ENGINE_WORKER: tuple[str, ...] = (*OWN_MODULE, "servers.engines.worker")
+ENGINE_WORKER: tuple[str, ...] = (*OWN_MODULE, "servers.measuring.worker")

@@ -6,6 +6,7 @@ A formatted text is never parsed again: what a text shows as a number is `signif
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 Interval = tuple[float, float]
 MAX_DECIMALS = 4
@@ -53,8 +54,8 @@ def measured(value: float | None, interval: Interval | None) -> str:
     if value:
         leading = -math.floor(math.log10(abs(value)))
         decimals = min(max(decimals, leading), leading + 3)
-    kept, places = round(value, decimals), min(max(decimals, 0), MAX_DECIMALS)
-    return f"{kept:,.{places}f}" if round(kept, places) or not value else number(value, 1)
+    rounded, places = round(value, decimals), min(max(decimals, 0), MAX_DECIMALS)
+    return f"{rounded:,.{places}f}" if round(rounded, places) or not value else number(value, 1)
 
 
 def measured_interval(interval: Interval) -> str:
@@ -145,3 +146,13 @@ def counted(count: int, noun: str) -> str:
 def sentence(text: str) -> str:
     """With a capital letter and a full stop."""
     return text[0].upper() + text[1:].rstrip(".") + "."
+
+
+def join(words: Sequence[str]) -> str:
+    """ "p50, p90 and p99" """
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def do_not(labels: Sequence[str], what: str) -> str:
+    """ "A does not report", "A and B do not report" """
+    return f"{join(labels)} {'do' if len(labels) > 1 else 'does'} not {what}"

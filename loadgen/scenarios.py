@@ -55,16 +55,15 @@ from gevent.event import Event
 from locust import events, task
 from locust.exception import StopUser
 
+from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError
-from loadgen.client.exchange import ConnectionRefused
 from loadgen.client.inputs import InputError
-from loadgen.client.requests import Address, AddressError
+from loadgen.client.pacer import OPEN_LEAD_NS, Pacer
+from loadgen.client.traffic import LoadWindow
 from loadgen.experiment.arrivals import endless_offsets_ns
-from loadgen.exporters.load import export_load
-from loadgen.generator.pacer import OPEN_LEAD_NS, Pacer
-from loadgen.generator.window import LoadWindow
-from loadgen.locustfile.session import InferenceUser, LoadOptions, Session, idle_traffic
-from loadgen.locustfile.workers import MasterSide, WorkerSide, share_of
+from loadgen.locust.metrics import export_load
+from loadgen.locust.session import InferenceUser, LoadOptions, Session, idle_traffic
+from loadgen.locust.workers import MasterSide, WorkerSide, share_of
 
 DEFAULT_HOST = "http://127.0.0.1:8100"
 _POLL_SECONDS = 0.005
@@ -321,7 +320,7 @@ def _problem(environment: Any) -> str | None:
         return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
     try:
         session, endpoint = Session(environment, options), Endpoint(environment.host, access=options.access)
-        if options.served is None:
+        if options.served_model is None:
             session.load_inputs()
         model = session.model
         options.target(endpoint.address, model)

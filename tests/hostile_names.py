@@ -12,7 +12,7 @@ from pathlib import Path
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats, write_reports
 from loadgen.report.renderers.terminal import make_console, print_document
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 HOSTILE = "=1+1\x1b[31m\x07\r\n\r\n# VALID\n<script>alert(1)</script> [x](javascript:1) ]]> \u202e[bold red]:bomb: |**`"
 

@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, GpuProcess, Reading, SampleBatch, Status
-from servers.gpu.selection import select_devices
+from servers.gpu.readings import (
+    DeviceIdentity,
+    EdgeReading,
+    GpuProcess,
+    NvmlConnection,
+    Reading,
+    SampleBatch,
+    Status,
+    select_devices,
+)
 
 SAMPLE_PERIOD_NS = 200_000_000
 SAMPLES_KEPT = 71
@@ -64,15 +72,15 @@ class ScriptedReader:
         self._uuid = uuid
         self._driver_version = driver_version
 
-    def connect(self) -> Connection:
+    def connect(self) -> NvmlConnection:
         """Fails while a fault of every call lasts."""
         code = self._fault("*")
         if code is not None:
-            return Connection(status="gpu_lost" if code == LOST else "error", error=code)
+            return NvmlConnection(status="gpu_lost" if code == LOST else "error", error=code)
         device = DeviceIdentity(
             0, self._uuid, "scripted GPU (not real)", "0000:00:00.0", mig_enabled=False, supports_gpm=False
         )
-        return Connection("ok", None, self._driver_version, "13.580", "13.0", (device,), 1)
+        return NvmlConnection("ok", None, self._driver_version, "13.580", "13.0", (device,), 1)
 
     def reading(self, index: int) -> Reading:
         """Energy, power, utilisation and memory."""
@@ -157,7 +165,7 @@ class ScriptedMachine:
         self._gpus = gpus
         self._names = names
 
-    def connect(self) -> Connection:
+    def connect(self) -> NvmlConnection:
         """Of all that answer; one that does not is left out and makes the status, as with a driver."""
         found = [gpu.connect() for gpu in self._gpus]
         devices = tuple(replace(device, index=index) for index, one in enumerate(found) for device in one.devices)
@@ -187,9 +195,9 @@ class NullReader:
     def __init__(self, status: Status = "no_library") -> None:
         self._status = status
 
-    def connect(self) -> Connection:
+    def connect(self) -> NvmlConnection:
         """Never a device."""
-        return Connection(status=self._status)
+        return NvmlConnection(status=self._status)
 
     def reading(self, index: int) -> Reading:
         """There is none."""

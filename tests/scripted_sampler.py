@@ -19,8 +19,7 @@ import psutil
 from scripted_reader import Fault, Phase, ScriptedMachine, ScriptedReader  # type: ignore[import-not-found]
 
 from servers.gpu.readings import EdgeReading, GpuProcess, GpuReader
-from servers.gpu.recording import Intervals, Line, Recording
-from servers.gpu.sampler import SamplerProcess
+from servers.gpu.sampler import Intervals, Line, Recording, SamplerProcess
 
 END_OF_TIME = 2**62
 

@@ -9,14 +9,14 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from loadgen.cli.json_output import check_files, fail, write_json
+from loadgen.cli.output import check_files, fail, write_json
 from loadgen.client.transports import TRANSPORTS
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import IMAGE_PAYLOADS
 
 EXIT_FAILED = 1
-_LOAD, _MEASUREMENT, _OUTPUT = (partial(typer.Option, rich_help_panel=one) for one in (LOAD, MEASUREMENT, OUTPUT))
+_LOAD, _MEASUREMENT, _OUTPUT = (partial(typer.Option, rich_help_panel=panel) for panel in (LOAD, MEASUREMENT, OUTPUT))
 T = TypeVar("T", bound=str)
 
 
@@ -42,15 +42,15 @@ def calibrate(
 
     Stored in $XDG_CACHE_HOME/abserve for this machine and these versions, where `abserve compare` finds it.
     """
-    chosen = _known(transports, TRANSPORTS, "--transports")
-    kinds = _known(payloads, IMAGE_PAYLOADS, "--payloads")
+    chosen = _chosen(transports, TRANSPORTS, "--transports")
+    kinds = _chosen(payloads, IMAGE_PAYLOADS, "--payloads")
     sizes = _sizes(batch_sizes)
     check_files({"--out": out, "--json": json_file})
     # After the argument checks: grpc takes half a second to import.
-    from loadgen.calibration.measurement import CalibrationRequest
-    from loadgen.calibration.measurement import calibrate as measure
     from loadgen.report.contents import calibration_document
     from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.run.calibrate import CalibrationRequest
+    from loadgen.run.calibrate import calibrate as measure
     from loadgen.run.interruption import interruptible
     from loadgen.run.machine import CalibrationError, default_path, write_calibration
 
@@ -78,20 +78,20 @@ def calibrate(
     write_json(calibration, json_file)
 
 
-def _known(given: str, known: tuple[T, ...], option: str) -> tuple[T, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
-    if wrong := [name for name in names if name not in known]:
-        fail(unknown(option, wrong[0], known))
+def _chosen(text: str, choices: tuple[T, ...], option: str) -> tuple[T, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if wrong := [name for name in names if name not in choices]:
+        fail(unknown(option, wrong[0], choices))
     if not names:
-        fail(f"{option}: give at least one of {', '.join(known)}")
-    return tuple(one for name in names for one in known if one == name)
+        fail(f"{option}: give at least one of {', '.join(choices)}")
+    return tuple(choice for name in names for choice in choices if choice == name)
 
 
-def _sizes(given: str) -> tuple[int, ...]:
+def _sizes(text: str) -> tuple[int, ...]:
     try:
-        sizes = tuple(sorted({int(part) for part in given.split(",") if part.strip()}))
+        sizes = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
     except ValueError:
         sizes = ()
     if not sizes or sizes[0] < 1:
-        fail(f"--batch-sizes {given}: give whole numbers from 1 separated by commas, as in 1,32")
+        fail(f"--batch-sizes {text}: give whole numbers from 1 separated by commas, as in 1,32")
     return sizes

@@ -1,28 +1,53 @@
-"""`abserve compare`: settings in, experiment out, run, verdict and report."""
+"""`abserve compare`: settings in, one experiment per combination of transport and payload, runs, verdict and report.
+
+Whatever cannot run is refused before anything is written.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from loadgen.cli.after import analysis_of, check_export, hand_over
-from loadgen.cli.assembly import ExperimentPlan, check_out, check_servers, default_out, plan_experiment
-from loadgen.cli.json_output import check_files, complain, fail
+from loadgen.cli.output import analysis_of, check_export, check_files, check_out, complain, default_out, fail, hand_over
+from loadgen.client.connection import Address, AddressError
+from loadgen.client.grpc import parse_grpc_address
+from loadgen.client.inputs import InputError, image_folder
+from loadgen.client.tls import TlsError, tls_context
 from loadgen.documents import one_line
-from loadgen.experiment.file import effective_settings, write_settings
-from loadgen.experiment.options import given_options, takes_settings
-from loadgen.experiment.plan import Combination, PlanError
-from loadgen.experiment.settings import MAIN, OUTPUT
-from loadgen.records.run import Experiment
+from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
+from loadgen.experiment.plan import (
+    AS_SERVED,
+    Combination,
+    PlanError,
+    buckets,
+    check_models,
+    check_restarts,
+    check_stack,
+    decide_padding,
+    expects_gpu,
+    ignored_settings,
+    make_arms,
+    make_workloads,
+    measurable_scenarios,
+    minutes_of,
+    plan_combinations,
+)
+from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings
+from loadgen.probes.ceiling_analysis import has_own_engines
+from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
+from loadgen.verdict.thresholds import plan_conditions
 
 if TYPE_CHECKING:
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
@@ -86,6 +111,151 @@ def compare(
         status, result = run_and_report(plan.runs[0][1], folder, mlflow)
         results = {"": result}
     raise typer.Exit(_write_formats(results, junit, csv, status))
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentPlan:
+    """What to run: one experiment per combination. In a matrix each has its own folder."""
+
+    runs: tuple[tuple[Combination, Experiment], ...]
+    is_matrix: bool
+    notes: tuple[str, ...] = ()
+    """Sentences about settings that are ignored."""
+
+
+def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
+    """What to run. Raises `PlanError` for options that contradict each other or cannot be measured."""
+    arms = make_arms(settings)
+    combinations = plan_combinations(arms, settings)
+    for arm, combination in product(arms, combinations):
+        check_reachable(arm, combination.transport)
+    check_stack(settings, arms, combinations)
+    check_models(settings, arms)
+    check_inputs(settings, combinations)
+    workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
+    has_load = any(workload.has_blocks for workload in workloads)
+    if expects_gpu(*arms) and not has_load:
+        raise PlanError("the GPU verification needs a scenario with load; add one, as in --scenarios single,ramp")
+    starts_engines = has_own_engines(arms, settings.deployment)
+    if settings.ceiling and not starts_engines:
+        raise PlanError("--ceiling measures engines of servers that abserve starts, and it starts none; leave it out")
+    if settings.ceiling and not has_load:
+        raise PlanError("--ceiling is compared with the load; add a scenario of load, as in --scenarios batched")
+    check_restarts(settings, workloads)
+    minutes = minutes_of(settings)
+    plan_conditions(settings.fail_if, workloads, tuple(settings.arms))
+    is_matrix, full = settings.matrix or len(combinations) > 1, settings.preset == "full"
+
+    def experiment(combination: Combination) -> Experiment:
+        asked = settings
+        if is_matrix:
+            alone = {"transport": (combination.transport,), "payload": (combination.payload,), "matrix": False}
+            asked = settings.model_copy(update=alone)
+        compose = asked.deployment == "compose"
+        return asked.stored(
+            Experiment,
+            arms=arms,
+            weights=AS_SERVED if compose else asked.weights or MODEL_WEIGHTS,
+            pad_to=buckets(asked),
+            payload=combination.payload,
+            transport=combination.transport,
+            workloads=workloads,
+            equivalence_margin=asked.margin,
+            minutes=minutes if has_load else None,
+            until_decided=asked.until == "decided",
+            time_limit_minutes=asked.time_limit if asked.until == "decided" else None,
+            request_timeout_s=asked.request_timeout,
+            explain=full if asked.explain is None else asked.explain,
+            explain_seconds=asked.explain_minutes * 60.0,
+            ceiling=starts_engines and (full if asked.ceiling is None else asked.ceiling),
+            compose_project=(asked.compose_project or DEFAULT_PROJECT) if compose else None,
+            settings=asked.content(),
+            settings_sha256=asked.sha256(),
+        )
+
+    runs = tuple((combination, experiment(combination)) for combination in combinations)
+    return ExperimentPlan(runs, is_matrix, ignored_settings(settings))
+
+
+def check_reachable(arm: ArmRequest, transport: Transport) -> None:
+    """Raises `PlanError` for a URL that is malformed, and for a server that does not offer the transport."""
+    if arm.target in PLAIN and transport != "http":
+        raise PlanError(f"{option_of(arm.label)} {arm.target} serves HTTP only; use --transport http")
+    if arm.embedded:
+        return
+    option = option_of(arm.label)
+    try:
+        address = Address.parse(arm.target, arm.access)
+        if arm.grpc is not None:
+            parse_grpc_address(arm.grpc, arm.access)
+        tls_context(arm.access, "h2")
+    except (AddressError, TlsError) as exc:
+        raise PlanError(f"{option}: {exc}") from None
+    if transport == "grpc" and arm.grpc is None:
+        raise PlanError(f"{option} {arm.target} has no gRPC address; add {option_of(arm.label, 'grpc')} HOST:PORT")
+    if transport == "shm" and not address.is_local:
+        raise PlanError(f"{option} {arm.target} is on another machine, which shares no memory; use --transport http")
+
+
+def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combination]) -> None:
+    """Raises `PlanError` for inputs that do not exist, or that contradict another setting."""
+    if settings.inputs is None:
+        return
+    if settings.sequence_length is not None:
+        raise PlanError("--inputs have their own lengths; leave --sequence-length out")
+    try:
+        images = image_folder(settings.inputs)
+    except (InputError, OSError) as exc:
+        raise PlanError(str(exc)) from exc
+    if images is None and len({combination.payload for combination in combinations}) > 1:
+        raise PlanError(f"--inputs {settings.inputs} are of one payload; give one --payload")
+
+
+def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
+    """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
+    the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
+    with the padding that every arm can do. Raises `PlanError`."""
+    from loadgen.client.endpoint import EndpointError
+    from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
+    from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs
+    from loadgen.run.storage import RunStore
+
+    checked: dict[tuple[Label, str], Deployment] = {}
+    decided = []
+    with TemporaryDirectory(prefix="abserve-check-") as folder:
+        for experiment in experiments:
+            deployments: dict[Label, Deployment] = {}
+            unpadded = msgspec.structs.replace(experiment, pad_to=None)  # the servers first say whether they can
+            for arm in sorted(experiment.arms, key=lambda arm: not arm.embedded):  # these tell the model's name
+                key = (arm.label, experiment.payload_of(arm))
+                if key in checked:
+                    continue
+                try:
+                    deployment = make_deployment(arm, unpadded, RunStore(Path(folder)), Path(folder))
+                    checked[key] = deployments[arm.label] = deployment
+                    deployment.check(model_name(arm, experiment, deployments))
+                except (DeploymentError, EndpointError) as exc:
+                    reason = str(exc).removeprefix(f"abserve serve {arm.target} cannot start: ")
+                    raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
+            by_label = {arm.label: checked[arm.label, experiment.payload_of(arm)] for arm in experiment.arms}
+            reasons = {label: deployment.cannot_pad for label, deployment in by_label.items()}
+            cannot_pad = {label: reason for label, reason in reasons.items() if reason is not None}
+            pads_to = {label: deployment.pads_to for label, deployment in by_label.items()}
+            decided.append(decide_padding(experiment, cannot_pad, pads_to))
+        try:
+            for number, experiment in enumerate(decided):
+                started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
+                # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
+                if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
+                    place = Path(folder) / str(number) / "samples"
+                    _, inputs = prepare_inputs(experiment, place)
+                    running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
+                    if inputs is None and experiment.inputs and isinstance(running, RemoteDeployment):
+                        name = experiment.model_of(experiment.baseline) or experiment.model
+                        make_inputs(experiment, place, running.signature(name))
+        except (InputError, EndpointError) as exc:
+            raise PlanError(str(exc)) from exc
+    return decided
 
 
 def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path | None]) -> ExperimentPlan:
@@ -156,7 +326,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     from loadgen.run.progress import LiveRatios
     from loadgen.run.runner import run_experiment
     from loadgen.run.storage import StorageError
-    from loadgen.verdict.analysis import analyse
+    from loadgen.verdict.result import analyse
 
     console = make_console(sys.stdout)
     try:
@@ -168,7 +338,8 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     if state.error is not None:
         complain(state.error)
     result = report = None
-    with analysis_of(out, "abserve report") as analysis:
+    analysed = False
+    with analysis_of(out, "abserve report"):
         result = analyse(out)
         try:
             report, *_ = write_reports(out, result)
@@ -177,7 +348,8 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
         document = result_document(result)
         print_document(document, console)
         hand_over(document, mlflow, result, out)
-    if result is None or report is None or analysis.failed:
+        analysed = True
+    if result is None or report is None or not analysed:
         return EXIT_INTERRUPTED if state.state == "interrupted" else EXIT_INVALID, result
     console.print(f"report: {report}", soft_wrap=True)
     if state.state == "interrupted":
@@ -190,4 +362,4 @@ def exit_status(result: Result) -> int:
     """The status of a run that was not interrupted."""
     if not result.valid or result.state is None or result.state.state != "finished":
         return EXIT_INVALID
-    return EXIT_VALID if all(one.state == "kept" for one in result.thresholds) else EXIT_THRESHOLD
+    return EXIT_VALID if all(threshold.state == "kept" for threshold in result.thresholds) else EXIT_THRESHOLD

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.json_output import check_files, fail, write_json
+from loadgen.cli.output import check_files, fail, write_json
 
 if TYPE_CHECKING:
     from loadgen.conformance.servers import Session
@@ -126,9 +126,9 @@ def conformance(
     raise typer.Exit(EXIT_DEVIATES if report.failed else EXIT_CONFORMS)
 
 
-def _options(given: list[str]) -> dict[str, str]:
+def _options(items: list[str]) -> dict[str, str]:
     options = {}
-    for item in given:
+    for item in items:
         name, separator, value = item.partition("=")
         if not name:
             fail(f"--launch-option {item} has no name; give NAME=VALUE")

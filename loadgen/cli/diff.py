@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from loadgen.cli.json_output import fail
+from loadgen.cli.output import fail
 
 if TYPE_CHECKING:
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_CHANGED = 0, 1, 3
 _RUN = "A folder that `abserve compare` wrote to, or a result.json."
@@ -34,14 +35,11 @@ def diff(
     Exit status: 0 no change is shown, 1 the runs cannot be compared (each difference is named), 2 a run cannot be read,
     3 at least one comparison changed, for better or worse.
     """
-    import msgspec
-
     from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
-    from loadgen.verdict.result_file import ResultError
+    from loadgen.verdict.result import ResultError, readable
     from loadgen.verdict.run_difference import compare_runs
 
     if as_json and as_markdown:
@@ -49,25 +47,24 @@ def diff(
     try:
         runs = [_read(path) for path in (old, new)]
         with readable(old if old == new else Path(f"{old} or {new}")):
-            found = compare_runs(runs[0], runs[1], names=(str(old), str(new)), allow_different=allow)
+            difference = compare_runs(runs[0], runs[1], names=(str(old), str(new)), allow_different=allow)
             if as_json:
-                typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+                typer.echo(msgspec.json.format(msgspec.json.encode(difference), indent=2).decode())
             elif as_markdown:
-                typer.echo(render_markdown(difference_document(found)), nl=False)
+                typer.echo(render_markdown(difference_document(difference)), nl=False)
             else:
-                print_document(difference_document(found), make_console(sys.stdout))
+                print_document(difference_document(difference), make_console(sys.stdout))
     except (StoredRunError, ResultError) as exc:
         fail(str(exc))
-    if not found.comparable:
+    if not difference.comparable:
         raise typer.Exit(EXIT_NOT_COMPARABLE)
-    changed = any(one.outcome == "changed" for one in found.comparisons)
+    changed = any(comparison.outcome == "changed" for comparison in difference.comparisons)
     raise typer.Exit(EXIT_CHANGED if changed else EXIT_UNCHANGED)
 
 
 def _read(path: Path) -> Result:
     """The result of a run: a folder's records are analysed again, so that both runs get the same analysis."""
-    from loadgen.verdict.analysis import readable, stored_result
-    from loadgen.verdict.result_file import read_result
+    from loadgen.verdict.result import read_result, readable, stored_result
 
     if not path.exists():
         fail(f"{path} does not exist; give {_RUN[0].lower()}{_RUN[1:-1]}")

@@ -10,12 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadgen.cli.after import analysis_of, check_export, hand_over
-from loadgen.cli.assembly import check_out, default_out
-from loadgen.cli.json_output import check_files, complain, fail, write_json
+from loadgen.cli.output import (
+    analysis_of,
+    check_export,
+    check_files,
+    check_out,
+    complain,
+    default_out,
+    fail,
+    hand_over,
+    write_json,
+)
 from loadgen.engine_matrix.settings import MatrixSettings
-from loadgen.experiment.file import checked_settings, read_file
-from loadgen.experiment.options import SettingOption, given_options, plain_options, takes_settings
+from loadgen.experiment.options import (
+    SettingOption,
+    checked_settings,
+    given_options,
+    plain_options,
+    read_file,
+    takes_settings,
+)
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.invocation import ENGINE_WORKER
@@ -27,10 +41,10 @@ if TYPE_CHECKING:
 
 EXIT_MEASURED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 OPTIONS = plain_options(MatrixSettings, "ABSERVE_ENGINES")
-_MAIN, _OUTPUT = (partial(typer.Option, rich_help_panel=one) for one in (MAIN, OUTPUT))
+_MAIN, _OUTPUT = (partial(typer.Option, rich_help_panel=panel) for panel in (MAIN, OUTPUT))
 
 
-@takes_settings(given=OPTIONS)
+@takes_settings(options=OPTIONS)
 def engines(
     context: typer.Context,
     file: Annotated[
@@ -66,22 +80,22 @@ def engines(
     """
     check_files({"--json": json_file})
     check_export(mlflow)
-    given = given_options(context, options, OPTIONS)
+    chosen = given_options(context, options, OPTIONS)
     if resume is not None and out is not None:
         fail(f"--out {out} and --resume {resume} are two folders; give one of them")
     try:
         if resume is not None:
-            store, plan, environment = _stored(resume, file, given)
+            store, plan, environment = _stored(resume, file, chosen)
         else:
-            store, plan, environment = _new(out, _settings(file, given))
+            store, plan, environment = _new(out, _settings(file, chosen))
     except PlanError as exc:
         fail(str(exc))
     raise typer.Exit(_run(store, plan, environment, json_file, mlflow, fresh=resume is None))
 
 
-def _settings(file: Path | None, given: dict[SettingOption, object]) -> MatrixSettings:
+def _settings(file: Path | None, options: dict[SettingOption, object]) -> MatrixSettings:
     content = read_file(file, "a matrix file", "models: torchvision:resnet50")
-    return checked_settings(MatrixSettings, content, file, given)
+    return checked_settings(MatrixSettings, content, file, options)
 
 
 def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, MatrixPlan, Environment]:
@@ -96,13 +110,14 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Matri
     if out is not None and (out / MatrixPlan.FILE).exists():
         raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
     offers = read_offers(settings.device, ENGINE_WORKER)
-    wanted = expand(settings, offers)
-    plan = make_plan(settings, offers, wanted, check(requests_of(settings, wanted, offers), ENGINE_WORKER))
+    configurations = expand(settings, offers)
+    checks = check(requests_of(settings, configurations, offers), ENGINE_WORKER)
+    plan = make_plan(settings, offers, configurations, checks)
     return MatrixStore(out or default_out("engines")), plan, read_environment(offers.gpu, {})
 
 
 def _stored(
-    folder: Path, file: Path | None, given: dict[SettingOption, object]
+    folder: Path, file: Path | None, options: dict[SettingOption, object]
 ) -> tuple[MatrixStore, MatrixPlan, Environment]:
     """The matrix in the folder, if it is the one asked for and this is its machine. Raises `PlanError`."""
     from loadgen.engine_matrix.plan import difference
@@ -118,8 +133,8 @@ def _stored(
         plan, before = store.read(MatrixPlan), store.read(Environment)
     except StorageError as exc:
         raise PlanError(f"--resume {folder}: {exc}") from exc
-    if file is not None or given:
-        asked = _settings(file, given)
+    if file is not None or options:
+        asked = _settings(file, options)
         if asked.sha256() != plan.sha256:
             differs = difference(plan.settings, asked.content())
             raise PlanError(f"--resume {folder}: it was begun with {differs}; leave the options out, or use --out")
@@ -134,7 +149,8 @@ def _stored(
 
 
 def _gpu_names(gpu: dict[str, Any]) -> list[str]:
-    return [f"{one.get('name')} {one.get('uuid')}" for one in gpu.get("devices") or [] if isinstance(one, dict)]
+    devices = gpu.get("devices") or []
+    return [f"{device.get('name')} {device.get('uuid')}" for device in devices if isinstance(device, dict)]
 
 
 def _run(
@@ -209,10 +225,10 @@ def exit_status(matrix: Matrix) -> int:
     """The status of a matrix that was not interrupted: whether every configuration was measured and right."""
     from loadgen.engine_matrix.records import NO_MODEL
 
-    failed = any(one.errors for one in matrix.configurations)
+    failed = any(configuration.errors for configuration in matrix.configurations)
     wrong = any(
-        one.fault is not None and matrix.configurations[one.configuration].configuration.engine != NO_MODEL
-        for one in matrix.cells
+        cell.fault is not None and matrix.configurations[cell.configuration].configuration.engine != NO_MODEL
+        for cell in matrix.cells
     )
     return EXIT_FAILED if failed or wrong or not matrix.cells else EXIT_MEASURED
 

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.assembly import default_out, plan_experiment
-from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, OUT, check_run, run_and_report
-from loadgen.cli.json_output import fail
-from loadgen.experiment.file import effective_settings
-from loadgen.experiment.options import given_options, takes_settings
+from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, OUT, check_run, plan_experiment, run_and_report
+from loadgen.cli.output import default_out, fail
+from loadgen.experiment.options import effective_settings, given_options, takes_settings
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, ExperimentSettings
 from loadgen.records.run import EMBEDDED
 
 if TYPE_CHECKING:
     from loadgen.records.machine import NoiseFloor
-    from loadgen.verdict.result_file import Result
+    from loadgen.verdict.result import Result
 
 _MAIN = partial(typer.Option, rich_help_panel=MAIN)
 RESTARTS, PAIRS, PAIRS_OF_ONE_START = 6, 24, 12
@@ -57,8 +55,8 @@ def noise_floor(
     """
     from loadgen.run.noise_floor import NoiseFloorError, make_floor, store_floor
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
     from loadgen.verdict.noise_floor import COMMAND
+    from loadgen.verdict.result import readable
 
     try:
         folder, result, status = _stored(from_run) if from_run else _measured(context, file, out, options)
@@ -81,7 +79,7 @@ def noise_floor(
 def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
     """The settings with the baseline as both A and B, this command's defaults where nothing was given, and without
     thresholds, which are about other arms."""
-    given, arm = settings.model_fields_set, next(iter(settings.arms.values()))
+    arm = next(iter(settings.arms.values()))
     launched = arm.target in EMBEDDED
     defaults: dict[str, object] = {
         "scenarios": SCENARIOS,
@@ -89,17 +87,17 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
         "rounds": PAIRS if launched else PAIRS_OF_ONE_START,
         "handicap_check": False,
     }
-    own = {name: value for name, value in defaults.items() if name not in given}
-    return settings.model_copy(update={**own, "arms": {"a": arm, "b": arm}, "fail_if": ()})
+    unset = {name: value for name, value in defaults.items() if name not in settings.model_fields_set}
+    return settings.model_copy(update={**unset, "arms": {"a": arm, "b": arm}, "fail_if": ()})
 
 
 def _measured(
     context: typer.Context, file: Path | None, out: Path | None, options: dict[str, object]
 ) -> tuple[Path, Result | None, int]:
-    given = given_options(context, options)
-    if stray := [option.flag for option in given if option.path[0] == "arms" and option.path[1] != "a"]:
+    chosen = given_options(context, options)
+    if stray := [option.flag for option in chosen if option.path[0] == "arms" and option.path[1] != "a"]:
         raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave the other arms out")
-    settings = self_comparison(effective_settings(file, given))
+    settings = self_comparison(effective_settings(file, chosen))
     plan = plan_experiment(settings)
     if plan.is_matrix:
         raise PlanError("the noise floor needs one transport and one payload; give one of each")
@@ -110,7 +108,7 @@ def _measured(
 
 
 def _stored(directory: Path) -> tuple[Path, Result | None, int]:
-    from loadgen.verdict.analysis import analyse, readable
+    from loadgen.verdict.result import analyse, readable
 
     with readable(directory):
         return directory, analyse(directory), EXIT_VALID
@@ -118,11 +116,14 @@ def _stored(directory: Path) -> tuple[Path, Result | None, int]:
 
 def _print(floor: NoiseFloor) -> None:
     import loadgen.report.document as doc
-    from loadgen.comparison.pairs import METRICS
+    from loadgen.metrics.registry import METRICS
     from loadgen.quantities import share
     from loadgen.report.renderers.terminal import make_console, print_document
 
-    rows = [(one.scenario, METRICS[one.metric].title, share(one.difference), str(one.pairs)) for one in floor.entries]
+    rows = [
+        (entry.scenario, METRICS[entry.metric].title, share(entry.difference), str(entry.pairs))
+        for entry in floor.entries
+    ]
     table = doc.Table((*doc.names("scenario", "metric"), *doc.numbers("identical arms differ by up to", "pairs")), rows)
     title = f"Noise floor of this machine: {floor.title}, {floor.model}, {floor.payload} over {floor.transport}"
     section = doc.Section(title, (table,))

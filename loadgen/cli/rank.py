@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from loadgen.cli.json_output import complain, fail
+from loadgen.cli.output import complain, fail
 
 
 def rank(
@@ -54,7 +54,7 @@ def rank(
     from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
+    from loadgen.verdict.result import readable
 
     if spot and reserved:
         fail("give --spot or --reserved, not both")
@@ -63,21 +63,21 @@ def rank(
     if out is not None and out.exists() and not out.is_dir():
         fail(f"--out {out}: this is a file; give a folder")
     try:
-        reads, known_prices = read_all(results), read_prices(prices or EXAMPLES)
+        read_results, price_list = read_all(results), read_prices(prices or EXAMPLES)
         with readable(Path(", ".join(map(str, results)))):
-            found = analyse.rank(
-                reads,
-                known_prices,
+            ranking = analyse.rank(
+                read_results,
+                price_list,
                 "spot" if spot else "reserved" if reserved else "on-demand",
                 model=model,
                 precision=precision,
                 price_file=EXAMPLES.name if prices is None else str(prices),
                 example_prices=prices is None,
             )
-            document = ranking_document(found)
+            document = ranking_document(ranking)
     except (UnreadableError, PriceError, StoredRunError) as exc:
         fail(str(exc))
-    render = formats(found, document)
+    render = formats(ranking, document)
     output = "json" if as_json else output
     if output is not None and output not in render:
         fail(unknown("--format", output, list(render)))
@@ -90,10 +90,10 @@ def rank(
         complain(warning, style="bold yellow")
     if out is not None:
         try:
-            report, *_ = write_ranking(out, found, document)
+            report, *_ = write_ranking(out, ranking, document)
         except OSError as exc:
             fail(f"cannot write to {out}: {exc.strerror or exc}; make it writable, or leave --out away", 1)
         if output is None:
             console.print(f"report: {report}", soft_wrap=True)
-    if not found.groups:
+    if not ranking.groups:
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from loadgen.cli.json_output import fail
+from loadgen.cli.output import fail
 
 if TYPE_CHECKING:
     from loadgen.report.document import Document
@@ -47,11 +47,10 @@ def report(
 
     from loadgen.engine_matrix.store import is_matrix
     from loadgen.experiment.plan import unknown
-    from loadgen.exporters.mlflow import ExportError, check_mlflow
+    from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.analysis import readable
-    from loadgen.verdict.result_file import ResultError
+    from loadgen.verdict.result import ResultError, readable
 
     if mlflow is not None and output is not None:
         fail("give --mlflow or --format, not both")
@@ -59,15 +58,15 @@ def report(
     try:
         check_mlflow(mlflow)
         with readable(directory):
-            found = _of_matrix(directory) if is_matrix(directory) else _of_comparison(directory)
+            stored = _stored_matrix(directory) if is_matrix(directory) else _stored_comparison(directory)
             if output is not None:
-                if output not in found.formats:
-                    fail(unknown("--format", output, list(found.formats)))
-                typer.echo(found.formats[output](), nl=False)
+                if output not in stored.formats:
+                    fail(unknown("--format", output, list(stored.formats)))
+                typer.echo(stored.formats[output](), nl=False)
                 return
-            paths = found.write()
-            print_document(found.document, console)
-    except (StoredRunError, ResultError, ExportError) as exc:
+            paths = stored.write()
+            print_document(stored.document, console)
+    except (StoredRunError, ResultError, MlflowExportError) as exc:
         fail(str(exc))
     except OSError as exc:
         fail(
@@ -75,20 +74,20 @@ def report(
             "the report",
             1,
         )
-    for path in (*paths, *found.notes):
+    for path in (*paths, *stored.notes):
         console.print(f"{path}", soft_wrap=True)
     try:
         if mlflow is not None:
             with readable(directory):
-                found.export(mlflow)
-    except (ExportError, StoredRunError) as exc:
+                stored.export(mlflow)
+    except (MlflowExportError, StoredRunError) as exc:
         fail(str(exc), 1)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())
 
 
-class Reported(NamedTuple):
-    """What can be made of a folder."""
+class StoredResult(NamedTuple):
+    """The report of a folder, and functions that write it in other forms."""
 
     document: Document
     formats: dict[str, Callable[[], str]]
@@ -98,25 +97,25 @@ class Reported(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _of_comparison(directory: Path) -> Reported:
-    from loadgen.exporters.mlflow import export_result
+def _stored_comparison(directory: Path) -> StoredResult:
     from loadgen.report.contents import result_document
     from loadgen.report.files import formats, write_reports
-    from loadgen.verdict.analysis import stored_result
+    from loadgen.report.mlflow import export_result
+    from loadgen.verdict.result import stored_result
 
     result = stored_result(directory)
     write, export = partial(write_reports, directory, result), partial(export_result, result=result, folder=directory)
-    return Reported(result_document(result), formats(result), write, export)
+    return StoredResult(result_document(result), formats(result), write, export)
 
 
-def _of_matrix(directory: Path) -> Reported:
+def _stored_matrix(directory: Path) -> StoredResult:
     from loadgen.engine_matrix import files
     from loadgen.engine_matrix.sections import matrix_document
     from loadgen.engine_matrix.store import stored_matrix
-    from loadgen.exporters.mlflow import export_matrix
+    from loadgen.report.mlflow import export_matrix
 
     matrix = stored_matrix(directory)
     notes = () if files.has_parquet() else (files.NO_PARQUET,)
     write = partial(files.write_reports, directory, matrix)
     export = partial(export_matrix, matrix=matrix, folder=directory)
-    return Reported(matrix_document(matrix), files.formats(matrix), write, export, notes)
+    return StoredResult(matrix_document(matrix), files.formats(matrix), write, export, notes)

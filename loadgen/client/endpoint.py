@@ -1,4 +1,4 @@
-"""Requests other than inference to a server of the Open Inference Protocol: health, metadata, statistics."""
+"""Asks a server of the Open Inference Protocol about itself: health, models, metadata, configuration, statistics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from loadgen.client.exchange import ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.connection import Address, ConnectionRefused, Exchange
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
 from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
-_MOST_VALUES = 2**28
-"""Values of one item of one input or output."""
+MOST_VALUES = 2**28
+"""Most values of a tensor: one item of an input or output in the metadata, or all items of generated inputs."""
 _MOST_DIGITS = 20
 _MOST_NAMES, _MOST_NAME = 8, 80
 
@@ -45,8 +44,8 @@ class Signature:
     optional: frozenset[str] = frozenset()
     """Inputs that a request may leave out, by the server's configuration of the model."""
     batched: bool = True
-    """Whether requests have a batch dimension. Without one the shapes here begin with -1 all the same, and a request,
-    which takes one item, leaves it out."""
+    """Whether requests have a batch dimension. If not, the shapes here begin with -1 all the same; a request then has
+    one item and leaves that dimension out."""
 
 
 class IndexRow(msgspec.Struct, frozen=True):
@@ -64,7 +63,7 @@ class IndexRow(msgspec.Struct, frozen=True):
 
 
 class Endpoint:
-    """Requests other than inference, each on a new connection; not for measurements."""
+    """A server's answers about itself, each on a new connection; not for measurements."""
 
     def __init__(self, url: str, *, timeout_s: float = 10.0, access: Access = DEFAULT_ACCESS) -> None:
         """Raises `AddressError`."""
@@ -72,10 +71,10 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     def _get(self, path: str) -> Exchange:
-        return self._send(Request(request_head("GET", path, self.address)))
+        return self._send(PreparedRequest(request_head("GET", path, self.address)))
 
-    def _send(self, request: Request) -> Exchange:
-        """One request; a refused connection is a failed one."""
+    def _send(self, request: PreparedRequest) -> Exchange:
+        """Send one request; a refused connection counts as a failed request."""
         connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=MOST_BYTES)
         try:
             return connection.send(request)
@@ -110,8 +109,8 @@ class Endpoint:
         """Whether the process answers."""
         return self.status("/v2/health/live") == 200
 
-    def silence(self) -> str:
-        """Why it is not live, from one more request, for a message."""
+    def why_not_live(self) -> str:
+        """Why the server is not live, from another request, for a message."""
         exchange = self._get("/v2/health/live")
         return exchange.failure or f"/v2/health/live answers {exchange.status}"
 
@@ -122,7 +121,7 @@ class Endpoint:
     def repository_index(self) -> tuple[IndexRow, ...] | None:
         """The models that the server knows, loaded or not; None if it does not list them."""
         head = request_head("POST", "/v2/repository/index", self.address, content_length=2)
-        exchange = self._send(Request(head, b"{}"))
+        exchange = self._send(PreparedRequest(head, b"{}"))
         if exchange.failure is not None or exchange.status != 200:
             return None
         try:
@@ -143,21 +142,24 @@ class Endpoint:
         """The model's metadata. Raises `EndpointError` when the server or the model cannot be reached."""
         document, version = self.document(self.address.model_path(model)), self.address.access.version
         if document is None:
-            known = "" if self.live() else ", which does not answer /v2/health/live either"
-            wanted = f"model {model}" if version is None else f"version {version} of model {model}"
+            state = "" if self.live() else ", which does not answer /v2/health/live either"
             if served := self.served_models():
-                known = f", which serves {named(served)}"
-            raise EndpointError(f"no {wanted} at {self.address.url}{known}; name another with --model")
+                state = f", which serves {model_names(served)}"
+            raise EndpointError(
+                f"no {versioned(model, version)} at {self.address.url}{state}; name another with --model"
+            )
         try:
             inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
         except EndpointError as exc:
             raise EndpointError(f"model {model} at {self.address.url}: {exc}") from exc
         config = self._config_if_any(model)
-        optional = _optional_inputs(config) & {one.name for one in inputs}
+        optional = _optional_inputs(config) & {tensor.name for tensor in inputs}
         largest = config.get("max_batch_size")
         unbatched = type(largest) is int and largest == 0
-        if unbatched or not all(one.shape and one.shape[0] in (-1, 1) for one in inputs):
-            return Signature(model, _items_of(inputs), _items_of(outputs), version, optional, batched=False)
+        if unbatched or not all(tensor.shape and tensor.shape[0] in (-1, 1) for tensor in inputs):
+            return Signature(
+                model, _with_batch_dimension(inputs), _with_batch_dimension(outputs), version, optional, batched=False
+            )
         return Signature(model, inputs, outputs, version, optional)
 
     def _config_if_any(self, model: str) -> Mapping[str, Any]:
@@ -168,15 +170,18 @@ class Endpoint:
             return {}
 
     def statistics(self, model: str) -> dict[str, Any] | None:
-        """One entry of the statistics extension's `model_stats`: without a version that of the latest, which answers
-        requests. None if the server does not have it."""
+        """The model's entry in `model_stats` of the statistics extension: without a version the latest one's, which
+        answers requests. None if the server does not have the extension."""
         try:
             document = self.document(f"{self.address.model_path(model)}/stats")
         except EndpointError:
             return None
-        entries = (document or {}).get("model_stats")
-        found = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        return max(found, key=_version, default=None)
+        return max(_objects((document or {}).get("model_stats")), key=_version, default=None)
+
+
+def _objects(entries: object) -> list[dict[str, Any]]:
+    """The JSON objects in what should be a list of them."""
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def _version(entry: Mapping[str, Any]) -> int:
@@ -187,9 +192,7 @@ def _version(entry: Mapping[str, Any]) -> int:
 
 def _optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
     """The names of the inputs that Triton's configuration calls optional."""
-    inputs = config.get("input")
-    described = [one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else []
-    return frozenset(str(one.get("name")) for one in described if one.get("optional") is True)
+    return frozenset(str(entry.get("name")) for entry in _objects(config.get("input")) if entry.get("optional") is True)
 
 
 def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:
@@ -205,7 +208,12 @@ def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:
     return None
 
 
-def named(models: Sequence[str]) -> str:
+def versioned(model: str, version: str | None) -> str:
+    """A model, or a version of it, for a message."""
+    return f"model {model}" if version is None else f"version {version} of model {model}"
+
+
+def model_names(models: Sequence[str]) -> str:
     """The names of models on a server for a message: the first of many, without control characters."""
     shown = [one_line(name, _MOST_NAME) for name in models[:_MOST_NAMES]]
     more = len(models) - len(shown)
@@ -215,31 +223,32 @@ def named(models: Sequence[str]) -> str:
 def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
     """Whether a shape is one that the metadata allow."""
     return len(shape) == len(expected) and all(
-        size >= 0 and wanted in (-1, size) for size, wanted in zip(shape, expected, strict=True)
+        size >= 0 and allowed in (-1, size) for size, allowed in zip(shape, expected, strict=True)
     )
 
 
-def _items_of(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:
-    """With a batch dimension before the shapes."""
-    return tuple(msgspec.structs.replace(one, shape=(-1, *one.shape)) for one in tensors)
+def _with_batch_dimension(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:
+    """The tensors with a batch dimension before their shapes."""
+    return tuple(msgspec.structs.replace(tensor, shape=(-1, *tensor.shape)) for tensor in tensors)
 
 
 def read_tensors(document: Mapping[str, Any], key: str) -> tuple[TensorSignature, ...]:
     """The inputs or outputs in a model's metadata: at least one, with different names and sizes that fit into a
     request. Raises `EndpointError`."""
     try:
-        found: tuple[TensorSignature, ...] = msgspec.convert(
+        tensors: tuple[TensorSignature, ...] = msgspec.convert(
             document.get(key), tuple[TensorSignature, ...], strict=False
         )
     except ValueError as exc:
         raise EndpointError(f"the model's metadata has no usable {key}: {exc}") from exc
-    if not found:
+    if not tensors:
         raise EndpointError(
             f"the model's metadata has no {key}, so there is nothing to send or to compare; declare the tensors in the "
             "model's configuration on that server"
         )
-    if len({tensor.name for tensor in found}) != len(found):
+    if len({tensor.name for tensor in tensors}) != len(tensors):
         raise EndpointError(f"two {key} in the model's metadata have the same name")
-    if large := next((one for one in found if math.prod(size for size in one.shape if size > 0) > _MOST_VALUES), None):
-        raise EndpointError(f"the model's metadata gives {large.name} a shape of more than {_MOST_VALUES:,} values")
-    return found
+    for tensor in tensors:
+        if math.prod(size for size in tensor.shape if size > 0) > MOST_VALUES:
+            raise EndpointError(f"the model's metadata gives {tensor.name} a shape of more than {MOST_VALUES:,} values")
+    return tensors

@@ -1,32 +1,73 @@
-"""The gRPC client for measured requests: it sends messages that were serialised beforehand and returns raw messages.
+"""The gRPC client for measured requests, over its own HTTP/2 (RFC 9113).
 
-One TCP connection per user, one call at a time, and no call is sent twice. The call's deadline is sent to the server
-(`grpc-timeout`) and enforced here too; a call that misses it closes the connection, which is made again for the next.
+It sends messages that were serialised beforehand and returns raw messages. One TCP connection per user, one call at a
+time, and no call is sent twice. The call's deadline is sent to the server (`grpc-timeout`) and enforced here too; a
+call that misses it closes the connection, which is made again for the next.
+
+The gRPC library costs this side two to three times the CPU per request (`tests/benchmarks/client_cpu.py`): its own
+threads, queues and events around every call. Here a request is one `sendmsg` of the head and slices of the body as far
+as the server's flow control allows, and a response is one `recv_into` a reused buffer. No upgrade, no push, no
+concurrent streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from struct import Struct
 from time import perf_counter_ns
 from urllib.parse import unquote
 
-from loadgen.client.exchange import GRPC_STATUS, MOST_ANSWER_BYTES, ConnectionRefused, Exchange
-from loadgen.client.http2 import Http2Connection, Http2Error, header_block
-from loadgen.client.requests import Address, AddressError, Pieces, assemble, is_host, open_socket
-from loadgen.client.tls import reason
+from hpack import Decoder, Encoder, HPACKError
+
+from loadgen.client.connection import (
+    GRPC_STATUS,
+    MOST_ANSWER_BYTES,
+    Address,
+    AddressError,
+    AnySocket,
+    ConnectionRefused,
+    Deadline,
+    Exchange,
+    Pieces,
+    assemble,
+    is_host,
+    open_socket,
+    send_parts,
+)
+from loadgen.client.tls import failure_reason
 from loadgen.documents import one_line
 from loadgen.headers import secret_of
 from loadgen.records.run import DEFAULT_ACCESS, Access
+
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
+_HEADER_TABLE_SIZE, _ENABLE_PUSH, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 1, 2, 4, 5
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+FRAME = struct.Struct(">HBBBI")
+SETTING = struct.Struct(">HI")
+NUMBER = struct.Struct(">I")
+_FRAME_HEAD_BYTES = 9
+MOST_WINDOW = 2**31 - 1
+DEFAULT_WINDOW = 65_535
+_DEFAULT_FRAME = 16_384
+_LARGEST_FRAME = 2**24 - 1
+_LAST_STREAM = 2**31 - 1
+_MOST_IDLE_FRAMES = 10_000
+"""Frames in one request that hold no part of its response. For the DATA that it receives, a server may open its windows
+after each frame, and again whenever they are used up."""
+_UPDATES_PER_FRAME = _UPDATES_PER_WAIT = 4
+_MOST_HEADER_BYTES = 64 * 1024
+_MOST_DECODED_BLOCKS = 64
+_FRAME_COST_BYTES = 64
+"""Memory of a DATA frame besides its content."""
+_MOST_READS_BETWEEN = 16
+CANCEL = 8
 
 SERVICE = "/inference.GRPCInferenceService/"
 MOST_ADDRESS_BYTES = 126
 """Longer than any real host and port."""
 MOST_PORT = 65_535
-FRAME_BYTES = 5
-"""gRPC's compression flag and length before every message."""
-
 STATUS_NAMES = (
     "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
     "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
@@ -39,7 +80,254 @@ other is INTERNAL."""
 _OF_HTTP = {b"400": INTERNAL, b"401": 16, b"403": 7, b"404": 12, b"429": UNAVAILABLE, b"502": UNAVAILABLE,
             b"503": UNAVAILABLE, b"504": UNAVAILABLE}  # fmt: skip
 """HTTP's status → gRPC's, for a response without one; any other is UNKNOWN."""
-_PREFIX = Struct(">BI")
+PREFIX = struct.Struct(">BI")
+_PREFIX_BYTES = 5
+"""gRPC's compression flag and length before a message."""
+
+
+class Http2ConnectionError(Exception):
+    """The connection cannot be used any more; the message says why."""
+
+
+def header_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """These headers as a block without dynamic table entries, which any connection can send any number of times."""
+    return Encoder().encode([(name, value, True) for name, value in fields], huffman=False)
+
+
+def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
+    """The nine bytes before a frame's content."""
+    return FRAME.pack(length >> 8, length & 0xFF, kind, flags, stream)
+
+
+class Http2Connection:
+    """One connection. After an `Http2ConnectionError`, an `OSError` or a `TimeoutError` it can only be closed."""
+
+    def __init__(self, connection: AnySocket, *, timeout_s: float, most_bytes: int) -> None:
+        """Takes over a connected socket. `timeout_s` bounds the greeting and each request, `most_bytes` a response.
+        Raises `Http2ConnectionError`, `OSError` when the server does not speak HTTP/2."""
+        self._socket = connection
+        self._deadline = Deadline(timeout_s)
+        self._most_bytes = most_bytes
+        self._bytes_left = 0
+        self._idle_frames = 0
+        self._buffer = bytearray(4 * _DEFAULT_FRAME)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._send_window = DEFAULT_WINDOW
+        self._initial_window = DEFAULT_WINDOW
+        self._stream_window = 0
+        self._max_frame = _DEFAULT_FRAME
+        self._unacknowledged = 0
+        self._next_stream = 1
+        self._stream = 0
+        self._has_settings = False
+        self.going_away = False
+        """The server accepts no more streams on this connection."""
+        self.answered = False
+        """A byte of the current stream's response has come."""
+        self.ended = True
+        """The current stream's response is complete, or the stream was reset."""
+        self.fields: dict[bytes, bytes] = {}
+        self.body: list[bytes] = []
+        self.reset: int | None = None
+        """The code with which the server reset the current stream."""
+        self._blocks = b""
+        self._block_ends_stream = False
+        self._decoded_blocks: dict[bytes, dict[bytes, bytes]] = {}
+        self._decoder = Decoder(_MOST_HEADER_BYTES)
+        self._decoder.header_table_size = self._decoder.max_allowed_table_size = 0
+        settings = SETTING.pack(_HEADER_TABLE_SIZE, 0) + SETTING.pack(_ENABLE_PUSH, 0)
+        settings += SETTING.pack(INITIAL_WINDOW_SIZE, MOST_WINDOW)
+        self._deadline.begin(connection, perf_counter_ns())
+        self._socket.sendall(
+            _PREFACE
+            + frame_head(SETTINGS, 0, 0, len(settings)) + settings
+            + frame_head(WINDOW_UPDATE, 0, 0, 4) + NUMBER.pack(MOST_WINDOW - DEFAULT_WINDOW)
+        )  # fmt: skip
+        while not self._has_settings:
+            self.receive()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def usable(self) -> bool:
+        """Whether a stream can be opened, after reading the frames that the server has sent since the last request."""
+        self._deadline.reset()
+        self._socket.settimeout(0.0)
+        try:
+            for _ in range(_MOST_READS_BETWEEN):
+                self.receive()
+        except BlockingIOError:
+            return not self.going_away and self._next_stream < _LAST_STREAM
+        except (Http2ConnectionError, OSError):
+            return False
+        return False  # it never stops sending
+
+    def request(self, head: bytes, pieces: Sequence[bytes | memoryview], now_ns: int) -> None:
+        """Open a stream and send the pieces on it, until all are sent or the server has responded. Then `receive` until
+        `ended`. The deadline counts from `now_ns`."""
+        self._deadline.begin(self._socket, now_ns)
+        self._bytes_left = self._most_bytes
+        sent, total = 0, sum(map(len, pieces))
+        self._idle_frames = -_UPDATES_PER_FRAME * (total // self._max_frame)
+        stream, self._next_stream = self._next_stream, self._next_stream + 2
+        self._stream, self._stream_window = stream, self._initial_window
+        self.answered = self.ended = False
+        self.fields, self.body, self.reset = {}, [], None
+        parts: list[bytes | memoryview] = [frame_head(HEADERS, END_HEADERS, stream, len(head)), head]
+        piece, start = 0, 0
+        while sent < total:
+            room = min(self._send_window, self._stream_window)
+            size = min(room, self._max_frame, total - sent)
+            if size <= 0:
+                self._send(parts)
+                parts = []
+                self._idle_frames -= _UPDATES_PER_WAIT
+                self.receive()
+                if self.ended:
+                    break
+                continue
+            self._send_window -= size
+            self._stream_window -= size
+            last = sent + size == total
+            parts.append(frame_head(DATA, END_STREAM if last else 0, stream, size))
+            sent += size
+            while size:
+                part = pieces[piece][start : start + size]
+                parts.append(part)
+                size -= len(part)
+                start += len(part)
+                if start == len(pieces[piece]):
+                    piece, start = piece + 1, 0
+        if parts:
+            self._send(parts)
+        if sent < total:  # the server does not want the rest
+            self._send([frame_head(RST_STREAM, 0, stream, 4), NUMBER.pack(CANCEL)])
+
+    def receive(self) -> None:
+        """Read once and process every complete frame. Raises `Http2ConnectionError`, `OSError`, `TimeoutError`."""
+        connection = self._socket
+        count = connection.recv_into(self._view[self._filled :])
+        if count == 0:
+            raise Http2ConnectionError("connection closed by the server")
+        self._filled += count
+        place = 0
+        while self._filled - place >= _FRAME_HEAD_BYTES:
+            high, low, kind, flags, stream = FRAME.unpack_from(self._buffer, place)
+            start = place + _FRAME_HEAD_BYTES
+            end = start + (high << 8 | low)
+            if end - start > _DEFAULT_FRAME:
+                raise Http2ConnectionError("the server does not speak HTTP/2, or sends frames larger than allowed")
+            if end > self._filled:
+                break
+            if not self._has_settings and kind != SETTINGS:
+                raise Http2ConnectionError("the server does not begin with HTTP/2 settings")
+            if kind != DATA or start == end:
+                self._idle_frames += 1
+                if self._idle_frames > _MOST_IDLE_FRAMES:
+                    raise Http2ConnectionError(
+                        f"the server sends more than {_MOST_IDLE_FRAMES:,} frames that are not a response"
+                    )
+            try:
+                self._process(kind, flags, stream & MOST_WINDOW, self._view[start:end])
+            except (IndexError, struct.error) as exc:
+                raise Http2ConnectionError("the server sends frames that are too short for their type") from exc
+            place = end
+        left = self._filled - place
+        if place and left:
+            self._view[:left] = bytes(self._view[place : self._filled])
+        self._filled = left
+        if not self.ended or not self._has_settings:
+            self._deadline.check(connection)
+
+    def _process(self, kind: int, flags: int, stream: int, content: memoryview) -> None:
+        if kind == DATA:
+            self._process_data(flags, stream, content)
+        elif kind in (HEADERS, CONTINUATION):
+            self._process_headers(kind, flags, stream, content)
+        elif kind == WINDOW_UPDATE:
+            increment = NUMBER.unpack_from(content)[0] & MOST_WINDOW
+            if stream == 0:
+                self._send_window += increment
+            elif stream == self._stream:
+                self._stream_window += increment
+        elif kind == SETTINGS and not flags & ACK:
+            self._process_settings(content)
+        elif kind == PING and not flags & ACK:
+            self._send([frame_head(PING, ACK, 0, len(content)), bytes(content)])
+        elif kind == RST_STREAM and stream == self._stream:
+            self.reset, self.ended = NUMBER.unpack_from(content)[0], True
+        elif kind == GOAWAY:
+            self.going_away = True
+            if not self.ended and NUMBER.unpack_from(content)[0] & MOST_WINDOW < self._stream:
+                raise Http2ConnectionError("the server closes the connection and has not processed the request")
+
+    def _process_settings(self, content: memoryview) -> None:
+        for place in range(0, len(content) - 5, SETTING.size):
+            name, value = SETTING.unpack_from(content, place)
+            if name == INITIAL_WINDOW_SIZE:
+                if value > MOST_WINDOW:
+                    raise Http2ConnectionError("the server sets a window that HTTP/2 does not allow")
+                self._stream_window += value - self._initial_window
+                self._initial_window = value
+            elif name == MAX_FRAME_SIZE:
+                if not _DEFAULT_FRAME <= value <= _LARGEST_FRAME:
+                    raise Http2ConnectionError("the server sets a frame size that HTTP/2 does not allow")
+                self._max_frame = value
+        self._has_settings = True
+        self._send([frame_head(SETTINGS, ACK, 0, 0)])
+
+    def _process_data(self, flags: int, stream: int, content: memoryview) -> None:
+        self._unacknowledged += len(content)
+        if self._unacknowledged > MOST_WINDOW // 2:
+            self._send([frame_head(WINDOW_UPDATE, 0, 0, 4), NUMBER.pack(self._unacknowledged)])
+            self._unacknowledged = 0
+        self._bytes_left -= len(content) + _FRAME_COST_BYTES
+        if self._bytes_left < 0:
+            raise Http2ConnectionError(f"the response is larger than the limit of {self._most_bytes:,} bytes")
+        if stream != self._stream or self.ended:
+            return
+        self.answered = True
+        if flags & PADDED:
+            content = content[1 : len(content) - content[0]]
+        self.body.append(bytes(content))
+        self.ended = bool(flags & END_STREAM)
+
+    def _process_headers(self, kind: int, flags: int, stream: int, content: memoryview) -> None:
+        if kind == HEADERS:
+            self._blocks = b""
+            self._block_ends_stream = bool(flags & END_STREAM)
+            if flags & PADDED:
+                content = content[1 : len(content) - content[0]]
+            if flags & PRIORITY:
+                content = content[5:]
+        self._blocks += content
+        if len(self._blocks) > _MOST_HEADER_BYTES:
+            raise Http2ConnectionError(f"the server sends more than {_MOST_HEADER_BYTES:,} bytes of headers")
+        if not flags & END_HEADERS or stream != self._stream or self.ended:
+            return
+        self.answered = True
+        self.fields |= self._decoded(self._blocks)
+        self.ended = self._block_ends_stream
+
+    def _decoded(self, block: bytes) -> dict[bytes, bytes]:
+        """Without a dynamic table equal blocks mean the same, and a server sends few different ones."""
+        fields = self._decoded_blocks.get(block)
+        if fields is None:
+            try:
+                fields = dict(self._decoder.decode(block, raw=True))
+            except HPACKError as exc:
+                raise Http2ConnectionError("the server's headers cannot be decoded") from exc
+            if len(self._decoded_blocks) < _MOST_DECODED_BLOCKS:
+                self._decoded_blocks[block] = fields
+        return fields
+
+    def _send(self, parts: list[bytes | memoryview]) -> None:
+        try:
+            send_parts(self._socket, parts, self._deadline)
+        except BlockingIOError:  # in `usable`: a frame would be sent in part
+            raise Http2ConnectionError("the server does not read") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,9 +397,9 @@ class GrpcConnection:
         opened = open_socket(self._peer, self.timeout_s, "h2")
         try:
             self._connection = Http2Connection(opened, timeout_s=self.timeout_s, most_bytes=self._most_bytes)
-        except (Http2Error, OSError) as exc:
+        except (Http2ConnectionError, OSError) as exc:
             opened.close()
-            words = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else reason(exc)
+            words = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else failure_reason(exc)
             raise ConnectionRefused(f"the server at {self.address} does not speak gRPC: {words}") from None
 
     def close(self) -> None:
@@ -124,7 +412,7 @@ class GrpcConnection:
         """Call `ModelInfer` once, with the patches at the places that vary. Raises `ConnectionRefused` when the server
         accepts no connection."""
         message = request.message
-        pieces = assemble(_PREFIX.pack(0, len(message)), request.pieces or (memoryview(message),), patches)
+        pieces = assemble(PREFIX.pack(0, len(message)), request.pieces or (memoryview(message),), patches)
         due_ns = perf_counter_ns()
         if self._connection is not None and not self._connection.usable():
             self.close()
@@ -134,7 +422,7 @@ class GrpcConnection:
         connection = self._connection
         assert connection is not None
         exchange = self._exchange
-        exchange.begin(due_ns, len(message) + FRAME_BYTES)
+        exchange.begin(due_ns, len(message) + _PREFIX_BYTES)
         try:
             connection.request(self._head, pieces, due_ns)
             while not connection.ended:
@@ -146,10 +434,10 @@ class GrpcConnection:
             self._finish(exchange, connection)
         except TimeoutError:
             self._fail(exchange, DEADLINE_EXCEEDED, f"no complete response within {self.timeout_s:g} s", midway=True)
-        except Http2Error as exc:
+        except Http2ConnectionError as exc:
             self._fail(exchange, UNAVAILABLE, str(exc), midway=True)
         except OSError as exc:
-            self._fail(exchange, UNAVAILABLE, reason(exc), midway=True)
+            self._fail(exchange, UNAVAILABLE, failure_reason(exc), midway=True)
         return exchange
 
     def _finish(self, exchange: Exchange, connection: Http2Connection) -> None:
@@ -167,12 +455,12 @@ class GrpcConnection:
             self._fail(exchange, int(status), unquote(fields.get(b"grpc-message", b"").decode("latin-1")))
         else:
             body = connection.body[0] if len(connection.body) == 1 else b"".join(connection.body)
-            if len(body) < FRAME_BYTES or _PREFIX.unpack_from(body) != (0, len(body) - FRAME_BYTES):
+            if len(body) < _PREFIX_BYTES or PREFIX.unpack_from(body) != (0, len(body) - _PREFIX_BYTES):
                 self._fail(exchange, INTERNAL, "the response is not one uncompressed message")
                 return
             exchange.status = GRPC_STATUS
             exchange.response_bytes = len(body)
-            exchange.body = memoryview(body)[FRAME_BYTES:]
+            exchange.body = memoryview(body)[_PREFIX_BYTES:]
 
     def _fail(self, exchange: Exchange, code: int, words: str, *, midway: bool = False) -> None:
         if midway:  # the server may still send parts of the response, so the connection cannot be used again

@@ -1,4 +1,10 @@
-"""The outputs of an inference response, whatever bytes the server has sent: arrays, or one `DocumentError`."""
+"""The outputs in a response: read as arrays, and checked under load against the model's metadata.
+
+`read_body` and `read_message` turn whatever bytes the server has sent into arrays, or raise one `DocumentError`.
+`ExpectedOutputs` checks names, datatypes, shapes and sizes of every response under load, not the values. A server
+describes its outputs with the same bytes each time, so after the first good response a check compares some hundred
+bytes, which takes about a microsecond.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +14,26 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
 
-from loadgen.client.inputs import NUMPY_TYPES, Array, byte_array, exact_array
+from loadgen.client.connection import Exchange
+from loadgen.client.endpoint import Signature, fits
+from loadgen.client.inputs import (
+    NUMPY_TYPES,
+    Array,
+    byte_array,
+    exact_array,
+    read_elements,
+)
 from loadgen.documents import MOST_CHARACTERS, DocumentError, decode_json, one_line
+from loadgen.records.run import Transport
 
 HEADER_LENGTH = "inference-header-content-length"
 _MOST_JSON_BYTES = 2**26
 _MOST_ELEMENTS = 2**20
 """Most elements of an output of the datatype BYTES."""
 _MOST_DIMENSIONS = 32
-_BYTES_PREFIX = 4
 _MOST_DIGITS = 10
 
 _CONTENTS = {
@@ -29,20 +45,28 @@ _CONTENTS = {
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
+_MOST_HEADS = 1_000
+"""Most beginnings of good responses that are remembered."""
+_NOT_BINARY = "is not binary, although binary outputs were requested; use --transport grpc if the server has it"
 
-class Parameters(msgspec.Struct):
+
+class AnswerError(Exception):
+    """An inference failed, or its response breaks the protocol; the message says how."""
+
+
+class OutputParameters(msgspec.Struct):
     """Parameters of an output; other parameters are not read."""
 
     binary_data_size: Size | None = None
 
 
-class Output(msgspec.Struct):
+class ResponseOutput(msgspec.Struct):
     """One output as the response's JSON describes it."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     datatype: str
     shape: Annotated[list[Size], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
-    parameters: Parameters | None = None
+    parameters: OutputParameters | None = None
     data: list[Any] | None = None
     """Values in the JSON. They are never read, because binary outputs are requested."""
 
@@ -56,16 +80,16 @@ class Output(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    outputs: list[Output]
+    outputs: list[ResponseOutput]
 
 
-def read_document(content: bytes | memoryview) -> list[Output]:
+def read_document(content: bytes | memoryview) -> list[ResponseOutput]:
     """The outputs in a response's JSON, with different names. Raises `DocumentError`."""
     document: _Document = decode_json(content, _Document, most_bytes=_MOST_JSON_BYTES)
     return _with_different_names(document.outputs)
 
 
-def _with_different_names(outputs: list[Output]) -> list[Output]:
+def _with_different_names(outputs: list[ResponseOutput]) -> list[ResponseOutput]:
     names = [output.name for output in outputs]
     if odd := next((name for name in names if not name.isprintable() or len(name) > MOST_CHARACTERS), None):
         raise DocumentError(f"the name of output {one_line(odd, 40)} cannot be printed")
@@ -84,38 +108,35 @@ def read_body(body: memoryview, header_length: str | None) -> dict[str, Array]:
         end = int(header_length)
         if end > len(body):
             raise DocumentError(f"Inference-Header-Content-Length is {end:,}, but the body has {len(body):,} bytes")
-    found = {}
+    arrays = {}
     for output in read_document(body[:end]):
         size = output.binary_bytes
         if size is None:
-            raise DocumentError(
-                f"output {output} is not binary, although binary outputs were requested; use --transport grpc if the "
-                "server has it"
-            )
+            raise DocumentError(f"output {output} {_NOT_BINARY}")
         if end + size > len(body):
             raise DocumentError(f"output {output} declares {size:,} bytes, but {len(body) - end:,} are left")
-        found[output.name] = read_tensor(output, body[end : end + size])
+        arrays[output.name] = read_tensor(output, body[end : end + size])
         end += size
     if header_length is not None and end < len(body):
         raise DocumentError(f"{len(body) - end:,} bytes follow its outputs")
-    return found
+    return arrays
 
 
 def read_message(message: Any) -> dict[str, Array]:
     """The outputs of a gRPC `ModelInferResponse`. Raises `DocumentError`."""
-    outputs = [Output(output.name, output.datatype, list(output.shape)) for output in message.outputs]
+    outputs = [ResponseOutput(output.name, output.datatype, list(output.shape)) for output in message.outputs]
     raw = message.raw_output_contents
     if raw and len(raw) != len(outputs):
         raise DocumentError(f"{len(raw)} of its {len(outputs)} outputs are binary")
-    found = {}
+    arrays = {}
     for number, output in enumerate(_with_different_names(outputs)):
         if len(output.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 2**31 for size in output.shape):
             raise DocumentError(f"output {one_line(output.name)} has an impossible shape")
         if raw:
-            found[output.name] = read_tensor(output, memoryview(raw[number]))
+            arrays[output.name] = read_tensor(output, memoryview(raw[number]))
         else:
-            found[output.name] = _read_values(output, typed_values(message.outputs[number]))
-    return found
+            arrays[output.name] = _read_values(output, typed_values(message.outputs[number]))
+    return arrays
 
 
 def typed_values(output: Any) -> Sequence[Any]:
@@ -133,13 +154,13 @@ def typed_values(output: Any) -> Sequence[Any]:
     return values
 
 
-def _read_values(output: Output, values: Sequence[Any]) -> Array:
+def _read_values(output: ResponseOutput, values: Sequence[Any]) -> Array:
     if output.datatype == "BYTES":
         return byte_array(list(values)).reshape(output.shape)
-    found = exact_array(values, output.datatype)
-    if found is None:
+    array = exact_array(values, output.datatype)
+    if array is None:
         raise DocumentError(f"output {output} has a value that its datatype cannot hold")
-    return found.reshape(output.shape)
+    return array.reshape(output.shape)
 
 
 def byte_size(datatype: str, shape: Sequence[int]) -> int | None:
@@ -150,7 +171,7 @@ def byte_size(datatype: str, shape: Sequence[int]) -> int | None:
     return math.prod(shape) * np.dtype(numpy_type).itemsize
 
 
-def read_tensor(output: Output, data: memoryview) -> Array:
+def read_tensor(output: ResponseOutput, data: memoryview) -> Array:
     """A copy of the tensor in the protocol's binary form. Raises `DocumentError`."""
     if output.datatype == "BYTES":
         return _read_bytes(output, data)
@@ -165,36 +186,115 @@ def read_tensor(output: Output, data: memoryview) -> Array:
     return values.reshape(output.shape)
 
 
-def elements_end(data: memoryview, count: int) -> int | None:
-    """Where the last of `count` elements of BYTES ends; None if they do not fit."""
-    end = 0
-    for _ in range(count):
-        if end + _BYTES_PREFIX > len(data):
-            return None
-        end += _BYTES_PREFIX + int.from_bytes(data[end : end + _BYTES_PREFIX], "little")
-    return end if end <= len(data) else None
-
-
-def read_elements(data: bytes | memoryview) -> list[bytes] | None:
-    """The elements of BYTES in the protocol's binary form: each follows its length, four bytes in little-endian order.
-    None if the data end in the middle of one."""
-    found, place = [], 0
-    while place < len(data):
-        start = place + _BYTES_PREFIX
-        place = start + int.from_bytes(data[place:start], "little")
-        if start > len(data) or place > len(data):
-            return None
-        found.append(bytes(data[start:place]))
-    return found
-
-
-def _read_bytes(output: Output, data: memoryview) -> Array:
+def _read_bytes(output: ResponseOutput, data: memoryview) -> Array:
     expected = math.prod(output.shape)
     if expected > _MOST_ELEMENTS:
         raise DocumentError(f"output {output} has more than {_MOST_ELEMENTS:,} elements")
-    found = read_elements(data)
-    if found is None:
+    elements = read_elements(data)
+    if elements is None:
         raise DocumentError(f"output {output} ends in the middle of an element")
-    if len(found) != expected:
-        raise DocumentError(f"output {output} has {len(found):,} elements, but its shape needs {expected:,}")
-    return byte_array(found).reshape(output.shape)
+    if len(elements) != expected:
+        raise DocumentError(f"output {output} has {len(elements):,} elements, but its shape needs {expected:,}")
+    return byte_array(elements).reshape(output.shape)
+
+
+class ExpectedOutputs:
+    """The outputs that responses to requests of one batch size must have over one transport. Not thread-safe."""
+
+    def __init__(self, transport: Transport, signature: Signature, batch_size: int) -> None:
+        self._outputs = {
+            output.name: (
+                output.datatype,
+                output.shape[1:]
+                if not signature.batched
+                else (batch_size, *output.shape[1:])
+                if output.shape and output.shape[0] < 0
+                else output.shape,
+            )
+            for output in signature.outputs
+        }
+        self._transport = transport
+        self._good_heads: set[tuple[bytes, int]] = set()
+        """The bytes before the tensors of good responses, with the number of bytes of the tensors (over gRPC: before
+        them)."""
+        sizes = [byte_size(*output) for output in self._outputs.values()]
+        self._raw_heads: list[tuple[int, bytes]] = []
+        """The field number and length before each tensor of a gRPC message, with its place after the first."""
+        self._raw_bytes = 0
+        """Bytes of all tensors with these; 0 if a size is not fixed."""
+        for size in sizes if None not in sizes else ():
+            field = service_pb2.ModelInferResponse(raw_output_contents=[bytes(size or 0)]).SerializeToString()
+            self._raw_heads.append((self._raw_bytes, field[: len(field) - (size or 0)]))
+            self._raw_bytes += len(field)
+
+    def fault(self, exchange: Exchange) -> str | None:
+        """How a response of good status differs from the metadata; None if it does not."""
+        try:
+            wrong = self._grpc_fault(exchange) if self._transport == "grpc" else self._http_fault(exchange)
+        except (ValueError, DecodeError) as exc:
+            wrong = f"it cannot be read ({one_line(str(exc))})"
+        return None if wrong is None else f"the response does not match the model's metadata: {wrong}"
+
+    def _http_fault(self, exchange: Exchange) -> str | None:
+        length, body = exchange.header(HEADER_LENGTH), exchange.body
+        json_bytes = int(length) if length is not None and length.isdigit() and len(length) < 12 else len(body)
+        key = bytes(body[:json_bytes]), len(body) - json_bytes
+        if key in self._good_heads:
+            return None
+        outputs, left = read_document(key[0]), key[1]
+        wrong = self._shapes_fault([(output.name, output.datatype, tuple(output.shape)) for output in outputs])
+        for output in outputs if wrong is None else ():
+            if self._transport == "shm":
+                if output.data is not None:
+                    return f"output {output.name} is not in the shared memory"
+                continue
+            sent = output.binary_bytes
+            if sent is None:
+                return f"output {output.name} {_NOT_BINARY}"
+            wrong = wrong or _size_fault(output.name, output.datatype, tuple(output.shape), sent)
+            left -= sent
+        if wrong is None and left:
+            wrong = f"its outputs end {abs(left):,} bytes {'before' if left > 0 else 'after'} the body does"
+        if wrong is None and len(self._good_heads) < _MOST_HEADS:
+            self._good_heads.add(key)
+        return wrong
+
+    def _grpc_fault(self, exchange: Exchange) -> str | None:
+        body = exchange.body
+        start = len(body) - self._raw_bytes
+        placed = self._raw_bytes > 0 and start >= 0
+        placed = placed and all(body[start + at : start + at + len(head)] == head for at, head in self._raw_heads)
+        if placed and (bytes(body[:start]), start) in self._good_heads:
+            return None
+        message = service_pb2.ModelInferResponse.FromString(bytes(body))
+        outputs = [(output.name, output.datatype, tuple(output.shape)) for output in message.outputs]
+        wrong = self._shapes_fault(outputs)
+        if wrong is None and not message.raw_output_contents:
+            for output in message.outputs:
+                typed_values(output)
+            return None
+        if wrong is None and len(message.raw_output_contents) != len(outputs):
+            return f"{len(message.raw_output_contents)} of {len(outputs)} outputs are binary"
+        for described, raw in zip(outputs, message.raw_output_contents, strict=False):
+            wrong = wrong or _size_fault(*described, len(raw))
+        in_order = [name for name, _, _ in outputs] == list(self._outputs)
+        if wrong is None and placed and in_order and len(self._good_heads) < _MOST_HEADS:
+            self._good_heads.add((bytes(body[:start]), start))
+        return wrong
+
+    def _shapes_fault(self, outputs: list[tuple[str, str, tuple[int, ...]]]) -> str | None:
+        names = sorted(name for name, _, _ in outputs)
+        if names != sorted(self._outputs):
+            return one_line(f"its outputs are {names} instead of {sorted(self._outputs)}")
+        for name, datatype, shape in outputs:
+            expected_type, expected = self._outputs[name]
+            if datatype != expected_type or not fits(shape, expected):
+                return one_line(
+                    f"output {name} is {datatype} {list(shape)} instead of {expected_type} {list(expected)}"
+                )
+        return None
+
+
+def _size_fault(name: str, datatype: str, shape: tuple[int, ...], sent: int) -> str | None:
+    size = byte_size(datatype, shape)
+    return None if size in (None, sent) else one_line(f"output {name} has {sent:,} bytes instead of {size:,}")

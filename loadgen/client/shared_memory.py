@@ -1,8 +1,8 @@
-"""The shared-memory client for measured requests: tensors in memory that the server maps, and a short HTTP request.
+"""Sends measured requests through shared memory: tensors in memory that the server maps, and a short HTTP request.
 
 Every request is written into POSIX shared memory once, before the measurement, into a slot with room for its answer
 (`SlotPool`). A measured request names the places of a slot; only the few bytes that make its inputs new are written
-(`loadgen.client.variation`).
+(`loadgen.client.bodies`).
 
 A name in /dev/shm exists only until the server has mapped it, some milliseconds; then it is unlinked, so that even a
 killed process leaves no memory behind. `sweep` removes the names that a process killed in those milliseconds leaves.
@@ -25,11 +25,10 @@ import msgspec
 import tritonclient.http as triton_http
 
 from loadgen.client.bodies import RawTensor
-from loadgen.client.exchange import ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection
-from loadgen.client.inputs import Array
-from loadgen.client.outputs import byte_size, elements_end, read_document, read_tensor
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.connection import Address, ConnectionRefused, Exchange
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.inputs import Array, elements_end
+from loadgen.client.outputs import byte_size, read_document, read_tensor
 from loadgen.documents import DocumentError, one_line
 
 FOLDER = Path("/dev/shm")
@@ -74,8 +73,8 @@ def sweep(process_id: int) -> list[str]:
     return left
 
 
-class Region:
-    """One object, mapped here. The server knows it under the same name."""
+class ClientRegion:
+    """One POSIX shared-memory object, mapped here. The server knows it under the same name."""
 
     def __init__(self, kind: str, byte_size: int) -> None:
         """Raises `ConnectionRefused` when there is no room for it."""
@@ -111,19 +110,19 @@ class Region:
         self.memory.close()
 
 
-KeptOutputs = tuple[SharedMemoryRequest, bytes]
+CopiedOutputs = tuple[SharedMemoryRequest, bytes]
 """A request and a copy of its outputs' memory."""
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """The place of one request and its answer in a region."""
+class RequestSlot:
+    """The memory of a request and its answer in a region."""
 
-    region: Region
+    region: ClientRegion
     start: int
     holds: SharedMemoryRequest | None = None
     """The request whose inputs it contains."""
-    sent: Request | None = None
+    sent: PreparedRequest | None = None
     """The HTTP request for it."""
     places: tuple[int, ...] = ()
     """Where its inputs vary, in the region's memory."""
@@ -147,10 +146,11 @@ class SlotPool:
         self.address = address
         self._model = model
         self._requests = tuple(dict.fromkeys(requests))
-        self._slot_bytes = max((one.input_starts()[-1] + one.output_starts()[-1] for one in self._requests), default=0)
-        self._regions: list[Region] = []
+        sizes = [request.input_starts()[-1] + request.output_starts()[-1] for request in self._requests]
+        self._slot_bytes = max(sizes, default=0)
+        self._regions: list[ClientRegion] = []
         self._slots = self._users = 0
-        self._free: dict[SharedMemoryRequest | None, list[Slot]] = {}
+        self._free: dict[SharedMemoryRequest | None, list[RequestSlot]] = {}
         """The slots that no user has, by the request that they hold."""
         self._lock = Lock()
         self.writes = 0
@@ -171,7 +171,7 @@ class SlotPool:
         """The last user unregisters and unmaps everything."""
         with self._lock:
             self._users -= 1
-            regions: list[Region] = []
+            regions: list[ClientRegion] = []
             if self._users == 0:
                 regions, self._regions = self._regions, regions
                 self._free, self._slots = {}, 0
@@ -185,7 +185,7 @@ class SlotPool:
             for region in regions:
                 region.close()
 
-    def take(self, request: SharedMemoryRequest) -> Slot:
+    def take(self, request: SharedMemoryRequest) -> RequestSlot:
         """A slot that holds this request, until `give_back`."""
         free = self._free.get(request) or self._free.get(None) or max(self._free.values(), key=len)
         slot = free.pop()
@@ -193,21 +193,21 @@ class SlotPool:
             self._write(slot, request)
         return slot
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: RequestSlot) -> None:
         self._free.setdefault(slot.holds, []).append(slot)
 
-    def _add_slots(self, connection: HttpConnection, number: int) -> list[Slot]:
+    def _add_slots(self, connection: HttpConnection, number: int) -> list[RequestSlot]:
         """Slots that hold nothing, in a new region that is registered."""
-        region = Region("slots", number * self._slot_bytes)
+        region = ClientRegion("slots", number * self._slot_bytes)
         self._regions.append(region)
         try:
             _register(connection, self.address, region)
         finally:
             region.unlink()
         self._slots += number
-        return [Slot(region, place * self._slot_bytes) for place in range(number)]
+        return [RequestSlot(region, place * self._slot_bytes) for place in range(number)]
 
-    def _write(self, slot: Slot, request: SharedMemoryRequest) -> None:
+    def _write(self, slot: RequestSlot, request: SharedMemoryRequest) -> None:
         self.writes += 1
         memory, places = slot.region.memory, list[int]()
         for raw, start in zip(request.inputs, request.input_starts(), strict=False):
@@ -218,7 +218,7 @@ class SlotPool:
         slot.outputs_start = slot.start + request.input_starts()[-1]
         slot.sent = self._http_request(slot, request)
 
-    def _http_request(self, slot: Slot, request: SharedMemoryRequest) -> Request:
+    def _http_request(self, slot: RequestSlot, request: SharedMemoryRequest) -> PreparedRequest:
         tensors, outputs = [], []
         for raw, start in zip(request.inputs, request.input_starts(), strict=False):
             tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
@@ -241,7 +241,7 @@ class SharedMemoryConnection:
         self._pool = pool
         self._http = HttpConnection(pool.address, timeout_s=timeout_s)
         self._joined = False
-        self._slot: Slot | None = None
+        self._slot: RequestSlot | None = None
         """The slot of the last request, until the next one."""
 
     @property
@@ -280,18 +280,18 @@ class SharedMemoryConnection:
         exchange.send_ns = send_ns
         return exchange
 
-    def keep_outputs(self) -> KeptOutputs:
+    def copy_outputs(self) -> CopiedOutputs:
         """A copy of the outputs' memory after the last response."""
         assert self._slot is not None
         assert self._slot.holds is not None
         return self._slot.holds, self._slot.outputs()
 
-    def read_outputs(self, exchange: Exchange, kept: KeptOutputs | None = None) -> dict[str, Array]:
-        """Copies of the outputs of the last, good response, or of one that was kept. The response describes them, the
+    def read_outputs(self, exchange: Exchange, copied: CopiedOutputs | None = None) -> dict[str, Array]:
+        """Copies of the outputs of the last, good response, or of a copied one. The response describes them, the
         request determined their places. Raises `DocumentError`."""
-        request, memory = self.keep_outputs() if kept is None else kept
+        request, memory = self.copy_outputs() if copied is None else copied
         starts = dict(zip(request.output_bytes, request.output_starts(), strict=False))
-        found = {}
+        arrays = {}
         for output in read_document(exchange.body):
             place = request.output_bytes.get(output.name, -1)
             start = starts.get(output.name, 0)
@@ -300,8 +300,8 @@ class SharedMemoryConnection:
                 used = elements_end(memoryview(memory[start : start + max(place, 0)]), math.prod(output.shape))
             if used is None or used > place or output.data is not None:
                 raise DocumentError(f"output {one_line(output.name)} is not in the shared memory")
-            found[output.name] = read_tensor(output, memoryview(memory[start : start + used]))
-        return found
+            arrays[output.name] = read_tensor(output, memoryview(memory[start : start + used]))
+        return arrays
 
     def close(self) -> None:
         """Close the connection, and with the last one of the pool its memory. Idempotent."""
@@ -314,7 +314,7 @@ class SharedMemoryConnection:
         self._http.close()
 
 
-def _register(connection: HttpConnection, address: Address, region: Region) -> None:
+def _register(connection: HttpConnection, address: Address, region: ClientRegion) -> None:
     document = {"key": f"/{region.name}", "offset": 0, "byte_size": region.byte_size}
     exchange = connection.send(_post(address, f"{_REGIONS}/{region.name}/register", msgspec.json.encode(document)))
     if exchange.status != 200:
@@ -325,10 +325,10 @@ def _register(connection: HttpConnection, address: Address, region: Region) -> N
         )
 
 
-def _post(address: Address, path: str, body: bytes, payload_bytes: int = 0) -> Request:
+def _post(address: Address, path: str, body: bytes, payload_bytes: int = 0) -> PreparedRequest:
     headers = {"Content-Type": "application/json"}
     head = request_head("POST", path, address, content_length=len(body), headers=headers)
-    return Request(head + body, payload_bytes=payload_bytes)  # one part costs less to send than two
+    return PreparedRequest(head + body, payload_bytes=payload_bytes)  # one part costs less to send than two
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:

@@ -1,6 +1,6 @@
-"""TLS for the clients (https:// and grpcs://): the settings of a connection, its socket, and sentences about failures.
+"""TLS for https:// and grpcs:// connections: their settings, their socket, and sentences about failures.
 
-A connection is encrypted by the `ssl` module, which copies every byte; the plain socket stays in use without TLS.
+The `ssl` module encrypts a connection and copies every byte; connections without TLS use the plain socket.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from loadgen.records.run import Access
 
-Protocol = Literal["http/1.1", "h2"]
+AlpnProtocol = Literal["http/1.1", "h2"]
 """The application protocol to negotiate (ALPN, RFC 7301)."""
 _RECORD_BYTES = 16 * 1024
 _MOST_BYTES = 16 * _RECORD_BYTES
@@ -35,7 +35,7 @@ class TlsError(OSError):
 
 
 class TlsSocket(ssl.SSLSocket):
-    """Offers what the clients use of a plain socket: sending in parts, looking for a close, reading without waiting."""
+    """A TLS socket that sends parts, notices a close and reads without waiting, as the clients do with a plain one."""
 
     def sendmsg(self, parts: Sequence[bytes | memoryview], *_: Any) -> int:  # type: ignore[override]  # without ancillary data
         """Send the first bytes of the parts: small ones together in one record, a large one without joining."""
@@ -70,7 +70,7 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
 
-def tls_context(access: Access, protocol: Protocol) -> ssl.SSLContext:
+def tls_context(access: Access, protocol: AlpnProtocol) -> ssl.SSLContext:
     """The context of connections with these files. Raises `TlsError` when one cannot be used."""
     return _context(access.ca, access.insecure, access.cert, access.key, protocol)
 
@@ -106,7 +106,9 @@ def _no_password() -> str:
     return ""
 
 
-def secured(connection: socket.socket, context: ssl.SSLContext, host: str, protocol: Protocol) -> ssl.SSLSocket:
+def wrapped_socket(
+    connection: socket.socket, context: ssl.SSLContext, host: str, protocol: AlpnProtocol
+) -> ssl.SSLSocket:
     """The connection after its handshake; it is closed when that fails. Raises `TlsError`, `TimeoutError`."""
     try:
         made = context.wrap_socket(connection, server_hostname=host)
@@ -117,7 +119,7 @@ def secured(connection: socket.socket, context: ssl.SSLContext, host: str, proto
         ) from None
     except (OSError, ValueError) as exc:
         connection.close()
-        raise TlsError(reason(exc, host)) from None
+        raise TlsError(failure_reason(exc, host)) from None
     if protocol == "h2" and made.selected_alpn_protocol() != "h2":
         made.close()
         raise TlsError("it does not offer HTTP/2 over TLS (ALPN h2), which gRPC needs; give its gRPC address")
@@ -128,7 +130,7 @@ def speaks_tls(host: str, port: int, timeout_s: float) -> bool:
     """Whether a server answers a TLS handshake, whatever its certificate."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as connection:
-            secured(connection, _context(None, True, None, None, "http/1.1"), host, "http/1.1").close()
+            wrapped_socket(connection, _context(None, True, None, None, "http/1.1"), host, "http/1.1").close()
     except TlsError as exc:
         return "TLS alert" in str(exc)
     except OSError:
@@ -136,7 +138,7 @@ def speaks_tls(host: str, port: int, timeout_s: float) -> bool:
     return True
 
 
-def reason(exc: Exception, host: str = "the server") -> str:
+def failure_reason(exc: Exception, host: str = "the server") -> str:
     """Why a connection failed, in a few words; for failures of TLS with the remedy."""
     if isinstance(exc, ssl.SSLCertVerificationError):
         code = exc.verify_code
@@ -157,16 +159,16 @@ def reason(exc: Exception, host: str = "the server") -> str:
         return f"the server's certificate cannot be verified: {exc.verify_message}"
     if not isinstance(exc, ssl.SSLError):
         return (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
-    found = exc.reason or ""
-    if found in _NOT_TLS:
+    ssl_reason = exc.reason or ""
+    if ssl_reason in _NOT_TLS:
         return "the server does not speak TLS; give its address with http:// or grpc://"
-    if "CERTIFICATE_REQUIRED" in found or found.endswith("ALERT_HANDSHAKE_FAILURE"):
+    if "CERTIFICATE_REQUIRED" in ssl_reason or ssl_reason.endswith("ALERT_HANDSHAKE_FAILURE"):
         return "TLS alert: the server refuses the handshake; it may want a client certificate (options cert and key)"
-    if "ALERT" in found and ("CERTIFICATE" in found or "UNKNOWN_CA" in found):
+    if "ALERT" in ssl_reason and ("CERTIFICATE" in ssl_reason or "UNKNOWN_CA" in ssl_reason):
         return "TLS alert: the server does not accept the client certificate (options cert and key)"
     if isinstance(exc, ssl.SSLEOFError):
         return "the server closed the connection in the TLS handshake; it may not speak TLS"
-    return f"TLS alert: {_words(exc)}" if "ALERT" in found else f"TLS failed: {_words(exc)}"
+    return f"TLS alert: {_words(exc)}" if "ALERT" in ssl_reason else f"TLS failed: {_words(exc)}"
 
 
 def _words(exc: OSError) -> str:

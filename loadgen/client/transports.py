@@ -1,4 +1,4 @@
-"""The three transports http, grpc and shm: how a request is encoded for each, and which client sends it."""
+"""The transports http, grpc and shm: how each encodes a request, which connection sends it, how its answer is read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.bodies import AnswerError, PreparedBody, RawTensor, failure_message, prepare_body, raw_tensors
+from loadgen.client.bodies import (
+    FreshNumbers,
+    PreparedBody,
+    RawTensor,
+    Variation,
+    prepare_body,
+    raw_tensors,
+)
+from loadgen.client.connection import MOST_ANSWER_BYTES, Address, ClientConnection, Exchange, failure_message, split_at
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.exchange import MOST_ANSWER_BYTES, Connection, Exchange
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection
+from loadgen.client.http import HttpConnection, PreparedRequest
 from loadgen.client.inputs import Array, InputError, SampleInputs
-from loadgen.client.outputs import HEADER_LENGTH, byte_size, read_body, read_message
-from loadgen.client.requests import Address, Request, cut
-from loadgen.client.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
-from loadgen.client.variation import FreshItems, FreshNumbers, Variation
+from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
+from loadgen.client.shared_memory import CopiedOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.documents import DocumentError
 from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
 
@@ -32,11 +37,11 @@ _VARIABLE_SIZE = 1024
 Body = PreparedBody | GrpcRequest | SharedMemoryRequest
 """A request that does not depend on the server."""
 Answer = Mapping[str, Array]
-Sendable = Request | GrpcRequest | SharedMemoryRequest
+Sendable = PreparedRequest | GrpcRequest | SharedMemoryRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class InferenceTarget:
     """Where and how inference requests are sent. Only the transport grpc needs `grpc_address`."""
 
     transport: Transport
@@ -62,7 +67,7 @@ class Target:
 
     def connection(
         self, requests: Sequence[Sendable], *, timeout_s: float, memory: SlotPool | None = None
-    ) -> Connection:
+    ) -> ClientConnection:
         """A connection, not yet open. Over shared memory it can send only these requests, through `memory` if several
         users share it. Raises `AddressError`."""
         if self.transport == "grpc":
@@ -94,12 +99,12 @@ def prepare(
     for output in signature.outputs:
         message.outputs.add(name=output.name)
     serialised = message.SerializeToString()
-    pieces = () if variation is None else cut(serialised, _places(serialised, tensors), variation.byte_size)
+    pieces = () if variation is None else split_at(serialised, _places(serialised, tensors), variation.byte_size)
     return GrpcRequest(serialised, sum(len(tensor.data) for tensor in tensors), pieces)
 
 
 def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
-    """Where a message varies: the tensors are its last fields, each after its tag and its length."""
+    """Where a serialised message varies: the tensors are its last fields, each after its tag and its length."""
     places: list[int] = []
     end = len(message)
     for tensor in reversed(tensors):
@@ -110,15 +115,15 @@ def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
 
 
 def _output_bytes(output: TensorSignature, inputs: Sequence[RawTensor], signature: Signature, batch_size: int) -> int:
-    """The place for an output. Where its size is not fixed, a variable dimension counts as the largest variable
-    dimension of the inputs, and an element of BYTES as `_ELEMENT_BYTES`."""
+    """Bytes of shared memory for an output. Where its size is not fixed, a variable dimension counts as the largest
+    variable dimension of the inputs, and an element of BYTES as `_ELEMENT_BYTES`."""
     shapes = {tensor.name: tensor.shape for tensor in inputs}
     variable = [
         size
         for expected in signature.inputs
         if expected.name in shapes
-        for wanted, size in zip(expected.shape[1:], shapes[expected.name][1 - len(expected.shape) :], strict=False)
-        if wanted < 0
+        for fixed, size in zip(expected.shape[1:], shapes[expected.name][1 - len(expected.shape) :], strict=False)
+        if fixed < 0
     ]
     longest = max(variable, default=_VARIABLE_SIZE)
     shape = (batch_size, *(longest if size < 0 else size for size in output.shape[1:]))
@@ -131,12 +136,23 @@ def _output_bytes(output: TensorSignature, inputs: Sequence[RawTensor], signatur
 
 
 @dataclass(frozen=True, slots=True)
-class Bodies:
+class PreparedBodies:
     """The requests of one batch size, and the numbers that make their items new each time they are sent."""
 
     requests: tuple[Body, ...]
-    fresh: FreshItems | None
-    """None if the inputs cannot vary: then the same requests are sent again."""
+    items: tuple[tuple[int, ...], ...]
+    """The items of each request."""
+    variation: Variation | None
+    """None if the inputs cannot vary: then the same bytes are sent again."""
+    numbers: FreshNumbers
+
+    def patches(self, body: int) -> tuple[int, Sequence[bytes]]:
+        """The number of the body's first item, and the bytes for each of its items, which are numbered from there."""
+        if self.variation is None:
+            return 0, ()
+        items, patch = self.items[body], self.variation.patch
+        first = self.numbers.take(len(items))
+        return first, [patch(item, first + row) for row, item in enumerate(items)]
 
 
 def prepare_bodies(
@@ -146,36 +162,33 @@ def prepare_bodies(
     variation: Variation | None,
     chosen: tuple[tuple[int, ...], ...],
     numbers: FreshNumbers,
-) -> Bodies:
+) -> PreparedBodies:
     """One request for each group of items. Raises `InputError` as `prepare` does."""
     requests = tuple(prepare(transport, inputs, signature, items, variation) for items in chosen)
-    return Bodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
+    return PreparedBodies(requests, chosen, variation, numbers)
 
 
-def keep_answer(connection: Connection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:
-    """Copy the connection's last response; the returned function reads it later, as `read_answer` does."""
-    kept = connection.keep_outputs() if isinstance(connection, SharedMemoryConnection) else None
+def keep_answer(connection: ClientConnection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:
+    """Copy the connection's last response; the returned function reads the copy later, as `read_answer` does."""
+    memory = connection.copy_outputs() if isinstance(connection, SharedMemoryConnection) else None
     copied = exchange.copy()
-    return lambda: read_answer(connection, copied, kept, batched=batched)
+    return lambda: read_answer(connection, copied, memory, batched=batched)
 
 
 def read_answer(
-    connection: Connection, exchange: Exchange, kept: KeptOutputs | None = None, *, batched: bool = True
+    connection: ClientConnection, exchange: Exchange, memory: CopiedOutputs | None = None, *, batched: bool = True
 ) -> Answer:
-    """Copies of the outputs of the connection's last response, or of one that was kept, with a batch dimension also
-    where the response has none. Raises `AnswerError`."""
+    """Copies of the outputs of the connection's last response, or of a copied one with its outputs' `memory`, with a
+    batch dimension also where the response has none. Raises `AnswerError`."""
     if not exchange.good:
         raise AnswerError(failure_message(exchange))
-    found = _read(connection, exchange, kept)
-    return found if batched else {name: array[np.newaxis] for name, array in found.items()}
-
-
-def _read(connection: Connection, exchange: Exchange, kept: KeptOutputs | None) -> Answer:
     try:
         if isinstance(connection, SharedMemoryConnection):
-            return connection.read_outputs(exchange, kept)
-        if isinstance(connection, GrpcConnection):
-            return read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
-        return read_body(exchange.body, exchange.header(HEADER_LENGTH))
+            outputs = connection.read_outputs(exchange, memory)
+        elif isinstance(connection, GrpcConnection):
+            outputs = read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
+        else:
+            outputs = read_body(exchange.body, exchange.header(HEADER_LENGTH))
     except (DecodeError, DocumentError) as exc:
         raise AnswerError(f"the response cannot be read: {exc}") from exc
+    return outputs if batched else {name: array[np.newaxis] for name, array in outputs.items()}

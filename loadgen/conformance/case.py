@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, ParamSpec
 
-from loadgen.client.requests import quoted
+from loadgen.client.connection import quoted
 from loadgen.conformance.model import Body, InferenceRequest, json_body
 from loadgen.conformance.records import CaseVerdict, Fact, Protocol, Response, Seen
 from loadgen.conformance.servers import DEFAULTS, Setting, Subject

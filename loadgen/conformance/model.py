@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loadgen.client.connection import model_path
 from loadgen.client.endpoint import TensorSignature
 from loadgen.client.inputs import NUMPY_TYPES
-from loadgen.client.requests import model_path
 from loadgen.conformance.records import NotApplicableError
 
 Array = npt.NDArray[Any]

@@ -21,16 +21,16 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadgen.client.connection import Address, AddressError
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.outputs import read_body
-from loadgen.client.requests import Address, AddressError
 from loadgen.conformance.model import HEADER, Body, ServedModel
 from loadgen.conformance.records import NotApplicableError, Response, SkippedError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
 from loadgen.invocation import ABSERVE
+from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import DeploymentError, RemoteDeployment
 
 GOLDEN_TOLERANCE = 1e-5
 ANSWER_SECONDS = 20.0

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from loadgen.documents import write_atomically
 from loadgen.engine_matrix.analyse import path_of
 from loadgen.engine_matrix.records import CellResult, Configuration, Estimate, Matrix
 from loadgen.engine_matrix.sections import matrix_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import field
-from loadgen.verdict.result_file import write_atomically
 
 CELLS_CSV, CELLS_PARQUET = "cells.csv", "cells.parquet"
 NO_PARQUET = f"{CELLS_PARQUET} was not written: it needs pyarrow; run pip install 'abserve[parquet]'"

@@ -1,6 +1,6 @@
 """From the settings of a matrix to its configurations, and the order in which they are measured; computes only.
 
-What an engine offers, and whether this machine can measure a configuration, is asked of `servers.engines.worker`.
+What an engine offers, and whether this machine can measure a configuration, is asked of `servers.measuring.worker`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EngineCombination(NamedTuple):
 
 
 class CombinationCheck(msgspec.Struct, frozen=True):
-    """The worker's answer to one combination; see `servers.engines.request`."""
+    """The worker's answer to one combination; see `servers.measuring.request`."""
 
     reason: str | None
     wrong: bool

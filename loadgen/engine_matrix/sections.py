@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join
 from loadgen.engine_matrix import charts
 from loadgen.engine_matrix.analyse import has_copies, path_of, worst
 from loadgen.engine_matrix.charts import ScopeView, latency_ms, scope_title, short_model, shown_length, views
@@ -19,7 +18,7 @@ from loadgen.engine_matrix.records import (
     Matrix,
     Winner,
 )
-from loadgen.quantities import counted, items, measured, measured_interval, number, ratio, ratio_interval, share
+from loadgen.quantities import counted, items, join, measured, measured_interval, number, ratio, ratio_interval, share
 from loadgen.report.sections.conditions import environment_rows, gpu_text
 
 LONG_NS = 2e6

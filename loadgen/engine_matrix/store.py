@@ -12,7 +12,7 @@ from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.records import Matrix, MatrixPlan, Visit
 from loadgen.records.run import Environment, Record, RunState
 from loadgen.run.storage import StorageError, StoredRunError, only_run, storage_sentence, write_whole
-from loadgen.verdict.result_file import ResultError
+from loadgen.verdict.result import ResultError
 
 VISITS = "visits"
 R = TypeVar("R", bound=Record)

@@ -1,4 +1,4 @@
-"""Drives the processes of `servers.engines.worker`: every wait is bounded, every answer is checked."""
+"""Drives the processes of `servers.measuring.worker`: every wait is bounded, every answer is checked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from loadgen.child_process import ChildProcess, ProcessError
 from loadgen.documents import DocumentError, decode_json, one_line
 from loadgen.engine_matrix.plan import CombinationCheck, Offers
 from loadgen.engine_matrix.records import NO_MODEL, Configuration, Conversion, Measured, Shape
 from loadgen.experiment.plan import PlanError
-from loadgen.launch.process import ChildProcess, ProcessError
 
 MOST_ANSWER_BYTES = 2**24
 MOST_WORDS = 1_000

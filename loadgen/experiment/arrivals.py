@@ -1,4 +1,4 @@
-"""When the requests of an open loop are due: a pure function of kind, rate, number and seed, drawn before the load.
+"""When the requests of an open loop are due: a pure function of kind, rate, count and seed, computed before the load.
 
 Both arms of a pair get the same schedule, and each of n workers takes every n-th arrival of it. Poisson arrivals have
 independent exponential gaps; constant ones are 1/rate apart. The first request is due at 0.

@@ -1,16 +1,29 @@
-"""The command line made from the settings: an option with its help, limits and variable for every field."""
+"""Where the value of a setting comes from: an option, a variable, an experiment file or the default, strongest first.
+
+`takes_settings` gives a command one option per setting, and `given_options` tells which of them were set.
+`effective_settings` reads the file and lays these over it: `--a-option` sets single keys of the file's options and
+`--fail-if` adds to the file's conditions; every other option replaces the file's value. `write_settings` writes a file
+with the settings in effect.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
+import yaml
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from loadgen.documents import one_line
+from loadgen.experiment.plan import PlanError, unknown
 from loadgen.experiment.settings import (
     DEFAULT_TARGETS,
     LETTERS,
@@ -21,12 +34,20 @@ from loadgen.experiment.settings import (
     ArmSettings,
     ExperimentSettings,
     Settings,
+    gather_arms,
 )
+from loadgen.headers import HIDDEN
+from loadgen.strict_yaml import YamlError, read_mapping
 
 _LAST_SHOWN = "c"
 """The last arm in the help, which shows no options for it but says that there are more arms."""
-_GIVEN = {"COMMANDLINE", "ENVIRONMENT"}
+_SET_BY_USER = {"COMMANDLINE", "ENVIRONMENT"}
 _PLACEHOLDERS: dict[object, str] = {int: "N", float: "NUMBER", str: "TEXT"}
+
+S = TypeVar("S", bound=Settings)
+_MOST_LINES = 20
+"""Most errors shown; a file with more usually has a single cause."""
+TARGET_REMEDY = "give native, triton, fastapi, litserve or the URL of a server"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +117,7 @@ class SettingOption:
             return "KEY=VALUE" if self.is_mapping else "CONDITION"
         kind = self.field.annotation
         if get_origin(kind) in {Union, UnionType}:
-            kind = next(one for one in get_args(kind) if one is not type(None))
+            kind = next(member for member in get_args(kind) if member is not type(None))
         if get_origin(kind) is Annotated:
             kind = get_args(kind)[0]
         if get_origin(kind) is Literal:
@@ -105,25 +126,23 @@ class SettingOption:
 
 
 def setting_options() -> tuple[SettingOption, ...]:
-    """One option for every field, in order."""
-    options: list[SettingOption] = []
-    for name, field in ExperimentSettings.model_fields.items():
-        if name == "arms":
-            fields = ArmSettings.model_fields.items()
-            options += [_arm_option(letter, inner, one) for letter in LETTERS for inner, one in fields]
-        else:
-            options.append(_plain_option(name, field, "ABSERVE_COMPARE"))
-    return tuple(options)
+    """One option for every setting of an experiment, in order: those of each arm by its letter."""
+    arms = [_arm_option(letter, name, field) for letter in LETTERS for name, field in ArmSettings.model_fields.items()]
+    return (*arms, *plain_options(ExperimentSettings, "ABSERVE_COMPARE"))
 
 
 def plain_options(settings: type[Settings], prefix: str) -> tuple[SettingOption, ...]:
-    """One option for every field of settings without arms, each with a variable PREFIX_NAME."""
-    return tuple(_plain_option(name, field, prefix) for name, field in settings.model_fields.items())
-
-
-def _plain_option(name: str, field: FieldInfo, prefix: str) -> SettingOption:
-    variable = None if REPEATED in field.metadata else f"{prefix}_{name.upper()}"
-    return SettingOption((name,), f"--{name.replace('_', '-')}", variable, field)
+    """One option for every setting that is not of an arm, each with a variable PREFIX_NAME."""
+    return tuple(
+        SettingOption(
+            path=(name,),
+            flag=f"--{name.replace('_', '-')}",
+            variable=None if REPEATED in field.metadata else f"{prefix}_{name.upper()}",
+            field=field,
+        )
+        for name, field in settings.model_fields.items()
+        if name != "arms"
+    )
 
 
 def _arm_option(letter: str, name: str, field: FieldInfo) -> SettingOption:
@@ -134,20 +153,25 @@ def _arm_option(letter: str, name: str, field: FieldInfo) -> SettingOption:
 
 
 def takes_settings(
-    arms: str = LETTERS, given: Sequence[SettingOption] | None = None, **defaults: object
+    arms: str = LETTERS, options: Sequence[SettingOption] | None = None, **defaults: object
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's `**options` by the `given` ones, or one for every setting of an experiment, sorted by the
-    panels of the help, which shows only these arms, and the command's own `defaults`."""
+    """Replace a command's `**options` by these options, or by one for every setting of an experiment. They are sorted
+    by the panels of the help, which shows only these arms, and the command's own `defaults`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = [option.as_parameter(arms, defaults.get(option.path[-1])) for option in given or setting_options()]
+        declared = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        made = [option.as_parameter(arms, defaults.get(option.path[-1])) for option in options or setting_options()]
         parameters = [
-            one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in sorted([*options, *own], key=_place_in_help)
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in sorted([*made, *declared], key=_place_in_help)
         ]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate
@@ -167,5 +191,104 @@ def given_options(
     return {
         option: values[option.parameter]
         for option in options or setting_options()
-        if (source := sources.get(option.parameter)) is not None and source.name in _GIVEN
+        if (source := sources.get(option.parameter)) is not None and source.name in _SET_BY_USER
     }
+
+
+class ExperimentFileError(PlanError):
+    """A file or an option holds a value that cannot be used; one line per error, with the place and the remedy."""
+
+
+def effective_settings(path: Path | None, options: Mapping[SettingOption, object]) -> ExperimentSettings:
+    """The file, overridden by the options given. Raises `ExperimentFileError`."""
+    content = gather_arms(read_file(path, "an experiment file", "model: openclip_vit_b32"))
+    return checked_settings(ExperimentSettings, content, path, options)
+
+
+def read_file(path: Path | None, kind: str, example: str) -> dict[str, Any]:
+    """The mapping in a file, not validated; empty without a file. `kind` ("an experiment file") and `example` are for
+    messages. Raises `ExperimentFileError`."""
+    try:
+        return {} if path is None else read_mapping(path, kind, example)
+    except YamlError as exc:
+        raise ExperimentFileError(str(exc)) from exc
+
+
+def checked_settings(
+    kind: type[S], content: dict[str, Any], path: Path | None, options: Mapping[SettingOption, object]
+) -> S:
+    """The settings from a file's content, overridden by the options given. Raises `ExperimentFileError`."""
+    for option, value in options.items():
+        _set(content, option, value)
+    try:
+        return kind.model_validate(content)
+    except ValidationError as exc:
+        flags = {option.path: option.flag for option in options}
+        errors = exc.errors(include_url=False)
+        keys = [*kind.model_fields, *(DEFAULT_TARGETS if kind is ExperimentSettings else ())]
+        lines = list(dict.fromkeys(one_line(_line(error, path, flags, keys)) for error in errors[:_MOST_LINES]))
+        lines += [f"{path}: and {len(errors) - _MOST_LINES} more"] if len(errors) > _MOST_LINES else []
+        raise ExperimentFileError("\n".join(lines)) from exc
+
+
+def write_settings(settings: ExperimentSettings) -> str:
+    """An experiment file that asks for exactly this, whatever the defaults of a later version are."""
+    return write_content(settings.content(), settings.sha256())
+
+
+def write_content(content: Mapping[str, object], sha256: str) -> str:
+    """The experiment file of stored content; a comment names the settings that are not set."""
+    body = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+    unset = [name for name in ExperimentSettings.model_fields if name not in content]
+    note = f"# not set: {', '.join(unset)}\n" if unset else ""
+    return f"# abserve compare experiment.yaml\n# sha256 of the content: {sha256}\n{body}{note}"
+
+
+def parse_options(flag: str, options: list[str]) -> dict[str, str]:
+    """Options given as KEY=VALUE; leading dashes of the key are dropped. Raises `ExperimentFileError`."""
+    parsed: dict[str, str] = {}
+    for option in options:
+        name, separator, value = option.partition("=")
+        name = name.strip().lstrip("-")
+        if not separator or not name:
+            header = flag.endswith("-header")
+            shown, example = (HIDDEN, "X-Team=search") if header else (option, "max-queue-delay-us=0")
+            raise ExperimentFileError(f"{flag} {shown}: write it as KEY=VALUE, as in {example}")
+        parsed[name] = value.strip()
+    return parsed
+
+
+def _set(content: dict[str, Any], option: SettingOption, value: object) -> None:
+    place = content
+    for step in option.path[:-1]:
+        inner = place.get(step, {})
+        place[step] = dict(inner) if isinstance(inner, dict) else {}
+        place = place[step]
+    last = option.path[-1]
+    before = place.get(last)
+    if option.is_mapping and isinstance(value, list):
+        value = (before if isinstance(before, dict) else {}) | parse_options(option.flag, value)
+    elif option.repeated and isinstance(value, list):
+        value = [*(before if isinstance(before, list) else [] if before is None else [before]), *value]
+    place[last] = value
+
+
+def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...], str], keys: Sequence[str]) -> str:
+    """One error with its place, the value given and the remedy."""
+    location, kind = tuple(str(part) for part in error["loc"]), error["type"]
+    if kind == "missing":  # only an arm's target has no default
+        place = f"--{location[1]}" if path is None else f"{path}: {'.'.join(location)}"
+        return f"{place}: {TARGET_REMEDY}"
+    if kind == "extra_forbidden":
+        arm = location[0] == "arms"
+        place = ": ".join([str(path), *([".".join(location[:-1])] if arm else [])])
+        return unknown(place, location[-1], [*ArmSettings.model_fields] if arm else keys, "key")
+    place = next((name for at, name in flags.items() if location[: len(at)] == at), f"{path}: {'.'.join(location)}")
+    value = None if "header" in location else error["input"]  # never shows the value of a header
+    if kind == "literal_error":
+        return unknown(place, str(value), re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected"))))
+    remedies = {"too_short": "give at least one value", "string_pattern_mismatch": "use letters, digits, and . _ -"}
+    what = remedies.get(kind, error["msg"])
+    what = what.removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
+    shown = f" {value}" if isinstance(value, str | int | float) and len(str(value)) <= 80 else ""
+    return f"{place}{shown}: {what}"

@@ -1,4 +1,5 @@
-"""From settings to what runs: the arms, the workloads with their sizes, and the combinations of transport and payload.
+"""From settings to what runs: the arms, the workloads with their sizes, the combinations of transport and payload, and
+how the servers pad batches.
 
 Whatever cannot run is refused here, before anything starts or is written.
 """
@@ -22,6 +23,7 @@ from loadgen.records.run import (
     EMBEDDED,
     Access,
     ArmRequest,
+    Experiment,
     Label,
     Scenario,
     Transport,
@@ -29,8 +31,9 @@ from loadgen.records.run import (
     asked_for,
     option_of,
     setting_key,
+    shown,
 )
-from loadgen.stats.early_stopping import queries_needed
+from loadgen.stats.percentiles import queries_needed
 
 GPU_WINDOW_S = 11.0
 GPU_REQUESTS = 110
@@ -47,6 +50,8 @@ BOUNDS_PER_TRIAL = 20.0
 has grown to the bound."""
 AS_SERVED = "as in the stack's .env"
 """Recorded as the weights of a compose run, which uses those of the stack."""
+PAD_TO = (32, 64, 128, 256, 512)
+"""Sizes to which batches of texts are padded where no others are asked for."""
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is that of WSL
 _IN_ENV = "in .env, then run docker compose up --detach --wait"
 
@@ -79,10 +84,10 @@ PRESETS = {
 }
 
 
-def unknown(place: str, value: str, known: Sequence[str], kind: str = "value") -> str:
+def unknown(place: str, value: str, choices: Sequence[str], kind: str = "value") -> str:
     """The sentence for a value that does not exist, with the closest one that does, or all of them."""
-    close = get_close_matches(value, known, n=1)
-    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+    close = get_close_matches(value, choices, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
     return f"{place}: unknown {kind} {value}; {remedy}"
 
 
@@ -90,7 +95,7 @@ def unknown(place: str, value: str, known: Sequence[str], kind: str = "value") -
 
 
 def make_arms(settings: ExperimentSettings) -> tuple[ArmRequest, ...]:
-    """The arms, those of Triton with the options that all of them share. Raises `PlanError` as `make_arm` does."""
+    """The arms; those of Triton get the options that all of them share. Raises `PlanError` as `make_arm` does."""
     names = ("tritonserver", "backend", "triton_repository")
     shared = {setting: value for setting in names if (value := getattr(settings, setting)) is not None}
     if ignored_settings(settings):
@@ -105,18 +110,18 @@ def make_arms(settings: ExperimentSettings) -> tuple[ArmRequest, ...]:
 
 
 def ignored_settings(settings: ExperimentSettings) -> tuple[str, ...]:
-    """Notes about settings that do nothing and cannot mislead: where a tritonserver is on this machine says nothing
-    about a Triton that runs at a URL."""
+    """Notes about settings without effect that need not be refused: a tritonserver on this machine does not matter to a
+    Triton that runs at a URL."""
     targets = [arm.target for arm in settings.arms.values()]
     if settings.tritonserver is None or "triton" in targets or set(targets) <= set(EMBEDDED):
         return ()
     return (f"--tritonserver {settings.tritonserver} is ignored: no arm is triton, and a server at a URL runs already",)
 
 
-def _with_shared(shared: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+def _with_shared(shared: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
     """An arm's own value of an option replaces the shared one, whatever its spelling."""
-    given = {setting_key(name) for name in own}
-    return {name.replace("_", "-"): value for name, value in shared.items() if name not in given} | dict(own)
+    set_by_arm = {setting_key(name) for name in options}
+    return {name.replace("_", "-"): value for name, value in shared.items() if name not in set_by_arm} | dict(options)
 
 
 def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
@@ -134,12 +139,7 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
         raise PlanError(f"{option_of(label, 'option')} {port} has no effect, because abserve chooses free ports")
     elif arm.grpc is not None:
         raise PlanError(f"{option_of(label, 'grpc')} has no effect on {target}, because abserve chooses its address")
-    access = Access(
-        ca=arm.ca, insecure=arm.insecure, cert=arm.cert, key=arm.key, version=arm.version, header=arm.header
-    )
-    request = ArmRequest(
-        label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc, model=arm.model, access=access
-    )
+    request = arm.stored(ArmRequest, label=label, settings=options, access=arm.stored(Access))
     _check_access(request)
     return request
 
@@ -147,13 +147,13 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
 def _check_access(arm: ArmRequest) -> None:
     """Raises `PlanError` for settings of an access that have no effect or contradict each other."""
     label, access = arm.label, arm.access
-    given = [name for name in Access.__struct_fields__ if getattr(access, name)]
-    if arm.embedded and given:
+    names = [name for name in Access.__struct_fields__ if getattr(access, name)]
+    if arm.embedded and names:
         raise PlanError(
-            f"{option_of(label, given[0])} has no effect on {arm.target}, because abserve starts that server; it is "
+            f"{option_of(label, names[0])} has no effect on {arm.target}, because abserve starts that server; it is "
             "for the URL of a running one"
         )
-    tls = [name for name in given if name in ("ca", "insecure", "cert", "key")]
+    tls = [name for name in names if name in ("ca", "insecure", "cert", "key")]
     if tls and not arm.tls_addresses:
         raise PlanError(
             f"{option_of(label, tls[0])} has no effect without TLS; give an address with https:// or grpcs://"
@@ -251,7 +251,7 @@ def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combin
     ):
         if changed:
             raise PlanError(f"{option} has no effect with --deployment compose: {remedy}")
-    transports = {one.transport for one in combinations}
+    transports = {combination.transport for combination in combinations}
     if "shm" in transports:
         raise PlanError("containers share no memory with this process; use --transport http or grpc")
     if "cold-start" in settings.scenarios and transports != {"http"}:
@@ -262,7 +262,7 @@ def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combin
 
 
 def check_models(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
-    """Raises `PlanError` for a URL where nothing tells the model's name on that server."""
+    """Raises `PlanError` for a URL if no setting says what that server calls the model."""
     if settings.deployment == "compose" or any(arm.embedded and arm.model is None for arm in arms):
         return
     for arm in arms:
@@ -280,7 +280,7 @@ def check_models(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> No
 def sweep(settings: ExperimentSettings) -> tuple[int, ...]:
     """The lengths of a list, with which the workloads are crossed; empty for one length or a text's."""
     lengths = (settings.sequence_length or "text").split(",")
-    return tuple(dict.fromkeys(int(one) for one in lengths)) if len(lengths) > 1 else ()
+    return tuple(dict.fromkeys(int(length) for length in lengths)) if len(lengths) > 1 else ()
 
 
 def buckets(settings: ExperimentSettings) -> tuple[int, ...] | None:
@@ -455,3 +455,111 @@ def sized(workloads: Sequence[Workload], request_seconds: Mapping[str, float]) -
         )
         for workload in workloads
     )
+
+
+# Padding: it decides which requests share a batch and how much each computes, so the arms pad alike, to the same sizes
+# where every arm can, else not at all. An arm's own option `pad-to` is a difference that was asked for.
+
+
+def decide_padding(
+    experiment: Experiment, cannot_pad: Mapping[Label, str], pads_to: Mapping[Label, tuple[int, ...]]
+) -> Experiment:
+    """The experiment with the padding that every arm can do; the sizes follow from the samples where none are set here.
+
+    `cannot_pad` says why an arm does not take `pad-to`; `pads_to` has the sizes of servers that run already. Raises
+    `PlanError` for sizes that an arm which abserve starts cannot pad to.
+    """
+    if experiment.deployment != "embedded":
+        return experiment
+    common = [arm for arm in experiment.arms if own_padding(arm) is None]
+    if experiment.pad_to:
+        _require_padding(experiment, common, cannot_pad)
+    starts = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
+    if experiment.pad_to is not None or not starts or not has_mixed_lengths(experiment):
+        return experiment
+    fixed = {arm.label: cannot_pad[arm.label] for arm in common if arm.label in cannot_pad}
+    sizes = {pads_to.get(label, ()) for label in fixed}
+    if len(sizes) == 1 and (same := sizes.pop()):
+        return msgspec.structs.replace(experiment, pad_to=same)
+    return msgspec.structs.replace(experiment, cannot_pad=fixed)
+
+
+def _require_padding(experiment: Experiment, arms: Sequence[ArmRequest], cannot_pad: Mapping[Label, str]) -> None:
+    if not any(arm.embedded for arm in experiment.arms):
+        raise PlanError("--pad-to has no effect, because abserve starts no server; leave it out")
+    unable = next((arm for arm in arms if arm.embedded and arm.label in cannot_pad), None)
+    if unable is None:
+        return
+    able = next((arm for arm in arms if arm.label not in cannot_pad), None)
+    alone = ""
+    if able is not None:
+        alone = f", or pad on {shown(able.label)} alone: {_padding_option(able, experiment.pad_to or ())}"
+    raise PlanError(
+        f"--pad-to: {shown(unable.label)} ({unable.target}) cannot pad batches, because {cannot_pad[unable.label]}; "
+        f"leave --pad-to out, and no arm pads{alone}"
+    )
+
+
+def own_padding(arm: ArmRequest) -> str | None:
+    """The arm's own sizes, which replace those of the experiment; None without."""
+    return asked_for(arm.settings, "pad_to")
+
+
+def has_mixed_lengths(experiment: Experiment) -> bool:
+    """Whether the lengths are those of texts or of the user's inputs, not fixed ones."""
+    return experiment.sequence_length in (None, "text")
+
+
+def default_sizes(largest: int, lengths: Sequence[int]) -> tuple[int, ...]:
+    """The sizes to pad to for items of these lengths and a model that takes `largest`."""
+    last = max([min(PAD_TO[-1], largest), *lengths])
+    return (*(size for size in PAD_TO if size < last), last)
+
+
+def held_back(experiment: Experiment) -> tuple[ArmRequest, ...]:
+    """The arms that could pad but do not by default, because another arm cannot."""
+    if experiment.pad_to != () or not experiment.cannot_pad:
+        return ()
+    return tuple(
+        arm
+        for arm in experiment.arms
+        if arm.embedded and arm.label not in experiment.cannot_pad and own_padding(arm) is None
+    )
+
+
+def padding_in_words(experiment: Experiment, longest: int) -> str:
+    """How the servers that abserve starts pad, in a sentence without a full stop; empty for a model without such an
+    axis. `longest` is the length of the longest input."""
+    if experiment.pad_to is None:
+        return ""
+    asked = {shown(arm.label): sizes for arm in experiment.arms if (sizes := own_padding(arm)) is not None}
+    words = [f"{label} has its own pad-to={sizes}" for label, sizes in asked.items()]
+    if len(asked) < len(experiment.arms):
+        words.insert(0, _common_rule(experiment, longest))
+    return "; ".join(words)
+
+
+def _common_rule(experiment: Experiment, longest: int) -> str:
+    if experiment.pad_to:
+        return f"batches are padded to {_listed(experiment.pad_to)}"
+    alike = "only requests of equal lengths share a batch"
+    able = held_back(experiment)
+    if not able:
+        running = [arm.label for arm in experiment.arms if not arm.embedded and arm.label in experiment.cannot_pad]
+        return "; ".join([alike, *(f"{shown(label)}: {experiment.cannot_pad[label]}" for label in running)])
+    sizes = default_sizes(longest, (longest or PAD_TO[2],))
+    options = " ".join(_padding_option(arm, sizes) for arm in able)
+    unable = " and ".join(f"{shown(label)} ({why})" for label, why in experiment.cannot_pad.items())
+    names = " and ".join(shown(arm.label) for arm in able)
+    return (
+        f"no arm is asked to pad batches, because abserve cannot make {unable} do so: {alike}; add {options} to let "
+        f"{names} pad, and the report then names the difference"
+    )
+
+
+def _padding_option(arm: ArmRequest, sizes: Sequence[int]) -> str:
+    return f"{option_of(arm.label, 'option')} pad-to={_listed(sizes)}"
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))

@@ -1,9 +1,10 @@
 """All settings of a comparison: the keys of an experiment file, which are also the options of the command.
 
 To add a setting, add one field to `ExperimentSettings`. The key of the file, the option `--the-name` with its help and
-default, the variable ABSERVE_COMPARE_THE_NAME and the line in the effective file follow from it; `loadgen.cli.assembly`
-reads it. Limits (`ge`, `le`) and `Literal` values hold wherever the value comes from. A tuple is written with commas on
-the command line, or given once per value where it is `REPEATED`.
+default, the variable ABSERVE_COMPARE_THE_NAME, the line in the effective file and the stored content follow from it. A
+field of the same name in the stored `Experiment` gets its value by `Settings.stored`. Limits (`ge`, `le`) and `Literal`
+values hold wherever the value comes from. A tuple is written with commas on the command line, or given once per value
+where it is `REPEATED`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from keyword import iskeyword
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -30,8 +31,8 @@ from pydantic import (
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.headers import read_headers
 from loadgen.records.payloads import DEFAULT_MODEL, Payload
-from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Scenario, Transport
-from loadgen.stats.early_stopping import queries_needed
+from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Record, Scenario, Transport
+from loadgen.stats.percentiles import queries_needed
 
 MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "Load", "Measurement", "Output")
 """The groups of the help, in their order."""
@@ -55,7 +56,7 @@ def _separated(value: object) -> object:
     if isinstance(value, int | float):
         return [value]
     if isinstance(value, list | tuple):  # of anything in a file, so not always of hashable values
-        return [one for place, one in enumerate(value) if one not in value[:place]]
+        return [element for place, element in enumerate(value) if element not in value[:place]]
     return value
 
 
@@ -79,7 +80,7 @@ def _sizes_or(word: str) -> BeforeValidator:
     return BeforeValidator(checked)
 
 
-def _one_or_more(value: object) -> object:
+def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
@@ -103,7 +104,10 @@ Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], SEP
 Lengths = Annotated[str, _sizes_or("text")]
 Buckets = Annotated[str, _sizes_or("none")]
 Headers = Annotated[dict[str, SkipValidation[str]], BeforeValidator(_read_headers), PlainSerializer(_shown_headers)]
-Lines = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), REPEATED]
+Lines = Annotated[tuple[str, ...], BeforeValidator(_listed), REPEATED]
+
+
+R = TypeVar("R", bound=Record)
 
 
 class Settings(BaseModel):
@@ -119,6 +123,11 @@ class Settings(BaseModel):
         """The hash of the content as JSON with sorted keys and no spaces; a file's comments and order do not matter."""
         canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def stored(self, record: type[R], **decided: Any) -> R:
+        """A record with every setting that it has a field of the same name for, and with what was `decided`."""
+        common = set(record.__struct_fields__) & type(self).model_fields.keys() - decided.keys()
+        return record(**{name: getattr(self, name) for name in common}, **decided)
 
 
 class ArmSettings(Settings):
@@ -164,14 +173,14 @@ ARM_NAME = re.compile(r"[a-h]|[a-z][a-z0-9_-]{1,23}")
 
 def gather_arms(content: dict[str, Any]) -> dict[str, Any]:
     """Move the arms given by letter to `arms`, and add the default arms if there are none."""
-    own = content.get("arms")
-    if own is not None and not isinstance(own, dict):
+    named = content.get("arms")
+    if named is not None and not isinstance(named, dict):
         return content
-    arms = {name: _as_mapping(arm) for name, arm in (own or DEFAULT_TARGETS).items()}
+    arms = {name: _as_mapping(arm) for name, arm in (named or DEFAULT_TARGETS).items()}
     for letter in LETTERS:
         if letter in content:
-            given = _as_mapping(content[letter])
-            arms[letter] = {**(arms.get(letter) or {}), **given} if isinstance(given, dict) else given
+            arm = _as_mapping(content[letter])
+            arms[letter] = {**(arms.get(letter) or {}), **arm} if isinstance(arm, dict) else arm
     return {"arms": arms} | {key: value for key, value in content.items() if key not in {"arms", *LETTERS}}
 
 

@@ -2,32 +2,238 @@
 
 Where the container's own address can be reached from here (Linux, no Docker Desktop), requests go there: a published
 port costs throughput, since every byte passes docker's proxy process. All arms must be reached the same way, which
-`via` names.
+`via` names. This is the one module that imports the docker SDK.
 """
 
 from __future__ import annotations
 
+import io
 import socket
+import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from time import monotonic, perf_counter_ns
 from typing import Any
 
 import psutil
 
+from loadgen.child_process import cause_in, tree
 from loadgen.client.endpoint import Endpoint
 from loadgen.documents import DocumentError, read_json
-from loadgen.launch.containers import PROJECT, UP, LogLine, ServiceContainer, find_container
-from loadgen.launch.interface import Deployment, DeploymentError
-from loadgen.launch.listeners import tree
-from loadgen.launch.process import cause_in
+from loadgen.launch.deployment import Deployment, DeploymentError
 from loadgen.records.payloads import BACKEND_ENDINGS
+
+PROJECT = "abserve"
+UP = "docker compose up --detach --wait"
+_PROJECT_LABEL = "com.docker.compose.project"
+_SERVICE_LABEL = "com.docker.compose.service"
+_ENGINE_SECONDS = 60
+LAST_LOG_LINES = 3
 
 PORTS = {"native": (8100, 8101), "triton": (8000, 8001)}
 """HTTP and gRPC inside the container."""
 STOP_SECONDS = 40
 _ASK_ENGINE_EVERY_NS = 250_000_000
 _REACH_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of a container's log with the wall-clock time at which the engine got it."""
+
+    at_ns: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerState:
+    """The state of a container. `restarts` counts restarts by its restart policy."""
+
+    status: str
+    exit_code: int
+    restarts: int
+
+
+class ServiceContainer:
+    """One container of a compose project. Every method raises `DeploymentError` when the engine fails."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self.service = str(container.labels[_SERVICE_LABEL])
+        self.name = str(container.name)
+        created = container.attrs["Config"]
+        self.command: tuple[str, ...] = (*(created.get("Entrypoint") or ()), *(created.get("Cmd") or ()))
+
+    @property
+    def image(self) -> str:
+        with _translated():
+            image = self._container.image
+            return f"{(image.tags or ['untagged'])[0]} {image.short_id}"
+
+    def state(self) -> ContainerState:
+        """Ask the engine, which takes about 2 ms of its CPU: not for a tight loop."""
+        with _translated():
+            self._container.reload()
+        state = self._container.attrs["State"]
+        return ContainerState(
+            status=str(state["Status"]),
+            exit_code=int(state["ExitCode"]),
+            restarts=int(self._container.attrs["RestartCount"]),
+        )
+
+    def created_process_ns(self) -> int | None:
+        """Wall clock at which the engine had created its process, as of the last `state`."""
+        return _timestamp_ns(str(self._container.attrs["State"]["StartedAt"]))
+
+    def start(self) -> None:
+        """Returns when the engine has created the process."""
+        with _translated():
+            self._container.start()
+
+    def stop(self, grace_s: int) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`; does nothing when it does not run."""
+        with _translated():
+            self._container.stop(timeout=grace_s)
+
+    def execute(self, *argv: str) -> tuple[int, str]:
+        with _translated():
+            done = self._container.exec_run(list(argv))
+        return int(done.exit_code), done.output.decode("utf-8", "replace")
+
+    def addresses(self, port: int) -> tuple[str | None, str | None]:
+        """(address on its network, published address) of one of its TCP ports, as host:port; None for a missing one."""
+        with _translated():
+            self._container.reload()
+        settings = self._container.attrs["NetworkSettings"]
+        inside = [network["IPAddress"] for network in settings["Networks"].values() if network.get("IPAddress")]
+        published = (settings["Ports"].get(f"{port}/tcp") or [None])[0]
+        host = None
+        if published is not None:
+            address = "127.0.0.1" if published["HostIp"] in {"", "0.0.0.0"} else published["HostIp"]
+            host = f"{address}:{published['HostPort']}"
+        return (f"{inside[0]}:{port}" if inside else None), host
+
+    def cpu_ns(self) -> int:
+        """CPU time of all its processes since its start, health checks included."""
+        with _translated():
+            stats = self._container.stats(stream=False, one_shot=True)
+        return int(stats["cpu_stats"]["cpu_usage"]["total_usage"])
+
+    def main_pid(self) -> int | None:
+        """The PID of its first process on this machine; None when it does not run."""
+        return int(self._container.attrs["State"]["Pid"]) or None
+
+    def file(self, path: str) -> bytes | None:
+        """The content of a small file inside, also of a stopped container; None when there is no such file."""
+        import docker
+
+        with _translated():
+            try:
+                stream, _ = self._container.get_archive(path)
+            except docker.errors.NotFound:
+                return None
+            archive = b"".join(stream)
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            member = next((entry for entry in tar.getmembers() if entry.isfile()), None)
+            file = None if member is None else tar.extractfile(member)
+            return None if file is None else file.read()
+
+    def log_since(self, wall_s: float) -> list[LogLine]:
+        with _translated():
+            raw = self._container.logs(timestamps=True, since=wall_s)
+        return list(_log_lines(raw))
+
+    def last_words(self) -> str:
+        with _translated():
+            raw = self._container.logs(tail=LAST_LOG_LINES)
+        return " | ".join(line for line in raw.decode("utf-8", "replace").splitlines() if line.strip())
+
+
+def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
+    """The container of `service` or `service`-cpu, the running one of the two.
+
+    Raises `DeploymentError` without the SDK, the engine or such a container.
+    """
+    try:
+        import docker
+        import requests  # noqa: F401 (comes with the SDK)
+
+        docker.from_env  # noqa: B018 (a folder called docker can be imported too)
+    except (ImportError, AttributeError) as exc:
+        raise DeploymentError("the docker SDK is not installed: pip install 'abserve[compose]'") from exc
+    try:
+        with _translated():
+            client = docker.from_env(timeout=_ENGINE_SECONDS)
+            client.ping()
+    except DeploymentError as exc:
+        innermost = _innermost(exc)
+        if isinstance(innermost, PermissionError):
+            raise DeploymentError(
+                "this user may not use the Docker engine; run: sudo usermod -aG docker $USER, then log in again"
+            ) from exc
+        reason = innermost.strerror if isinstance(innermost, OSError) and innermost.strerror else exc
+        raise DeploymentError(
+            f"no Docker engine answers ({reason}); start it, then run: {UP}; without Docker leave --deployment out"
+        ) from exc
+    with _translated():
+        containers = [
+            container
+            for name in (service, f"{service}-cpu")
+            for container in client.containers.list(
+                all=True, filters={"label": [f"{_PROJECT_LABEL}={project}", f"{_SERVICE_LABEL}={name}"]}
+            )
+        ]
+    if not containers:
+        raise DeploymentError(f"no container of the service {service} in the compose project {project}; run: {UP}")
+    return ServiceContainer(min(containers, key=lambda container: container.status != "running"))
+
+
+def _innermost(exc: BaseException) -> BaseException:
+    """The exception that was raised first."""
+    while (below := exc.__cause__ or exc.__context__) is not None:
+        exc = below
+    return exc
+
+
+def wall_to_monotonic_ns() -> int:
+    """Add this to a wall-clock time to get `perf_counter_ns`; valid until the wall clock is set."""
+    return perf_counter_ns() - time.time_ns()
+
+
+def _log_lines(raw: bytes) -> Iterator[LogLine]:
+    for line in raw.decode("utf-8", "replace").splitlines():
+        stamp, _, text = line.partition(" ")
+        at_ns = _timestamp_ns(stamp)
+        if at_ns is not None:
+            yield LogLine(at_ns, text)
+
+
+def _timestamp_ns(stamp: str) -> int | None:
+    """Parse RFC 3339 with nanoseconds, as in 2026-11-20T09:43:32.725604732Z; a datetime keeps microseconds only."""
+    whole, _, fraction = stamp.rstrip("Z").partition(".")
+    try:
+        seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
+        return int(seconds) * 10**9 + int(fraction.ljust(9, "0")[:9])
+    except ValueError:
+        return None
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Raise failures of the SDK and of its HTTP client as `DeploymentError`."""
+    import docker
+    import requests
+
+    try:
+        yield
+    except docker.errors.DockerException as exc:
+        words = getattr(exc, "explanation", None) or str(exc)
+        raise DeploymentError(f"the docker engine: {' '.join(str(words).split())[:300]}") from exc
+    except requests.RequestException as exc:
+        raise DeploymentError(f"the docker engine does not answer: {exc}") from exc
 
 
 class ComposeDeployment(Deployment):
@@ -124,12 +330,12 @@ class ComposeDeployment(Deployment):
         names = Endpoint(self.url).served_models()
         if names is None:
             raise DeploymentError(f"{self.container.service} does not list its models")
-        service, found = self.container.service, f"it serves {', '.join(names) or 'nothing'}"
+        service, served_names = self.container.service, f"it serves {', '.join(names) or 'nothing'}"
         if self._backend is not None:
-            if (wanted := asked_for + BACKEND_ENDINGS[self._backend]) in names:
-                return wanted
+            if (variant := asked_for + BACKEND_ENDINGS[self._backend]) in names:
+                return variant
             raise DeploymentError(
-                f"{service} has no model {wanted} for backend={self._backend}, but {found}; set MODEL and "
+                f"{service} has no model {variant} for backend={self._backend}, but {served_names}; set MODEL and "
                 f"TRITON_BACKENDS in .env, then: {UP}"
             )
         if asked_for in names:
@@ -141,7 +347,8 @@ class ComposeDeployment(Deployment):
         choice = " or ".join(f"backend={variants[name]}" for name in served)
         remedy = f"choose one with an option of that arm, {choice}" if served else f"set MODEL in .env, then: {UP}"
         raise DeploymentError(
-            f"{service} must serve exactly one variant of {asked_for}, or the arm must name one, but {found}; {remedy}"
+            f"{service} must serve exactly one variant of {asked_for}, or the arm must name one, but {served_names}; "
+            f"{remedy}"
         )
 
     def _find_addresses(self) -> None:
@@ -175,9 +382,9 @@ class ComposeDeployment(Deployment):
 def require_one_way(deployments: Sequence[object]) -> None:
     """Raises `DeploymentError` when containers are reached by different ways: docker's proxy process before one server
     alone would make that server look slow."""
-    found = [d for d in deployments if isinstance(d, ComposeDeployment)]
-    if len({d.via for d in found}) > 1:
-        ways = " and ".join(f"{d.container.service} by its {d.via}" for d in found)
+    servers = [deployment for deployment in deployments if isinstance(deployment, ComposeDeployment)]
+    if len({server.via for server in servers}) > 1:
+        ways = " and ".join(f"{server.container.service} by its {server.via}" for server in servers)
         raise DeploymentError(
             f"the arms are reached in different ways: {ways}; publish both ports, or run this where both containers' "
             "networks can be reached"

@@ -1,25 +1,39 @@
-"""A server as a child process: `abserve serve … --print-launch` prints the command, which is run without a wrapper."""
+"""A server as a child process: `abserve serve … --print-launch` prints the command, which is run without a wrapper.
+
+Its ports are reserved, since it listens only seconds later, such as Triton after it has loaded its models. Until then
+two things can take a port: another comparison, so each reserved port has a locked file that all comparisons of a user
+check; and an outgoing connection, so ports come from below the kernel's range for those.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import random
+import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from loadgen.child_process import ChildProcess, ProcessError
 from loadgen.invocation import ABSERVE
-from loadgen.launch.interface import Deployment, DeploymentError, batch_sentence
-from loadgen.launch.ports import PortReservation
-from loadgen.launch.process import ChildProcess, ProcessError
+from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
 from loadgen.records.run import PLAIN
 
 _PLAN_SECONDS = 1800.0
 """Includes an export and the building of a TensorRT plan."""
 _STOP_SECONDS = 15.0
 
+LOWEST = 20_000
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FEWEST = 1000
 
-class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
+
+class PrintedLaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The line that `--print-launch` prints. Other fields in it are ignored."""
 
     argv: tuple[str, ...]
@@ -106,7 +120,7 @@ class EmbeddedDeployment(Deployment):
             self._ports.release()
             self._ports = None
 
-    def _make_plan(self) -> LaunchPlan:
+    def _make_plan(self) -> PrintedLaunchPlan:
         """The plan of a server that accepts the largest batch of the load."""
         serve = f"abserve serve {self._kind}"
         try:
@@ -128,7 +142,7 @@ class EmbeddedDeployment(Deployment):
         if done.returncode != 0:
             raise DeploymentError(f"{serve} cannot start: {_last_line(done.stderr or done.stdout)}")
         try:
-            plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LaunchPlan)
+            plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=PrintedLaunchPlan)
         except ValueError as exc:
             raise DeploymentError(f"{serve} --print-launch printed no launch plan ({exc})") from exc
         if plan.cannot_measure is not None:
@@ -150,3 +164,80 @@ def _option(name: str, value: str) -> tuple[str, ...]:
 def _last_line(output: bytes) -> str:
     lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
     return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
+
+
+class PortReservation:
+    """Distinct free ports, which no other reservation of this user gets until `release`."""
+
+    def __init__(self, count: int, candidates: range | None = None) -> None:
+        """Raises `OSError` when too few are free."""
+        self._locks: dict[int, int | None] = {}
+        places = port_range() if candidates is None else candidates
+        for port in random.SystemRandom().sample(places, len(places)):
+            if len(self._locks) == count:
+                break
+            self._take(port)
+        if len(self._locks) < count:
+            self.release()
+            raise OSError(f"fewer than {count} of the ports {places.start} to {places.stop - 1} are free")
+        self.ports = tuple(self._locks)
+
+    def release(self) -> None:
+        """Release the ports. Idempotent."""
+        for port, descriptor in self._locks.items():
+            _unlock(port, descriptor)
+        self._locks = {}
+
+    def _take(self, port: int) -> None:
+        try:
+            descriptor = _lock(port)
+        except BlockingIOError:
+            return
+        except OSError:  # no folder for lock files: then only ports in use are avoided
+            descriptor = None
+        if _is_free(port):
+            self._locks[port] = descriptor
+        else:
+            _unlock(port, descriptor)
+
+
+def port_range() -> range:
+    """From 20000 to the kernel's range for outgoing connections; 20000 to 60000 when that range begins lower."""
+    first = 32_768
+    with suppress(OSError, ValueError, IndexError):
+        first = int(EPHEMERAL.read_text().split()[0])
+    return range(LOWEST, first if first - LOWEST >= _FEWEST else 60_000)
+
+
+def _path(port: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"abserve-ports-{os.getuid()}" / str(port)
+
+
+def _lock(port: int) -> int:
+    """The descriptor of the locked file, closed in children. Raises `BlockingIOError` when another process holds it."""
+    path = _path(port)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink == 0:  # unlinked by its owner since it was opened
+            raise BlockingIOError
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _unlock(port: int, descriptor: int | None) -> None:
+    if descriptor is not None:
+        _path(port).unlink(missing_ok=True)  # while locked, so that a process with the file open sees that it is gone
+        os.close(descriptor)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

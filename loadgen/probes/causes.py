@@ -26,12 +26,12 @@ import msgspec
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join, verdict_words
-from loadgen.comparison.comparisons import leading_comparisons, winner_of
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.stages import STAGES, TITLES, LatencyBreakdown
-from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.experiment.schedule import has_load, interleave, load_workloads
+from loadgen.metrics.breakdown import STAGES, TITLES, LatencyBreakdown
+from loadgen.metrics.claims import verdict_words
+from loadgen.metrics.comparisons import leading_comparisons, winner_of
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.probes.causes_analysis import (
     AS_IS,
     BESIDE,
@@ -52,7 +52,7 @@ from loadgen.probes.causes_analysis import (
     with_verdicts,
 )
 from loadgen.probes.registry import Probe
-from loadgen.quantities import number, signed_ms
+from loadgen.quantities import join, number, signed_ms
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.run import (
     PLAIN,
@@ -67,7 +67,7 @@ from loadgen.records.run import (
     shown,
 )
 from loadgen.run.storage import RunStore, read_run
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 from loadgen.verdict.verdict import ScenarioVerdict
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _queue_delay(experiment: Experiment, request: ArmRequest, arm: ArmRecord) ->
 
 
 def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Ablation | Untested:
-    from loadgen.client.requests import Address
+    from loadgen.client.connection import Address
 
     if experiment.transport == "shm":
         reason = "its tensors go through shared memory already"

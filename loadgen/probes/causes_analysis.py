@@ -26,12 +26,11 @@ from typing import Literal, get_args
 import msgspec
 import numpy as np
 
-from loadgen.comparison.claims import place
-from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import side_by_side
-from loadgen.comparison.stages import LatencyBreakdown
-from loadgen.comparison.summaries import BlockSummary, summarise_blocks
+from loadgen.metrics.breakdown import LatencyBreakdown
+from loadgen.metrics.claims import place
+from loadgen.metrics.comparisons import Comparison, side_by_side
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Transport, Workload, shown
 from loadgen.stats.ratios import SIGNIFICANCE, critical_t, estimate_ratio

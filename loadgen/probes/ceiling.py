@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.comparison.facts import Facts
-from loadgen.launch.process import ChildProcess, ProcessError
+from loadgen.child_process import ChildProcess, ProcessError
+from loadgen.metrics.facts import Facts
 from loadgen.probes.ceiling_analysis import (
     NAMED,
     SECONDS_A_SIZE,
@@ -34,7 +34,7 @@ from loadgen.records.run import ArmRecord, Experiment, shown
 from loadgen.report.charts import rate_unit
 from loadgen.run.interruption import uninterrupted
 from loadgen.run.storage import RunStore
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext

@@ -19,8 +19,8 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.summaries import WorkloadSummary
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.quantities import number, share
 from loadgen.records.payloads import BACKEND_ENDINGS, OWN_TENSORS, reference
 from loadgen.records.run import (

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import TIME_TO_FIRST_ANSWER, TIME_TO_READY
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.registry import TIME_TO_FIRST_ANSWER, TIME_TO_READY
 from loadgen.probes.registry import Probe
 from loadgen.quantities import number
 from loadgen.records.probes import ContainerStart, ServerStart
 from loadgen.records.run import Experiment, Figure, Found, shown
 from loadgen.records.samples import NS_PER_S
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext

@@ -18,16 +18,14 @@ from random import Random
 
 import msgspec
 
-from loadgen.client.bodies import PreparedBody, choose_items, failure_message, prepare_body
-from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.bodies import PreparedBody, choose_items, prepare_body
+from loadgen.client.connection import Address, ConnectionRefused, failure_message
 from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address
 from loadgen.client.transports import Body, prepare
 from loadgen.experiment.schedule import arm_orders
-from loadgen.launch.compose import ComposeDeployment
-from loadgen.launch.containers import LogLine, wall_to_monotonic_ns
+from loadgen.launch.compose import ComposeDeployment, LogLine, wall_to_monotonic_ns
+from loadgen.launch.deployment import DeploymentError, StartTimes
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import DeploymentError, StartTimes
 from loadgen.records.probes import Caches, ContainerStart, ServerStart
 from loadgen.records.run import Label, shown
 from loadgen.run.arms import Arm

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import has_load
+from loadgen.metrics.facts import Facts
 from loadgen.probes.registry import Probe
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import mapping, whole
@@ -33,10 +33,10 @@ from loadgen.run.storage import read_run
 from loadgen.verdict.checks.registry import check_before_load
 
 if TYPE_CHECKING:
+    from loadgen.client.connection import Address
     from loadgen.client.endpoint import Signature
     from loadgen.client.inputs import SampleInputs
-    from loadgen.client.requests import Address
-    from loadgen.client.transports import Target
+    from loadgen.client.transports import InferenceTarget
     from loadgen.run.arms import Arm
     from loadgen.run.context import RunContext
 
@@ -79,7 +79,7 @@ PROBE = FairnessProbe()
 
 def read_conditions(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> Conditions:
     """Take all readings now; None if a value cannot be read."""
-    from loadgen.client.requests import Address
+    from loadgen.client.connection import Address
 
     addresses = {label: Address.parse(arm.deployment.url) for label, arm in arms.items()}
     return Conditions(
@@ -176,7 +176,7 @@ def _number(value: object) -> float | None:
 def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature) -> CacheProbe:
     """Send one item per request over HTTP, whatever the transport of the load: a cache serves all of them. A failure is
     in the record, not raised."""
-    from loadgen.client.exchange import ConnectionRefused
+    from loadgen.client.connection import ConnectionRefused
     from loadgen.client.inputs import InputError
 
     try:
@@ -187,13 +187,13 @@ def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature) -> CachePr
 
 
 def _probe_times(
-    target: Target, inputs: SampleInputs, signature: Signature, timeout_s: float
+    target: InferenceTarget, inputs: SampleInputs, signature: Signature, timeout_s: float
 ) -> tuple[list[int], list[int]]:
     """The times of new and of repeated requests in ns. Raises `ConnectionRefused`, `InputError`."""
-    from loadgen.client.bodies import failure_message
+    from loadgen.client.bodies import DIGITS, find_variation
+    from loadgen.client.connection import failure_message
     from loadgen.client.inputs import InputError
     from loadgen.client.transports import prepare
-    from loadgen.client.variation import DIGITS, find_variation
 
     variation = find_variation(inputs, signature)
     if variation is None or variation.capacity < GROUPS + REPEATS:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import closed_loop, has_load, interleave, load_workloads
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.handicap_analysis import (
     BESIDE,
     MIN_ROUNDS,

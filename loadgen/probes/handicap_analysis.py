@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import side_by_side
-from loadgen.comparison.summaries import BlockSummary, summarise_blocks
+from loadgen.metrics.comparisons import side_by_side
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.records.run import Found, Label, Pairing, Record, Workload
 from loadgen.stats.ratios import critical_t
 

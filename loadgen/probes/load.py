@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.claims import claim, join, place
-from loadgen.comparison.comparisons import Comparison, advantage, compare_all
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import PooledLatencies
-from loadgen.comparison.summaries import FORMED_FACTOR, WorkloadSummary, summarise_blocks
 from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_workloads, schedule
+from loadgen.metrics.claims import claim, place
+from loadgen.metrics.comparisons import Comparison, PooledRequests, advantage, compare_all
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.registry import METRICS, THROUGHPUT
+from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of, summarise_blocks, without_field_in
 from loadgen.probes.registry import Probe
-from loadgen.quantities import counted, items, measured, number, share
+from loadgen.quantities import counted, items, join, measured, number, share
 from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Workload, item_of, shown
 from loadgen.run.storage import StoredBlock
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext
@@ -146,7 +146,7 @@ class Rounds:
         self._workloads = {workload.name: workload for workload in load_workloads(context.experiment.workloads)}
         self._blocks = blocks
         self._summaries = list(summarise_blocks(blocks))
-        self._latencies = PooledLatencies(blocks if context.experiment.until_decided else ())
+        self._requests = PooledRequests(blocks if context.experiment.until_decided else ())
         self._open = dict(self._workloads)
         self._beside = 0.0
         """Seconds of a round outside its blocks, mostly idle gaps."""
@@ -192,7 +192,7 @@ class Rounds:
                 0.0, monotonic() - began - sum(context.forecast.round_s(open_round.workload) for open_round in chosen)
             )
             if experiment.until_decided:
-                self._latencies.add(done)
+                self._requests.add(done)
                 self._close_decided()
                 continue
             used = (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
@@ -216,15 +216,15 @@ class Rounds:
     def _neediest(self) -> dict[str, Workload]:
         """The scenarios with the largest relative standard error of throughput and median."""
         errors: dict[str, float] = {}
-        for comparison in compare_all(self._context.experiment, self._summaries, ()):
+        for comparison in compare_all(self._context.experiment, self._summaries):
             error = comparison.error_log
-            if comparison.metric in ("throughput", "achieved_rate", "latency_p50") and error is not None:
+            if not METRICS[comparison.metric].is_tail and error is not None:
                 errors[comparison.scenario] = max(errors.get(comparison.scenario, 0.0), error)
         most = max(errors.values(), default=0.0)
         return {name: workload for name, workload in self._workloads.items() if errors.get(name, most) >= NEEDY * most}
 
     def _close_decided(self) -> None:
-        every = compare_all(self._context.experiment, self._summaries, (), latencies=self._latencies.by_block)
+        every = compare_all(self._context.experiment, self._summaries, requests=self._requests.by_block)
         leading = [c for c in every if c.leading and c.baseline == self._context.experiment.baseline.label]
         for name, workload in list(self._open.items()):
             comparisons = [c for c in leading if c.scenario == name]
@@ -389,7 +389,7 @@ def _ratios(result: Result, pairing: Pairing, workloads: Sequence[Workload]) -> 
     comparisons = [
         comparison
         for comparison in result.comparisons
-        if comparison.pairing == pairing and comparison.metric == "throughput"
+        if comparison.pairing == pairing and comparison.metric == THROUGHPUT.name
     ]
     by_scenario = {comparison.scenario: comparison for comparison in comparisons if comparison.ratio is not None}
     by_place = {(_size(workload), _length(workload)): by_scenario.get(workload.name) for workload in workloads}
@@ -491,6 +491,7 @@ def _ratio_map(result: Result, scenario: str, what: str, workloads: Sequence[Wor
 
 def measurements(result: Result) -> doc.Section | None:
     """The figures of each arm and scenario."""
+    more = without_field_in(result.summaries)
     rows = [
         (
             s.workload,
@@ -505,6 +506,7 @@ def measurements(result: Result) -> doc.Section | None:
             measured(s.server_cpu_cores, None),
             measured(s.server_cpu_ms, None),
             share(s.generator_cpu_share_max),
+            *(measured(figure_of(s, metric), None) for metric in more),
         )
         for s in result.summaries
         if s.requests
@@ -523,6 +525,7 @@ def measurements(result: Result) -> doc.Section | None:
             "executed batch",
         ),
         *doc.numbers("bytes sent", "bytes back", "server cores", "server CPU ms", "generator CPU"),
+        *doc.numbers(*(f"{metric.title}, {metric.unit_for(item_of(result.environment))}" for metric in more)),
     )
     caption = "Complete blocks of each arm, pooled. A percentile needs enough samples: p50 11, p90 64, p99 662."
     return doc.section("Measurements", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
@@ -611,13 +614,16 @@ def _of_ensembles(result: Result) -> str:
 
 def blocks(result: Result) -> doc.Section | None:
     """Speed of every block over the run, relative to its arm's mean or as a throughput; CSV gets all of its figures."""
-    fields = [
-        [getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS]
+    more = without_field_in(result.blocks)
+    rows = [
+        [
+            *(getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS),
+            *(figure_of(block, metric) for metric in more),
+        ]
         for block in result.blocks
     ]
-    return doc.section(
-        "Block by block", _block_chart(result), doc.Table(doc.names(*BLOCK_FIELDS), fields, name="blocks", on=doc.CSV)
-    )
+    columns = doc.names(*BLOCK_FIELDS, *(metric.name for metric in more))
+    return doc.section("Block by block", _block_chart(result), doc.Table(columns, rows, name="blocks", on=doc.CSV))
 
 
 def _block_chart(result: Result) -> doc.Chart | None:

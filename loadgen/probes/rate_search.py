@@ -19,10 +19,10 @@ import msgspec
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.loops import measured_answers, throughput_per_s
 from loadgen.experiment.arrivals import arrival_count, schedule_seed
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop, search_schedule
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.registry import measured_answers, throughput_per_s
 from loadgen.probes.rate_search_analysis import (
     RampFound,
     RampRung,
@@ -40,12 +40,11 @@ from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
 from loadgen.run.errors import LoadError
 from loadgen.run.machine import utc_now
-from loadgen.stats.early_stopping import late_allowed
-from loadgen.stats.percentiles import percentile
-from loadgen.verdict.result_file import Result
+from loadgen.stats.percentiles import late_allowed, percentile
+from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
-    from loadgen.generator.messages import Outcome
+    from loadgen.client.messages import BlockOutcome
     from loadgen.run.arms import Arm
     from loadgen.run.context import RunContext
 
@@ -208,7 +207,7 @@ def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
 
 def _run_trial(
     context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, load: Workload, *, late_allowed: int = 0
-) -> tuple[Trial, Outcome]:
+) -> tuple[Trial, BlockOutcome]:
     """Run one stretch of load and return its record, which is not stored yet. Raises `LoadError`."""
     index, path = context.store.next_numbered(Trial)
     seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
@@ -237,7 +236,7 @@ def _run_trial(
     return trial, outcome
 
 
-def _store(context: RunContext, arm: Arm, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> None:
+def _store(context: RunContext, arm: Arm, entry: ScheduledBlock, trial: Trial, outcome: BlockOutcome) -> None:
     """Store a trial. Raises `StorageError`, and `LoadError` if anything but late answers cut it short."""
     context.store.write_numbered(trial, trial.index)
     runner = context.load_runner(watched=False)

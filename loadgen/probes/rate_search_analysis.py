@@ -27,9 +27,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal
 
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import SATURATION, SLO_RATE
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.registry import SATURATION, SLO_RATE
 from loadgen.records.run import Figure, Found, Label, Record, Workload
 from loadgen.records.samples import NS_PER_S
 
@@ -82,7 +82,7 @@ class Trial(Record, frozen=True, kw_only=True):
     late: int | None = None
     """Answers later than the bound, failed requests, and requests that could not be sent in time."""
     late_allowed: int | None = None
-    """With more late requests the trial ends at once; see `loadgen.stats.early_stopping`."""
+    """With more late requests the trial ends at once; see `loadgen.stats.percentiles`."""
     held: bool | None = None
     note: str | None = None
     """Any other reason why it was cut short."""

@@ -39,7 +39,7 @@ from loadgen.ranking.records import (
 from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of, shown
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
 from loadgen.verdict.checks.registry import complaints
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 NOT_REPORTED = "not reported"
 MILLION = 1e6

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path
+from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path, write_atomically
 from loadgen.engine_matrix.records import Estimate, Matrix
 from loadgen.engine_matrix.store import read_matrix
 from loadgen.quantities import counted, items, measured, measured_interval, per_second
@@ -19,8 +19,7 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv
 from loadgen.run.storage import StoredRunError
-from loadgen.verdict.analysis import readable, stored_result
-from loadgen.verdict.result_file import FILE_NAME, ResultError, read_result, write_atomically
+from loadgen.verdict.result import FILE_NAME, ResultError, read_result, readable, stored_result
 
 MOST_NAMES = 6
 """Names that are listed of what one reason left out; rank.json has them all."""

@@ -89,15 +89,15 @@ def ceiling_images_per_s(
     The time of a request is linear in its size, so it is interpolated between measured batch sizes; outside of them
     items per second are those of the nearest one. Generator processes add up.
     """
-    own = sorted(
+    measured = sorted(
         (workload.batch_size, 1.0 / workload.requests_per_s)
         for workload in calibration.workloads
         if (workload.transport, workload.payload) == (transport, payload)
     )
-    if not own:
+    if not measured:
         return None
-    nearest = min(max(batch_size, own[0][0]), own[-1][0])
-    seconds = float(np.interp(nearest, [size for size, _ in own], [one for _, one in own]))
+    nearest = min(max(batch_size, measured[0][0]), measured[-1][0])
+    seconds = float(np.interp(nearest, [size for size, _ in measured], [request_s for _, request_s in measured]))
     return processes * nearest / seconds
 
 
@@ -149,6 +149,6 @@ def used_gpu(document: Mapping[str, Any] | None) -> str | None:
 
 def own_devices(document: Mapping[str, Any] | None, used: Collection[str]) -> list[Mapping[str, Any]]:
     """The document's devices with one of these UUIDs; all devices if none has."""
-    found = (document or {}).get("devices")
-    devices = [device for device in found if isinstance(device, Mapping)] if isinstance(found, list) else []
+    listed = (document or {}).get("devices")
+    devices = [device for device in listed if isinstance(device, Mapping)] if isinstance(listed, list) else []
     return [device for device in devices if isinstance(uuid := device.get("uuid"), str) and uuid in used] or devices

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from loadgen.records.run import ArmRecord
-from loadgen.records.server import StepRecord
+from loadgen.records.run import ArmRecord, StepRecord
 
 GPU_ONLY_BACKENDS = ("tensorrt",)
 """Triton backends that execute on a GPU or not at all."""
@@ -51,8 +50,8 @@ def read_triton(config: Mapping[str, Any] | None, version: str | None, steps: Se
         settings = _ensemble_settings(settings, steps)
     device = settings.get("device") or (None if ensemble else _device(config, backend))
     precision = settings.get("precision") or _precision(config)
-    found = {"device": device, "precision": precision, "optimization": _optimization(config)}
-    settings |= {name: str(value)[:_MOST_TEXT] for name, value in found.items() if value}
+    derived = {"device": device, "precision": precision, "optimization": _optimization(config)}
+    settings |= {name: str(value)[:_MOST_TEXT] for name, value in derived.items() if value}
     parts = [read_triton(step.config, None).settings for step in steps]
     policies = (queue_policy(config), *(str(part.get("queue_policy") or "") for part in parts))
     if policy := " and ".join(dict.fromkeys(filter(None, policies))):
@@ -74,8 +73,8 @@ def read_triton(config: Mapping[str, Any] | None, version: str | None, steps: Se
     )
 
 
-def _ensemble_settings(own: Mapping[str, object], steps: Sequence[StepRecord]) -> dict[str, object]:
-    """The settings in effect of an ensemble. `own` are those of its own configuration, which has no batcher and no
+def _ensemble_settings(declared: Mapping[str, object], steps: Sequence[StepRecord]) -> dict[str, object]:
+    """The settings in effect of an ensemble. `declared` are those of its own configuration, which has no batcher and no
     instances. What depends on a step that cannot be read is left out."""
     decoding, executing = split_steps(steps)
     parts = [read_triton(step.config, None).settings for step in executing]
@@ -87,15 +86,15 @@ def _ensemble_settings(own: Mapping[str, object], steps: Sequence[StepRecord]) -
     devices, precisions = ([part.get(name) for part in parts] for name in ("device", "precision"))
     if gpu := next((device for device in devices if str(device).startswith("cuda")), None):
         shared["device"] = gpu
-    if len(known := set(map(str, filter(None, precisions)))) == 1:
-        shared["precision"] = known.pop()
+    if len(names := set(map(str, filter(None, precisions)))) == 1:
+        shared["precision"] = names.pop()
     settings: dict[str, object] = {
         name: value
         for step in decoding
         for name, value in effective_settings(step.config).items()
         if name in DECODING_SETTINGS
     }
-    settings |= shared | {name: value for name, value in own.items() if name not in ("dynamic_batching", "instances")}
+    settings |= shared | {name: value for name, value in declared.items() if name != "instances"}
     settings.pop("dynamic_batching", None)
     settings.pop("max_queue_delay_us", None)
     if steps and all(step.config is not None for step in steps):
@@ -114,9 +113,9 @@ def _delay_us(steps: Sequence[StepRecord]) -> int | None:
     batcher, or one does not say it."""
     total_us = None
     for step in steps:
-        own = effective_settings(step.config)
-        if own["dynamic_batching"]:
-            delay_us = own.get("max_queue_delay_us")
+        settings = effective_settings(step.config)
+        if settings["dynamic_batching"]:
+            delay_us = settings.get("max_queue_delay_us")
             if not isinstance(delay_us, int):
                 return None
             total_us = (total_us or 0) + step.calls * delay_us
@@ -126,12 +125,12 @@ def _delay_us(steps: Sequence[StepRecord]) -> int | None:
 def step_calls(config: Mapping[str, Any] | None) -> dict[tuple[str, str | None], int]:
     """The models that an ensemble's own steps call and their versions (None: the latest), in order, each with the
     number of its calls; empty for other models."""
-    found: Counter[tuple[str, str | None]] = Counter()
+    calls: Counter[tuple[str, str | None]] = Counter()
     for step in map(mapping, listed(mapping((config or {}).get("ensemble_scheduling")).get("step"))):
         if name := step.get("model_name"):
             version = whole(step.get("model_version"))
-            found[str(name), None if version is None else str(version)] += 1
-    return dict(found)
+            calls[str(name), None if version is None else str(version)] += 1
+    return dict(calls)
 
 
 def split_steps(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
@@ -207,16 +206,16 @@ def reported_padding(config: Mapping[str, Any] | None) -> str | None:
         return None
     if (reported := effective_settings(config).get("pad_to")) is not None:
         return str(reported)
-    inputs = [mapping(one) for one in listed(config.get("input"))]
-    varies = any(str(size) == "-1" for one in inputs for size in listed(one.get("dims")))
-    ragged = any(one.get("allow_ragged_batch") is True for one in inputs)
+    inputs = [mapping(tensor) for tensor in listed(config.get("input"))]
+    varies = any(str(size) == "-1" for tensor in inputs for size in listed(tensor.get("dims")))
+    ragged = any(tensor.get("allow_ragged_batch") is True for tensor in inputs)
     return "none" if varies and not ragged and backend_name(config) != "ensemble" else None
 
 
 def pad_sizes(rule: str) -> tuple[int, ...]:
     """The sizes of a reported rule, ascending; empty for "none" and for anything that is not a list of sizes."""
-    found = {whole(part.strip()) for part in rule.split(",")}
-    return tuple(sorted(size for size in found if size)) if all(found) else ()
+    sizes = {whole(part.strip()) for part in rule.split(",")}
+    return tuple(sorted(size for size in sizes if size)) if all(sizes) else ()
 
 
 def padding_in_effect(arm: ArmRecord) -> str | None:
@@ -260,11 +259,11 @@ def _spinning(config: Mapping[str, Any], backend: str, device: object) -> object
 def _optimization(config: Mapping[str, Any]) -> str:
     """CUDA graphs and execution accelerators with their parameters; empty without."""
     graphs = mapping(mapping(config.get("optimization")).get("cuda")).get("graphs") is True
-    found = ["CUDA graphs"] if graphs else []
+    names = ["CUDA graphs"] if graphs else []
     for name, parameters in (*_accelerators(config, "gpu"), *_accelerators(config, "cpu")):
         shown = ", ".join(f"{key}={value}" for key, value in parameters.items())
-        found.append(f"{name} accelerator" + (f" ({shown})" if shown else ""))
-    return ", ".join(found)
+        names.append(f"{name} accelerator" + (f" ({shown})" if shown else ""))
+    return ", ".join(names)
 
 
 def _accelerators(config: Mapping[str, Any], processor: str) -> list[tuple[str, Mapping[str, Any]]]:

@@ -13,7 +13,7 @@ Payload = Literal["tensors", "fp32", "uint8", "jpeg"]
 PAYLOADS: tuple[Payload, ...] = get_args(Payload)
 """All payloads; of a model that takes no images only its own tensors."""
 OWN_TENSORS = ("tensors", "fp32")
-"""The two that are a model's own tensors."""
+"""The payloads that send a model's own tensors."""
 
 DEFAULT_MODEL, DEFAULT_NAME = "open_clip:ViT-B-32", "openclip_vit_b32"
 """The default model, and the name under which it is served."""
@@ -45,7 +45,7 @@ def reference(model: str) -> str:
 
 
 def served_as(model: str) -> str:
-    """The name under which abserve serves a reference; a name on a server is its own."""
+    """The name under which abserve serves a model, given by reference or already by that name."""
     return DEFAULT_NAME if is_default(model) else re.sub(r"[^a-z0-9]+", "_", model.lower()).strip("_")
 
 
@@ -55,14 +55,14 @@ def is_reference(model: str) -> bool:
 
 
 def served_name(model: str, payload: str) -> str | None:
-    """The name on a server that abserve does not start; None for a reference, which does not name it."""
+    """The model's name on a server that abserve does not start; None for a reference, which does not tell it."""
     if is_default(model):
         return variant_name(DEFAULT_NAME if model == DEFAULT_MODEL else model, payload)
     return None if is_reference(model) else model
 
 
 def implied_payload(model: str) -> str:
-    """The payload without a setting: for a model of images fp32 or that of its name, for any other its tensors."""
+    """The default payload: for a model of images fp32 or the one in its name, for any other model its tensors."""
     if is_default(model):
         return next((payload for payload in IMAGE_PAYLOADS[1:] if model.endswith(f"_{payload}")), "fp32")
     return "fp32" if model.startswith(_IMAGE_SOURCES) else "tensors"
@@ -74,8 +74,8 @@ def takes_images(model: str) -> bool:
 
 
 def inputs_in_brief(about: Mapping[str, str | int], swept: Iterable[int] = ()) -> str:
-    """What the stored description says is sent, and how long: "token ids of length 32, 128", the lengths that a sweep
-    has; empty if nothing was recorded."""
+    """What is sent, from the stored description: "token ids of length 32, 128". `swept` are the lengths of a sweep.
+    Empty if nothing was recorded."""
     kind = str(about.get("kind", ""))
     kind = {"synthetic": "random values", "given": "your own inputs"}.get(kind, kind)
     lengths = ", ".join(map(str, sorted(set(swept))))

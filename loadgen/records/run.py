@@ -3,7 +3,7 @@
     DIR/experiment.json    Experiment     what was requested; written first
     DIR/environment.json   Environment    host, versions, GPU
     DIR/arms.json          list[ArmRecord]
-    DIR/parity.json        ParityRecord   see `loadgen.records.parity`
+    DIR/parity.json        ParityRecord
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.records.samples`
     DIR/calibration.json   Calibration    of the load generator on this machine, if it was calibrated
@@ -25,8 +25,6 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 import msgspec
 
 from loadgen.records.payloads import served_name
-from loadgen.records.record import Record as Record
-from loadgen.records.server import StageTotals, StepRecord
 
 Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
@@ -44,7 +42,7 @@ MODEL_WEIGHTS = "the model's default"
 
 
 def shown(label: Label) -> str:
-    """A label in a sentence: A for a; longer names are unchanged."""
+    """A label as sentences show it: A for a; longer names are unchanged."""
     return label.upper() if len(label) == 1 else label
 
 
@@ -53,6 +51,14 @@ def option_of(label: Label, setting: str = "") -> str:
     if len(label) == 1:
         return f"--{label}-{setting}".rstrip("-")
     return f"arms.{label}.{'options' if setting == 'option' else setting}".rstrip(".")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything stored: immutable; unknown fields are refused."""
+
+    FILE: ClassVar[str]
+    """Path relative to DIR: of the record, of the list of all records of this kind, or of a folder with a numbered file
+    for each."""
 
 
 class Pairing(NamedTuple):
@@ -83,8 +89,8 @@ class Found(Record, frozen=True, kw_only=True):
     @classmethod
     def among(cls, findings: Mapping[str, object]) -> Self:
         """The findings of this kind, or empty ones."""
-        found = findings.get(cls.STUDY)
-        return found if isinstance(found, cls) else cls()
+        finding = findings.get(cls.STUDY)
+        return finding if isinstance(finding, cls) else cls()
 
     def figures(self) -> Sequence[Figure]:
         """The figures of metrics that it measured itself, to be compared like those of blocks."""
@@ -140,8 +146,8 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     @property
     def tls_addresses(self) -> tuple[str, ...]:
         """Its addresses that are reached over TLS."""
-        given = (self.target, self.grpc or "")
-        return tuple(address for address in given if address.startswith(("https://", "grpcs://")))
+        addresses = (self.target, self.grpc or "")
+        return tuple(address for address in addresses if address.startswith(("https://", "grpcs://")))
 
     @property
     def embedded(self) -> bool:
@@ -203,7 +209,7 @@ class Workload(Record, frozen=True, kw_only=True):
             return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{batch})"
         size = {"batched": self.batch_size, "concurrent": self.concurrency}.get(self.scenario)
         length = None if self.sequence_length is None else f"length {self.sequence_length}"
-        details = ", ".join(str(one) for one in (size, length) if one is not None)
+        details = ", ".join(str(detail) for detail in (size, length) if detail is not None)
         return f"{self.scenario}({details})" if details else self.scenario
 
 
@@ -305,7 +311,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths for which there are workloads; empty without a list of them."""
-        return tuple(dict.fromkeys(one.sequence_length for one in self.workloads if one.sequence_length is not None))
+        lengths = (workload.sequence_length for workload in self.workloads)
+        return tuple(dict.fromkeys(length for length in lengths if length is not None))
 
     def reference_of(self, arm: ArmRequest) -> str:
         """The model that a server which abserve starts for the arm is asked to serve."""
@@ -313,8 +320,65 @@ class Experiment(Record, frozen=True, kw_only=True):
 
     def model_of(self, arm: ArmRequest) -> str | None:
         """The arm's model on a server that abserve does not start, as far as the settings name it."""
-        own = None if arm.embedded else arm.model
-        return own or served_name(self.model, self.payload_of(arm))
+        name = None if arm.embedded else arm.model
+        return name or served_name(self.model, self.payload_of(arm))
+
+
+class StageTotals(Record, frozen=True, kw_only=True):
+    """A server's own statistics of a block: differences of its counters, summed over the block's requests.
+
+    The names are Triton's. What a server does not report is None; a negative number means that its counters ran
+    backwards. `receive` and `encode` are the native server's HTTP stages; `decode` is part of compute_input on Triton,
+    except in an ensemble with a model that decodes.
+    """
+
+    requests: int | None
+    items: int | None
+    executions: int | None
+    queue_ns: int | None
+    compute_input_ns: int | None
+    compute_infer_ns: int | None
+    compute_output_ns: int | None
+    receive_ns: int | None = None
+    decode_ns: int | None = None
+    encode_ns: int | None = None
+    batches: dict[int, int] = msgspec.field(default_factory=dict)
+    """Executed batch size → number of executions."""
+    steps: tuple[StepTotals, ...] = ()
+    """Of an ensemble: its models, whose times are summed here. `executions` and `batches` are those of the one that
+    executes; with a model whose statistics cannot be read all these are unknown."""
+
+    @property
+    def executed_items(self) -> int | None:
+        """Items in `executions`: of an ensemble those of the model that executes, which may get more or fewer."""
+        executing = [step.totals for step in self.steps if step.executes and step.totals is not None]
+        return executing[0].items if executing else self.items
+
+
+class StepTotals(Record, frozen=True, kw_only=True):
+    """The statistics of one model that an ensemble calls."""
+
+    model: str
+    calls: int
+    """How often one request to the ensemble calls it."""
+    decodes: bool
+    """Whether its time is the stage `decode` of the ensemble."""
+    executes: bool
+    """Whether the ensemble's executions and batches are its own."""
+    totals: StageTotals | None
+    """None: its configuration or its statistics cannot be read. Includes requests that others sent to it."""
+
+
+class StepRecord(Record, frozen=True, kw_only=True):
+    """One model that an ensemble calls."""
+
+    model: str
+    version: str | None = None
+    """None: the latest."""
+    calls: int = 1
+    """How often one request to the ensemble calls it."""
+    config: dict[str, object] | None
+    """None: it cannot be read."""
 
 
 class WorkerRecord(Record, frozen=True, kw_only=True):
@@ -446,7 +510,7 @@ class Environment(Record, frozen=True, kw_only=True):
 
 
 def item_of(environment: Environment | None) -> str:
-    """What one of a run's inputs is called: image, sequence, item."""
+    """What reports call one input of a run: image, sequence or item."""
     inputs = {} if environment is None else environment.inputs
     return str(inputs.get("item") or ("image" if inputs.get("kind", "photographs") == "photographs" else "item"))
 
@@ -473,6 +537,66 @@ class ArmRecord(Record, frozen=True, kw_only=True):
     """The manifest of the exported file that the arm executes."""
     steps: tuple[StepRecord, ...] = ()
     """The models that an ensemble calls, in order; those of an ensemble among them in its place."""
+
+
+class ParityCase(Record, frozen=True, kw_only=True):
+    """Outputs for the same items. `reference` compares an arm with the baseline; `alone` an arm's mixed batch with its
+    own single responses."""
+
+    name: str
+    label: Label
+    """The arm whose outputs are compared."""
+    kind: Literal["reference", "alone"]
+    images: int
+    """Items, also of other kinds than images."""
+    cosine_min: float
+    max_abs: float
+    ok: bool
+    relative_max: float | None = None
+    """Largest relative error of an item: ‖answer − expected‖ over ‖expected‖; see `loadgen.stats.agreement`."""
+    element_max: float | None = None
+    """Largest relative error of an element, except elements that are small relative to the others."""
+    output: str | None = None
+    """The first output that differs by more than rounding, if it failed."""
+    fault: str | None = None
+    """How that output differs, in words that follow its name."""
+    top1: float | None = None
+    """Share of items with the same highest logit; None without logits."""
+    top5: float | None = None
+    """Share of items with the same five highest logits; None without logits, or with five classes or fewer."""
+
+
+class ParityRecord(Record, frozen=True, kw_only=True):
+    """Whether all arms compute the same function; if not, speed is not compared."""
+
+    FILE = "parity.json"
+    cases: tuple[ParityCase, ...]
+    ok: bool
+    error: str | None = None
+    precision: str | None = None
+    """The coarsest precision of all arms, which decides the tolerance."""
+    tolerance_relative: float | None = None
+    """Largest relative error of an item that passes."""
+    tolerance_element: float | None = None
+    """Largest relative error of an element that passes."""
+    threshold_cosine: float | None = None
+    """Threshold in older runs, in which the cosine decided."""
+    kinds: dict[str, str] = msgspec.field(default_factory=dict)
+    """How each output was compared: embedding, logits, labels (equal), tensor; empty in older runs."""
+    alike: dict[Label, tuple[str, ...]] | None = None
+    """The outputs of each arm with the same values for every input; None with one input, and in older runs."""
+
+    @property
+    def lowest_cosine(self) -> float | None:
+        return min((case.cosine_min for case in self.cases), default=None)
+
+    @property
+    def largest_relative_error(self) -> float | None:
+        return max((case.relative_max for case in self.cases if case.relative_max is not None), default=None)
+
+    def lowest_share(self, name: Literal["top1", "top5"]) -> float | None:
+        """The lowest share of items with the same highest logits."""
+        return min((share for case in self.cases if (share := getattr(case, name)) is not None), default=None)
 
 
 class RunState(Record, frozen=True, kw_only=True):

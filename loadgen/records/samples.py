@@ -53,10 +53,10 @@ def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)
 
 
-def with_errors_of(samples: Samples, own: Sequence[str], messages: Sequence[str]) -> Samples:
-    """A copy whose errors are numbered by `messages`, which include its `own`. An error beyond `own` gets the last of
-    them, or without any the number after the last of `messages`."""
-    numbers = np.array([messages.index(text) for text in own] or [len(messages)], dtype=np.int16)
+def with_errors_of(samples: Samples, texts: Sequence[str], messages: Sequence[str]) -> Samples:
+    """A copy whose errors, so far numbered by `texts`, are numbered by `messages`, which include these. A number beyond
+    `texts` becomes that of the last of them, or without any the number after the last of `messages`."""
+    numbers = np.array([messages.index(text) for text in texts] or [len(messages)], dtype=np.int16)
     copied = samples.copy()
     failed = copied["error"] >= 0
     copied["error"][failed] = numbers[np.minimum(copied["error"][failed], len(numbers) - 1)]
@@ -176,7 +176,7 @@ class SampleFile:
     """The samples of a stored block, read whenever they are asked for: a run has more of them than memory may hold."""
 
     folder: Path
-    """It may come from somebody else."""
+    """It may have been made by another user."""
     name: str
     """The path of the file in it, without `.part`."""
     count: int
@@ -196,7 +196,7 @@ class SampleFile:
 
 
 def find_samples(folder: Path, name: str) -> SampleFile:
-    """NAME.npy in a folder that may come from somebody else, or NAME.npy.part if only that exists, with the number of
+    """NAME.npy in a folder that another user may have made, or NAME.npy.part if only that exists, with the number of
     its whole records. Raises `OSError`, `ValueError`."""
     with _open_stored(folder, name) as file:
         _read_header(file, name)

@@ -12,7 +12,7 @@ import loadgen.report.document as doc
 from loadgen.documents import printable
 from loadgen.quantities import per_second, significant
 from loadgen.records.run import Label, item_of, shown
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 MARKERS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "pentagon", "triangle-down")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "8px,2px", "2px,6px", "12px,3px,2px,3px,2px,3px")

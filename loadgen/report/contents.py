@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join, verdict_words
-from loadgen.comparison.comparisons import Comparison, leading_comparisons
-from loadgen.comparison.pairs import METRICS
 from loadgen.experiment.plan import Combination
+from loadgen.metrics.claims import verdict_words
+from loadgen.metrics.comparisons import Comparison, leading_comparisons
+from loadgen.metrics.registry import METRICS
 from loadgen.probes.registry import probes
-from loadgen.quantities import number, share
+from loadgen.quantities import join, number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.charts import several, titles
 from loadgen.report.sections import checks, comparisons, conditions, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 from loadgen.verdict.run_difference import ComparisonChange, RunDifference
 
 MakeSection = Callable[[Result], doc.Section | None]

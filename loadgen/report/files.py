@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import loadgen.report.document as doc
-from loadgen.documents import stored_path
-from loadgen.experiment.file import write_content
+from loadgen.documents import stored_path, write_atomically
+from loadgen.experiment.options import write_content
 from loadgen.experiment.plan import Combination
 from loadgen.report.contents import index_document, result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import csv_names, render_csv, render_junit
-from loadgen.verdict.result_file import FILE_NAME, Result, ResultError, encode_result, read_result, write_atomically
+from loadgen.verdict.result import FILE_NAME, Result, ResultError, encode_result, read_result
 
 EXPERIMENT_FILE = "experiment.yaml"
 CSV = "comparisons"

@@ -20,17 +20,16 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.comparison.pairs import METRICS
-from loadgen.comparison.summaries import BlockSummary
 from loadgen.documents import one_line
 from loadgen.engine_matrix.analyse import samples_ns
 from loadgen.engine_matrix.measure import MatrixProgress, described
 from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit
+from loadgen.metrics.registry import METRICS
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.quantities import counted, number, per_second
-from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, BlockRecord, Pairing, shown
+from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
 from loadgen.run.progress import LiveRatio, LiveRatios, RunProgress

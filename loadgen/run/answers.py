@@ -20,17 +20,16 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.client.bodies import AnswerError, choose_items
+from loadgen.client.bodies import Variation, choose_items, find_variation
+from loadgen.client.connection import ConnectionRefused
 from loadgen.client.endpoint import Signature
-from loadgen.client.exchange import ConnectionRefused
 from loadgen.client.inputs import InputError, SampleInputs
-from loadgen.client.transports import Target, prepare, read_answer
-from loadgen.client.variation import Variation, find_variation
-from loadgen.generator.kept_answers import unpacked
-from loadgen.generator.messages import KeptAnswer, Open, Outcome
-from loadgen.records.parity import ParityCase, ParityRecord
+from loadgen.client.messages import BlockOutcome, KeptAnswer, Open
+from loadgen.client.outputs import AnswerError
+from loadgen.client.traffic import unpacked
+from loadgen.client.transports import InferenceTarget, prepare, read_answer
 from loadgen.records.probes import AnswersCompared
-from loadgen.records.run import REQUEST_TIMEOUT_S, Label, Workload
+from loadgen.records.run import REQUEST_TIMEOUT_S, Label, ParityCase, ParityRecord, Workload
 from loadgen.run.arms import Arm
 from loadgen.run.preparation import Inputs
 from loadgen.run.storage import RunStore
@@ -73,7 +72,7 @@ class AnswersError(Exception):
 class ParityTarget:
     """One arm in the parity check: asked over the transport of the load, with the same inputs in its payload."""
 
-    target: Target
+    target: InferenceTarget
     signature: Signature
     inputs: SampleInputs
     request_timeout_s: float = REQUEST_TIMEOUT_S
@@ -333,7 +332,7 @@ class AnswersUnderLoad:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 
-    def take(self, workload: Workload, label: Label, block: str, users: int, outcome: Outcome) -> None:
+    def take(self, workload: Workload, label: Label, block: str, users: int, outcome: BlockOutcome) -> None:
         """Take over the answers that a block of so many users has kept; `block` is its name for messages."""
         self.samples += [_AnswerSample(workload, label, block, users, answer) for answer in outcome.answers]
 

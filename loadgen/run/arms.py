@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from loadgen.client.endpoint import Endpoint, EndpointError, Signature
-from loadgen.client.transports import Target
+from loadgen.client.messages import Open, Prepare
+from loadgen.client.transports import InferenceTarget
 from loadgen.documents import one_line
-from loadgen.generator.messages import Open, Prepare
-from loadgen.launch.interface import Deployment
+from loadgen.launch.deployment import Deployment
 from loadgen.records.model_config import (
     effective_settings,
     listed,
@@ -32,9 +32,19 @@ from loadgen.records.model_config import (
     step_calls,
     whole,
 )
-from loadgen.records.run import REQUEST_TIMEOUT_S, Access, ArmRecord, ArmRequest, Experiment, Transport, Workload
+from loadgen.records.run import (
+    REQUEST_TIMEOUT_S,
+    Access,
+    ArmRecord,
+    ArmRequest,
+    Experiment,
+    StageTotals,
+    StepRecord,
+    StepTotals,
+    Transport,
+    Workload,
+)
 from loadgen.records.samples import NS_PER_MS
-from loadgen.records.server import StageTotals, StepRecord, StepTotals
 
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""
@@ -238,10 +248,10 @@ class Arm:
         return f"{self.model} {self.payload} {self.transport} {self.deployment.access.version} {self.signature}"
 
     @property
-    def target(self) -> Target:
+    def target(self) -> InferenceTarget:
         """The target of inference requests."""
         deployment = self.deployment
-        return Target(self.transport, deployment.url, self.model, deployment.grpc_address, deployment.access)
+        return InferenceTarget(self.transport, deployment.url, self.model, deployment.grpc_address, deployment.access)
 
     def bodies(
         self, samples: Path, signature: Signature, batch_sizes: Iterable[int], experiment: Experiment

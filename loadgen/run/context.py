@@ -17,15 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
+from loadgen.child_process import ProcessError
+from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import EndpointError, Signature
+from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import InputError
-from loadgen.client.requests import AddressError
+from loadgen.client.messages import BlockOutcome
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import closed_loop, schedule
-from loadgen.generator.messages import Outcome
-from loadgen.generator.process import GeneratorError, GeneratorProcess
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.process import ProcessError
+from loadgen.launch.deployment import DeploymentError
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.run.answers import AnswersUnderLoad
@@ -221,7 +221,13 @@ def _used(context: RunContext, loads: Sequence[Workload], calibration: Calibrati
 
 
 def used_share(
-    outcome: Outcome, load: Workload, experiment: Experiment, calibration: Calibration | None, *, payload: str, of: int
+    outcome: BlockOutcome,
+    load: Workload,
+    experiment: Experiment,
+    calibration: Calibration | None,
+    *,
+    payload: str,
+    of: int,
 ) -> float:
     """The share of the ceilings of `of` processes that this load takes; 0 for a load that more processes could not
     share, because it has no more users than there are processes."""

@@ -9,14 +9,13 @@ from pathlib import Path
 from time import monotonic, perf_counter_ns, sleep, time_ns
 from typing import Any
 
-from loadgen.comparison.summaries import summarise_blocks
+from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.messages import BlockOutcome, Open
 from loadgen.experiment.arrivals import schedule_seed
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop
-from loadgen.generator.messages import Open, Outcome
-from loadgen.generator.process import GeneratorError, GeneratorProcess
-from loadgen.records.run import BlockRecord, Label, MachineLoad, Workload, shown
-from loadgen.records.server import StageTotals
+from loadgen.metrics.summaries import summarise_blocks
+from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm, Snapshot
 from loadgen.run.errors import LoadError
@@ -71,12 +70,12 @@ class LoadRunner:
                 slowest[shape_key] = max(took, slowest.get(shape_key, 0.0))
         return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
 
-    def pilot(self, label: Label, load: Workload) -> Outcome:
+    def pilot(self, label: Label, load: Workload) -> BlockOutcome:
         """Run a load on one arm without storing samples. Raises `LoadError`."""
         self.progress.now(f"{shown(label)}: how fast it is, to choose the load generator's processes")
         return self._unstored(f"pilot of arm {label}", label, load)
 
-    def _unstored(self, title: str, label: Label, load: Workload) -> Outcome:
+    def _unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
         arm = self.arms[label]
         outcome = self._generate(title, arm, arm.load(load, None))
         if outcome.errors:
@@ -129,7 +128,7 @@ class LoadRunner:
 
     def load(
         self, arm: Arm, entry: ScheduledBlock, command: Open, number: int, name: str, readings: _Readings | None = None
-    ) -> Outcome:
+    ) -> BlockOutcome:
         """Load one arm. `number` decides which answers are kept, of the runner's arms; `name` is for messages.
         `readings` begin when all users are connected; after Ctrl-C, which is raised, their record of the unfinished
         load is stored. Raises `LoadError`; a load that was cut short is returned."""
@@ -142,7 +141,9 @@ class LoadRunner:
         return outcome
 
     @staticmethod
-    def require_whole(arm: Arm, entry: ScheduledBlock, outcome: Outcome, samples: Path, cut_reason: str | None) -> None:
+    def require_whole(
+        arm: Arm, entry: ScheduledBlock, outcome: BlockOutcome, samples: Path, cut_reason: str | None
+    ) -> None:
         """Call it after the record is stored. Raises `StorageError` when the samples are not stored, and `LoadError`
         when the load was cut short."""
         if outcome.storage_error is not None:
@@ -151,7 +152,7 @@ class LoadRunner:
             raise _cut_short(_title(entry), cut_reason, arm)
 
     @staticmethod
-    def common_fields(entry: ScheduledBlock, started_at: str, outcome: Outcome) -> dict[str, Any]:
+    def common_fields(entry: ScheduledBlock, started_at: str, outcome: BlockOutcome) -> dict[str, Any]:
         """The fields that the records of a block and of a trial have in common."""
         return {
             "workload": entry.workload.name,
@@ -169,7 +170,7 @@ class LoadRunner:
             "generator_spin_ns": outcome.spin_ns,
         }
 
-    def _generate(self, title: str, arm: Arm, command: Open, readings: _Readings | None = None) -> Outcome:
+    def _generate(self, title: str, arm: Arm, command: Open, readings: _Readings | None = None) -> BlockOutcome:
         try:
             self.generator.open(command)
             if readings is not None:
@@ -228,7 +229,7 @@ class _Readings:
         self._clock_ns = _wall_clock_ahead_ns()
         self._watch.start()
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: BlockOutcome) -> None:
         """Call it after the last answer."""
         self._machine = self._watch.end()
         self._clock_step_s = (_wall_clock_ahead_ns() - self._clock_ns) / _NS_PER_S
@@ -257,7 +258,7 @@ class _Readings:
                 return self._source.totals(before, after)
             sleep(0.005)
 
-    def record(self, outcome: Outcome) -> BlockRecord:
+    def record(self, outcome: BlockOutcome) -> BlockRecord:
         """The block's record; without readings of its end when it was interrupted."""
         block = self._entry
         note = outcome.cut_reason

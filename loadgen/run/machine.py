@@ -19,11 +19,10 @@ from typing import Any, cast
 import msgspec
 import psutil
 
-from loadgen.documents import DocumentError, read_named, read_record
+from loadgen.documents import DocumentError, read_named, read_record, write_atomically
 from loadgen.headers import without_secrets
 from loadgen.records.machine import Calibration
 from loadgen.records.run import Environment
-from loadgen.verdict.result_file import write_atomically
 
 PACKAGES = (
     "abserve", "fastapi", "gevent", "jax", "jax2onnx", "jaxlib", "locust", "numpy", "nvidia-pytriton", "onnx",

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.client.requests import Address
+from loadgen.client.connection import Address
 from loadgen.documents import one_line
-from loadgen.launch.listeners import is_here
+from loadgen.launch.deployment import is_here
 from loadgen.records.run import MachineLoad
 from loadgen.run.arms import Arm
 

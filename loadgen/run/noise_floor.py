@@ -7,8 +7,8 @@ from typing import cast
 
 import msgspec
 
-from loadgen.comparison.pairs import pair_metrics
 from loadgen.documents import DocumentError, read_named, read_record
+from loadgen.metrics.comparisons import pair_metrics
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Environment, Experiment
 from loadgen.run.machine import cache_path, fingerprint, store_record, utc_now
@@ -21,7 +21,7 @@ from loadgen.verdict.noise_floor import (
     server_of,
     tail_floors,
 )
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 
 class NoiseFloorError(Exception):

@@ -8,26 +8,26 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.child_process import ChildProcess
 from loadgen.client.endpoint import Signature
-from loadgen.client.input_files import image_folder, read_given
 from loadgen.client.inputs import (
     GIVEN,
     PHOTOGRAPHS,
     InputError,
     SampleInputs,
     as_model_inputs,
+    image_folder,
     largest_length,
+    read_given,
     read_inputs,
     signature_of,
     write_samples,
 )
-from loadgen.experiment.padding import default_sizes, has_mixed_lengths
+from loadgen.experiment.plan import default_sizes, has_mixed_lengths
 from loadgen.invocation import ABSERVE
-from loadgen.launch.compose import ComposeDeployment
-from loadgen.launch.containers import PROJECT
+from loadgen.launch.compose import PROJECT, ComposeDeployment
+from loadgen.launch.deployment import Deployment, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import Deployment, RemoteDeployment
-from loadgen.launch.process import ChildProcess
 from loadgen.records.payloads import OWN_TENSORS, reference
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for, option_of
 from loadgen.run.errors import PreparationError

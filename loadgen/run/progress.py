@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loadgen.comparison.comparisons import estimate_pairs, shared_correlation
-from loadgen.comparison.pairs import PairedMetric, leading_metric, pair_metrics
-from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_workloads
-from loadgen.records.parity import ParityRecord
+from loadgen.metrics.comparisons import PairedMetric, estimate_pairs, pair_metrics, shared_correlation
+from loadgen.metrics.registry import leading_metric
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, BlockRecord, Experiment, Label
+from loadgen.records.run import ArmRecord, BlockRecord, Experiment, Label, ParityRecord
 from loadgen.verdict.checks.registry import Check
 
 
@@ -107,7 +106,7 @@ class LiveRatios:
         alone = msgspec.structs.replace(self._experiment, workloads=(workload,))
         ratios = [
             self._estimate(paired)
-            for paired in pair_metrics(alone, blocks, ())
+            for paired in pair_metrics(alone, blocks)
             if paired.metric == metric and paired.pairing in completed
         ]
         self._latest |= {(ratio.workload, ratio.arm): ratio for ratio in ratios}

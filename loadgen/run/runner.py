@@ -18,18 +18,16 @@ from typing import Literal
 import msgspec
 
 from loadgen.client.endpoint import EndpointError, Signature
-from loadgen.experiment.padding import padding_in_words
-from loadgen.experiment.plan import sized
+from loadgen.experiment.plan import padding_in_words, sized
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.invocation import ABSERVE
 from loadgen.launch.compose import ComposeDeployment, require_one_way
+from loadgen.launch.deployment import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.work_folder import work_folder
 from loadgen.probes.registry import Probe, probes
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, Experiment, Label, RunState, option_of, shown
+from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, RunState, option_of, shown
 from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad, ParityTarget, check_parity
 from loadgen.run.arms import Arm
 from loadgen.run.context import OBSTACLES, RunContext, size_generator

@@ -22,8 +22,16 @@ import msgspec
 from loadgen.documents import DocumentError, list_inside, open_inside, read_inside, read_record
 from loadgen.headers import HIDDEN, HeaderValue, secrets_in
 from loadgen.records.machine import Calibration, NoiseFloor
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import ArmRecord, BlockRecord, Environment, Experiment, Record, RunState, Workload
+from loadgen.records.run import (
+    ArmRecord,
+    BlockRecord,
+    Environment,
+    Experiment,
+    ParityRecord,
+    Record,
+    RunState,
+    Workload,
+)
 from loadgen.records.samples import SampleFile, Samples, find_samples
 
 LOCK_NAME = ".running"

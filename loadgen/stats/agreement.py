@@ -87,8 +87,8 @@ def rule_of(kind: str | None, datatype: str, tolerance: Tolerance) -> Rule:
     numbers = datatype in _OWN_ROUNDOFF or (datatype not in ("BOOL", "BYTES") and kind in ("embedding", "logits"))
     if kind == "labels" or not numbers:
         return Rule("labels", tolerance)
-    own = replace(tolerance, relative=tolerance.relative + 2 * _OWN_ROUNDOFF.get(datatype, 0.0))
-    return Rule(kind if kind in _KINDS else "tensor", own)
+    widened = replace(tolerance, relative=tolerance.relative + 2 * _OWN_ROUNDOFF.get(datatype, 0.0))
+    return Rule(kind if kind in _KINDS else "tensor", widened)
 
 
 def rules_of(datatypes: Mapping[str, str], kinds: Mapping[str, str], tolerance: Tolerance) -> dict[str, Rule]:
@@ -127,26 +127,26 @@ def agree(expected: Array, actual: Array, rule: Rule, typical: float | None = No
     length = expected.size // len(expected) if vectors > 0 else expected.shape[-1]
     a, b = (array.reshape(vectors, length).astype(np.float64) for array in (expected, actual))
     scale = root_mean_square([a]) if typical is None else typical
-    found = _difference(a, b, scale)
-    fault = _rounding_fault(found, rule)
+    agreement = _difference(a, b, scale)
+    fault = _rounding_fault(agreement, rule)
     if rule.kind != "logits":
-        return replace(found, fault=fault)
+        return replace(agreement, fault=fault)
     (top1, first), (top5, others) = (_order(a, b, rule.tolerance, scale, highest) for highest in (1, 5))
-    return replace(found, fault=fault or first or others, top1=top1, top5=top5)
+    return replace(agreement, fault=fault or first or others, top1=top1, top5=top5)
 
 
-def worst_of(found: Sequence[Agreement]) -> Agreement:
+def worst_of(agreements: Sequence[Agreement]) -> Agreement:
     """Several agreements as one: the first fault, the largest errors, the mean shares of equal order."""
-    if not found:
+    if not agreements:
         return Agreement()
-    first = [one.top1 for one in found if one.top1 is not None]
-    fifth = [one.top5 for one in found if one.top5 is not None]
+    first = [agreement.top1 for agreement in agreements if agreement.top1 is not None]
+    fifth = [agreement.top5 for agreement in agreements if agreement.top5 is not None]
     return Agreement(
-        fault=next((one.fault for one in found if one.fault), None),
-        relative=max(one.relative for one in found),
-        element=max(one.element for one in found),
-        absolute=max(one.absolute for one in found),
-        cosine=min(one.cosine for one in found),
+        fault=next((agreement.fault for agreement in agreements if agreement.fault), None),
+        relative=max(agreement.relative for agreement in agreements),
+        element=max(agreement.element for agreement in agreements),
+        absolute=max(agreement.absolute for agreement in agreements),
+        cosine=min(agreement.cosine for agreement in agreements),
         top1=sum(first) / len(first) if first else None,
         top5=sum(fifth) / len(fifth) if fifth else None,
     )
@@ -156,7 +156,7 @@ def trimmed(actual: Array, expected: Array) -> Array:
     """An item's output from a batch with longer items, cut to the size that it has alone; unchanged if its shape cannot
     be made that of `expected` by a cut."""
     pairs = zip(actual.shape, expected.shape, strict=False)
-    if actual.ndim != expected.ndim or any(size < wanted for size, wanted in pairs):
+    if actual.ndim != expected.ndim or any(size < target for size, target in pairs):
         return actual
     return actual[tuple(slice(size) for size in expected.shape)]
 
@@ -192,7 +192,7 @@ def _equal(expected: Array, actual: Array) -> Agreement:
 
 def _difference(a: Floats, b: Floats, scale: float) -> Agreement:
     apart = np.abs(b - a)
-    distances, norms, lengths = (np.linalg.norm(one, axis=1) for one in (b - a, a, b))
+    distances, norms, lengths = (np.linalg.norm(vectors, axis=1) for vectors in (b - a, a, b))
     cosines = np.where(norms == 0, 1.0, _over((a * b).sum(axis=1), norms * lengths, when_nothing=0.0))
     return Agreement(
         relative=float(_over(distances, np.maximum(norms, scale * np.sqrt(a.shape[1]))).max()),
@@ -202,15 +202,15 @@ def _difference(a: Floats, b: Floats, scale: float) -> Agreement:
     )
 
 
-def _rounding_fault(found: Agreement, rule: Rule) -> str | None:
+def _rounding_fault(agreement: Agreement, rule: Rule) -> str | None:
     tolerance = rule.tolerance
-    if found.relative > tolerance.relative or found.element > tolerance.element:
+    if agreement.relative > tolerance.relative or agreement.element > tolerance.element:
         return (
-            f"has a relative error of {found.relative:.2g} (tolerance {tolerance.relative:.2g}), "
-            f"of one element {found.element:.2g} (tolerance {tolerance.element:.2g})"
+            f"has a relative error of {agreement.relative:.2g} (tolerance {tolerance.relative:.2g}), "
+            f"of one element {agreement.element:.2g} (tolerance {tolerance.element:.2g})"
         )
-    if rule.kind == "embedding" and found.cosine < tolerance.cosine:
-        return f"has a cosine of {found.cosine:.6f} (at least {tolerance.cosine:.6f})"
+    if rule.kind == "embedding" and agreement.cosine < tolerance.cosine:
+        return f"has a cosine of {agreement.cosine:.6f} (at least {tolerance.cosine:.6f})"
     return None
 
 
@@ -218,7 +218,7 @@ def _order(a: Floats, b: Floats, tolerance: Tolerance, scale: float, highest: in
     """The share of vectors whose highest logits are the same, and a difference that rounding does not explain."""
     if a.shape[1] <= highest:
         return None, None
-    ours, theirs = (np.sort(np.argpartition(-one, highest - 1, axis=1)[:, :highest], axis=1) for one in (a, b))
+    ours, theirs = (np.sort(np.argpartition(-logits, highest - 1, axis=1)[:, :highest], axis=1) for logits in (a, b))
     lowest = np.take_along_axis(a, ours, axis=1).min(axis=1)
     margin = lowest - np.take_along_axis(a, theirs, axis=1).min(axis=1)
     explained = 2 * tolerance.relative * np.maximum(np.abs(lowest), scale)

@@ -67,7 +67,7 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
+class _ArmPool:
     """One arm's samples: their logs in ascending order, and how many independent ones they are worth."""
 
     logs: Values
@@ -79,8 +79,10 @@ class _Pool:
     def tail(self, speed: float, *, exact: bool) -> Tail:
         """The percentile at a log speed; with an interval only if the speed adds nothing to it (`exact`)."""
         low, high = self.interval(SIGNIFICANCE) if self.degrees > 0.0 and exact else (-math.inf, math.inf)
-        known = _known((low, high))
-        return Tail(math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if known else None)
+        is_finite = _known((low, high))
+        return Tail(
+            math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if is_finite else None
+        )
 
     def interval(self, significance: float) -> tuple[float, float]:
         """Logs of the order statistics around the percentile; infinite beyond the pool."""
@@ -98,7 +100,7 @@ class _Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Between:
+class _RoundMedians:
     """The rounds' medians, B over A as logs: their mean, its standard error, and the range of rounds about it."""
 
     centre: float
@@ -108,7 +110,7 @@ class _Between:
     highest: float
 
 
-_NOTHING = _Between(0.0, 0.0, 1.0, 0.0, 0.0)
+_NOTHING = _RoundMedians(0.0, 0.0, 1.0, 0.0, 0.0)
 """Used if the pools contain the rounds' medians already."""
 
 
@@ -122,10 +124,10 @@ def estimate_tail_ratio(
     (union bound). `ratio` is None without samples; without an interval there is a `reason`.
     """
     spent = 1.0 / (len(rounds) * (len(rounds) + 1.0)) if looks and rounds else 1.0
-    units = len({one.unit for one in rounds})
-    if not rounds or any(len(one.a) == 0 or len(one.b) == 0 for one in rounds):
+    units = len({pair.unit for pair in rounds})
+    if not rounds or any(len(pair.a) == 0 or len(pair.b) == 0 for pair in rounds):
         return RatioEstimate(len(rounds), reason="there is no complete pair of blocks"), None
-    middles = np.log([(float(np.median(one.a)), float(np.median(one.b))) for one in rounds])
+    middles = np.log([(float(np.median(pair.a)), float(np.median(pair.b))) for pair in rounds])
     speeds = middles.mean(axis=1)
     a, b = _pools(rounds, speeds, speeds, quantile, correlation)
     a_speed = b_speed = float(speeds.mean())
@@ -133,7 +135,7 @@ def estimate_tail_ratio(
     if units > 1 and min(a.worth, b.worth) < samples_needed(quantile):
         shapes = _pools(rounds, middles[:, 0], middles[:, 1], quantile, correlation)
         apart = _between(rounds, middles[:, 1] - middles[:, 0], correlation)
-        if apart is not None and min(one.worth for one in shapes) > min(a.worth, b.worth):
+        if apart is not None and min(shape.worth for shape in shapes) > min(a.worth, b.worth):
             (a, b), between = shapes, apart
             a_speed, b_speed = (float(speed) for speed in middles.mean(axis=0))
     values = a.tail(a_speed, exact=between is _NOTHING), b.tail(b_speed, exact=between is _NOTHING)
@@ -164,16 +166,16 @@ def estimate_tail_ratio(
 
 def _pools(
     rounds: Sequence[Round], a_speeds: Values, b_speeds: Values, quantile: float, correlation: float
-) -> tuple[_Pool, _Pool]:
+) -> tuple[_ArmPool, _ArmPool]:
     """Divide each arm's samples by the speeds of its rounds, which are logs."""
-    a = [np.log(one.a) - speed for one, speed in zip(rounds, a_speeds, strict=True)]
-    b = [np.log(one.b) - speed for one, speed in zip(rounds, b_speeds, strict=True)]
+    a = [np.log(pair.a) - speed for pair, speed in zip(rounds, a_speeds, strict=True)]
+    b = [np.log(pair.b) - speed for pair, speed in zip(rounds, b_speeds, strict=True)]
     return _pool(a, rounds, quantile, correlation), _pool(b, rounds, quantile, correlation)
 
 
-def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, correlation: float) -> _Pool:
+def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, correlation: float) -> _ArmPool:
     logs = np.concatenate(parts).round(_DIGITS)
-    units = np.concatenate([np.full(len(part), one.unit) for part, one in zip(parts, rounds, strict=True)])
+    units = np.concatenate([np.full(len(part), pair.unit) for part, pair in zip(parts, rounds, strict=True)])
     order = np.argsort(logs, kind="stable")
     logs, units = logs[order], np.unique(units[order], return_inverse=True)[1]
     count, kinds = len(logs), int(units.max()) + 1
@@ -190,7 +192,7 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
         between = kinds / (kinds - 1) * float(np.sum(apart**2)) / count**2 - alone
         variance += max(between, 0.0) * widening(kinds, correlation)
     centre = float(np.quantile(logs, quantile, method="median_unbiased"))
-    return _Pool(
+    return _ArmPool(
         logs,
         quantile,
         centre,
@@ -199,19 +201,19 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
     )
 
 
-def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _Between | None:
+def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _RoundMedians | None:
     """Summarise the log ratios of the rounds' medians; None without a spread."""
-    units = np.unique([one.unit for one in rounds], return_inverse=True)[1]
+    units = np.unique([pair.unit for pair in rounds], return_inverse=True)[1]
     means = np.bincount(units, weights=logs) / np.bincount(units)
     apart = means - means.mean()
     spread = float(np.std(means, ddof=1))
     if spread < MIN_LOG_SPREAD:
         return None
     error, degrees = error_of_mean(means, correlation)
-    return _Between(float(means.mean()), error, degrees, float(apart.min()), float(apart.max()))
+    return _RoundMedians(float(means.mean()), error, degrees, float(apart.min()), float(apart.max()))
 
 
-def _interval(a: _Pool, b: _Pool, between: _Between, significance: float) -> tuple[float, float]:
+def _interval(a: _ArmPool, b: _ArmPool, between: _RoundMedians, significance: float) -> tuple[float, float]:
     """The interval of the log ratio."""
     (a_low, a_high), (b_low, b_high) = a.interval(significance), b.interval(significance)
     half = critical_t(between.degrees, significance) * between.error if between.error else 0.0

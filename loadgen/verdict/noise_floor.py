@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.pairs import PairedMetric
+from loadgen.metrics.comparisons import Comparison, PairedMetric
 from loadgen.quantities import share
 from loadgen.records.machine import FloorEntry, NoiseFloor, own_devices, used_gpu
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
@@ -43,23 +42,31 @@ def server_of(arm: ArmRequest) -> str:
     return "" if host in _LOCAL else host
 
 
-def floor_entries(paired: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
+def floor_entries(paired_metrics: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
     """The floor of every metric that an A/A run measured."""
     return tuple(
         FloorEntry(
-            scenario=one.workload.name, metric=one.metric.name, difference=math.expm1(floor), pairs=len(one.pairs)
+            scenario=paired.workload.name,
+            metric=paired.metric.name,
+            difference=math.expm1(floor),
+            pairs=len(paired.pairs),
         )
-        for one in paired
-        if (floor := floor_of(one.by_restart())) is not None
+        for paired in paired_metrics
+        if (floor := floor_of(paired.by_restart())) is not None
     )
 
 
 def tail_floors(comparisons: Sequence[Comparison]) -> tuple[FloorEntry, ...]:
     """The floors of percentiles of all rounds together: the far end of their interval."""
     return tuple(
-        FloorEntry(scenario=one.scenario, metric=one.metric, difference=math.expm1(_far_end(one.ci95)), pairs=one.pairs)
-        for one in comparisons
-        if one.ci95 is not None and "order statistics" in one.method
+        FloorEntry(
+            scenario=comparison.scenario,
+            metric=comparison.metric,
+            difference=math.expm1(_far_end(comparison.ci95)),
+            pairs=comparison.pairs,
+        )
+        for comparison in comparisons
+        if comparison.ci95 is not None and "order statistics" in comparison.method
     )
 
 
@@ -123,10 +130,12 @@ def apply_floor(
     """Make a comparison inconclusive if it claims a difference within the floor of one of its arms, or "no difference"
     with a margin below that floor."""
 
-    def floor(one: Comparison) -> float | None:
-        return find_floor([f for label in one.pairing for f in floors.get(label, ())], one.scenario, one.metric)
+    def floor(comparison: Comparison) -> float | None:
+        return find_floor(
+            [f for label in comparison.pairing for f in floors.get(label, ())], comparison.scenario, comparison.metric
+        )
 
-    return tuple(_applied(one, floor(one), margin) for one in comparisons)
+    return tuple(_applied(comparison, floor(comparison), margin) for comparison in comparisons)
 
 
 def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comparison:
@@ -171,14 +180,14 @@ def floor_sentence(
     if is_self_comparison(experiment):
         return "The arm is compared with itself: the differences are this machine's noise."
     leading = [c for c in comparisons if c.leading]
-    known = [c.noise_floor for c in leading if c.noise_floor is not None]
-    if not known:
+    measured = [c.noise_floor for c in leading if c.noise_floor is not None]
+    if not measured:
         if not floors:
             return f"The noise floor of this machine is unknown; measure it with: {COMMAND}"
         why = unknown_floor(floors)
         return f"The noise floor is unknown: {why}" + ("" if COMMAND in why else f"; measure it with: {COMMAND}")
-    low, high = share(min(known)), share(max(known))
-    used = [floor for own in floors_by_arm(experiment, arms, floors).values() for floor in own]
+    low, high = share(min(measured)), share(max(measured))
+    used = [floor for of_arm in floors_by_arm(experiment, arms, floors).values() for floor in of_arm]
     made = ", ".join(dict.fromkeys(f"{floor.title}, {floor.made_at}" for floor in used))
     span = low if low == high else f"{low} to {high}"
     lacking = dict.fromkeys(c.scenario for c in leading if c.noise_floor is None)

@@ -15,17 +15,17 @@ import msgspec
 
 from loadgen.probes.registry import finding_types
 from loadgen.records.run import Record
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 
 def result_schema() -> str:
     """Build the JSON Schema 2020-12; descriptions are those of the code."""
     studies = finding_types()
-    (whole, *found), definitions = msgspec.json.schema_components(
+    (whole, *findings), definitions = msgspec.json.schema_components(
         [Result, *studies.values()], schema_hook=lambda _: {"description": "Any value."}, ref_template="#/$defs/{name}"
     )
     # Records of other files may have the same name.
-    types = {(one.__name__, frozenset(one.__struct_encode_fields__)): one for one in _records(Record)}
+    types = {(record.__name__, frozenset(record.__struct_encode_fields__)): record for record in _records(Record)}
     for name, definition in definitions.items():
         if "description" in definition:  # Python 3.13 dedents docstrings, older ones do not
             definition["description"] = inspect.cleandoc(definition["description"])
@@ -33,7 +33,7 @@ def result_schema() -> str:
             for field, meaning in _meanings(kind).items():
                 definition["properties"][field]["description"] = meaning
     definitions["Result"]["properties"]["studies"] |= {
-        "properties": dict(zip(studies, found, strict=True)),
+        "properties": dict(zip(studies, findings, strict=True)),
         "additionalProperties": False,
     }
     draft = "https://json-schema.org/draft/2020-12/schema"
@@ -42,7 +42,7 @@ def result_schema() -> str:
 
 
 def _records(base: type[Record]) -> list[type[Record]]:
-    return [one for below in base.__subclasses__() for one in (below, *_records(below))]
+    return [record for below in base.__subclasses__() for record in (below, *_records(below))]
 
 
 def _meanings(record: type[Record]) -> dict[str, str]:

@@ -21,12 +21,12 @@ from typing import Literal, NamedTuple
 from scipy import stats
 from scipy.optimize import brentq
 
-from loadgen.comparison.comparisons import Comparison, Outcome
-from loadgen.comparison.pairs import METRICS
+from loadgen.metrics.comparisons import Comparison, Outcome
+from loadgen.metrics.registry import METRICS
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 LEAST_P, MOST_P = 1e-12, 0.999
 Kind = Literal["machine", "gpu", "software", "load", "arm"]
@@ -35,7 +35,7 @@ BINDING: frozenset[Kind] = frozenset(("machine", "gpu", "software", "load"))
 """Differences that prevent a comparison of two runs. Differences between arms are the subject of the comparison."""
 
 
-class Difference(Record, frozen=True, kw_only=True):
+class PropertyDifference(Record, frozen=True, kw_only=True):
     """One thing that differs between the runs; None if a run does not report it."""
 
     kind: Kind
@@ -44,7 +44,7 @@ class Difference(Record, frozen=True, kw_only=True):
     new: str | None
 
 
-def differences(old: Result, new: Result) -> tuple[Difference, ...]:
+def differences(old: Result, new: Result) -> tuple[PropertyDifference, ...]:
     """List all differences: machine, GPU, software and load first, then the arms."""
     kinds: tuple[Kind, ...] = ("machine", "gpu", "software", "load", "arm")
     before, after = _described(old, new.experiment), _described(new, old.experiment)
@@ -53,7 +53,7 @@ def differences(old: Result, new: Result) -> tuple[Difference, ...]:
             missing = run.environment is None
             described |= {"machine": {"environment": None if missing else "recorded"}, "gpu": {}, "software": {}}
     return tuple(
-        Difference(
+        PropertyDifference(
             kind=kind,
             name=name,
             old=None if (first := before[kind].get(name)) is None else str(first),
@@ -141,7 +141,7 @@ class RunDifference(Record, frozen=True, kw_only=True):
     new: str
     comparable: bool
     """Whether the environments agree, or may differ, and at least one comparison can be made."""
-    differences: tuple[Difference, ...]
+    differences: tuple[PropertyDifference, ...]
     refused: tuple[str, ...]
     """Names of the differences that forbid comparing the runs; empty if they were allowed."""
     comparisons: tuple[ComparisonChange, ...]
@@ -153,15 +153,15 @@ def compare_runs(
     old: Result, new: Result, *, names: tuple[str, str] = ("old", "new"), allow_different: bool = False
 ) -> RunDifference:
     """Compare two runs. `allow_different` compares all that both have, even if their environments differ."""
-    found = differences(old, new)
-    binding = [one for one in found if one.kind in BINDING]
-    refused = () if allow_different else tuple(one.name for one in binding)
+    differing = differences(old, new)
+    binding = [difference for difference in differing if difference.kind in BINDING]
+    refused = () if allow_different else tuple(difference.name for difference in binding)
     changes = () if refused else _changes(old, new)
     return RunDifference(
         old=names[0],
         new=names[1],
-        comparable=not refused and any(one.outcome != "not comparable" for one in changes),
-        differences=found,
+        comparable=not refused and any(difference.outcome != "not comparable" for difference in changes),
+        differences=differing,
         refused=refused,
         comparisons=changes,
         caveats=() if refused else _caveats(old, new, binding),
@@ -183,7 +183,8 @@ class _Test(NamedTuple):
 
 def _changes(old: Result, new: Result) -> tuple[ComparisonChange, ...]:
     before, after = (
-        {_Key(one.scenario, one.metric, one.pairing): one for one in run.comparisons} for run in (old, new)
+        {_Key(comparison.scenario, comparison.metric, comparison.pairing): comparison for comparison in run.comparisons}
+        for run in (old, new)
     )
     tests = {}
     for key in dict.fromkeys((*before, *after)):
@@ -212,13 +213,13 @@ def _why_missing(key: _Key, name: str, old: Result, new: Result) -> str:
 
 
 def _test(old: Comparison, new: Comparison) -> _Test:
-    for name, one in (("old", old), ("new", new)):
-        if one.verdict == "invalid":
-            return _Test(reason=f"invalid in the {name} run: {one.reason}")
-        if one.ratio is None:
-            return _Test(reason=f"not measured in the {name} run: {one.reason}")
+    for name, comparison in (("old", old), ("new", new)):
+        if comparison.verdict == "invalid":
+            return _Test(reason=f"invalid in the {name} run: {comparison.reason}")
+        if comparison.ratio is None:
+            return _Test(reason=f"not measured in the {name} run: {comparison.reason}")
     centre = math.log(new.ratio or 1.0) - math.log(old.ratio or 1.0)
-    if any("order statistics" in one.method for one in (old, new)) and old.ci95 and new.ci95:
+    if any("order statistics" in comparison.method for comparison in (old, new)) and old.ci95 and new.ci95:
         return _test_tails(centre, _Sides.of(old), _Sides.of(new))
     first, second = _spread(old), _spread(new)
     if first is None or second is None:
@@ -315,10 +316,10 @@ def _change(
     )
 
 
-def _caveats(old: Result, new: Result, binding: Sequence[Difference]) -> tuple[str, ...]:
+def _caveats(old: Result, new: Result, binding: Sequence[PropertyDifference]) -> tuple[str, ...]:
     caveats = []
     if binding:
-        names = ", ".join(one.name for one in binding)
+        names = ", ".join(difference.name for difference in binding)
         caveats.append(f"The runs differ in more than the arms ({names}), so a change may have another cause.")
     for name, run in (("old", old), ("new", new)):
         if not run.valid:

@@ -26,21 +26,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from loadgen.comparison.claims import join, weight
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of, unit_of
-from loadgen.comparison.summaries import LatencySummary
 from loadgen.experiment.plan import PlanError
-from loadgen.quantities import number
-from loadgen.records.probes import ServerStart
+from loadgen.metrics.claims import weight
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.registry import METRICS, Metric, metrics_of
+from loadgen.metrics.summaries import figure_of
+from loadgen.quantities import join, number
 from loadgen.records.run import Label, Record, Workload, shown
-from loadgen.records.samples import NS_PER_S
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
 
-COMPARED = tuple(name.removeprefix("latency_") for name in METRICS)
-"""Metrics that have a ratio."""
-OF_ONE_ARM = ("mean", "p95", "p99_9", "errors")
-QUANTITIES = (*COMPARED, *OF_ONE_ARM)
 MAX_LENGTH = 500
 ALL = "all"
 
@@ -79,7 +73,7 @@ class Quantity:
     """The text of the side: a label, "ratio" or "ratio(LABEL)"."""
     arm: Label
     """The arm of the value, or of the ratio to the baseline."""
-    metric: str
+    metric: Metric
     bound: str | None = None
     """"low" or "high"."""
 
@@ -88,7 +82,7 @@ class Quantity:
         return self.side != self.arm
 
     def __str__(self) -> str:
-        return ".".join(filter(None, (self.side, self.metric, self.bound)))
+        return ".".join(filter(None, (self.side, self.metric.short_name, self.bound)))
 
 
 Values = Mapping[Quantity, float]
@@ -124,17 +118,23 @@ def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
     negated = isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not)
     if not isinstance(tree, ast.Compare | ast.BoolOp) and not negated:
         raise ThresholdError(f"this compares nothing; {example}")
-    found: dict[Quantity, None] = {}
+    quantities: dict[Quantity, None] = {}
 
     def take(node: ast.expr) -> Quantity:
         quantity = _quantity(_written(node), labels)
-        found[quantity] = None
+        quantities[quantity] = None
         return quantity
 
     holds = _truth(tree, take)
-    if not found:
-        raise ThresholdError(f"this names nothing that is measured; {_sides(labels)} with {', '.join(QUANTITIES)}")
-    return Condition(" ".join(text.split()), scenario, tuple(found), holds)
+    if not quantities:
+        raise ThresholdError(f"this names nothing that is measured; {_sides(labels)} with {', '.join(_metrics())}")
+    return Condition(" ".join(text.split()), scenario, tuple(quantities), holds)
+
+
+def _metrics(*, compared: bool = False) -> dict[str, Metric]:
+    """The metrics by their names in a condition; `compared`: only those that have a ratio, which come first."""
+    ordered = sorted(METRICS.values(), key=lambda metric: metric.compared_in is None)
+    return {metric.short_name: metric for metric in ordered if metric.compared_in is not None or not compared}
 
 
 def _written(node: ast.expr) -> str:
@@ -204,14 +204,14 @@ def _quantity(text: str, labels: Sequence[Label]) -> Quantity:
         arms["ratio"] = labels[1]
     if side not in arms:
         raise ThresholdError(f"{side} is unknown; {_sides(labels)}, as in {labels[1]}.p99")
-    known = QUANTITIES if side in labels else COMPARED
-    if metric not in known:
-        raise ThresholdError(f"{side} has no metric {metric or '(none given)'}; use one of {', '.join(known)}")
+    metrics = _metrics(compared=side not in labels)
+    if metric not in metrics:
+        raise ThresholdError(f"{side} has no metric {metric or '(none given)'}; use one of {', '.join(metrics)}")
     if bound not in ("", "low", "high"):
         raise ThresholdError(f"{side}.{metric} has no {bound}; use low and high, the bounds of its 95 % interval")
-    if bound and metric == "errors":
-        raise ThresholdError("errors are counted and have no interval")
-    return Quantity(side, arms[side], metric, bound or None)
+    if bound and metrics[metric].is_count:
+        raise ThresholdError(f"{metric} are counted and have no interval")
+    return Quantity(side, arms[side], metrics[metric], bound or None)
 
 
 def _sides(labels: Sequence[Label]) -> str:
@@ -262,24 +262,23 @@ def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
 
 
 def measured_in(workload: Workload) -> tuple[str, ...]:
-    """Names of the metrics that a workload can have."""
-    compared = tuple(metric.name.removeprefix("latency_") for metric in metrics_of(workload))
-    return compared if not workload.has_blocks else tuple(dict.fromkeys((*compared, "throughput", *OF_ONE_ARM)))
+    """Names of the metrics that a workload measures, first those by which it compares the arms."""
+    measured = (metric for metric in METRICS.values() if metric.measured_in(workload))
+    return tuple(metric.short_name for metric in dict.fromkeys((*metrics_of(workload), *measured)))
 
 
 def _workloads_of(condition: Condition, workloads: Sequence[Workload]) -> tuple[Workload, ...]:
     lacking = {
-        workload: [str(q) for q in condition.quantities if q.metric not in measured_in(workload)]
-        for workload in workloads
+        workload: [str(q) for q in condition.quantities if not q.metric.measured_in(workload)] for workload in workloads
     }
-    wanted = (condition.scenario or "").replace(" ", "")
-    if wanted in ("", ALL):
+    selected = (condition.scenario or "").replace(" ", "")
+    if selected in ("", ALL):
         able = [workload for workload in workloads if not lacking[workload]]
         if not able:
             names = "; ".join(f"{workload.name} has {', '.join(measured_in(workload))}" for workload in workloads)
             raise ThresholdError(f"no workload of the experiment measures all its quantities: {names}")
-        return tuple(able) if wanted == ALL else (max(able, key=weight),)
-    chosen = [workload for workload in workloads if wanted in (workload.name.replace(" ", ""), workload.scenario)]
+        return tuple(able) if selected == ALL else (max(able, key=weight),)
+    chosen = [workload for workload in workloads if selected in (workload.name.replace(" ", ""), workload.scenario)]
     if not chosen:
         names = ", ".join(workload.name for workload in workloads)
         raise ThresholdError(f"the experiment has no workload {condition.scenario}; use one of {names}, or all")
@@ -319,37 +318,42 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
 def _shown(quantity: Quantity, value: float, item: str) -> str:
     if quantity.is_ratio:
         return f"{value:.4g}"
-    name = quantity.metric
-    unit = "" if name == "errors" else unit_of(METRICS[name], item) if name in METRICS else "ms"
-    return f"{number(value, 4)} {unit}".rstrip()
+    return f"{number(value, 4)} {quantity.metric.unit_for(item)}".rstrip()
 
 
 def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
     """The value, or why it is missing."""
     metric, arm = quantity.metric, quantity.arm
-    of_metric = [c for c in facts.comparisons if c.scenario == workload and c.metric in (metric, f"latency_{metric}")]
-    found = [c for c in of_metric if c.baseline == facts.run.experiment.baseline.label and arm in c.pairing]
-    compared = next((c for c in found if c.ratio is not None), found[0] if found else None)
+    baseline = facts.run.experiment.baseline.label
+    candidates = [
+        comparison
+        for comparison in facts.comparisons
+        if (comparison.scenario, comparison.metric, comparison.baseline) == (workload, metric.name, baseline)
+        and arm in comparison.pairing
+    ]
+    compared = next((c for c in candidates if c.ratio is not None), candidates[0] if candidates else None)
     summary = next((s for s in facts.summaries if s.workload == workload and s.label == arm), None)
     singles = _singles(metric, arm, workload, facts)
     interval = interval_of_mean(singles) if singles else None
-    value = geometric_mean(singles) if singles else None if summary is None else _latency(summary.latency, metric)
+    value = geometric_mean(singles) if singles else None
+    if not singles and summary is not None and metric.of_requests is not None:
+        value = figure_of(summary, metric)
     if compared is not None:
-        side = (
+        side_value, side_interval = (
             (compared.arm_value, compared.arm_ci95)
             if arm == compared.arm
             else (compared.baseline_value, compared.baseline_ci95)
         )
-        value = value if side[0] is None else side[0]
-        interval = side[1] if "order statistics" in compared.method else interval
+        value = value if side_value is None else side_value
+        interval = side_interval if "order statistics" in compared.method else interval
     if quantity.is_ratio:
         value, interval = (None, None) if compared is None else (compared.ratio, compared.ci95)
-    elif metric == "errors":
-        value = None if summary is None or not summary.blocks else float(summary.errors)
+    elif metric.is_count:
+        value = figure_of(summary, metric) if summary is not None and summary.blocks else None
     if quantity.bound is not None:
         value = None if interval is None else interval[quantity.bound == "high"]
     if value is not None:
-        return value
+        return float(value)
     if compared is not None and compared.reason:
         return compared.reason
     if quantity.bound is not None:
@@ -357,21 +361,13 @@ def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
     return "too few samples, or the run did not get that far"
 
 
-def _singles(metric: str, label: Label, workload: str, facts: Facts) -> list[float]:
-    """The metric in each block or start of an arm; empty if one of them lacks it."""
-    values: list[float | None]
-    if metric in (TIME_TO_READY.name, TIME_TO_FIRST_ANSWER.name):
-        starts = [start for start in facts.run.records_of(ServerStart) if start.label == label]
-        moments = [start.ready_ns if metric == TIME_TO_READY.name else start.first_answer_ns for start in starts]
-        values = [None if moment is None else moment / NS_PER_S for moment in moments]
+def _singles(metric: Metric, label: Label, workload: str, facts: Facts) -> list[float]:
+    """The metric in each block, start or search of an arm; empty if one of them lacks it."""
+    if metric.has_function:
+        blocks = [b for b in facts.blocks if (b.workload, b.label) == (workload, label) and b.complete]
+        values = [figure_of(block, metric) for block in blocks]
     else:
-        blocks = [b for b in facts.blocks if b.workload == workload and b.label == label and b.complete]
-        rates = ("throughput", "achieved_rate")
-        values = [b.throughput_per_s if metric in rates else _latency(b.latency, metric) for b in blocks]
+        key = (metric.name, workload, label)
+        values = [figure.value for figure in facts.figures if (figure.metric, figure.workload, figure.label) == key]
     usable = [value for value in values if value]
     return usable if len(usable) == len(values) else []
-
-
-def _latency(latency: LatencySummary, metric: str) -> float | None:
-    value: float | None = getattr(latency, f"{metric}_ms", None)
-    return value

@@ -1,31 +1,49 @@
 """The verdict in words: valid or not, which arm is better by how much in each workload, why, and the caveats.
 
 Outcomes come from `comparisons` and validity from `checks`; no arm is called faster if its comparison is inconclusive.
+`Stopping` says when and why the load ended, and what the intervals include.
+
+**Beside the lead** the headline names the part of it with a known cause, and settings that differ. The part is a factor
+of the lead that was measured: by the ablation of the queue delay; without one, under serial load, by
+the time that requests waited in the queue, up to the queue delay; or by the requests that stalled for 0.5 s. It is
+named if it is more than half of the lead, in logarithms: 1.6× of 2.4× is 54 %.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal, NamedTuple
 
-from loadgen.comparison.claims import claim, decided_besides, groups, join, place, places, weight
-from loadgen.comparison.comparisons import Comparison, Outcome, leading_comparisons
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import METRICS
-from loadgen.comparison.ranking import Ranking, neighbours, rank
-from loadgen.comparison.stages import TITLES, LatencyBreakdown
-from loadgen.comparison.summaries import FORMED_FACTOR, WorkloadSummary
-from loadgen.probes.causes_analysis import CausesFound
-from loadgen.quantities import number, sentence, share, signed_ms
-from loadgen.records.run import Experiment, Label, Record, Workload, shown
+from loadgen.experiment.schedule import load_workloads
+from loadgen.metrics.breakdown import TITLES, ArmStages, LatencyBreakdown, find_stalls
+from loadgen.metrics.claims import (
+    WorkloadRanking,
+    claim,
+    groups,
+    neighbours,
+    other_decided_metrics,
+    place,
+    places,
+    rank,
+    weight,
+)
+from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons
+from loadgen.metrics.facts import Facts, WorkloadFacts
+from loadgen.metrics.registry import METRICS, THROUGHPUT
+from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
+from loadgen.probes.causes_analysis import CauseEffect, CausesFound
+from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms
+from loadgen.records.model_config import queue_policy_of, whole
+from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown
+from loadgen.verdict.checks.arms import handicap
 from loadgen.verdict.checks.generator import RECONNECT_LIMIT
-from loadgen.verdict.checks.handicap import handicap
 from loadgen.verdict.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.verdict.checks.run import same_payload
-from loadgen.verdict.lead import beside
 
 Explain = Callable[[Comparison], str]
-"""What follows the claim of a comparison; see `beside`."""
+"""What follows the claim of a comparison; see `explain_lead`."""
 MIN_STAGE_SHARE = 0.05
 MAX_STAGES = 3
 
@@ -51,7 +69,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     main_scenario: str | None
     """The most loaded scenario."""
     scenarios: tuple[ScenarioVerdict, ...]
-    rankings: tuple[Ranking, ...]
+    rankings: tuple[WorkloadRanking, ...]
     """A ranking per scenario with a valid comparison."""
     failed: tuple[str, ...]
     """Each check that removed a verdict, with the scenarios it covers."""
@@ -61,38 +79,40 @@ class Verdict(Record, frozen=True, kw_only=True):
 def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check]) -> Verdict:
     """`titles` names the arms for people, by label; the comparisons are those after the checks."""
     experiment, failed = facts.run.experiment, complaints(checks)
-    against = [one for one in facts.comparisons if one.baseline == experiment.baseline.label]
+    against = [comparison for comparison in facts.comparisons if comparison.baseline == experiment.baseline.label]
     scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
     rankings = rank(facts.comparisons, experiment.baseline.label)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
-    said = _sentence(experiment, titles, facts.comparisons, rankings, failed, slowed, partial(beside, facts))
+    text = _sentence(experiment, titles, facts.comparisons, rankings, failed, slowed, partial(explain_lead, facts))
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     return Verdict(
         valid=not failed,
-        sentence=said if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
+        sentence=text if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
         main_scenario=None if main is None else main.name,
         scenarios=scenarios,
         rankings=rankings,
         failed=failed,
         caveats=tuple(
             sentence(check.detail)
-            for check in (*(one for one in checks if one.state in CHECKS[one.name].caveat), *_tolerated(checks))
+            for check in (*(check for check in checks if check.state in CHECKS[check.name].caveat), *_tolerated(checks))
         ),
     )
 
 
 def _tolerated(checks: Sequence[Check]) -> list[Check]:
     """Differences between the arms' settings that leave the verdict standing, most of them requested."""
-    return [one for one in checks if one.ok is False and one.name.startswith("same_") and one.severity == "warns"]
+    return [
+        check for check in checks if check.ok is False and check.name.startswith("same_") and check.severity == "warns"
+    ]
 
 
 def _sentence(
     experiment: Experiment,
     titles: dict[Label, str],
     comparisons: Sequence[Comparison],
-    rankings: Sequence[Ranking],
+    rankings: Sequence[WorkloadRanking],
     failed: Sequence[str],
     slowed: Sequence[str],
     explain: Explain,
@@ -115,11 +135,11 @@ def _sentence(
         before = "The run is not valid (see the failed checks); the workloads that are complete show: "
     names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
     if len(experiment.arms) == 2:
-        found = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin, explain)
+        text = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin, explain)
     else:
-        found = _many_arms(comparisons, usable, rankings, workloads, names, explain)
-    begins_with_name = found.startswith(tuple(names.values()))
-    return before + found if before or begins_with_name else sentence(found)
+        text = _many_arms(comparisons, usable, rankings, workloads, names, explain)
+    begins_with_name = text.startswith(tuple(names.values()))
+    return before + text if before or begins_with_name else sentence(text)
 
 
 def _two_arms(
@@ -131,9 +151,9 @@ def _two_arms(
     explain: Explain,
 ) -> str:
     """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
-    loads = [c for c in usable if c.metric == "throughput"] or usable
+    loads = [c for c in usable if c.metric == THROUGHPUT.name] or usable
     decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
-    besides = decided_besides(comparisons, workloads)
+    besides = other_decided_metrics(comparisons, workloads)
     if not decided:
         metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
         what = f" in {join(list(metrics))}" if metrics else ""
@@ -148,37 +168,41 @@ def _two_arms(
 def _many_arms(
     comparisons: Sequence[Comparison],
     usable: Sequence[Comparison],
-    rankings: Sequence[Ranking],
+    rankings: Sequence[WorkloadRanking],
     workloads: dict[str, Workload],
     names: dict[Label, str],
     explain: Explain,
 ) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
-    besides = decided_besides(comparisons, workloads)
+    besides = other_decided_metrics(comparisons, workloads)
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
-    loads = [one for one in rankings if one.metric == "throughput"] or rankings
-    main = max(loads, key=lambda one: weight(workloads[one.scenario]))
-    apart = [claim(one) + explain(one) for one in neighbours(comparisons, main) if one.winner]
+    loads = [ranking for ranking in rankings if ranking.metric == THROUGHPUT.name] or rankings
+    main = max(loads, key=lambda ranking: weight(workloads[ranking.scenario]))
+    apart = [
+        claim(comparison) + explain(comparison) for comparison in neighbours(comparisons, main) if comparison.winner
+    ]
     first = f"by {METRICS[main.metric].title} {place(workloads[main.scenario])}: {main.words(names)}."
     same: dict[str, list[Workload]] = {}
-    for one in rankings:
-        if one is not main:
-            same.setdefault(one.words(), []).append(workloads[one.scenario])
+    for ranking in rankings:
+        if ranking is not main:
+            same.setdefault(ranking.words(), []).append(workloads[ranking.scenario])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
 
 
 def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     margin, key = facts.run.experiment.equivalence_margin, (leading.scenario, leading.pairing)
-    own = [c for c in facts.comparisons if (c.scenario, c.pairing) == key]
-    decided = [c for c in own if c is not leading and c.verdict in ("arm_better", "baseline_better", "no_difference")]
+    compared = [c for c in facts.comparisons if (c.scenario, c.pairing) == key]
+    decided = [
+        c for c in compared if c is not leading and c.verdict in ("arm_better", "baseline_better", "no_difference")
+    ]
     reasons = [
         text
-        for found in facts.of(CausesFound).workloads
-        if (found.workload, found.pairing) == key
-        for text in (found.sentence, *found.notes)
+        for causes in facts.of(CausesFound).workloads
+        if (causes.workload, causes.pairing) == key
+        for text in (causes.sentence, *causes.notes)
     ]  # also without a verdict, since an ablation shows a cause by itself
     if leading.verdict != "invalid" or reasons:
         for breakdown in facts.breakdowns:
@@ -231,15 +255,15 @@ def _percent(value: float) -> str:
 
 def _explain_arm(summary: WorkloadSummary) -> list[str]:
     """Explain an arm: an open loop's rate that it did not sustain, and connections that it closed."""
-    found = []
+    reasons = []
     if summary.open_loop is not None and summary.open_loop.saturation:
-        found.append(f"{shown(summary.label)} was {summary.open_loop.saturation}.")
+        reasons.append(f"{shown(summary.label)} was {summary.open_loop.saturation}.")
     if summary.reconnect_share is not None and summary.reconnect_share > RECONNECT_LIMIT:
-        found.append(
+        reasons.append(
             f"{shown(summary.label)} closed its connection before {share(summary.reconnect_share)} of the requests; "
             "reconnecting is part of its latency."
         )
-    return found
+    return reasons
 
 
 def _explain_batching(workload: Workload, summaries: Sequence[WorkloadSummary]) -> list[str]:
@@ -249,3 +273,243 @@ def _explain_batching(workload: Workload, summaries: Sequence[WorkloadSummary]) 
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
     idle = [label for label, mean in sorted(means.items()) if mean < FORMED_FACTOR * workload.batch_size]
     return [f"Mean executed batch: {text}" + (f"; {join(idle)} did not merge requests." if idle else ".")]
+
+
+NAMED_SHARE = 0.5
+"""Share of a lead, in logarithms, above which its cause is named."""
+COSTLY: tuple[tuple[str, str], ...] = (
+    ("precision", "precision"),
+    ("threads", "threads"),
+    ("pad_to", "padding"),
+    ("spinning", "thread spinning"),
+)
+"""Settings in effect that change what a request costs, and what they are called."""
+
+
+class LeadFactor(NamedTuple):
+    """A measured factor of a lead."""
+
+    factor: float
+    cause: str
+    ci95: Interval | None = None
+
+    def words(self, lead: float) -> str:
+        """ "of which 5.1× is B's queue delay" """
+        digits = 2 if self.factor >= 2.0 else 3
+        factor = f"{number(self.factor, digits)}×" if self.ci95 is None else ratio(self.factor, self.ci95)
+        return (
+            f"of which {factor} is {self.cause}" if self.factor < lead else f"all of which is {self.cause} ({factor})"
+        )
+
+
+def explain_lead(facts: Facts, comparison: Comparison) -> str:
+    """A clause that follows the claim of a decided comparison, with its comma; empty if nothing is to be named."""
+    lead, winner, loser = advantage(comparison), comparison.winner, comparison.loser
+    if lead is None or winner is None or loser is None:
+        return ""
+    parts: list[LeadFactor] = []
+    differences = _settings(facts, comparison)
+    load = next((planned for planned in facts.planned if planned.workload.name == comparison.scenario), None)
+    if comparison.metric == THROUGHPUT.name and load is not None and not load.workload.is_open:
+        delay, stalls = _queue_delay(facts, load, winner, loser), _stalls(load, winner, loser)
+        parts = [part for part in (delay, stalls) if part is not None and _explains(part.factor, lead.factor)]
+        differences += [] if delay else _delays(facts, load, winner, loser, lead.factor)
+        differences += [] if stalls else _policies(facts, winner, loser)
+    clauses = [max(parts).words(lead.factor)] if parts else []
+    clauses += [f"with {join(differences)}"] if differences else []
+    return "".join(f", {clause}" for clause in clauses)
+
+
+def _explains(factor: float, lead: float) -> bool:
+    return factor > 1.0 and lead > 1.0 and math.log(factor) > NAMED_SHARE * math.log(lead)
+
+
+def _queue_delay(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | None:
+    """The factor of the slower arm's queue delay over the faster one's; None if it was not measured."""
+    effects = _ablations(facts, load.workload.name)
+    cause = f"{shown(loser)}'s queue delay"
+    if (slower := effects.get(loser)) is not None and slower.ratio is not None:
+        seen = slower.ci95_ms is not None and slower.ci95_ms[0] > 0.0
+        other = effects[winner].ratio if winner in effects else None
+        return LeadFactor(
+            slower.ratio / (other or 1.0) if seen else 1.0, cause, slower.ratio_ci95 if other is None else None
+        )
+    if load.workload.concurrency > 1:
+        return None
+    own_factor, other_factor = (_serial_factor(facts, load, label) for label in (loser, winner))
+    return None if own_factor is None or other_factor is None else LeadFactor(own_factor / other_factor, cause)
+
+
+def _serial_factor(facts: Facts, load: WorkloadFacts, label: Label) -> float | None:
+    """Mean latency over that without the wait in the queue, up to the queue delay; None if the wait is unknown."""
+    held_ms, stages = _held_us(_arm(facts, label)) / 1000.0, _stages(load, label)
+    if not held_ms:
+        return 1.0
+    if stages is None or (waited_ms := stages.stages_ms["queue"]) is None:
+        return None
+    total_ms = stages.client_total_ms
+    return total_ms / (total_ms - min(waited_ms, held_ms, 0.999 * total_ms))
+
+
+def _ablations(facts: Facts, workload: str) -> dict[Label, CauseEffect]:
+    """The ablation of each arm's queue delay in a workload."""
+    return {
+        effect.label: effect
+        for causes in facts.of(CausesFound).workloads
+        if causes.workload == workload
+        for cause in causes.causes
+        if cause.name == "queue_delay"
+        for effect in cause.effects
+    }
+
+
+def _stalls(load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | None:
+    """The factor of the slower arm's stalls over the faster one's; None if a stall could not be told apart."""
+    slower, other = (
+        find_stalls([block for block in load.stored if block.record.label == label]) for label in (loser, winner)
+    )
+    if slower is None:
+        return None
+    return LeadFactor(slower.factor / (1.0 if other is None else other.factor), f"stalls of 0.5 s on {shown(loser)}")
+
+
+def _policies(facts: Facts, winner: Label, loser: Label) -> list[str]:
+    slower, other = (arm is not None and queue_policy_of(arm) for arm in (_arm(facts, loser), _arm(facts, winner)))
+    return [f"a queue policy on {shown(loser)}"] if slower and not other else []
+
+
+def _delays(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label, lead: float) -> list[str]:
+    """The queue delays, if the slower arm holds requests for longer and that can be more than half of the lead: a
+    request may wait for its own batch and for the one before it."""
+    pair = {label: _arm(facts, label) for label in sorted((winner, loser))}
+    held_us = {label: _held_us(arm) for label, arm in pair.items()}
+    mean_ms = next((summary.latency.mean_ms for summary in load.summaries if summary.label == loser), None)
+    if held_us[loser] <= held_us[winner] or mean_ms is None:
+        return []
+    stages, most_ms = _stages(load, loser), 2.0 * held_us[loser] / 1000.0
+    if stages is not None and (waited_ms := stages.stages_ms["queue"]) is not None:
+        most_ms = min(most_ms, waited_ms)
+    if most_ms < mean_ms and not _explains(mean_ms / (mean_ms - most_ms), lead):
+        return []
+    return [f"different queue delays ({', '.join(_delay_words(label, arm) for label, arm in pair.items())})"]
+
+
+def _delay_words(label: Label, arm: ArmRecord | None) -> str:
+    delay = None if arm is None else whole(arm.in_effect.get("max_queue_delay_us"))
+    return f"{shown(label)} {delay or 0:,} µs" + (", not when idle" if delay and not _held_us(arm) else "")
+
+
+def _stages(load: WorkloadFacts, label: Label) -> ArmStages | None:
+    """An arm's latency breakdown, unless its server contradicts the measurement."""
+    return next((arm for arm in load.stages if arm.label == label and not arm.contradictions), None)
+
+
+def _held_us(arm: ArmRecord | None) -> int:
+    """How long an arm holds a request back for others though it could execute it; 0 if that is unknown."""
+    if arm is None or arm.in_effect.get("lone_requests_wait") == "false":
+        return 0
+    return whole(arm.in_effect.get("max_queue_delay_us")) or 0
+
+
+def _settings(facts: Facts, comparison: Comparison) -> list[str]:
+    """The settings of COSTLY that both arms report with other values, the baseline's first."""
+    arms = [arm for label in comparison.pairing if (arm := _arm(facts, label)) is not None]
+    on_gpu = all(str(arm.in_effect.get("device")).startswith("cuda") for arm in arms)
+    differences = []
+    for name, title in COSTLY:
+        values = [str(arm.in_effect[name]) for arm in arms if arm.in_effect.get(name) is not None]
+        if len(values) == 2 and values[0].lower() != values[1].lower() and not (on_gpu and name == "threads"):
+            texts = [value.upper() if name == "precision" else value for value in values]
+            named = ", ".join(f"{shown(arm.label)} {text}" for arm, text in zip(arms, texts, strict=True))
+            differences.append(f"different {title} ({named})")
+    return differences
+
+
+def _arm(facts: Facts, label: Label) -> ArmRecord | None:
+    return next((arm for arm in facts.run.arms if arm.label == label), None)
+
+
+WORTH_SAYING = 0.2
+"""A correlation that makes an interval a fifth wider."""
+ONE_START = "The servers were started once, so the intervals do not include what a restart changes."
+
+
+class Stopping(Record, frozen=True, kw_only=True):
+    """The rule that was set before the run, and how the run ended."""
+
+    rule: Literal["planned", "by time", "until decided"]
+    ended_by: Literal["plan", "time", "decided", "time limit"] | None
+    """None if the run did not end by itself."""
+    time_limit_minutes: float | None
+    """Time limit of the load, with the rule "until decided"."""
+    restarts: int
+    """Fresh starts of the servers."""
+    pairs: dict[str, int]
+    """Complete pairs of blocks by scenario; the fewest, with several arms."""
+    undecided: tuple[str, ...]
+    """Scenarios in which a leading comparison with the baseline is inconclusive."""
+    sentence: str
+    """How it ended."""
+    coverage: str
+    """What the intervals include and leave out."""
+
+
+def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
+    """Describe the end of a run by the comparisons before the checks, which do not affect when to stop."""
+    names = [workload.name for workload in load_workloads(experiment.workloads)]
+    baseline = experiment.baseline.label
+    leading = [c for c in comparisons if c.leading and c.scenario in names and c.baseline == baseline]
+    undecided = tuple(dict.fromkeys(c.scenario for c in leading if c.verdict == "inconclusive"))
+    ended: Literal["plan", "time", "decided", "time limit"] | None = None
+    if state is not None and state.state == "finished":
+        ended = "plan" if experiment.minutes is None else "time"
+        if experiment.until_decided:
+            ended = "time limit" if undecided else "decided"
+    pairs: dict[str, int] = {}
+    for c in leading:
+        pairs[c.scenario] = min(c.pairs, pairs.get(c.scenario, c.pairs))
+    return Stopping(
+        rule="until decided" if experiment.until_decided else "planned" if experiment.minutes is None else "by time",
+        ended_by=ended,
+        time_limit_minutes=experiment.time_limit_minutes,
+        restarts=experiment.restarts,
+        pairs=pairs,
+        undecided=undecided,
+        sentence=_stopping_sentence(experiment, ended, pairs, undecided),
+        coverage=_coverage(experiment, ended, leading) if pairs else "",
+    )
+
+
+def _stopping_sentence(
+    experiment: Experiment, ended: str | None, pairs: dict[str, int], undecided: Sequence[str]
+) -> str:
+    if not pairs:
+        return "No round of blocks was planned."
+    fewest, most = min(pairs.values()), max(pairs.values())
+    count = counted(fewest, "round") if fewest == most else f"{fewest} to {most} rounds"
+    if ended == "decided":
+        return f"Stopped when every workload was decided, after {count} of each."
+    if ended == "time limit":
+        limit = number(experiment.time_limit_minutes or 0.0)
+        names = ", ".join(undecided)
+        return f"Stopped by the time limit of {limit} minutes of load, after {count} of each; inconclusive: {names}."
+    if ended is None:
+        return f"Ended early, after {count} of each workload."
+    starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
+    cold = sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
+    apart = f", {cold} of cold starts" if cold and cold != fewest else ""
+    if ended == "time":
+        return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each workload{starts}{apart}."
+    return f"As planned: {count} of each workload{starts}{apart}."
+
+
+def _coverage(experiment: Experiment, ended: str | None, leading: Sequence[Comparison]) -> str:
+    # A run that ended early may not have come to its second start.
+    restarted = experiment.restarts > 1 if ended is not None else any(c.restarts > 1 for c in leading)
+    text = "The intervals include what a restart changes." if restarted else ONE_START
+    if experiment.until_decided:
+        text = f"The intervals stay valid although they are computed after every round. {text}"
+    correlation = max((c.correlation for c in leading), default=0.0)
+    if correlation < WORTH_SAYING:
+        return text
+    return f"{text} They are wide enough for a correlation of successive rounds of up to {correlation:.1f}."

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from servers.cli.launch import ListenerError, MachineCheck, check_free, machine_check
 from servers.cli.options import fail
-from servers.engines.environment import environment_of
+from servers.engines.factory import environment_of
 from servers.engines.settings import KINDS, EngineError, engine_kind, engine_names
 from servers.export.tensorrt import bindings_version, library_version, trtexec_version
 from servers.gpu.info import gpu_info

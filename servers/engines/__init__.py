@@ -1,1 +1,1 @@
-"""Engines execute a model inside a process. Not in scope: protocols, queues, batching across requests."""
+"""Engines execute a model inside a process. Not in scope: protocols, queues, measurements."""

@@ -16,12 +16,15 @@ measured and shown. Highest classes and labels may then differ, and every row co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from servers.engines.batches import random_inputs
+from servers.models.items import valid_items
 from servers.models.specification import ModelSpecification, OutputKind
 from servers.protocol.tensors import Array, TensorSpec
 
@@ -39,6 +42,9 @@ SWAPPED = 0.5
 MIN_SWAPPED_ERROR = 1e-4
 """Below this relative error, rows that should be equal may look swapped by rounding."""
 
+PROOF_ROWS, PROOF_SHARE = 3, 0.76
+"""A batch and a share of the axes' default sizes that are padded, so that the padding is checked too."""
+
 CACHED_VALUES = 2**17
 """Values of a few rows that are compared at a time: 1 MiB in FP64, which stays in a processor's cache."""
 
@@ -47,7 +53,7 @@ Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class OutputDifference:
-    """The worst row of one output. None: not a number of this kind of output."""
+    """The worst row of one output. None: this kind of output has no such number."""
 
     kind: OutputKind
     max_abs: float
@@ -68,20 +74,27 @@ class Disagreement:
     @property
     def cosine_min(self) -> float | None:
         """The lowest cosine of all outputs; None without one."""
-        cosines = [one.cosine_min for one in self.outputs.values() if one.cosine_min is not None]
+        cosines = [output.cosine_min for output in self.outputs.values() if output.cosine_min is not None]
         return min(cosines, default=None)
 
     @property
     def relative_error(self) -> float | None:
         """The largest relative error of all outputs; None without one."""
-        return max(
-            (one.relative_error for one in self.outputs.values() if one.relative_error is not None), default=None
-        )
+        errors = [output.relative_error for output in self.outputs.values() if output.relative_error is not None]
+        return max(errors, default=None)
+
+    def details(self, reference: str) -> dict[str, object]:
+        """The two figures as the description of an engine shows them; `reference` names the expected answers."""
+        cosine, error = self.cosine_min, self.relative_error
+        return {
+            f"cosine_to_{reference}": None if cosine is None else round(cosine, 7),
+            f"relative_error_to_{reference}": None if error is None else float(f"{error:.3g}"),
+        }
 
     @property
     def top1(self) -> float | None:
         """The lowest share of expected classes of all outputs; None without one."""
-        return min((one.top1 for one in self.outputs.values() if one.top1 is not None), default=None)
+        return min((output.top1 for output in self.outputs.values() if output.top1 is not None), default=None)
 
 
 def disagreement(
@@ -136,12 +149,12 @@ def _compared(kind: OutputKind, expected: Array, actual: Array, precision: str) 
     scale = np.maximum(largest_values, np.median(largest_values))
     limit = TOLERANCE[precision]
     cosine, top1 = _lowest_cosine(products, norms * answer_norms), None
-    worst, apart = float(relative.max()), float(_ratio(differences, scale).max())
+    worst, largest_difference = float(relative.max()), float(_ratio(differences, scale).max())
     fault = None
     if not worst <= limit:
         fault = f"has a relative error of {worst:.2g}, more than {limit:g}"
-    elif not apart <= limit:
-        fault = f"has a value that is off by {apart:.2g} of the row's largest, more than {limit:g}"
+    elif not largest_difference <= limit:
+        fault = f"has a value that is off by {largest_difference:.2g} of the row's largest, more than {limit:g}"
     elif kind == "embedding" and cosine is not None and not cosine >= MIN_COSINE[precision]:
         fault = f"has a cosine of {cosine:.6f}, below {MIN_COSINE[precision]}"
     elif (swapped := _swapped_row(want, got, norms, errors, relative)) is not None:
@@ -167,9 +180,9 @@ def _row_by_row(want: Array, got: Array) -> Float64Array:
     step, parts = max(1, CACHED_VALUES // want.shape[1]), []
     for start in range(0, len(want), step):
         w, g = (array[start : start + step].astype(np.float64) for array in (want, got))
-        apart = g - w
-        norm_w, norm_g, error = (np.linalg.norm(one, axis=1) for one in (w, g, apart))
-        largest = (np.abs(one).max(axis=1) for one in (w, apart))
+        difference = g - w
+        norm_w, norm_g, error = (np.linalg.norm(rows, axis=1) for rows in (w, g, difference))
+        largest = (np.abs(rows).max(axis=1) for rows in (w, difference))
         parts.append(np.stack([norm_w, norm_g, np.einsum("ij,ij->i", w, g), error, *largest]))
     return np.concatenate(parts, axis=1)
 
@@ -191,10 +204,10 @@ def _swapped_row(
     rows = np.flatnonzero(relative > MIN_SWAPPED_ERROR)
     if not len(rows):
         return None
-    wanted, answers = want.astype(np.float64), got[rows].astype(np.float64)
-    nearest = (norms**2 - 2 * answers @ wanted.T).argmin(axis=1)
+    expected, answers = want.astype(np.float64), got[rows].astype(np.float64)
+    nearest = (norms**2 - 2 * answers @ expected.T).argmin(axis=1)
     for row, answer, other in zip(rows, answers, nearest, strict=True):
-        if np.linalg.norm(wanted[other] - answer) < SWAPPED * errors[row]:
+        if np.linalg.norm(expected[other] - answer) < SWAPPED * errors[row]:
             return int(row), int(other)
     return None
 
@@ -208,3 +221,59 @@ def _top1(expected: Array, actual: Array, clear_lead: Float64Array) -> float | N
     second, first = np.partition(want, -2, axis=1)[:, -2:].T
     clear = first - second > np.repeat(clear_lead, len(want) // len(clear_lead))
     return float((want.argmax(axis=1) == got.argmax(axis=1))[clear].mean()) if clear.any() else None
+
+
+Answer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Answers a batch: arrays by input in, arrays by output out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """One batch; `lengths` holds each item's size along the padded axis, and is empty where no item is padded."""
+
+    specification: ModelSpecification
+    inputs: Mapping[str, Array]
+    lengths: tuple[int, ...] = ()
+
+    def expected(self, answer: Answer) -> dict[str, Array]:
+        """The answers to each item alone, zero in the places of padding."""
+        axis = self.specification.padded_axis
+        if axis is None or not self.lengths:
+            return dict(answer(self.inputs))
+        separate = [
+            answer({name: axis.cut(name, array[row : row + 1], length) for name, array in self.inputs.items()})
+            for row, length in enumerate(self.lengths)
+        ]
+        stacked: dict[str, Array] = {}
+        for name in separate[0]:
+            shape = np.max([answers[name].shape for answers in separate], axis=0)
+            stacked[name] = np.zeros((len(separate), *shape[1:]), separate[0][name].dtype)
+            for row, answers in enumerate(separate):
+                part = answers[name]
+                place: tuple[Any, ...] = (row, *map(slice, part.shape[1:]))
+                stacked[name][place] = part[0]
+        return stacked
+
+    def without_padding(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Answers to the batch with zeros in the places of padding, as in `expected`."""
+        axis = self.specification.padded_axis
+        if axis is None or not self.lengths:
+            return dict(outputs)
+        cleared = {name: array.copy() for name, array in outputs.items()}
+        for name, array in cleared.items():
+            axis.pad(name, array, self.lengths)
+        return cleared
+
+
+def proof_batch(specification: ModelSpecification, rows: int, seed: int, share: float = 1.0) -> Proof:
+    """Random items; the largest has this share of the axes' default sizes, the others of a padded axis less."""
+    sizes = {axis.name: min(max(1, round(share * axis.default)), axis.largest) for axis in specification.axes}
+    if (axis := specification.padded_axis) is None:
+        return Proof(specification, random_inputs(specification, rows, seed, sizes))
+    lengths = tuple(max(1, sizes[axis.name] * (rows - row) // rows) for row in range(rows))
+    return Proof(specification, valid_items(specification, seed, lengths), lengths)
+
+
+def proof_at_load(specification: ModelSpecification, max_batch_size: int) -> Proof:
+    """The batch with which an engine proves at load that it computes the model."""
+    return proof_batch(specification, min(PROOF_ROWS, max_batch_size), 1, PROOF_SHARE)

@@ -1,11 +1,11 @@
-"""AOTInductor, as the command line knows it without importing torch; `servers.engines.torch_package` has the engine."""
+"""Registers the AOTInductor engine without importing torch; the engine is in `servers.engines.torch.engine`."""
 
 from __future__ import annotations
 
 from servers.engines.settings import EngineKind
 
 KIND = EngineKind(
-    "servers.engines.torch_package:AOTInductorEngine",
+    "servers.engines.torch.engine:AOTInductorEngine",
     {"cpu": ("package",)},
     {"cpu": ("fp32",)},
     ("torch",),

@@ -1,4 +1,4 @@
-"""Batches: the buckets of CUDA graphs, and random and empty inputs."""
+"""Buckets of batch sizes and shapes, and batches of random or zero inputs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ SMALLEST_AXIS_BUCKET = 16
 
 
 class Bucket(NamedTuple):
-    """What one CUDA graph executes."""
+    """The shape of the batches that one CUDA graph executes."""
 
     rows: int
     size: int | None = None
-    """Along the model's padded axis; None for a model without one."""
+    """The size along the model's padded axis; None for a model without one."""
 
     def shape_of(self, specification: ModelSpecification, tensor: TensorSpec) -> tuple[int, ...]:
         """The shape of an input or output."""
         return (self.rows, *specification.item_shape(tensor, specification.along(self.size)))
 
 
-def bucket_sizes(max_batch_size: int, given: Sequence[int] = (), *, halves: bool = True) -> tuple[int, ...]:
-    """The `given` sizes and `max_batch_size` itself; without any given, powers of two, and from 8 on also one and a
+def bucket_sizes(max_batch_size: int, listed: Sequence[int] = (), *, halves: bool = True) -> tuple[int, ...]:
+    """The `listed` sizes and `max_batch_size` itself; if none is listed, powers of two, and from 8 on also one and a
     half times those (12, 24, …).
 
     So at most half of a small batch and a third of one above 8 is padding. `halves=False` gives fewer, for engines that
     need long to prepare one.
     """
-    if given:
-        return tuple(sorted({*given, max_batch_size}))
+    if listed:
+        return tuple(sorted({*listed, max_batch_size}))
     powers = [2**n for n in range(max_batch_size.bit_length())]
     sizes = {*powers, *(size * 3 // 2 for size in powers if halves and size >= 8), max_batch_size}
     return tuple(sorted(size for size in sizes if size <= max_batch_size))
@@ -48,10 +48,10 @@ def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
 def axis_buckets(axis: Axis, pad_to: Sequence[int] = (), *, only: bool = False) -> tuple[int, ...]:
     """Sizes to which batches are padded along the axis: `pad_to`, then powers of two and the axis' largest size; with
     `only` no sizes beyond `pad_to` and the one of the axis' default."""
-    given = {size for size in pad_to if size <= axis.largest}
+    listed = {size for size in pad_to if size <= axis.largest}
     powers = (2**n for n in range(SMALLEST_AXIS_BUCKET.bit_length() - 1, axis.largest.bit_length()))
-    every = sorted(given | {size for size in (*powers, axis.largest) if size > max(given, default=0)})
-    return tuple(size for size in every if not only or size in given or size <= bucket_of(every, axis.default))
+    every = sorted(listed | {size for size in (*powers, axis.largest) if size > max(listed, default=0)})
+    return tuple(size for size in every if not only or size in listed or size <= bucket_of(every, axis.default))
 
 
 def has_buckets(specification: ModelSpecification) -> bool:
@@ -102,7 +102,7 @@ def random_inputs(
 def zero_inputs(
     specification: ModelSpecification, rows: int, sizes: Mapping[str, int] | None = None
 ) -> dict[str, Array]:
-    """A batch of zeros, for BYTES of empty elements; axes without an entry in `sizes` have their default."""
+    """A batch of zeros (empty elements for BYTES); axes without an entry in `sizes` have their default."""
     return {
         tensor.name: np.full(
             (rows, *specification.item_shape(tensor, sizes)), b"" if tensor.dtype.hasobject else 0, tensor.dtype

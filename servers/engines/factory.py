@@ -1,12 +1,21 @@
-"""Builds an engine from its settings; imports only the module of the requested kind."""
+"""Builds an engine from its settings, in the Python environment that has its libraries.
+
+Only the module of the requested engine is imported. What cannot be installed beside the rest, such as JAX, is in a
+second environment: `make engines` builds .venv-engines beside .venv. A process whose engine lives there continues in
+it, with the same command and the same process ID.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
-from servers.engines.interface import Engine, EngineError, export_command
-from servers.engines.settings import EngineSettings, engine_kind
+from servers.engines.interface import Engine, export_command
+from servers.engines.settings import EngineError, EngineSettings, engine_kind
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
@@ -62,3 +71,52 @@ def build_engine(
     except ImportError as exc:
         raise EngineError(f"the {settings.kind} engine needs {exc.name}; run: {kind.install}") from exc
     return engine(specification, settings, weights, artefact_path)
+
+
+ENGINES_PYTHON = "ABSERVE_ENGINES_PYTHON"
+"""Environment variable: the interpreter of the second environment, where it is not beside this one."""
+_SECONDS = 60
+
+
+def environment_of(name: str) -> Path | None:
+    """The interpreter that has the libraries of an engine; None: this one has them.
+
+    Raises `EngineError` with the command that installs them where no environment has them.
+    """
+    kind = engine_kind(name)
+    missing = [library for library in kind.libraries if find_spec(library) is None]
+    if not missing:
+        return None
+    other = second_interpreter()
+    if other is not None and _has(other, kind.libraries):
+        return other
+    raise EngineError(f"the {name} engine needs {missing[0]}, which is not installed; run: {kind.install}")
+
+
+def second_interpreter() -> Path | None:
+    """The interpreter of the second environment; None where there is none, and in that environment itself."""
+    path_text = os.environ.get(ENGINES_PYTHON)
+    path = Path(path_text) if path_text else Path(f"{sys.prefix}-engines") / "bin" / "python"
+    return path if path.is_file() and path.absolute() != Path(sys.executable).absolute() else None
+
+
+def enter_environment_of(name: str) -> None:
+    """Continue this command in the interpreter that has the engine's libraries, or return if this one has them.
+
+    Call it before anything is bound, started or printed. Raises `EngineError` as `environment_of` does.
+    """
+    other = environment_of(name)
+    if other is None:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(other, [str(other), *sys.orig_argv[1:]])
+
+
+def _has(interpreter: Path, libraries: tuple[str, ...]) -> bool:
+    program = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
+    try:
+        done = subprocess.run([interpreter, "-P", "-c", program, *libraries], capture_output=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

@@ -1,4 +1,4 @@
-"""The interface of every engine."""
+"""The interface that every engine implements, and the memory in which its requests and outputs lie."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -56,15 +56,15 @@ class DeviceMemory:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class HostMemory:
-    """A tensor in memory of the host, which its giver keeps: made in a fraction of an array's time.
+    """A tensor in the host memory of a caller, given by addresses, because a NumPy array takes longer to make.
 
-    It lies in pieces of equal numbers of rows, one at each address, and each C-contiguous.
+    It lies in C-contiguous pieces of equal numbers of rows, one at each address.
     """
 
     addresses: Sequence[int]
@@ -77,7 +77,7 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the tensor in bytes."""
         return self.piece_bytes * len(self.addresses)
 
 
@@ -97,7 +97,7 @@ class Engine(ABC):
     """
 
     check_seconds: float = 0.0
-    """The part of `load` that only compares answers, which a server without such a check would not take."""
+    """The part of `load` that only compares answers: a server without that check would start sooner by it."""
     flights: int = 1
     """How many started batches may be unfinished at once."""
 
@@ -107,12 +107,9 @@ class Engine(ABC):
     """Whether `start` takes `HostMemory`."""
 
     checks_values: bool = False
-    """Whether there are values that the engine cannot take; known after `load`."""
+    """Whether the engine refuses some values of its datatypes; known after `load`."""
 
     _staging: Staging | None = None
-
-    kernel_probe: Mapping[str, object] | None = None
-    """The result of `probe_kernels`: wall_seconds, cuda_event_seconds, kernel_count, top_kernels."""
 
     def __init__(
         self,
@@ -184,13 +181,15 @@ class Engine(ABC):
         `ValueError` is for a batch that the engine cannot take. This implementation executes before it returns.
         """
         assert not outputs  # see device_index
-        arrays = [{name: value for name, value in one.items() if isinstance(value, np.ndarray)} for one in requests]
+        arrays = [
+            {name: value for name, value in request.items() if isinstance(value, np.ndarray)} for request in requests
+        ]
         if self._staging is None:
             self._staging = Staging()
-        answer = self.infer(self._staging.gather(arrays, padding))
-        rows = [len(next(iter(one.values()))) for one in arrays]
-        sizes = [] if padding is None else [padding.axis.size_of(one) for one in arrays]
-        answers = divide(answer, rows, sizes, padding)
+        outputs_of_batch = self.infer(self._staging.gather(arrays, padding))
+        rows = [len(next(iter(inputs.values()))) for inputs in arrays]
+        sizes = [] if padding is None else [padding.axis.size_of(inputs) for inputs in arrays]
+        answers = divide(outputs_of_batch, rows, sizes, padding)
         return lambda: answers
 
     def ready(self) -> bool:
@@ -198,14 +197,14 @@ class Engine(ABC):
         return True
 
     def executed_rows(self, rows: int) -> int:
-        """The rows that are executed for a batch of `rows`: more, where the engine pads it."""
+        """The rows that are executed for a batch of `rows`: more than `rows` if the engine pads it."""
         return rows
 
     @property
     def row_bytes(self) -> int:
         """The bytes of one row's inputs, at the axes' default sizes; a dimension of no axis counts as 1."""
         shape_of = self._specification.item_shape
-        return sum(abs(prod(shape_of(one))) * one.dtype.itemsize for one in self._specification.inputs)
+        return sum(abs(prod(shape_of(tensor))) * tensor.dtype.itemsize for tensor in self._specification.inputs)
 
     def pin(self, address: int, byte_size: int) -> bool:  # noqa: ARG002
         """Page-lock the caller's host memory, whole pages, so that `start` copies from it without waiting; any thread.
@@ -215,7 +214,7 @@ class Engine(ABC):
         """
         return False
 
-    def unpin(self, address: int) -> None:  # noqa: B027  the opposite of nothing
+    def unpin(self, address: int) -> None:  # noqa: B027  most pin nothing
         """Undo `pin`, before the memory is freed, when no unfinished batch uses it; any thread."""
 
     @abstractmethod
@@ -233,20 +232,9 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027  an engine without resources has nothing to free
         """Free device memory and threads. Idempotent."""
 
-    def execution_ns(self, rows: int, repeats: int) -> list[int] | None:  # noqa: ARG002
-        """Times of `repeats` executions without copies to or from the host; None if not possible.
-
-        The batch has the shapes of the last one of `rows` rows that `infer` executed.
-        """
+    def probe_kernels(self) -> Mapping[str, object] | None:
+        """Profile one inference: wall_seconds, cuda_event_seconds, kernel_count, top_kernels; None without a GPU."""
         return None
-
-    def run_only(self, rows: int) -> bool:  # noqa: ARG002
-        """Execute a batch as in `execution_ns` once, and wait; False if the engine cannot."""
-        return False
-
-    def probe_kernels(self) -> bool:
-        """Profile one inference and keep its CUDA kernels in `kernel_probe`; False where no GPU executes."""
-        return False
 
     def _description(
         self,
@@ -261,7 +249,6 @@ class Engine(ABC):
     ) -> EngineDescription:
         settings = self._settings
         label = "none" if self._weights is None else self._weights.label
-        probe = {} if self.kernel_probe is None else {"kernel_probe": self.kernel_probe}
         return EngineDescription(
             settings.kind,
             version,
@@ -271,7 +258,7 @@ class Engine(ABC):
             threads,
             settings.max_batch_size,
             label,
-            {**details, **probe},
+            details,
             spinning,
         )
 
@@ -285,7 +272,9 @@ def profiled(engine: Engine) -> EngineDescription | None:
     if os.environ.get(PROFILE_AT_START) == "0":
         return None
     try:
-        return engine.describe() if engine.probe_kernels() else None
+        probe = engine.probe_kernels()
+        description = engine.describe()
+        return None if probe is None else replace(description, details={**description.details, "kernel_probe": probe})
     except Exception:  # noqa: BLE001  a driver that refuses to profile must not stop a server from starting
         return None
 

@@ -5,7 +5,7 @@ executable for each shape. Batches are padded to their bucket and the answers ar
 default. At load one batch is compared with the model's own module in FP32 on the CPU.
 
 JAX and torchax are imported by `load`, because they need an environment with an older torch: see
-`servers.engines.environment`. JAX starts threads, so a process that has loaded this engine must not fork.
+`servers.engines.factory`. JAX starts threads, so a process that has loaded this engine must not fork.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servers.engines.agreement import Disagreement, disagreement
+from servers.engines.agreement import Disagreement, disagreement, proof_at_load
 from servers.engines.batches import (
     axis_buckets,
     bucket_of,
@@ -35,8 +35,7 @@ from servers.engines.batches import (
 from servers.engines.interface import Engine, EngineDescription, EngineError, first_line
 from servers.engines.padding import fill_rows
 from servers.engines.processors import cuda_index, thread_count
-from servers.engines.proof import proof_batch
-from servers.engines.settings import KINDS, EngineKind
+from servers.engines.settings import KINDS, PARAMETER_TYPES, EngineKind
 from servers.gpu.cuda_library import device_uuid
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError
@@ -57,7 +56,7 @@ KIND = EngineKind(
 
 
 def _of_the_jax_file(kind: EngineKind, install: str) -> EngineKind:
-    """An engine that executes an ONNX file, executing the one that jax2onnx makes from the JAX function."""
+    """The kind of an ONNX engine, changed to execute the file that jax2onnx makes from the JAX function."""
     return replace(kind, libraries=(*kind.libraries, *LIBRARIES, "jax2onnx"), executes="jax", install=install)
 
 
@@ -65,19 +64,16 @@ ONNX_KIND = _of_the_jax_file(KINDS["onnxruntime"], INSTALL)
 TENSORRT_KIND = _of_the_jax_file(KINDS["tensorrt"], f"{INSTALL} && .venv-engines/bin/pip install 'abserve[tensorrt]'")
 
 MATRIX_PRECISIONS = {"fp32": "highest", "tf32": "tensorfloat32", "fp16": "highest", "bf16": "highest"}
-"""By precision, JAX's for products of FP32 values; it does not change those of halves."""
-PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""By precision, JAX's name of it for products of FP32 values; products of 16-bit values do not depend on it."""
 PRECISIONS_OF_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 THREADS_VARIABLE = "PJRT_NPROC"
 """XLA reads the number of its CPU threads from it when JAX first uses the CPU, and never again."""
 THREAD_NAME = "tf_XLAEigen"
-PROOF_ROWS, PROOF_SHARE = 3, 0.76
-"""As for torch: a batch and a share of the axes' default sizes that are padded, so that padding is checked too."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of each input, in the order of the specification."""
 Function = Callable[[Any, Sequence[Any]], tuple[Any, ...]]
-"""Weights and the inputs in order to the outputs in order; a JAX function."""
+"""A JAX function of the weights and the inputs, in order, that returns the outputs, in order."""
 
 
 class _Executable(NamedTuple):
@@ -86,7 +82,7 @@ class _Executable(NamedTuple):
     call: Callable[[Any, Sequence[Any]], Sequence[Any]]
     compile_seconds: float
     products: frozenset[str]
-    """The precisions of its products, as XLA was told."""
+    """The precisions of its products that XLA was asked for."""
 
 
 class JaxEngine(Engine):
@@ -102,8 +98,8 @@ class JaxEngine(Engine):
         specification, settings = self._specification, self._settings
         self._executables: dict[Shapes, _Executable] = {}
         self._executed: dict[int, Shapes] = {}
-        """By the number of rows given: the shapes that were executed for them."""
-        self._given: dict[Shapes, list[Any]] = {}
+        """By the number of rows of a batch: the shapes that were executed for them."""
+        self._inputs_on_device: dict[Shapes, list[Any]] = {}
         """Inputs on the device for executions without copies."""
         axis = specification.padded_axis
         rows = settings.buckets or bucket_sizes(settings.max_batch_size, halves=False)
@@ -113,7 +109,7 @@ class JaxEngine(Engine):
         import jax
         import torch
 
-        from servers.engines.torch_towers import check_datatypes, expected_answers
+        from servers.engines.torch.towers import check_datatypes, expected_answers
         from servers.models.uint8_module import executed_module, to_precision
 
         check_datatypes(specification)
@@ -123,7 +119,7 @@ class JaxEngine(Engine):
         except WeightsError as exc:
             raise EngineError(str(exc)) from exc
         executed = executed_module(specification, module)
-        proof = proof_batch(specification, min(PROOF_ROWS, settings.max_batch_size), 1, PROOF_SHARE)
+        proof = proof_at_load(specification, settings.max_batch_size)
         with self.checking():
             expected = proof.expected(partial(expected_answers, specification, executed))
         dtype = PARAMETER_TYPES[settings.precision]
@@ -172,25 +168,24 @@ class JaxEngine(Engine):
         rows = len(inputs[specification.inputs[0].name])
         size = 0 if axis is None else axis.size_of(inputs)
         padded_size = bucket_of(self._sizes, size) if axis is not None else 0
-        given = [
+        arrays = [
             _with_32_bits(
                 tensor.name, self._padded(tensor, inputs[tensor.name], bucket_of(self._rows, rows), padded_size)
             )
             for tensor in specification.inputs
         ]
-        shapes = tuple(array.shape for array in given)
+        shapes = tuple(array.shape for array in arrays)
         executable = self._executable(shapes)
         self._executed[rows] = shapes
         try:
-            fetched = [np.asarray(output) for output in executable.call(self._weights_on_device, given)]
+            fetched = [np.asarray(output) for output in executable.call(self._weights_on_device, arrays)]
         except Exception as exc:  # JAX's errors share no base but Exception
             raise EngineError(f"JAX failed to execute the batch: {first_line(exc)}") from exc
         answers = {}
         for tensor, array in zip(specification.outputs, fetched, strict=True):
-            own = array[:rows] if axis is None else axis.cut(tensor.name, array[:rows], size)
-            answers[tensor.name] = np.array(
-                own, tensor.dtype
-            )  # JAX may have given the input's memory, and it is read-only
+            rows_of_request = array[:rows] if axis is None else axis.cut(tensor.name, array[:rows], size)
+            # A copy: JAX may have returned the input's memory, and its arrays are read-only.
+            answers[tensor.name] = np.array(rows_of_request, tensor.dtype)
         return answers
 
     def executed_rows(self, rows: int) -> int:
@@ -202,11 +197,11 @@ class JaxEngine(Engine):
 
         if (prepared := self._prepared(rows)) is None:
             return None
-        call, given = prepared
+        call, inputs = prepared
         times = []
         for _ in range(repeats):
             started_ns = time.perf_counter_ns()
-            jax.block_until_ready(call(self._weights_on_device, given))
+            jax.block_until_ready(call(self._weights_on_device, inputs))
             times.append(time.perf_counter_ns() - started_ns)
         return times
 
@@ -220,23 +215,24 @@ class JaxEngine(Engine):
         if self._function is None:
             raise EngineError("the jax engine is not loaded")
         on_cpu = self._device.platform == "cpu"
-        weights = [one for one in jax.tree.leaves(self._weights_on_device) if str(one.dtype) in PRECISIONS_OF_TYPES]
-        largest = max(weights, key=lambda one: one.size, default=None)
+        leaves = jax.tree.leaves(self._weights_on_device)
+        weights = [weight for weight in leaves if str(weight.dtype) in PRECISIONS_OF_TYPES]
+        largest = max(weights, key=lambda weight: weight.size, default=None)
         dtype = PARAMETER_TYPES[self._settings.precision] if largest is None else str(largest.dtype)
-        products = frozenset[str]().union(*(one.products for one in self._executables.values()))
+        products = frozenset[str]().union(*(executable.products for executable in self._executables.values()))
         precision = PRECISIONS_OF_TYPES[dtype]
         if precision == "fp32" and not on_cpu and products - {"HIGHEST"}:
             precision = "tf32"
         details: dict[str, object] = {
             "torchax": version("torchax"),
             "platform_version": first_line(RuntimeError(self._device.client.platform_version)),
-            "parameters": sum(one.size for one in weights),
-            "weights_devices": sorted({_name_of(one) for weight in weights for one in weight.devices()}),
+            "parameters": sum(weight.size for weight in weights),
+            "weights_devices": sorted({_name_of(device) for weight in weights for device in weight.devices()}),
             "products": sorted(products),
             "buckets": list(self._rows),
             "compile_seconds": {
-                " ".join("×".join(map(str, shape)) for shape in shapes): round(one.compile_seconds, 3)
-                for shapes, one in self._executables.items()
+                " ".join("×".join(map(str, shape)) for shape in shapes): round(executable.compile_seconds, 3)
+                for shapes, executable in self._executables.items()
             },
             "memory": self._device.memory_stats() or None,
         }
@@ -248,9 +244,7 @@ class JaxEngine(Engine):
                 "device_uuid": device_uuid(self._device.local_hardware_id),
             }
         if self._checked is not None:
-            cosine, error = self._checked.cosine_min, self._checked.relative_error
-            details["cosine_to_fp32"] = None if cosine is None else round(cosine, 7)
-            details["relative_error_to_fp32"] = None if error is None else float(f"{error:.3g}")
+            details |= self._checked.details("fp32")
         return self._description(
             version=jax.__version__,
             precision=precision,
@@ -265,7 +259,7 @@ class JaxEngine(Engine):
         self._executables, self._executed = {}, {}
 
     def _padded(self, tensor: TensorSpec, array: Array, rows: int, size: int) -> Array:
-        """The input with as many rows, each as long, as its executable takes; padding rows repeat the last one."""
+        """The input padded to the rows and the size of its executable; padding rows repeat the last one."""
         axis = self._specification.padded_axis
         place = None if axis is None else axis.places.get(tensor.name)
         shape = (rows, *array.shape[1:])
@@ -279,22 +273,22 @@ class JaxEngine(Engine):
         return padded
 
     def _executable(self, shapes: Shapes) -> _Executable:
-        if (found := self._executables.get(shapes)) is None:
-            found = self._executables[shapes] = self._compiled(shapes)
-        return found
+        if (executable := self._executables.get(shapes)) is None:
+            executable = self._executables[shapes] = self._compiled(shapes)
+        return executable
 
     def _compiled(self, shapes: Shapes) -> _Executable:
         import jax
 
         started_ns = time.perf_counter_ns()
         dtypes = [jax.dtypes.canonicalize_dtype(tensor.dtype) for tensor in self._specification.inputs]
-        given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
         with (
             jax.default_device(self._device),
             jax.default_matmul_precision(MATRIX_PRECISIONS[self._settings.precision]),
         ):
             try:
-                lowered = self._function.lower(self._weights_on_device, given)
+                lowered = self._function.lower(self._weights_on_device, inputs)
                 compiled = lowered.compile()
             except EngineError:
                 raise
@@ -313,7 +307,7 @@ class JaxEngine(Engine):
 
         if (shapes := self._executed.get(rows)) is None:
             return None
-        if shapes not in self._given:  # those of one shape are kept, for many runs one by one
+        if shapes not in self._inputs_on_device:  # those of one shape are kept, for many runs one by one
             specification = self._specification
             sizes = {
                 axis.name: shape[axis.places[tensor.name]]
@@ -322,9 +316,9 @@ class JaxEngine(Engine):
                 if tensor.name in axis.places
             }
             inputs = random_inputs(specification, shapes[0][0], 0, sizes)
-            arrays = [_with_32_bits(one.name, inputs[one.name]) for one in specification.inputs]
-            self._given = {shapes: jax.block_until_ready(jax.device_put(arrays, self._device))}
-        return self._executable(shapes).call, self._given[shapes]
+            arrays = [_with_32_bits(tensor.name, inputs[tensor.name]) for tensor in specification.inputs]
+            self._inputs_on_device = {shapes: jax.block_until_ready(jax.device_put(arrays, self._device))}
+        return self._executable(shapes).call, self._inputs_on_device[shapes]
 
 
 def start_jax(device: str, threads: int) -> Any:
@@ -334,9 +328,9 @@ def start_jax(device: str, threads: int) -> Any:
     started it otherwise.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes 75 % of the GPU's memory at once
-    index, wanted = cuda_index(device), thread_count(threads)
+    index, count = cuda_index(device), thread_count(threads)
     if index is None:
-        os.environ[THREADS_VARIABLE] = str(wanted)
+        os.environ[THREADS_VARIABLE] = str(count)
     import jax
 
     jax.config.update("jax_platforms", "cpu" if index is None else "cuda,cpu")
@@ -352,12 +346,12 @@ def start_jax(device: str, threads: int) -> Any:
     if index is None:
         import torch
 
-        if (found := cpu_threads()) != wanted:
+        if (started := cpu_threads()) != count:
             raise EngineError(
-                f"threads {threads}: JAX has already started with {found} in this process, and cannot change that; use "
-                "another process"
+                f"threads {threads}: JAX has already started with {started} in this process, and cannot change that; "
+                "use another process"
             )
-        torch.set_num_threads(wanted)
+        torch.set_num_threads(count)
         return devices[0]
     if index >= len(devices):
         raise EngineError(f"device {device}: JAX finds {len(devices)} CUDA device(s)")
@@ -380,11 +374,11 @@ def as_jax(specification: ModelSpecification, module: Any, dtype: str) -> tuple[
     import torchax
     from jax import numpy as jnp
 
-    state, own = torchax.extract_jax(module)
+    state, forward = torchax.extract_jax(module)
 
     def function(weights: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        given = tuple(one.astype(dtype) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in inputs)
-        outputs = jax.tree.leaves(own(weights, given))
+        arrays = tuple(array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array for array in inputs)
+        outputs = jax.tree.leaves(forward(weights, arrays))
         if len(outputs) != len(specification.outputs):
             raise EngineError(
                 f"{specification.name}: the module returns {len(outputs)} outputs, not {len(specification.outputs)}"
@@ -408,7 +402,7 @@ def _with_32_bits(name: str, array: Array) -> Array:
 
 
 def _beyond_32_bits(name: str, array: Array) -> str | None:
-    """Why an input's integers cannot be computed with; None if they can."""
+    """Why JAX cannot compute with an input's integers; None if it can."""
     narrow = {"i8": "i4", "u8": "u4"}.get(array.dtype.str[1:])
     if narrow is None or not array.size:
         return None

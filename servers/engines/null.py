@@ -50,8 +50,8 @@ class NullEngine(Engine):
         source = inputs[self._input]
         shapes = self._fixed_shapes or self._shapes_of(inputs)
         if self._preprocessing is not None:
-            wanted = max(map(prod, shapes.values()), default=0)
-            source = _first_pixels(source.astype(np.uint8, copy=False), self._preprocessing, wanted)
+            least = max(map(prod, shapes.values()), default=0)
+            source = _first_pixels(source.astype(np.uint8, copy=False), self._preprocessing, least)
         elif source.dtype.hasobject:
             source = np.array([crc32(value) for value in source.ravel().tolist()], np.uint32).reshape(source.shape)
         rows = source.reshape(len(source), -1)
@@ -73,9 +73,9 @@ class NullEngine(Engine):
         return self._description(version="1", precision=precision, mode="eager", device="cpu", threads=1, details={})
 
 
-def _first_pixels(images: UInt8Array, preprocessing: Preprocessing, wanted: int) -> Array:
-    """uint8 (n, h, w, 3) → the start of the normalised (n, 3, h, w), at least `wanted` values per image."""
-    lines = -(-wanted // images.shape[2])
+def _first_pixels(images: UInt8Array, preprocessing: Preprocessing, least: int) -> Array:
+    """uint8 (n, h, w, 3) → the start of the normalised (n, 3, h, w), at least `least` values per image."""
+    lines = -(-least // images.shape[2])
     if lines <= images.shape[1]:  # all of it in the first channel
         return normalise(images[:, :lines, :, :1], preprocessing)
     return normalise(images, preprocessing)

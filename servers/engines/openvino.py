@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from servers.engines.agreement import Disagreement, disagreement
+from servers.engines.agreement import Disagreement, disagreement, proof_at_load
 from servers.engines.batches import check_sizes
 from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.processors import thread_count
-from servers.engines.proof import proof_batch
 from servers.engines.settings import EngineKind
 from servers.protocol.tensors import Array
 
@@ -34,12 +33,10 @@ KIND = EngineKind(
     install="pip install 'abserve[openvino]'",
 )
 HINTS = {"fp32": "f32", "bf16": "bf16", "int8": "f32"}
-"""The precision of what is not quantised."""
+"""OpenVINO's hint by precision; in INT8 it is that of the layers that are not quantised."""
 KERNELS = {"fp32": ("f32",), "bf16": ("bf16",), "int8": ("u8", "i8")}
 """OpenVINO's names for the precision of a product's inputs."""
 PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected", "MatMul", "RNNSeq", "RNNCell"})
-PROOF_ROWS, PROOF_SHARE = 3, 0.76
-"""As in the torch engine: a batch and a share of the axes' default sizes that are padded."""
 FAILURES = (RuntimeError, ValueError, TypeError)
 """The exceptions of OpenVINO's bindings."""
 
@@ -62,7 +59,7 @@ class OpenVINOEngine(Engine):
         assert path is not None  # see build_engine
         mode = settings.mode_on("cpu" if settings.device in ("auto", "cpu") else "cuda")
         assert mode == "latency"
-        if any(one.datatype == "BYTES" for one in (*specification.inputs, *specification.outputs)):
+        if any(tensor.datatype == "BYTES" for tensor in (*specification.inputs, *specification.outputs)):
             raise EngineError("the openvino engine takes no strings; use the engine onnxruntime")
         if not path.is_file():
             command = export_command(specification, settings.kind)
@@ -87,7 +84,7 @@ class OpenVINOEngine(Engine):
         used = int(self._compiled.get_property("INFERENCE_NUM_THREADS"))
         if settings.threads and used != threads:
             raise EngineError(f"OpenVINO uses {used} threads here instead of {threads}; use --threads {used}")
-        proof = proof_batch(specification, min(PROOF_ROWS, settings.max_batch_size), 1, PROOF_SHARE)
+        proof = proof_at_load(specification, settings.max_batch_size)
         with self.checking():
             expected = self._expected(proof)
         self._ports = {name: port for port in self._compiled.outputs for name in port.get_names()}
@@ -112,7 +109,7 @@ class OpenVINOEngine(Engine):
             answers = self._request.infer(dict(inputs), share_inputs=True, share_outputs=False)
         except FAILURES as exc:
             raise EngineError(f"OpenVINO failed to execute the batch: {_reason(exc)}") from exc
-        return {one.name: answers[self._ports[one.name]] for one in self._specification.outputs}
+        return {tensor.name: answers[self._ports[tensor.name]] for tensor in self._specification.outputs}
 
     def describe(self) -> EngineDescription:
         """Read back from the compiled model's properties and the precision of its kernels."""
@@ -120,8 +117,6 @@ class OpenVINOEngine(Engine):
 
         if (compiled := self._compiled) is None:
             raise EngineError("the openvino engine is not loaded")
-        checked = self._checked
-        cosine, error = (None, None) if checked is None else (checked.cosine_min, checked.relative_error)
         details: dict[str, object] = {
             "execution_devices": list(compiled.get_property("EXECUTION_DEVICES")),
             "processor": openvino.Core().get_property("CPU", "FULL_DEVICE_NAME"),
@@ -131,9 +126,9 @@ class OpenVINOEngine(Engine):
             "inference_precision": compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name(),
             "executed_products": dict(self._products),
             "compile_seconds": round(self._compile_seconds, 3),
-            "cosine_to_onnxruntime": None if cosine is None else round(cosine, 7),
-            "relative_error_to_onnxruntime": None if error is None else float(f"{error:.3g}"),
         }
+        if self._checked is not None:
+            details |= self._checked.details("onnxruntime")
         return self._description(
             version=openvino.__version__.partition("-")[0],
             precision=self._precision_in_effect(),
@@ -150,8 +145,8 @@ class OpenVINOEngine(Engine):
         """ONNX Runtime's answers to the same file, which also checks its signature and precision."""
         settings = self._settings
         stored = "int8" if settings.precision == "int8" else "fp32"
-        own = replace(settings, kind="onnxruntime", precision=stored, mode="auto", device="cpu")
-        engine = OnnxRuntimeEngine(self._specification, own, self._weights, self._path)
+        settings = replace(settings, kind="onnxruntime", precision=stored, mode="auto", device="cpu")
+        engine = OnnxRuntimeEngine(self._specification, settings, self._weights, self._path)
         try:
             engine.load()
             answers: dict[str, Array] = proof.expected(engine.infer)
@@ -160,7 +155,7 @@ class OpenVINOEngine(Engine):
             engine.close()
 
     def _precision_in_effect(self) -> str:
-        """By the products, else, where there are none, by the hint."""
+        """The precision of the products; that of the hint if the model has no products."""
         for precision in ("int8", "bf16", "fp32"):
             if any(name in self._products for name in KERNELS[precision]):
                 return precision
@@ -170,10 +165,10 @@ class OpenVINOEngine(Engine):
     def _check_precision(self) -> None:
         """Raise `EngineError` if the products are not executed as requested."""
         requested = self._settings.precision
-        found = self._precision_in_effect()
-        if found != requested:
+        in_effect = self._precision_in_effect()
+        if in_effect != requested:
             listed = ", ".join(f"{count} in {name}" for name, count in self._products.items()) or "none"
-            remedy = "use --precision fp32" if requested != "fp32" else f"use --precision {found}"
+            remedy = "use --precision fp32" if requested != "fp32" else f"use --precision {in_effect}"
             raise EngineError(
                 f"OpenVINO executes no product of {self._specification.name} in {requested} ({listed}); {remedy}"
             )
@@ -181,12 +176,12 @@ class OpenVINOEngine(Engine):
 
 def _products(compiled: Any) -> dict[str, int]:
     """How many convolutions and matrix products are executed in each precision."""
-    found: Counter[str] = Counter()
+    products: Counter[str] = Counter()
     for node in compiled.get_runtime_model().get_ops():
         information = node.get_rt_info()
         if information["layerType"].astype(str) in PRODUCTS:
-            found[information["runtimePrecision"].astype(str)] += 1
-    return dict(sorted(found.items()))
+            products[information["runtimePrecision"].astype(str)] += 1
+    return dict(sorted(products.items()))
 
 
 def _reason(exc: BaseException) -> str:

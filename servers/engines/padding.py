@@ -81,7 +81,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._own: dict[str, Array] = {}
+        self._memories: dict[str, Array] = {}
 
     def gather(self, requests: Sequence[Mapping[str, Array]], padding: Padding | None = None) -> Mapping[str, Array]:
         """The requests' rows one after the other, padded to one size, C-contiguous and aligned.
@@ -110,10 +110,10 @@ class Staging:
     def _memory(self, name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
         if dtype.hasobject:  # kept memory would keep the elements of the last batch
             return np.empty(shape, dtype)
-        own = self._own.get(name)
-        if own is None or own.size < prod(shape) or own.dtype != dtype:
-            own = self._own[name] = np.empty(prod(shape), dtype)
-        return own[: prod(shape)].reshape(shape)
+        memory = self._memories.get(name)
+        if memory is None or memory.size < prod(shape) or memory.dtype != dtype:
+            memory = self._memories[name] = np.empty(prod(shape), dtype)
+        return memory[: prod(shape)].reshape(shape)
 
 
 def fill_rows(memory: Array, parts: Sequence[Array], name: str, axis: Axis | None) -> int:
@@ -125,9 +125,9 @@ def fill_rows(memory: Array, parts: Sequence[Array], name: str, axis: Axis | Non
         if axis is None or place is None:
             rows[...] = part
         else:
-            before, own = (slice(None),) * place, part.shape[place]
-            rows[(*before, slice(own))] = part
-            rows[(*before, slice(own, None))] = b"" if memory.dtype.hasobject else axis.padding.get(name, 0)
+            before, size = (slice(None),) * place, part.shape[place]
+            rows[(*before, slice(size))] = part
+            rows[(*before, slice(size, None))] = b"" if memory.dtype.hasobject else axis.padding.get(name, 0)
         row += len(part)
     return row
 

@@ -14,16 +14,16 @@ def thread_count(requested: int) -> int:
 
 
 def wait_policy(spinning: bool | None) -> dict[str, str]:
-    """The environment variable with which libgomp, which torch loads, executes as `spinning` says.
+    """The environment variable that lets libgomp's threads, which torch uses, spin or sleep in waits.
 
-    Its threads spin for some milliseconds while they wait for each other, by default and so for True and None; for
-    False they sleep. It is read when torch is imported, so set it before.
+    By default, and so for True and None, they spin for some milliseconds; for False they sleep. Set it before torch is
+    imported.
     """
     return {"OMP_WAIT_POLICY": "PASSIVE"} if spinning is False else {}
 
 
 def openmp_spinning(threads: int) -> str:
-    """Whether OpenMP's `threads` spin while they wait for each other, "on" or "off"; a single one waits for none."""
+    """Whether OpenMP's threads spin while they wait for each other, "on" or "off"; a single one never waits."""
     sleeps = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" or os.environ.get("GOMP_SPINCOUNT") == "0"
     return "off" if sleeps or threads == 1 else "on"
 

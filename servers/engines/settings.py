@@ -40,9 +40,11 @@ class EngineKind:
 ENTRY_POINTS = "abserve.engines"
 """Packages register an engine under this group: its name, and the place of its `EngineKind`."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+"""By precision, the type of the parameters of a module that torch or JAX executes."""
 KINDS: Mapping[str, EngineKind] = {
     "torch": EngineKind(
-        "servers.engines.torch:TorchEngine",
+        "servers.engines.torch.engine:TorchEngine",
         {"cpu": ("eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")},
         {"cpu": ("fp32",), "cuda": (*PRECISIONS, "fp8")},
         ("torch",),
@@ -101,11 +103,11 @@ def precision_on(device: str, requested: str) -> str:
 
 
 SPINS = ("torch", "onnxruntime")
-"""Engines with threads of their own on the CPU that spin while they wait for each other, unless told not to."""
+"""Engines whose threads on the CPU spin while they wait for each other, unless the settings say otherwise."""
 
 
 def parse_spinning(text: str) -> bool | None:
-    """auto, on or off, as an option or a parameter has it."""
+    """The value of an option auto, on or off: None, True or False."""
     return {"on": True, "off": False}.get(text)
 
 

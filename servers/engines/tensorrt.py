@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from servers.engines.batches import Bucket, axis_buckets, bucket_sizes, has_buckets
-from servers.engines.graph_runner import Enqueue
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
-from servers.engines.torch_device import RunnerEngine, device_details, resolve_device
+from servers.engines.torch.device import RunnerEngine, device_details, resolve_device
+from servers.engines.torch.runner import Enqueue
 
 ELEMENT_TYPES = {
     **{name: name for name in ("BOOL", "UINT8", "INT8", "INT32", "INT64")},
@@ -99,8 +99,8 @@ class TensorRTEngine(RunnerEngine):
             if tensor.name not in names:
                 raise EngineError(f"the plan has the tensors {', '.join(names)}, but the model needs {tensor.name}")
             shape, dtype = tuple(engine.get_tensor_shape(tensor.name)), engine.get_tensor_dtype(tensor.name)
-            wanted = getattr(trt.DataType, ELEMENT_TYPES.get(tensor.datatype, ""), None)
-            if shape != (-1, *tensor.item_shape) or dtype != wanted:
+            expected = getattr(trt.DataType, ELEMENT_TYPES.get(tensor.datatype, ""), None)
+            if shape != (-1, *tensor.item_shape) or dtype != expected:
                 raise EngineError(
                     f"the plan's {tensor.name} is {dtype} {list(shape)}, the model's {tensor.datatype} "
                     f"{[-1, *tensor.item_shape]}; run: {self._command('--force')}"

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.cli import defaults
-from servers.engines.agreement import TOLERANCE
+from servers.engines.agreement import TOLERANCE, Answer
 from servers.engines.factory import build_engine, why_not_through_jax
 from servers.engines.interface import Engine
-from servers.engines.proof import Answer
 from servers.engines.settings import KINDS, EngineSettings, engine_kind
 from servers.export.manifest import (
     OPSETS,
@@ -355,7 +354,7 @@ def _original(
         with _loaded(specification, weights, file, PLAIN) as engine:
             yield None, read_user_file(file).bytes, engine.infer
         return
-    from servers.engines.torch_towers import expected_answers
+    from servers.engines.torch.towers import expected_answers
 
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from servers.cli import defaults
 from servers.cli.options import ModelOptions, checked, fail, settings_of, takes_settings
-from servers.engines.environment import enter_environment_of
+from servers.engines.factory import enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.manifest import ExportError, FileForm, Operators, executed_form

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from servers.engines.agreement import disagreement
+from servers.engines.agreement import Answer, Proof, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine
-from servers.engines.proof import Answer, Proof
 from servers.export.manifest import ParityError, ParityMeasurement
 from servers.models.images import UInt8Array, decode_jpeg, normalise, resize_and_crop
 from servers.models.items import jpeg_paths, valid_items

@@ -135,7 +135,7 @@ class PlanRequest:
 def gpu_kind() -> str:
     """Name and compute capability of the first visible GPU, as in "NVIDIA H200 sm9.0", or "unknown GPU"."""
     from servers.gpu.nvml import NvmlReader  # not above: most exports need no driver
-    from servers.gpu.selection import visible
+    from servers.gpu.readings import visible
 
     reader = NvmlReader(visible(os.environ))
     try:

@@ -78,7 +78,7 @@ def _write_fused(specification: ModelSpecification, module: torch.nn.Module, pat
     """Write the fused graph; False for a model that it does not cover."""
     import onnx
 
-    from servers.engines.vit.tower import UnsupportedTowerError
+    from servers.engines.torch.vit_tower import UnsupportedTowerError
     from servers.export.tower_graph import tower_graph
 
     try:

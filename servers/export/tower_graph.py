@@ -5,7 +5,8 @@ does not fuse it. Here a block is seven nodes, no node computes a shape, and so 
 is on a GPU. The operators of the domain com.microsoft are in every build of ONNX Runtime, Triton's backend included;
 TensorRT and others do not have them.
 
-The weights are rearranged only where that is exact in FP32: `servers.engines.vit.tower` has the algebra of the bytes.
+The weights are rearranged only where that is exact in FP32: see
+`servers.engines.torch.vit_tower` for the algebra of the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from servers.engines.vit.tower import BYTE_CENTRE, BYTE_SCALE, TowerShape, fold_bytes, read_shape
+from servers.engines.torch.vit_tower import BYTE_CENTRE, BYTE_SCALE, TowerShape, fold_bytes, read_shape
 from servers.export.manifest import OPSETS, Operators
 from servers.models.specification import ModelSpecification
 

@@ -104,9 +104,9 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
     from servers.gpu.info import triton_info
     from servers.models.registry import DEFAULT_MODEL
 
-    own = _get(f"{url}/gpu-info", optional=True)
-    if own is not None:
-        return _object(own, f"{url}/gpu-info")
+    document = _get(f"{url}/gpu-info", optional=True)
+    if document is not None:
+        return _object(document, f"{url}/gpu-info")
     server = _object(_get(f"{url}/v2") or b"", f"{url}/v2")
     served = [] if model else _models(url)
     name = model or (served[0] if len(served) == 1 else DEFAULT_MODEL)
@@ -119,7 +119,9 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
         source = f"{_url(exporter).removesuffix('/metrics')}/gpu-info"
         machine = _object(_get(source) or b"", source)
         devices = machine.get("devices")
-        if not isinstance(devices, list) or not all(isinstance(one, dict) and "uuid" in one for one in devices):
+        if not isinstance(devices, list) or not all(
+            isinstance(device, dict) and "uuid" in device for device in devices
+        ):
             fail(f"{source} is not a /gpu-info document; give --exporter the URL of abserve gpu-exporter")
     text = None if log is None else log.read_text(encoding="utf-8", errors="replace")
     return triton_info(server, _object(config, config_url), text, machine)
@@ -128,8 +130,8 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
 def _models(url: str) -> list[str]:
     """The models in Triton's repository; empty if it does not list them."""
     try:
-        found = json.loads(_get(f"{url}/v2/repository/index", data=b"{}", optional=True) or b"[]")
-        return [str(one["name"]) for one in found]
+        models = json.loads(_get(f"{url}/v2/repository/index", data=b"{}", optional=True) or b"[]")
+        return [str(model["name"]) for model in models]
     except (ValueError, TypeError, KeyError):
         return []
 
@@ -146,8 +148,8 @@ def _get(url: str, *, data: bytes | None = None, optional: bool = False) -> byte
         fail(f"{url} answers {exc.code}; {IS_IT_A_SERVER}", exc)
     except (OSError, ValueError) as exc:
         reason = getattr(exc, "reason", exc)
-        said = getattr(reason, "strerror", None) or reason
-        fail(f"{url} does not answer ({said}); start the server or correct the URL", exc)
+        text = getattr(reason, "strerror", None) or reason
+        fail(f"{url} does not answer ({text}); start the server or correct the URL", exc)
 
 
 def _object(body: bytes, url: str) -> Mapping[str, Any]:

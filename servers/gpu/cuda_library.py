@@ -53,7 +53,7 @@ class CudaLibrary:
             raise self.error(name, code)
 
     def code(self, name: str, *arguments: object) -> int:
-        """What one of the declared functions returns; 0 is success."""
+        """The return code of one of the declared functions; 0 is success."""
         return self.function(name)(*arguments)
 
     def function(self, name: str) -> Callable[..., int]:
@@ -62,14 +62,14 @@ class CudaLibrary:
         return function
 
     def error(self, name: str, code: int) -> CudaError:
-        """The error for what a function has returned."""
+        """The error for a function's return code."""
         return CudaError(f"{self._text('cuGetErrorName', code)} from {name}: {self._text('cuGetErrorString', code)}")
 
     def count(self) -> int:
         """Number of devices that this process may use. Raises `CudaError`."""
-        found = c_int()
-        self.call("cuDeviceGetCount", byref(found))
-        return found.value
+        count = c_int()
+        self.call("cuDeviceGetCount", byref(count))
+        return count.value
 
     def device(self, ordinal: int) -> c_int:
         """The driver's handle of a device. Raises `CudaError` if there is no device with that number."""
@@ -89,16 +89,16 @@ def device_uuid(ordinal: int) -> str | None:
     instance = _read("cuDeviceGetUuid_v2", ordinal)  # since CUDA 11.4; under MIG that of the instance
     if gpu is not None and instance is not None and gpu != instance:
         return f"MIG-{instance}"
-    found = instance or gpu
-    return None if found is None else f"GPU-{found}"
+    uuid = instance or gpu
+    return None if uuid is None else f"GPU-{uuid}"
 
 
 def _read(function: str, ordinal: int) -> UUID | None:
-    """None if the driver does not have the function or the device."""
-    found = (c_ubyte * 16)()
+    """The UUID that the driver's function returns; None if the driver does not have the function or the device."""
+    uuid = (c_ubyte * 16)()
     try:
         library = CudaLibrary({function: (POINTER(c_ubyte * 16), c_int)})
-        library.call(function, byref(found), library.device(ordinal))
+        library.call(function, byref(uuid), library.device(ordinal))
     except CudaError:
         return None
-    return UUID(bytes=bytes(found))
+    return UUID(bytes=bytes(uuid))

@@ -24,15 +24,15 @@ from prometheus_client.registry import Collector
 from servers.gpu.info import gpu_info
 from servers.gpu.readings import (
     CLOCK_EVENTS,
-    Connection,
     DeviceIdentity,
     EdgeReading,
     GpuReader,
+    NvmlConnection,
     Reading,
     SampleBatch,
     Status,
 )
-from servers.gpu.recording import Intervals, Recording
+from servers.gpu.sampler import Intervals, Recording
 
 log = structlog.get_logger("abserve.gpu")
 
@@ -54,7 +54,7 @@ _PCIE_COUNTERS = frozenset({"pcie_transmit_bytes", "pcie_receive_bytes"})
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
-    """One family. `quantities` maps the labels after `uuid` to the value of a device that they show."""
+    """A family of metrics. `quantities` maps the labels after `uuid` to the value of a device that they show."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -138,7 +138,7 @@ HOST_DEFINITIONS = (
 """Every host family. In a container they show the whole machine."""
 
 
-class _Device:
+class _DeviceValues:
     """The newest values of one GPU. The counters outlast the loss of the GPU."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class _Device:
         self.forget_readings()
 
     def forget_readings(self) -> None:
-        """After the library was opened again: a reloaded driver counts from 0, which is not a counter wrap."""
+        """Call it after the library was opened again: a reloaded driver counts from 0, which is not a counter wrap."""
         self._reading: dict[str, float] = {}
         self._edge: dict[str, float] = {}
         self._last_sample_ns: int | None = None
@@ -158,7 +158,7 @@ class _Device:
         return {**self._reading, **self._edge, **self.counters}
 
     def take(self, answer: Reading | SampleBatch | EdgeReading) -> None:
-        """Keep one answer of the reader."""
+        """Store an answer of the reader."""
         match answer:
             case Reading(values):
                 self._reading = dict(values)
@@ -188,7 +188,7 @@ class _Device:
 
 
 class GpuPolling(Collector):
-    """Call `poll` about once per second from one thread; `collect` works from any thread.
+    """Reads the GPUs for Prometheus: call `poll` about once per second from one thread; `collect` works from any.
 
     Keeps the counters that the driver does not: busy and observed seconds, PCIe bytes (the driver's wrap) and errors.
     """
@@ -200,15 +200,15 @@ class GpuPolling(Collector):
         self._clock_ns = clock_ns
         self._wall_ns = wall_ns
         self._recording: Recording | None = None
-        self._connection: Connection | None = None
+        self._connection: NvmlConnection | None = None
         self._permanent: set[tuple[str, str]] = set()
         self._errors: Counter[tuple[str, ...]] = Counter()
-        self._devices: defaultdict[str, _Device] = defaultdict(_Device)  # by UUID
+        self._devices: defaultdict[str, _DeviceValues] = defaultdict(_DeviceValues)  # by UUID
         self._last_success: dict[Labels, float] = {}
         self._polled_ns = clock_ns()
         self.status: Status = "error"
         self.points: Mapping[str, Mapping[Labels, float]] = {}
-        """By family and labels; replaced as a whole by each poll."""
+        """Values by family and labels; each poll replaces all of them."""
 
     def poll(self) -> None:
         """Read what is due and publish it. After the loss of a GPU, or an exception, try to open the library again."""
@@ -217,7 +217,7 @@ class GpuPolling(Collector):
         try:
             recording = self._read()
             self.status = recording.status
-            devices = {one.uuid: _identity(one, recording.connection) for one in recording.devices}
+            devices = {device.uuid: _identity(device, recording.connection) for device in recording.devices}
         except Exception as error:
             call = "poll", type(error).__name__
             if not self._errors[call]:  # once for each kind: it may come every second
@@ -237,10 +237,10 @@ class GpuPolling(Collector):
         for definition in DEFINITIONS:
             if definition.quantities:
                 points[definition.name] = {
-                    (uuid, *labels): found[quantity]
-                    for uuid, found in values.items()
+                    (uuid, *labels): quantities[quantity]
+                    for uuid, quantities in values.items()
                     for labels, quantity in definition.quantities.items()
-                    if quantity in found
+                    if quantity in quantities
                 }
         self.points, self._polled_ns = points, self._clock_ns()
 
@@ -269,8 +269,8 @@ class GpuPolling(Collector):
         """Every GPU family that has a value."""
         points = self.points
         if self._clock_ns() - self._polled_ns > STALE_SECONDS * 1e9:
-            kept = ("nvml_last_success_timestamp_seconds", "nvml_errors_total")
-            points = {"nvml_up": {(): 0.0}, **{name: points[name] for name in kept if name in points}}
+            still_true = ("nvml_last_success_timestamp_seconds", "nvml_errors_total")
+            points = {"nvml_up": {(): 0.0}, **{name: points[name] for name in still_true if name in points}}
         for definition in DEFINITIONS:
             if points.get(definition.name):
                 yield definition.family(points[definition.name])
@@ -289,10 +289,10 @@ class GpuPolling(Collector):
         self._devices[identity.uuid].take(answer)
 
 
-def _identity(identity: DeviceIdentity, connection: Connection) -> Labels:
+def _identity(identity: DeviceIdentity, connection: NvmlConnection) -> Labels:
     mig = {None: "", True: "true", False: "false"}[identity.mig_enabled]
-    known = (identity.name, connection.driver_version, connection.cuda_driver_version, identity.pci_bus_id)
-    return (identity.uuid, str(identity.index), *(text or "" for text in known), mig)
+    texts = (identity.name, connection.driver_version, connection.cuda_driver_version, identity.pci_bus_id)
+    return (identity.uuid, str(identity.index), *(text or "" for text in texts), mig)
 
 
 class HostCollector(Collector):
@@ -306,8 +306,8 @@ class HostCollector(Collector):
             {(): memory.total},
             {(): memory.available},
         )
-        for definition, found in zip(HOST_DEFINITIONS, points, strict=True):
-            yield definition.family(found)
+        for definition, values in zip(HOST_DEFINITIONS, points, strict=True):
+            yield definition.family(values)
 
 
 class GpuExporter:

@@ -93,7 +93,7 @@ def gpu_info(runtime: Runtime | None, reader: GpuReader | None = None) -> Docume
             "cuda_driver_version": connection.cuda_driver_version,
         },
         "host": _host(),
-        "devices": [_device(*one) for one in read],
+        "devices": [_device(*device) for device in read],
         "runtime": None,
     }
     return document if runtime is None else {**document, "runtime": _runtime(runtime, document)}
@@ -135,23 +135,23 @@ def _device(identity: DeviceIdentity, reading: Reading, edge: EdgeReading) -> Do
 
 
 def _runtime(runtime: Runtime, machine: Mapping[str, Any]) -> Document:
-    told = runtime.details
+    details = runtime.details
     placement: Document = {
-        "params_by_device": told.get("parameters_by_device"),
-        "ep_nodes": told.get("nodes_by_provider"),
-        "cpu_time_ratio": told.get("cpu_time_ratio"),
-        "cpu_non_shape_ops": told.get("cpu_non_shape_ops"),
+        "params_by_device": details.get("parameters_by_device"),
+        "ep_nodes": details.get("nodes_by_provider"),
+        "cpu_time_ratio": details.get("cpu_time_ratio"),
+        "cpu_non_shape_ops": details.get("cpu_non_shape_ops"),
     }
     return {
         "kind": runtime.kind,
         "version": runtime.version,
         "device": runtime.device,
-        "cuda_build": told.get("cuda_build"),
-        "cuda_available": told.get("cuda_available"),
-        "used_device_uuid": _used_uuid(runtime.device, told.get("device_uuid"), machine),
-        "placement": {"result": _placement(runtime.device, placement, told.get("kernel_probe")), **placement},
-        "memory_allocated_bytes": told.get("memory_allocated_bytes"),
-        "kernel_probe": told.get("kernel_probe"),
+        "cuda_build": details.get("cuda_build"),
+        "cuda_available": details.get("cuda_available"),
+        "used_device_uuid": _used_uuid(runtime.device, details.get("device_uuid"), machine),
+        "placement": {"result": _placement(runtime.device, placement, details.get("kernel_probe")), **placement},
+        "memory_allocated_bytes": details.get("memory_allocated_bytes"),
+        "kernel_probe": details.get("kernel_probe"),
     }
 
 
@@ -172,18 +172,18 @@ def _placement(device: str, placement: Document, kernel_probe: object) -> str:
     parameters = placement["params_by_device"]
     if not kernels or not isinstance(parameters, Mapping) or not parameters:
         return "unknown"
-    return "gpu" if all(str(one).startswith("cuda") for one in parameters) else "partial"
+    return "gpu" if all(str(device).startswith("cuda") for device in parameters) else "partial"
 
 
-def _used_uuid(device: str, told: object, machine: Mapping[str, Any]) -> str | None:
+def _used_uuid(device: str, reported: object, machine: Mapping[str, Any]) -> str | None:
     """The UUID that the runtime reports, else that of the only GPU: CUDA's device numbers are not the driver's.
 
     None for a server on several GPUs: no one of them is the one that it uses.
     """
     if not device.startswith("cuda") or "," in device:
         return None
-    if isinstance(told, str) and told:
-        return told if told.startswith(("GPU-", "MIG-")) else f"GPU-{told}"  # torch leaves the prefix out
+    if isinstance(reported, str) and reported:
+        return reported if reported.startswith(("GPU-", "MIG-")) else f"GPU-{reported}"  # torch leaves the prefix out
     devices = machine["devices"]
     return str(devices[0]["uuid"]) if len(devices) == 1 and machine.get("status") == "ok" else None
 
@@ -191,7 +191,8 @@ def _used_uuid(device: str, told: object, machine: Mapping[str, Any]) -> str | N
 def triton_info(
     server: Mapping[str, Any], config: Mapping[str, Any], log: str | None, machine: Mapping[str, Any]
 ) -> Document:
-    """The document of a Triton: its answers to /v2 and /v2/models/M/config, its whole log, if known, and its machine.
+    """The document of a Triton, from its answers to /v2 and /v2/models/M/config, its whole log if there is one, and its
+    machine.
 
     `machine` is the /gpu-info document of the machine on which it runs.
     """
@@ -202,7 +203,11 @@ def triton_info(
         details["nodes_by_provider"] = nodes
     backend = config.get("backend") or config.get("platform")
     groups = config.get("instance_group")
-    kinds = {str(one.get("kind")) for one in groups if isinstance(one, Mapping)} if isinstance(groups, list) else set()
+    kinds = (
+        {str(group.get("kind")) for group in groups if isinstance(group, Mapping)}
+        if isinstance(groups, list)
+        else set()
+    )
     device = in_effect.get("device")
     if not device:
         # The log names no device. The backend and the instances do, except the python backend's, which may be wrong.
@@ -215,7 +220,7 @@ def triton_info(
 
 def engine_in_log(log: str) -> Mapping[str, Any] | None:
     """The settings in effect that the python model logs when its engine is ready; the last ones count."""
-    found: Mapping[str, Any] | None = None
+    latest: Mapping[str, Any] | None = None
     for match in _ENGINE_READY.finditer(log):
         text = match["json"]
         try:
@@ -225,8 +230,8 @@ def engine_in_log(log: str) -> Mapping[str, Any] | None:
         except ValueError:
             continue
         if isinstance(in_effect, Mapping):
-            found = in_effect
-    return found
+            latest = in_effect
+    return latest
 
 
 def placed_nodes(log: str) -> dict[str, int]:

@@ -9,8 +9,16 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, GpuProcess, Reading, SampleBatch, Status
-from servers.gpu.selection import select_devices
+from servers.gpu.readings import (
+    DeviceIdentity,
+    EdgeReading,
+    GpuProcess,
+    NvmlConnection,
+    Reading,
+    SampleBatch,
+    Status,
+    select_devices,
+)
 
 T = TypeVar("T")
 ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
@@ -103,8 +111,8 @@ def _read_field_values(handle: Any) -> tuple[Values, dict[str, str]]:
     """Throttle times and PCIe counters, and the error code of each that failed, in one call that does not block."""
     values: Values = {}
     failed: dict[str, str] = {}
-    found = pynvml.nvmlDeviceGetFieldValues(handle, list(_FIELD_VALUES.values()))
-    for name, value in zip(_FIELD_VALUES, found, strict=True):
+    field_values = pynvml.nvmlDeviceGetFieldValues(handle, list(_FIELD_VALUES.values()))
+    for name, value in zip(_FIELD_VALUES, field_values, strict=True):
         if value.nvmlReturn != pynvml.NVML_SUCCESS:
             failed[name] = _code_name(value.nvmlReturn)
         elif value.valueType < len(_UNION_FIELDS):
@@ -204,11 +212,11 @@ def mig_parent(uuid: str) -> str | None:
 
 def _version(call: Callable[[], Any]) -> str | None:
     try:
-        found = call()
+        version = call()
     except ERRORS:
         return None
     # CUDA's version is a number, 13010 for 13.1
-    return f"{found // 1000}.{found % 1000 // 10}" if isinstance(found, int) else _text(found)
+    return f"{version // 1000}.{version % 1000 // 10}" if isinstance(version, int) else _text(version)
 
 
 class NvmlReader:
@@ -221,7 +229,7 @@ class NvmlReader:
         self._handles: dict[int, Any] = {}
         self._gpm: dict[int, _GpmCounters] = {}
 
-    def connect(self) -> Connection:
+    def connect(self) -> NvmlConnection:
         """Open the library again. A device without a handle or UUID is left out, and its error is the status."""
         self.close()
         devices: list[DeviceIdentity] = []
@@ -241,7 +249,7 @@ class NvmlReader:
                 devices.append(self._open_device(index))
             except ERRORS as error:
                 status, problem, code = _failure(error)
-        connection = Connection(
+        connection = NvmlConnection(
             status=status,
             error=problem,
             driver_version=_version(pynvml.nvmlSystemGetDriverVersion) if self._open else None,
@@ -269,14 +277,14 @@ class NvmlReader:
         return Reading(values=values, failed=calls.failed, lost=calls.lost)
 
     def energy_joules(self, index: int) -> float | None:
-        """The energy so far alone, for callers whom a whole reading would hold up; None if it cannot be read."""
+        """The energy counter alone, which is faster than a whole reading; None if it cannot be read."""
         return (_Calls().run("energy", _READING_CALLS["energy"], self._handles[index]) or {}).get("energy_joules")
 
     def samples(self, index: int, since_ns: int) -> SampleBatch:
         """New utilisation samples."""
         calls = _Calls()
-        found = calls.run("samples", lambda handle: _read_samples(handle, since_ns), self._handles[index])
-        return SampleBatch(samples=tuple(found or ()), failed=calls.failed, lost=calls.lost)
+        samples = calls.run("samples", lambda handle: _read_samples(handle, since_ns), self._handles[index])
+        return SampleBatch(samples=tuple(samples or ()), failed=calls.failed, lost=calls.lost)
 
     def edge(self, index: int) -> EdgeReading:
         """Process list and ECC counters."""
@@ -305,13 +313,13 @@ class NvmlReader:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
         calls = _Calls()
-        known = {name: calls.run(name, call, handle) for name, call in _IDENTITY_CALLS.items()}
+        fields = {name: calls.run(name, call, handle) for name, call in _IDENTITY_CALLS.items()}
         self._handles[index] = handle
-        if known["supports_gpm"]:
+        if fields["supports_gpm"]:
             counters = calls.run("gpm", _GpmCounters, handle)
             if counters is not None:
                 self._gpm[index] = counters
-        return DeviceIdentity(index, uuid, failed=calls.failed, **known)
+        return DeviceIdentity(index, uuid, failed=calls.failed, **fields)
 
 
 class _Calls:
@@ -322,7 +330,7 @@ class _Calls:
         self.lost = False
 
     def run(self, name: str, call: Callable[[Any], T], handle: Any) -> T | None:
-        """The call's value; None if it fails, or if the driver's answer is none that this module knows."""
+        """The call's value; None if it fails, or if this module cannot read the driver's answer."""
         try:
             return call(handle)
         except ERRORS as error:

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from servers.cli.defaults import ARTEFACTS, TuningError
 from servers.cli.launch import LaunchPlan, ListenerError, bind, check_free, host_in_url
 from servers.cli.options import fail, takes_settings, to_argument, tuning_of, validation_sentence, with_tuning
-from servers.engines.environment import enter_environment_of
-from servers.engines.factory import check_engine
+from servers.engines.factory import check_engine, enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.padding import padding_of
 from servers.engines.settings import engine_kind

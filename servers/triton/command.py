@@ -75,8 +75,7 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
-    from servers.engines.environment import environment_of
-    from servers.engines.factory import check_engine
+    from servers.engines.factory import check_engine, environment_of
     from servers.engines.padding import padding_of, parse_pad_to
     from servers.engines.settings import engine_kind, precision_on
     from servers.export.artefacts import ExecutedFile, current_plan, executed_file

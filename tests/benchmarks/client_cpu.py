@@ -46,23 +46,23 @@ from pathlib import Path
 from locust import FastHttpUser, task
 from locust.env import Environment
 from locust.exception import StopUser
-from loadgen.calibration.measurement import signature, write_images
-from loadgen.client.requests import Address
+from loadgen.run.calibrate import signature, write_images
+from loadgen.client.connection import Address
 from loadgen.client.inputs import read_inputs
 from loadgen.records.samples import SampleWriter
-from loadgen.client.transports import Target, prepare
-from loadgen.generator.users import Traffic
-from loadgen.client.variation import FreshItems, FreshNumbers, find_variation
+from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare
+from loadgen.client.traffic import Traffic
+from loadgen.client.bodies import FreshNumbers, find_variation
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")
 inputs = read_inputs(folder / "samples", "fp32")
-targets = {name: Target(name, url, "sink", grpc_address) for name in ("http", "grpc", "shm")}
+targets = {name: InferenceTarget(name, url, "sink", grpc_address) for name in ("http", "grpc", "shm")}
 targets["shm, new inputs"] = targets["shm"]
 variation = find_variation(inputs, signature("fp32"))
 varied = {"shm, new inputs": variation}
 bodies = {
-    name: target.sendable(prepare(target.transport, inputs, signature("fp32"), (0,), varied.get(name)))
+    name: prepare(target.transport, inputs, signature("fp32"), (0,), varied.get(name))
     for name, target in targets.items()
 }
 
@@ -86,8 +86,8 @@ def measured(send, requests):
 
 def ours(name, requests):
     writer = SampleWriter(folder / "samples.npy")
-    fresh = FreshItems(variation, ((0,),), FreshNumbers()) if name in varied else None
-    traffic = Traffic(targets[name], (bodies[name],), 1, writer, fresh=fresh)
+    prepared = PreparedBodies((bodies[name],), ((0,),), varied.get(name), FreshNumbers())
+    traffic = Traffic(targets[name], prepared, 1, writer)
     def user():
         connection = traffic.connection()
         traffic.infer(connection, 0)
@@ -100,7 +100,7 @@ def ours(name, requests):
     return found
 
 def fast(requests):
-    request = bodies["http"]
+    request = targets["http"].sendable(bodies["http"])
     lines = request.head.decode().split("\\r\\n")[1:]
     headers = dict(line.split(": ", 1) for line in lines if line and not line.startswith(("Host", "Content-Length")))
     class Fast(FastHttpUser):

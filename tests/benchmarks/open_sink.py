@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 from tritonclient.grpc import service_pb2
 
-from loadgen.calibration.sink import (
+from loadgen.client.sink import (
     ANSWER_BYTES,
     INPUT,
     ITEM_SHAPE,

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.http2 import Http2Connection, header_block
+from loadgen.client.grpc import Http2Connection, header_block
 from tests.benchmarks.test_native_cpu import (
     NATIVE,
     REQUESTS,

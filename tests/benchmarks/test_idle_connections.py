@@ -22,7 +22,7 @@ from time import perf_counter_ns
 import numpy as np
 import pytest
 
-from loadgen.client.http2 import Http2Connection
+from loadgen.client.grpc import Http2Connection
 from tests.benchmarks.test_grpc_cpu import HEAD, message_bytes
 from tests.benchmarks.test_native_cpu import (
     NATIVE,

@@ -20,7 +20,7 @@ from loadgen.client.bodies import prepare_body
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.inputs import read_inputs, write_samples
 from loadgen.launch.compose import ComposeDeployment
-from loadgen.launch.interface import Deployment, DeploymentError
+from loadgen.launch.deployment import Deployment, DeploymentError
 from loadgen.probes.cold_start_measurement import measure_container_cold_start
 from tests.compose.queries import dashboard_queries
 

@@ -15,9 +15,10 @@ from servers.engines.batches import random_inputs
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
-from servers.engines.torch_towers import expected_answers
+from servers.engines.torch.towers import expected_answers
 from servers.export.artefacts import ensure_artefact, executed_file, find_artefact
 from servers.export.manifest import ExportError, FileForm, Operators, executed_form
+from servers.measuring.measurement import RepeatingEngine
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -183,6 +184,7 @@ def test_the_description_is_read_back(models: Path) -> None:
 def test_executions_are_timed_without_copies(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specification = variant(models, "tokens")
     engine = loaded(specification)
+    assert isinstance(engine, RepeatingEngine)
     assert engine.execution_ns(5, 2) is None
     engine.infer(random_inputs(specification, 5, 0))
     times = engine.execution_ns(5, 3)

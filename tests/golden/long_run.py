@@ -89,7 +89,7 @@ def _samples(due_ns: np.ndarray, end_ns: np.ndarray) -> Samples:
 
 
 if __name__ == "__main__":
-    from loadgen.verdict.analysis import analyse
+    from loadgen.verdict.result import analyse
 
     directory = Path(sys.argv[1])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000

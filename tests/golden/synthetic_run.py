@@ -16,11 +16,19 @@ import msgspec
 import numpy as np
 
 from loadgen.records.machine import Calibration, CalibrationWorkload
-from loadgen.records.parity import ParityCase, ParityRecord
 from loadgen.records.probes import AnswersCompared, ServerStart
-from loadgen.records.run import ArmRequest, BlockRecord, Experiment, MachineLoad, RunState, Workload
+from loadgen.records.run import (
+    ArmRequest,
+    BlockRecord,
+    Experiment,
+    MachineLoad,
+    ParityCase,
+    ParityRecord,
+    RunState,
+    StageTotals,
+    Workload,
+)
 from loadgen.records.samples import SAMPLE_DTYPE
-from loadgen.records.server import StageTotals
 from loadgen.stats.agreement import tolerance_of
 from tests.golden.synthetic_arms import arms, environment
 

@@ -12,7 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLANS = {

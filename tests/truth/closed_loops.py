@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from loadgen.comparison.loops import slow_start, throughput_per_s
+from loadgen.metrics.registry import slow_start, throughput_per_s
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.stats.ratios import estimate_ratio
 

@@ -12,8 +12,7 @@ import pytest
 from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 
 SERVER = Path(__file__).with_name("planted_server.py")
 Compare = Callable[..., Result]

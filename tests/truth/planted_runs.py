@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from loadgen.comparison.comparisons import compare_all
-from loadgen.comparison.pairs import latencies_of
-from loadgen.comparison.summaries import summarise_blocks
+from loadgen.metrics.comparisons import PooledRequests, compare_all
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.run.storage import StoredBlock
@@ -158,7 +157,7 @@ def try_truth(truth: Truth, trials: int) -> Found:
     for trial in range(trials):
         rng = np.random.default_rng((*truth.name.encode(), trial))
         blocks = simulate(truth, plan, rng)
-        every = compare_all(plan, summarise_blocks(blocks), [], latencies=latencies_of(blocks))
+        every = compare_all(plan, summarise_blocks(blocks), requests=PooledRequests(blocks).by_block)
         (comparison,) = [c for c in every if c.metric == truth.metric]
         found.trials += 1
         low, high = comparison.ci95 or (math.nan, math.nan)

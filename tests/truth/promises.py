@@ -13,20 +13,29 @@ from itertools import pairwise
 import numpy as np
 from scipy import special
 
-from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, judge, shared_correlation
-from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
-from loadgen.comparison.ranking import rank
+from loadgen.metrics.claims import rank
+from loadgen.metrics.comparisons import (
+    LEADING_SHARE,
+    Pair,
+    PairedMetric,
+    compare_all,
+    estimate_pairs,
+    judge,
+    shared_correlation,
+)
+from loadgen.metrics.registry import THROUGHPUT
 from loadgen.probes.load import NEEDY
 from loadgen.records.run import Pairing
-from loadgen.stats.anytime import estimate_anytime, log_bayes_factors
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
     RatioEstimate,
     adjust_holm,
     critical_t,
+    estimate_anytime,
     estimate_ratio,
     estimate_restarts,
     lag_one,
+    log_bayes_factors,
     plausible_correlation,
 )
 from loadgen.stats.tails import Round, estimate_tail_ratio
@@ -210,7 +219,7 @@ def coverage_when_stopped(trials: int, effect: float, noise: Noise, pairs: int) 
     plan, rng, covered = experiment(1, pairs, 0.05, until_decided=True), np.random.default_rng(10), 0
     for _ in range(trials):
         blocks = simulate_blocks(plan, rng, noise, effect)
-        logs = [math.log(ratio) for ratio in compare_all(plan, blocks, [])[0].ratios]
+        logs = [math.log(ratio) for ratio in compare_all(plan, blocks)[0].ratios]
         stop = _stop([logs])
         low, high = (stop[1].ci95 if stop else None) or (0.0, math.inf)
         covered += low <= effect <= high

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from loadgen.comparison.comparisons import Comparison, compare_all
-from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import ScheduledBlock
+from loadgen.metrics.comparisons import Comparison, compare_all
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.probes import load as load_probe
 from loadgen.records.run import Experiment, Workload
 from tests.truth.simulated_runs import block, experiment, latencies, names_a_winner
@@ -169,10 +169,10 @@ def play(ending: Ending, machine: Machine, rng: np.random.Generator, *, tails: b
     load = Load(plan, machine, rng, limit_s=float(ending.rounds * ending.arms * ending.workloads))
     unread = SimpleNamespace(add=lambda _: None, by_block=None)
     with patch.multiple(
-        load_probe, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledLatencies=lambda _: unread
+        load_probe, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledRequests=lambda _: unread
     ):
         load_probe.PROBE.measure(load)  # type: ignore[arg-type]
-    return compare_all(plan, load.blocks, [], latencies=latencies(load.blocks, rng) if tails else None)
+    return compare_all(plan, load.blocks, requests=latencies(load.blocks, rng) if tails else None)
 
 
 def winners(ending: Ending, machine: Machine, trials: int, *, tails: bool = False) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from loadgen.comparison.comparisons import Comparison, compare_all
-from loadgen.comparison.pairs import Latencies
-from loadgen.comparison.summaries import BlockSummary, LatencySummary
+from loadgen.metrics.comparisons import Comparison, RequestValues, compare_all
+from loadgen.metrics.summaries import BlockSummary, LatencySummary
 from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.records.samples import latencies_ms
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -43,10 +43,13 @@ def autoregression(rng: np.random.Generator, phi: float, shape: tuple[int, ...])
     return values
 
 
-def latencies(blocks: Sequence[BlockSummary], rng: np.random.Generator) -> Latencies:
+def latencies(blocks: Sequence[BlockSummary], rng: np.random.Generator) -> RequestValues:
     """Requests behind such blocks: log-normal about the block's median, 660 in four pairs and as many in more."""
     count = -(-700 // (len({block.round for block in blocks})))
-    return {block.index: (block.latency.p50_ms or 1.0) * np.exp(rng.normal(0.0, 0.3, count)) for block in blocks}
+    return {
+        (latencies_ms, block.index): (block.latency.p50_ms or 1.0) * np.exp(rng.normal(0.0, 0.3, count))
+        for block in blocks
+    }
 
 
 def experiment(
@@ -141,7 +144,7 @@ def simulate(
     """The comparisons of `simulate_blocks`; `tails` for those of p90 and p99 too, which take a hundred times as
     long."""
     blocks = simulate_blocks(plan, rng, noise, effect, on, restart_spread, resemblance)
-    return compare_all(plan, blocks, [], latencies=latencies(blocks, rng) if tails else None)
+    return compare_all(plan, blocks, requests=latencies(blocks, rng) if tails else None)
 
 
 def names_a_winner(comparisons: Sequence[Comparison]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.comparison import comparisons
+from loadgen.metrics import comparisons
 from loadgen.stats.ratios import Correlation
 from tests.truth.promises import Share
 from tests.truth.simulated_rules import ENDINGS, LASTING, MACHINES, STEADY, Ending, Machine, winners

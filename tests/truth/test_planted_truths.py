@@ -13,10 +13,10 @@ import time
 import msgspec
 import pytest
 
-from loadgen.comparison.comparisons import Comparison
+from loadgen.metrics.comparisons import Comparison
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import Workload
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 from tests.truth.conftest import Compare, state
 
 

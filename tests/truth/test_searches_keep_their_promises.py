@@ -3,7 +3,7 @@
     pytest -s -m "slow or not slow" tests/truth/test_searches_keep_their_promises.py     prints the tables
 
 Each arm is a server of a fixed service time and one queue (M/D/1), simulated query by query; a trial is what
-`loadgen.probes.rate_search` runs, with the bound of `loadgen.stats.early_stopping`. In *stalls* the
+`loadgen.probes.rate_search` runs, with the bound of `loadgen.stats.percentiles`. In *stalls* the
 machine stops for 150 ms about every 100 s, longer than the bound, which fails trials at any rate. The true rate is the
 one at which 1 % of the answers is late, found in simulations of two million queries.
 """
@@ -22,7 +22,7 @@ from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.rate_search_analysis import RampRung, next_concurrency, search_from
 from loadgen.records.run import Workload
-from loadgen.stats.early_stopping import late_allowed
+from loadgen.stats.percentiles import late_allowed
 from loadgen.stats.ratios import estimate_ratio
 
 BOUND_S = 0.1

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from loadgen.records.run import Workload
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 from tests.truth.conftest import Compare, state
 
 USERS = 16

@@ -12,10 +12,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from loadgen.entry import build
-from servers.engines.command import _show as show
 from servers.engines.interface import EngineDescription
-from servers.engines.measurement import BatchMeasurement
 from servers.engines.processors import nvidia_device_present
+from servers.measuring.command import _show as show
+from servers.measuring.measurement import BatchMeasurement
 from servers.models.registry import get_variant
 
 ROOT_COMMAND = typer.main.get_command(build())

@@ -14,7 +14,7 @@ import pytest
 
 from loadgen.documents import read_stored
 from loadgen.report.files import write_reports
-from loadgen.verdict.analysis import analyse, stored_result
+from loadgen.verdict.result import analyse, stored_result
 from tests.golden.synthetic_run import Plan, write_run
 
 ROOT = Path(__file__).resolve().parents[2]

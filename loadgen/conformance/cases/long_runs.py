@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
-from loadgen.client.requests import quoted
+from loadgen.client.connection import quoted
 from loadgen.conformance.case import Case
 from loadgen.conformance.model import ServedModel
 from loadgen.conformance.records import Fact, NotApplicableError

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.facts import Facts
 from loadgen.probes.gpu.decision import (
     EndedBefore,
     decide,

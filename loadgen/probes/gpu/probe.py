@@ -14,8 +14,8 @@ import msgspec
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import ScheduledBlock, has_load
+from loadgen.metrics.facts import Facts
 from loadgen.probes.gpu.analysis import ControlRun, GpuFound, analyse, assess_run
 from loadgen.probes.gpu.records import EvidenceRecord, GpuFinding, ReadingsError
 from loadgen.probes.registry import Probe
@@ -23,7 +23,7 @@ from loadgen.quantities import number, share
 from loadgen.records.run import ArmRequest, Experiment, Label, Workload, item_of, setting_key, shown
 from loadgen.records.samples import read_samples
 from loadgen.run.storage import RunStore, read_run
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext

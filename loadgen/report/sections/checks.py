@@ -10,7 +10,7 @@ from loadgen.quantities import counted, share
 from loadgen.records.run import shown
 from loadgen.report.charts import several
 from loadgen.verdict.checks.registry import CHECKS, Check
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 WORDS: dict[doc.Style, str] = {
     "failed": "failed", "warning": "warning", "unknown": "not available", "note": "noted", "ok": "ok",

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import loadgen.report.document as doc
-from loadgen.comparison.claims import claim, figure, verdict_words
-from loadgen.comparison.comparisons import Comparison, Outcome, better_arm
-from loadgen.comparison.pairs import METRICS
-from loadgen.comparison.ranking import neighbours
+from loadgen.metrics.claims import claim, figure, neighbours, verdict_words
+from loadgen.metrics.comparisons import Comparison, Outcome, better_arm
+from loadgen.metrics.registry import METRICS
 from loadgen.quantities import Interval, detectable, inverse, measured, ratio_interval, share
 from loadgen.records.run import Pairing, shown
 from loadgen.report.charts import arm_style, several
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 WITHOUT_WINNER: dict[Outcome, doc.Style] = {"no_difference": "ok", "inconclusive": "note", "invalid": "failed"}
 CSV_FIELDS = (

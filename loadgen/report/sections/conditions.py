@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import loadgen.report.document as doc
-from loadgen.comparison.claims import join
-from loadgen.quantities import share
+from loadgen.quantities import join, share
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, Environment, Experiment, setting_key, shown
 from loadgen.report.charts import several
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 
 def arms(result: Result) -> doc.Section | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
-from loadgen.comparison.comparisons import leading_comparisons
+from loadgen.metrics.comparisons import leading_comparisons
 from loadgen.probes.gpu.probe import ALL_SCENARIOS, findings
 from loadgen.quantities import counted, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
@@ -15,9 +15,8 @@ from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import CheckRow, check_rows, counts
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
-from loadgen.verdict.checks.gpu import gpu_present
-from loadgen.verdict.checks.run import parity_figures
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.checks.run import gpu_present, parity_figures
+from loadgen.verdict.result import Result
 
 MOST_FAILED = 4
 """Most failed checks that a terminal shows with the verdict; all of them are in their own section."""

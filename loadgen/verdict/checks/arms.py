@@ -1,4 +1,4 @@
-"""Checks that the arms differ only in what is compared, and that no setting of an arm misleads.
+"""Checks that the arms differ only in what is compared, and that no setting makes an arm slow or misleads.
 
 Settings are read from Triton's model configuration as JSON, which the native server returns in the same shape. What a
 server does not report is unknown. Sources: Triton's model configuration reference and the source of its onnxruntime and
@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
-from loadgen.comparison.claims import do_not, join
-from loadgen.comparison.facts import Facts
-from loadgen.experiment.padding import held_back, padding_in_words
+from loadgen.experiment.plan import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
+from loadgen.metrics.facts import RUN, Facts, workload_scope
+from loadgen.probes.handicap_analysis import LARGEST_HIDDEN, ArmTuning, HandicapRecord, HandicapsFound, LoadHandicap
+from loadgen.quantities import do_not, join, ratio, ratio_interval
 from loadgen.records.model_config import (
     POLICY_EFFECT,
     accelerators,
@@ -33,7 +34,7 @@ from loadgen.records.model_config import (
 )
 from loadgen.records.payloads import BACKEND_ENDINGS, base_name, served_as, without_backend
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload, asked_for, setting_key, shown
-from loadgen.verdict.checks.registry import Find, Outcome, Severity, check, fairness, per_arm
+from loadgen.verdict.checks.registry import Find, Judgement, Severity, check, fairness, per_arm
 
 NATIVE = "abserve-native"
 _MOST_NUMBER = 1e12
@@ -42,10 +43,10 @@ DEFAULT_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 batching."""
 _MOST_SIZES = 4096
 """The most batch sizes for which any server captures a graph each."""
-UNREPORTED = Outcome(None, "does not report its configuration")
+UNREPORTED = Judgement(None, "does not report its configuration")
 
 
-def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
+def _compare(facts: Facts, key: str, noun: str) -> list[Judgement]:
     """Compare every arm with the baseline, or with the first arm that reports the setting.
 
     One outcome for unrequested differences, one for accepted ones, one for arms that do not report the setting; a
@@ -55,28 +56,28 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
     experiment, arms = facts.run.experiment, {arm.label: arm for arm in facts.run.arms}
     have = {label: _reported(arms.get(label), key) for label in experiment.labels}
     if key == "threads" and all(str(_reported(arms.get(label), "device") or "").startswith("cuda") for label in have):
-        return [Outcome(True, "every arm runs on a GPU: no threads to compare")]
-    known = {
+        return [Judgement(True, "every arm runs on a GPU: no threads to compare")]
+    reported = {
         label: _model_name(str(value), arms[label], experiment) if key == "model" else str(value)
         for label, value in have.items()
         if value is not None
     }
     outcomes = []
-    first, *rest = known or [experiment.baseline.label]
+    first, *rest = reported or [experiment.baseline.label]
     reasons = {
         label: _reason_to_accept(experiment, experiment.arm(first), experiment.arm(label), key)
         for label in rest
-        if not _equal(known[first], known[label])
-        and not (key == "model" and served_as(known[first]) == served_as(known[label]))
+        if not _equal(reported[first], reported[label])
+        and not (key == "model" and served_as(reported[first]) == served_as(reported[label]))
     }
     for reason in sorted(set(reasons.values())):
         apart = [label for label in reasons if reasons[label] == reason]
-        text = ", ".join(f"{shown(label)} {known[label]}" for label in (first, *apart))
+        text = ", ".join(f"{shown(label)} {reported[label]}" for label in (first, *apart))
         detail = f"the arms differ in {noun} ({text}), {reason or 'which was not requested'}"
-        outcomes.append(Outcome(False, detail, text, severity="warns" if reason else None))
-    if silent := [shown(label) for label in have if label not in known]:
-        outcomes.append(Outcome(None, f"{do_not(silent, 'report')} it"))
-    return outcomes or [Outcome(True, known[first], known[first])]
+        outcomes.append(Judgement(False, detail, text, severity="warns" if reason else None))
+    if silent := [shown(label) for label in have if label not in reported]:
+        outcomes.append(Judgement(None, f"{do_not(silent, 'report')} it"))
+    return outcomes or [Judgement(True, reported[first], reported[first])]
 
 
 def _reason_to_accept(experiment: Experiment, baseline: ArmRequest, arm: ArmRequest, key: str) -> str:
@@ -85,7 +86,7 @@ def _reason_to_accept(experiment: Experiment, baseline: ArmRequest, arm: ArmRequ
         if key in ("model", "weights"):
             return "as requested: only the parity check shows whether they compute the same"
         return "as requested: this compares settings, not only servers"
-    if key == "pad_to" and not all(_is_configured(experiment, one) for one in (baseline, arm)):
+    if key == "pad_to" and not all(_is_configured(experiment, request) for request in (baseline, arm)):
         return "as the servers that abserve does not configure are set: this compares settings, not only servers"
     return ""
 
@@ -122,23 +123,23 @@ def _reported(arm: ArmRecord | None, key: str) -> object:
     return padding_in_effect(arm) if key == "pad_to" else arm.in_effect.get(key)
 
 
-def _equal(wanted: str, have: object) -> bool:
+def _equal(requested: str, have: object) -> bool:
     """Compare as numbers if both are, as text otherwise. "cuda" is a GPU without its number: it equals any."""
-    if wanted == "cuda" or have == "cuda":
-        return wanted.startswith("cuda") and str(have).startswith("cuda")
+    if requested == "cuda" or have == "cuda":
+        return requested.startswith("cuda") and str(have).startswith("cuda")
     try:
-        return float(wanted) == float(str(have))
+        return float(requested) == float(str(have))
     except ValueError:
-        return wanted.strip().lower() == str(have).strip().lower()
+        return requested.strip().lower() == str(have).strip().lower()
 
 
-def per_model(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
+def per_model(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
     """Declare a check that judges each model that executes an arm's requests: for an ensemble the worst of them, by
     name if there are several."""
 
     @per_arm
     @wraps(judge)
-    def find(arm: ArmRecord, facts: Facts) -> Outcome:
+    def find(arm: ArmRecord, facts: Facts) -> Judgement:
         models = executed_models(arm)
         outcomes = [(model, judge(model, facts)) for model in models]
         worst = min((outcome.ok for _, outcome in outcomes), key=(False, None, True).index)
@@ -155,43 +156,43 @@ def _step_name(model: ArmRecord) -> str:
     return str((model.model_config or {}).get("name") or "of unknown name")
 
 
-def _declare_same(name: str, setting: str, title: str, severity: Severity) -> None:
-    """Declare the check that every arm has the same value of a setting."""
+def _declare_same(
+    name: str, setting: str, noun: str, severity: Severity, remedy: str = "", *, where_reported: bool = False
+) -> None:
+    """Declare the check that every arm has the same value of a setting; with `where_reported` only of a setting that at
+    least one arm reports."""
 
-    def find(facts: Facts) -> list[Outcome]:
-        return _compare(facts, setting, title.removeprefix("same "))
+    def find(facts: Facts) -> list[Judgement]:
+        if where_reported and all(arm.in_effect.get(setting) is None for arm in facts.run.arms):
+            return []
+        return _compare(facts, setting, noun)
 
     find.__name__ = name
     unknown: Severity = "warns" if severity == "invalidates" else "informs"
-    fairness(title, severity, f"Give every arm the {title}.", unknown=unknown, threshold="equal")(find)
+    remedy = remedy or f"Give every arm the same {noun}."
+    fairness(f"same {noun}", severity, remedy, unknown=unknown, threshold="equal")(find)
 
 
-_SAME: tuple[tuple[str, str, str, Severity], ...] = (
-    ("same_model", "model", "same model", "invalidates"),
-    ("same_weights", "weights", "same weights", "invalidates"),
-    ("same_precision", "precision", "same precision", "invalidates"),
-    ("same_device", "device", "same device", "invalidates"),
-    ("same_threads", "threads", "same number of threads", "invalidates"),
-    ("same_max_batch_size", "max_batch_size", "same maximum batch size", "invalidates"),
-    ("same_queue_delay", "max_queue_delay_us", "same queue delay", "warns"),
-    ("same_instances", "instances", "same number of instances", "warns"),
-)
-for _one in _SAME:
-    _declare_same(*_one)
-
-
-@fairness(
-    "same padding of batches",
+for _name, _setting, _noun, _severity in (
+    ("same_model", "model", "model", "invalidates"),
+    ("same_weights", "weights", "weights", "invalidates"),
+    ("same_precision", "precision", "precision", "invalidates"),
+    ("same_device", "device", "device", "invalidates"),
+    ("same_threads", "threads", "number of threads", "invalidates"),
+    ("same_max_batch_size", "max_batch_size", "maximum batch size", "invalidates"),
+    ("same_queue_delay", "max_queue_delay_us", "queue delay", "warns"),
+    ("same_instances", "instances", "number of instances", "warns"),
+):
+    _declare_same(_name, _setting, _noun, cast("Severity", _severity))
+_declare_same(
+    "same_pad_to",
+    "pad_to",
+    "padding of batches",
     "invalidates",
     "Give every arm the same pad-to, and none where one of them cannot pad: padding decides which requests share a "
     "batch, and how much each computes.",
-    unknown="warns",
-    threshold="equal",
+    where_reported=True,
 )
-def same_pad_to(facts: Facts) -> list[Outcome]:
-    """Skipped where no arm has a padded axis."""
-    known = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
-    return _compare(facts, "pad_to", "padding of batches") if known else []
 
 
 @check(
@@ -200,28 +201,27 @@ def same_pad_to(facts: Facts) -> list[Outcome]:
     "Let the arms that can pad do so by an option of their own, or leave the arm that cannot out.",
     caveat=("failed",),
 )
-def padding_held_back(facts: Facts) -> Iterator[Outcome]:
+def padding_held_back(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no load merges requests of different lengths, and where no arm could pad more than it does."""
     environment, experiment = facts.run.environment, facts.run.experiment
     merging = [workload for workload in experiment.workloads if workload.concurrency > 1]
     if environment is None or not any(map(environment.is_mixed, merging)) or not held_back(experiment):
         return
     longest = environment.inputs.get("length_max")
-    yield Outcome(False, padding_in_words(experiment, longest if isinstance(longest, int) else 0))
+    yield Judgement(False, padding_in_words(experiment, longest if isinstance(longest, int) else 0))
 
 
-@fairness(
-    "same thread spinning",
+# Threads that spin while they wait for work answer sooner on idle cores, and take time from everything else on busy
+# ones. On a GPU no arm reports it.
+_declare_same(
+    "same_spinning",
+    "spinning",
+    "thread spinning",
     "warns",
     "Give every arm the same spinning, on or off (Triton's onnxruntime backend always spins), and compare the CPU time "
     "per request as well.",
-    threshold="equal",
+    where_reported=True,
 )
-def same_spinning(facts: Facts) -> list[Outcome]:
-    """Threads that spin while they wait for work answer sooner on idle cores, and take time from everything else on
-    busy ones. Skipped where no arm reports it, as on a GPU."""
-    known = any(arm.in_effect.get("spinning") is not None for arm in facts.run.arms)
-    return _compare(facts, "spinning", "thread spinning") if known else []
 
 
 @fairness(
@@ -229,7 +229,7 @@ def same_spinning(facts: Facts) -> list[Outcome]:
     "informs",
     "Compare each in a separate run, on a server with its model only, if memory or cold starts matter.",
 )
-def shared_server(facts: Facts) -> Iterator[Outcome]:
+def shared_server(facts: Facts) -> Iterator[Judgement]:
     """Skipped where every arm has its own server."""
     for url in dict.fromkeys(arm.url for arm in facts.run.arms):
         sharing = [shown(arm.label) for arm in facts.run.arms if arm.url == url]
@@ -238,24 +238,26 @@ def shared_server(facts: Facts) -> Iterator[Outcome]:
                 f"{join(sharing)} are on one server, so they share its process, its memory and its cold start; while "
                 "one gets requests the others stay loaded"
             )
-            yield Outcome(False, detail, ", ".join(sharing))
+            yield Judgement(False, detail, ", ".join(sharing))
 
 
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")
 @per_arm
-def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
-    asked = [(name, wanted) for name, wanted in arm.settings.items() if wanted != "auto"]
-    found = [(name, wanted, arm.in_effect.get(setting_key(name))) for name, wanted in asked]
-    known = [(name, wanted, have) for name, wanted, have in found if have is not None]
-    if asked and not known:
-        return Outcome(None, "does not report its settings")
-    overridden = [f"{name} {have} instead of {wanted}" for name, wanted, have in known if not _equal(wanted, have)]
-    detail = f"has the requested {', '.join(name for name, _, _ in known)}"
+def settings_in_effect(arm: ArmRecord, _: Facts) -> Judgement:
+    asked = [(name, requested) for name, requested in arm.settings.items() if requested != "auto"]
+    in_effect = [(name, requested, arm.in_effect.get(setting_key(name))) for name, requested in asked]
+    reported = [(name, requested, have) for name, requested, have in in_effect if have is not None]
+    if asked and not reported:
+        return Judgement(None, "does not report its settings")
+    overridden = [
+        f"{name} {have} instead of {requested}" for name, requested, have in reported if not _equal(requested, have)
+    ]
+    detail = f"has the requested {', '.join(name for name, _, _ in reported)}"
     if overridden:
         detail = f"runs with {', '.join(overridden)}"
-    elif not known:
+    elif not reported:
         detail = "has no requested settings"
-    return Outcome(not overridden, detail, len(overridden))
+    return Judgement(not overridden, detail, len(overridden))
 
 
 @fairness(
@@ -264,13 +266,13 @@ def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
     "Ask for smaller batches, or raise the arm's --max-batch-size.",
 )
 @per_arm
-def batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
+def batch_limit(arm: ArmRecord, facts: Facts) -> Judgement:
     limit = whole(arm.in_effect.get("max_batch_size"))
     asked = max((workload.batch_size for workload in _workloads(facts)), default=1)
     if limit is None:
-        return Outcome(None, "does not report its maximum batch size", asked)
+        return Judgement(None, "does not report its maximum batch size", asked)
     detail = f"accepts batches up to {limit}; the largest requested batch is {asked}"
-    return Outcome(asked <= max(limit, 1), detail, asked, limit)
+    return Judgement(asked <= max(limit, 1), detail, asked, limit)
 
 
 @fairness(
@@ -280,7 +282,7 @@ def batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
     threshold=0,
 )
 @per_arm
-def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
+def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
     delay, limit = _number(arm.in_effect.get("max_queue_delay_us")), whole(arm.in_effect.get("max_batch_size"))
     serial = [
         workload.name
@@ -290,16 +292,16 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
         and not (limit is not None and workload.batch_size >= limit)
     ]
     if delay is None and arm.in_effect.get("dynamic_batching") is not False:
-        return Outcome(None, "does not report its queue delay")
+        return Judgement(None, "does not report its queue delay")
     if delay is None:
-        return Outcome(True, "has no dynamic batcher")
+        return Judgement(True, "has no dynamic batcher")
     detail = f"has a queue delay of {delay:,.0f} µs"
     waits = delay > 0 and bool(serial) and arm.in_effect.get("lone_requests_wait") != "false"
     if delay > 0 and serial and not waits:
-        detail += ", which a request that comes alone does not wait"
+        detail += ", which lone requests skip"
     if waits:
         detail += f", and in {_some(serial)} no other request can join a batch"
-    return Outcome(not waits, detail, delay)
+    return Judgement(not waits, detail, delay)
 
 
 @fairness(
@@ -309,13 +311,13 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
     threshold="none",
 )
 @per_arm
-def queue_policy(arm: ArmRecord, _: Facts) -> Outcome:
+def queue_policy(arm: ArmRecord, _: Facts) -> Judgement:
     if policy := queue_policy_of(arm):
         remedy = f"Remove {policy} from dynamic_batching in the config.pbtxt of {shown(arm.label)}."
-        return Outcome(False, f"has {policy}, which {POLICY_EFFECT}", policy, remedy=remedy)
+        return Judgement(False, f"has {policy}, which {POLICY_EFFECT}", policy, remedy=remedy)
     if arm.model_config is None or any(step.config is None for step in arm.steps):
         return UNREPORTED
-    return Outcome(True, "has none" if arm.server_name == "triton" else "has another batcher than Triton's", "none")
+    return Judgement(True, "has none" if arm.server_name == "triton" else "has another batcher than Triton's", "none")
 
 
 @fairness(
@@ -325,20 +327,20 @@ def queue_policy(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="off under FP32",
 )
 @per_model
-def tf32(arm: ArmRecord, _: Facts) -> Outcome:
+def tf32(arm: ArmRecord, _: Facts) -> Judgement:
     precision = arm.in_effect.get("precision")
     device = str(arm.in_effect.get("device") or "")
     if device.startswith("cpu") or (not device and kind_of(arm) == "KIND_CPU"):
-        return Outcome(True, "runs on a CPU, which has no TF32")
+        return Judgement(True, "runs on a CPU, which has no TF32")
     if precision not in (None, "fp32"):
-        return Outcome(True, f"runs {precision}", str(precision))
+        return Judgement(True, f"runs {precision}", str(precision))
     if backend_of(arm) == "onnxruntime":
         use = next((p.get("use_tf32") for name, p in accelerators(arm) if name == "cuda" and "use_tf32" in p), None)
         how = f"use_tf32 = {use}" if use is not None else "use_tf32 unset, and ONNX Runtime turns TF32 on by default"
-        return Outcome(use == "0", f"has {how}", how)
+        return Judgement(use == "0", f"has {how}", how)
     if precision is not None:
-        return Outcome(True, "runs FP32 and would report TF32 as tf32", "off")
-    return Outcome(None, "does not report its precision")
+        return Judgement(True, "runs FP32 and would report TF32 as tf32", "off")
+    return Judgement(None, "does not report its precision")
 
 
 @fairness(
@@ -348,17 +350,17 @@ def tf32(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="every model warms up",
 )
 @per_model
-def model_warm_up(arm: ArmRecord, _: Facts) -> Outcome:
+def model_warm_up(arm: ArmRecord, _: Facts) -> Judgement:
     if arm.model_config is None:
         return UNREPORTED
     if arm.server_name == NATIVE or (arm.in_effect.get("engine") and backend_of(arm) == "python"):
-        return Outcome(True, "warms up its engine before it is ready")
+        return Judgement(True, "warms up its engine before it is ready")
     steps = listed(arm.model_config.get("model_warmup"))
     sizes = sorted({whole(step.get("batch_size")) or 0 for step in steps if isinstance(step, Mapping)})
     detail = "has no model_warmup, so its first request of each batch size may be slow"
     if sizes:
         detail = f"has model_warmup for batch sizes {_some([str(size) for size in sizes])}"
-    return Outcome(bool(sizes), detail, len(sizes))
+    return Judgement(bool(sizes), detail, len(sizes))
 
 
 @fairness(
@@ -368,20 +370,20 @@ def model_warm_up(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="none",
 )
 @per_arm
-def metrics(arm: ArmRecord, _: Facts) -> Outcome:
+def metrics(arm: ArmRecord, _: Facts) -> Judgement:
     if arm.server_name == NATIVE and arm.model_config is not None:
-        return Outcome(True, "keeps counters only")
+        return Judgement(True, "keeps counters only")
     if arm.argv is None:
-        return Outcome(None, "has unknown flags, because abserve did not start it")
+        return Judgement(None, "has unknown flags, because abserve did not start it")
     flags = " ".join(arm.argv).replace("=", " ")
     signs = {
         "summary_latencies": "summary_latencies true",
         "log-verbose": "--log-verbose [1-9]",
         "tracing": "--trace-config",
     }
-    found = [flag for flag, sign in signs.items() if re.search(sign, flags)]
-    detail = f"was started with {_some(found)}" if found else "has none of them"
-    return Outcome(not found, detail, len(found))
+    flags_found = [flag for flag, sign in signs.items() if re.search(sign, flags)]
+    detail = f"was started with {_some(flags_found)}" if flags_found else "has none of them"
+    return Judgement(not flags_found, detail, len(flags_found))
 
 
 @fairness(
@@ -391,16 +393,16 @@ def metrics(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="off",
 )
 @per_arm
-def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
+def response_cache(arm: ArmRecord, _: Facts) -> Judgement:
     configs = [arm.model_config, *(step.config for step in arm.steps)]
     on = any(mapping((config or {}).get("response_cache")).get("enable") is True for config in configs)
     if not on and None in configs:
         return UNREPORTED
     cache = (arm.model_config or {}).get("response_cache")
     if cache is None and arm.server_name not in (NATIVE, "triton"):  # both leave out disabled options
-        return Outcome(None, "does not report whether it has a response cache")
+        return Judgement(None, "does not report whether it has a response cache")
     state = "on, so responses may come without an inference" if on else "off"
-    return Outcome(not on, f"has its response cache {state}", "on" if on else "off")
+    return Judgement(not on, f"has its response cache {state}", "on" if on else "off")
 
 
 @fairness(
@@ -410,20 +412,20 @@ def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
     threshold="requested only where they take effect",
 )
 @per_model
-def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
+def cuda_graphs(arm: ArmRecord, _: Facts) -> Judgement:
     """Fails if the setting is ignored, or if graphs replay stale inputs."""
     if arm.model_config is None:
         return UNREPORTED
     asked, backend = _graphs_asked(arm), backend_of(arm)
     if asked and backend != "tensorrt":
-        return Outcome(
+        return Judgement(
             False, f"has a backend ({backend or 'unknown'}) that ignores optimization.cuda.graphs", "ignored"
         )
     if backend == "onnxruntime" and any(p.get("enable_cuda_graph") in ("1", "true") for _, p in accelerators(arm)):
         detail = "has enable_cuda_graph, which replays stale inputs, because Triton binds new buffers"
-        return Outcome(False, detail, "stale")
+        return Judgement(False, detail, "stale")
     state = "requested and in effect" if asked else "not requested"
-    return Outcome(True, f"has CUDA graphs {state}", "on" if asked else "off")
+    return Judgement(True, f"has CUDA graphs {state}", "on" if asked else "off")
 
 
 @fairness(
@@ -432,21 +434,21 @@ def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
     "Add a graph_spec for each batch size, or a graph_lower_bound that covers it.",
 )
 @per_model
-def graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
+def graph_sizes(arm: ArmRecord, facts: Facts) -> Judgement:
     """Requested batch sizes, and with concurrency any size that merging can give."""
     if arm.model_config is None:
         return UNREPORTED
     if not _graphs_asked(arm) or backend_of(arm) != "tensorrt":
-        return Outcome(True, "requests no CUDA graphs by batch size")
+        return Judgement(True, "requests no CUDA graphs by batch size")
     workloads, largest = _workloads(facts), _largest(arm.model_config)
-    wanted = {workload.batch_size for workload in workloads if workload.batch_size <= largest}
+    possible = {workload.batch_size for workload in workloads if workload.batch_size <= largest}
     if any(workload.concurrency > 1 for workload in workloads):
-        wanted |= set(range(1, largest + 1))
-    missing = sorted(wanted - captured_sizes(arm.model_config))
-    detail = f"has a graph for all {len(wanted)} possible batch sizes"
+        possible |= set(range(1, largest + 1))
+    missing = sorted(possible - captured_sizes(arm.model_config))
+    detail = f"has a graph for all {len(possible)} possible batch sizes"
     if missing:
         detail = f"runs batch sizes {_some([str(size) for size in missing])} without a CUDA graph"
-    return Outcome(not missing, detail, len(missing))
+    return Judgement(not missing, detail, len(missing))
 
 
 def captured_sizes(config: Mapping[str, Any]) -> set[int]:
@@ -484,13 +486,13 @@ def _largest(config: Mapping[str, Any]) -> int:
     "Remove preferred_batch_size, as Triton advises, unless each size has its own TensorRT profile.",
 )
 @per_model
-def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
+def preferred_sizes(arm: ArmRecord, _: Facts) -> Judgement:
     if arm.model_config is None:
         return UNREPORTED
     sizes = listed(mapping(arm.model_config.get("dynamic_batching")).get("preferred_batch_size"))
     limit = arm.in_effect.get("max_batch_size")
     if not sizes or sizes == [limit]:  # Triton itself writes the largest batch into a configuration that has none
-        return Outcome(True, "has no preferred batch sizes")
+        return Judgement(True, "has no preferred batch sizes")
     profiles = max((len(listed(group.get("profile"))) for group in groups(arm.model_config)), default=0)
     beyond = [size for size in sizes if isinstance(limit, int) and (whole(size) or 0) > limit]
     text = _some([str(size) for size in sizes])
@@ -500,24 +502,24 @@ def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
         detail = f"prefers batches of {text}, which never form, because its maximum is {limit}"
     elif not ok:
         detail = f"prefers batches of {text}, so smaller ones wait for the whole queue delay"
-    return Outcome(ok, detail, text)
+    return Judgement(ok, detail, text)
 
 
 @fairness(
     "threads fit the CPU cores", "warns", "Use fewer --threads or instances: threads that share a core slow each other."
 )
 @per_arm
-def cores(arm: ArmRecord, facts: Facts) -> Outcome:
+def cores(arm: ArmRecord, facts: Facts) -> Judgement:
     """Compare threads times instances with the cores, on the CPU."""
     if str(arm.in_effect.get("device") or "").startswith("cuda") or kind_of(arm) == "KIND_GPU":
-        return Outcome(True, "runs on a GPU", None, facts.cores)
+        return Judgement(True, "runs on a GPU", None, facts.cores)
     threads, instances = _number(arm.in_effect.get("threads")), _number(arm.in_effect.get("instances")) or 1
     if threads is None or facts.cores is None or not arm.launched:
         detail = "has an unknown number of threads or CPU cores"
-        return Outcome(None, detail, None, facts.cores)
+        return Judgement(None, detail, None, facts.cores)
     asked = int(threads * instances)
     detail = f"uses {asked} threads ({threads:g} × {instances:g} instances) on {facts.cores} cores"
-    return Outcome(asked <= facts.cores, detail, asked, facts.cores)
+    return Judgement(asked <= facts.cores, detail, asked, facts.cores)
 
 
 def _workloads(facts: Facts) -> Sequence[Workload]:
@@ -532,7 +534,70 @@ def _some(names: Sequence[str]) -> str:
 def _number(value: object) -> float | None:
     """Read a number, also from text, as in a configuration's parameters; None if it is not a number, or too large."""
     try:
-        found = float(str(value))
+        number = float(str(value))
     except ValueError:
         return None
-    return found if abs(found) < _MOST_NUMBER else None
+    return number if abs(number) < _MOST_NUMBER else None
+
+
+@check(
+    "no arm is slower than the same server with its own defaults",
+    "invalidates",
+    "Remove these settings from the arm, or give --no-handicap-check to compare the arms as they are configured.",
+    threshold="within the margin",
+)
+def handicap(facts: Facts) -> Iterator[Judgement]:
+    """One outcome per workload in which an arm is slow, and one for each arm that is not slow or was not compared."""
+    stored = facts.run.record_of(HandicapRecord)
+    if stored is None:
+        return
+    slow = [load for load in facts.of(HandicapsFound).loads if load.slower]
+    for workload in load_workloads(facts.run.experiment.workloads):
+        like_it = [load for load in slow if _stands_for(load, workload)]
+        if like_it:
+            detail = "; ".join(f"{shown(load.label)} {slow_words(load)}" for load in like_it)
+            worst = max(load.ratio.ratio for load in like_it)
+            yield Judgement(False, detail, round(worst, 4), scope=workload_scope(workload.name))
+    for arm in stored.arms:
+        if arm.label not in {load.label for load in slow}:
+            yield _not_slow(arm, [load for load in facts.of(HandicapsFound).loads if load.label == arm.label])
+
+
+def _stands_for(load: LoadHandicap, workload: Workload) -> bool:
+    """Whether a load of the probe is like this workload: one user, or several."""
+    return (load.users == 1) == (workload.concurrency == 1 and not workload.is_open)
+
+
+def slow_words(load: LoadHandicap) -> str:
+    """The end of a sentence about a slow arm: "is slowed by its own settings: …"."""
+    at = "for one user" if load.users == 1 else f"for {load.users} users"
+    plain = (
+        f"the same server without them has {ratio(load.ratio.ratio, _bounds(load))} its throughput {at} "
+        f"({ratio_interval(_bounds(load))})"
+    )
+    causes = ", ".join(
+        f"{name} {ratio(part.ratio, (part.low, part.high))}" if len(load.explained_by) > 1 else name
+        for name, part in load.explained_by
+    )
+    return f"is slowed by its own settings{f' ({causes})' if causes else ''}: {plain}"
+
+
+def _bounds(load: LoadHandicap) -> tuple[float, float]:
+    return load.ratio.low, load.ratio.high
+
+
+def _not_slow(arm: ArmTuning, loads: list[LoadHandicap]) -> Judgement:
+    label = shown(arm.label)
+    if arm.reason is not None:
+        return Judgement(None, f"{label} {arm.reason}", scope=RUN, severity="informs")
+    if not arm.settings:
+        return Judgement(True, f"{label} has its server's own defaults", 1.0)
+    if not loads:
+        return Judgement(None, f"{label} was not compared with its plain server")
+    worst = max(loads, key=lambda load: load.ratio.ratio)
+    detail = (
+        f"without {join(list(arm.settings))} {label} has {ratio(worst.ratio.ratio, _bounds(worst))} its throughput "
+        f"({ratio_interval(_bounds(worst))})"
+    )
+    hidden = max(load.ratio.high for load in loads)
+    return Judgement(True if hidden <= LARGEST_HIDDEN else None, detail, round(worst.ratio.ratio, 4))

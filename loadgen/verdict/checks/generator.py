@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from loadgen.comparison.claims import join
-from loadgen.comparison.facts import Facts, WorkloadFacts, workload_scope
-from loadgen.comparison.summaries import BlockSummary
+from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.probes.rate_search_analysis import BUSY, RatesFound, Trial
-from loadgen.quantities import number, per_second, share
+from loadgen.quantities import join, number, per_second, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
 from loadgen.records.run import Label, Workload, shown
 from loadgen.stats.ratios import critical_t
-from loadgen.verdict.checks.registry import Outcome, check, per_load
+from loadgen.verdict.checks.registry import Judgement, check, per_load
 
 SEND_LAG_LIMIT = 0.02
 CONNECTION_WAIT_LIMIT = 0.02
@@ -38,7 +37,7 @@ WARM_UP_SIGNIFICANCE = 0.001
     unknown="invalidates",
     threshold=BUSY,
 )
-def generator_cpu(facts: Facts) -> Iterator[Outcome]:
+def generator_cpu(facts: Facts) -> Iterator[Judgement]:
     for load in facts.loads:
         shares = [block.generator_cpu_share for block in load.blocks if block.generator_cpu_share is not None]
         several = any(block.generator_processes > 1 for block in load.blocks)
@@ -50,11 +49,13 @@ def generator_cpu(facts: Facts) -> Iterator[Outcome]:
             yield _busy_in_search(facts, workload)
 
 
-def _busy_in_search(facts: Facts, workload: Workload) -> Outcome:
+def _busy_in_search(facts: Facts, workload: Workload) -> Judgement:
     """Judge the lowest rate that failed, which the server might have held, or the best step of a ramp."""
     rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload.name]
     ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.workload == workload.name]
-    deciding: dict[tuple[int, Label], float | None] = {(one.round, one.label): one.failed_rate_per_s for one in rates}
+    deciding: dict[tuple[int, Label], float | None] = {
+        (rate.round, rate.label): rate.failed_rate_per_s for rate in rates
+    }
     for ramp in ramps:
         if ramp.rungs:
             best = max(ramp.rungs, key=lambda rung: rung.throughput_per_s)
@@ -73,13 +74,13 @@ def _busy_in_search(facts: Facts, workload: Workload) -> Outcome:
     return _busy(workload, shares, limited, where)
 
 
-def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str) -> Outcome:
+def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str) -> Judgement:
     if not shares:
-        return Outcome(None, "the CPU time of the load generator is unknown", scope=workload_scope(workload.name))
+        return Judgement(None, "the CPU time of the load generator is unknown", scope=workload_scope(workload.name))
     detail = f"the load generator used {share(max(shares))} of a core {where}"
     if limited:
         detail += ", so it may have limited the arms"
-    return Outcome(not limited, detail, max(shares), scope=workload_scope(workload.name))
+    return Judgement(not limited, detail, max(shares), scope=workload_scope(workload.name))
 
 
 @check(
@@ -89,22 +90,22 @@ def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str
     "its maximum.",
     threshold=CEILING_SHARE_LIMIT,
 )
-def generator_ceiling(facts: Facts) -> Iterator[Outcome]:
+def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
     """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies."""
-    found = facts.of(RatesFound)
+    searches = facts.of(RatesFound)
     for load in facts.loads:
-        yield _ceiling(facts, load.workload, [(one.label, one.throughput_per_s) for one in load.summaries])
+        yield _ceiling(facts, load.workload, [(summary.label, summary.throughput_per_s) for summary in load.summaries])
     for workload in facts.run.experiment.workloads:
         if workload.scenario in ("slo", "ramp"):
-            rates = [(one.label, one.rate_per_s) for one in found.rates if one.workload == workload.name]
-            best = [(one.label, one.saturation_per_s) for one in found.ramps if one.workload == workload.name]
+            rates = [(rate.label, rate.rate_per_s) for rate in searches.rates if rate.workload == workload.name]
+            best = [(ramp.label, ramp.saturation_per_s) for ramp in searches.ramps if ramp.workload == workload.name]
             yield _ceiling(facts, workload, rates + best)
 
 
-def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, float | None]]) -> Outcome:
+def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, float | None]]) -> Judgement:
     experiment, calibration, scope = facts.run.experiment, facts.run.calibration, workload_scope(workload.name)
     if calibration is None:
-        return Outcome(None, "this machine is not calibrated", scope=scope)
+        return Judgement(None, "this machine is not calibrated", scope=scope)
     measured = []
     for label, speed in speeds:
         payload = experiment.payload_of(experiment.arm(label))
@@ -113,14 +114,14 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
         if speed and ceiling:
             measured.append((speed / ceiling, label, speed, ceiling))
     if not measured:
-        return Outcome(None, "the calibration does not cover this workload", scope=scope)
+        return Judgement(None, "the calibration does not cover this workload", scope=scope)
     used, label, speed, ceiling = max(measured)
     unit = per_second(facts.item)
     detail = (
         f"{shown(label)} reached {number(speed)} {unit}, {share(used)} of the {number(ceiling)}/s that the load "
         "generator can send"
     )
-    return Outcome(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)
+    return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)
 
 
 @check(
@@ -131,7 +132,7 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
     threshold=SEND_LAG_LIMIT,
 )
 @per_load
-def send_lag(load: WorkloadFacts, _: Facts) -> Outcome:
+def send_lag(load: WorkloadFacts, _: Facts) -> Judgement:
     """Judge p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag
     over the mean latency, which is larger: it can clear the generator, but not fail it."""
     lags = [(*_own_lag(block), block.latency) for block in load.blocks]
@@ -143,7 +144,7 @@ def send_lag(load: WorkloadFacts, _: Facts) -> Outcome:
     ]
     worst = max(exact + bounds, default=None)
     if worst is None:
-        return Outcome(None, "no samples")
+        return Judgement(None, "no samples")
     ok: bool | None = worst <= SEND_LAG_LIMIT
     if not ok and max(exact, default=0.0) <= SEND_LAG_LIMIT:
         ok = None
@@ -151,7 +152,7 @@ def send_lag(load: WorkloadFacts, _: Facts) -> Outcome:
         detail = f"the p99 of the load generator's own delay is {share(worst)} of the p99 latency"
     else:
         detail = f"the largest delay of the load generator is {share(worst)} of the mean latency"
-    return Outcome(ok, detail, worst)
+    return Judgement(ok, detail, worst)
 
 
 def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
@@ -167,7 +168,7 @@ def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
     "Allow more --connections; if the arm cannot sustain the rate, no number of them suffices.",
     threshold=CONNECTION_WAIT_LIMIT,
 )
-def connections_free(facts: Facts) -> Iterator[Outcome]:
+def connections_free(facts: Facts) -> Iterator[Judgement]:
     """Judge the wait for a connection: a request that waits for one is missing from the server's queue."""
     for load in facts.loads:
         if load.workload.is_open:
@@ -177,7 +178,7 @@ def connections_free(facts: Facts) -> Iterator[Outcome]:
             yield _waits_in_search(facts, workload)
 
 
-def _waits_in_load(load: WorkloadFacts) -> Outcome:
+def _waits_in_load(load: WorkloadFacts) -> Judgement:
     loops = [(block.open_loop, block.latency) for block in load.blocks if block.open_loop is not None]
     waits = [
         (loop.connection_wait_p99_ms, latency.p99_ms)
@@ -187,15 +188,15 @@ def _waits_in_load(load: WorkloadFacts) -> Outcome:
     ]
     shares = [wait / latency for wait, latency in waits if wait is not None and latency]
     if not shares:
-        return Outcome(None, "no samples", scope=load.scope)
+        return Judgement(None, "no samples", scope=load.scope)
     longest = max(loop.connection_wait_max_ms or 0.0 for loop, _ in loops)
     detail = f"requests waited up to {number(longest)} ms for one of {load.workload.concurrency} connections"
-    return Outcome(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), scope=load.scope)
+    return Judgement(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), scope=load.scope)
 
 
-def _waits_in_search(facts: Facts, workload: Workload) -> Outcome:
+def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
     """Judge the wait at the rates found; the latency includes it in any case."""
-    scope, found = (
+    scope, rates = (
         workload_scope(workload.name),
         {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.workload == workload.name},
     )
@@ -203,18 +204,18 @@ def _waits_in_search(facts: Facts, workload: Workload) -> Outcome:
         trial.send_lag_p99_ms
         for trial in facts.run.records_of(Trial)
         if trial.workload == workload.name
-        and (trial.round, trial.label, trial.rate_per_s) in found
+        and (trial.round, trial.label, trial.rate_per_s) in rates
         and trial.held
         and trial.send_lag_p99_ms is not None
     ]
     if not lags:
-        return Outcome(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT, scope)
+        return Judgement(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT, scope)
     longest, of_bound = max(lags), max(lags) / (workload.latency_bound_ms or 1.0)
     detail = (
         f"at the rates found, the p99 of the wait for one of {workload.concurrency} connections was up to "
         f"{number(longest)} ms, {share(of_bound)} of the bound"
     )
-    return Outcome(of_bound <= SEARCH_WAIT_LIMIT, detail, of_bound, SEARCH_WAIT_LIMIT, scope)
+    return Judgement(of_bound <= SEARCH_WAIT_LIMIT, detail, of_bound, SEARCH_WAIT_LIMIT, scope)
 
 
 @check(
@@ -224,15 +225,15 @@ def _waits_in_search(facts: Facts, workload: Workload) -> Outcome:
     threshold=RECONNECT_LIMIT,
 )
 @per_load
-def connections_kept(load: WorkloadFacts, _: Facts) -> Outcome:
+def connections_kept(load: WorkloadFacts, _: Facts) -> Judgement:
     shares = {shown(s.label): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
     if not shares:
-        return Outcome(None, "reconnects were not recorded")
+        return Judgement(None, "reconnects were not recorded")
     worst = max(shares.values())
     detail = join([f"{share(value)} of the requests to {label}" for label, value in shares.items()])
     if worst > RECONNECT_LIMIT:
-        return Outcome(False, f"{detail} had to reconnect, which is part of their latency", worst)
-    return Outcome(True, f"{detail} had to reconnect", worst)
+        return Judgement(False, f"{detail} had to reconnect, which is part of their latency", worst)
+    return Judgement(True, f"{detail} had to reconnect", worst)
 
 
 @check(
@@ -242,24 +243,24 @@ def connections_kept(load: WorkloadFacts, _: Facts) -> Outcome:
     threshold="no growing backlog",
 )
 @per_load
-def rate_sustained(load: WorkloadFacts, _: Facts) -> Outcome | None:
+def rate_sustained(load: WorkloadFacts, _: Facts) -> Judgement | None:
     if not load.workload.is_open:
         return None
     loops = [(s.label, s.open_loop) for s in load.summaries if s.open_loop is not None]
     if not loops:
-        return Outcome(None, "no samples")
+        return Judgement(None, "no samples")
     saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop.saturation]
     worst = min(loop.answered_share for _, loop in loops)
     detail = f"{share(worst, 3)} of the requests were answered before the last one was due"
     grew = sum(block.open_loop is not None and block.open_loop.saturation is not None for block in load.blocks)
     if grew:
         detail += f"; the backlog grew in {grew} of {len(load.blocks)} blocks, not in most blocks of an arm"
-    return Outcome(not saturated, "; ".join(saturated) or detail, worst)
+    return Judgement(not saturated, "; ".join(saturated) or detail, worst)
 
 
 @check("the warm-up was long enough", "invalidates", "Warm up for longer at this batch size.", threshold=WARM_UP_LIMIT)
 @per_load
-def warm_up(load: WorkloadFacts, facts: Facts) -> Outcome:
+def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
     """Test one value per block, since concurrent requests are slow together. It fails only beyond both the limit and
     the noise (a one-sided t test over an arm's blocks)."""
     costs: dict[str, tuple[float, float]] = {}
@@ -273,16 +274,16 @@ def warm_up(load: WorkloadFacts, facts: Facts) -> Outcome:
             error = float(np.std(lost, ddof=1)) / float(np.sqrt(len(lost)))
             costs[label] = float(np.mean(lost)), critical_t(len(lost) - 1, 2.0 * WARM_UP_SIGNIFICANCE) * error
     if not costs and load.workload.is_open:
-        return Outcome(None, "a queue that builds up in an open loop looks the same")
+        return Judgement(None, "a queue that builds up in an open loop looks the same")
     if not costs:
-        return Outcome(None, f"this needs {WARM_UP_BLOCKS} blocks per arm, each with 20 requests")
+        return Judgement(None, f"this needs {WARM_UP_BLOCKS} blocks per arm, each with 20 requests")
     worst = max(costs, key=lambda label: costs[label][0] - costs[label][1])
     cost, noise = costs[worst]
     ok, lost_share = cost <= max(WARM_UP_LIMIT, noise), f"{shown(worst)} {share(max(cost, 0.0))} of its throughput"
     if not ok:
-        return Outcome(False, f"the warm-up was too short: the first requests were slow and cost {lost_share}", cost)
+        return Judgement(False, f"the warm-up was too short: the first requests were slow and cost {lost_share}", cost)
     noisy = f", within the noise of {share(noise)} between blocks" if cost > WARM_UP_LIMIT else ""
-    return Outcome(True, f"the first requests cost {lost_share}{noisy}", cost)
+    return Judgement(True, f"the first requests cost {lost_share}{noisy}", cost)
 
 
 @check(
@@ -293,13 +294,13 @@ def warm_up(load: WorkloadFacts, facts: Facts) -> Outcome:
     threshold="1 % or 512 bytes",
 )
 @per_load
-def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Outcome:
+def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Judgement:
     labels = facts.run.experiment.labels
     sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}
     if len(sizes) < len(labels):
-        return Outcome(None, "not every arm answered")
+        return Judgement(None, "not every arm answered")
     apart = max(sizes.values()) - min(sizes.values())
     detail = "a request has " + join([f"{size:,.0f} bytes to {shown(label)}" for label, size in sizes.items()])
     if apart > max(512.0, 0.01 * sizes[labels[0]]):
-        return Outcome(False, f"{detail}, so the arms do different work", apart)
-    return Outcome(True, detail, apart)
+        return Judgement(False, f"{detail}, so the arms do different work", apart)
+    return Judgement(True, detail, apart)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from loadgen.comparison.claims import do_not, join
-from loadgen.comparison.comparisons import Comparison, leading_comparisons
-from loadgen.comparison.facts import Facts, WorkloadFacts
-from loadgen.comparison.stages import OVERLAP_LIMIT
-from loadgen.comparison.stalls import Stalls, find_stalls
-from loadgen.comparison.summaries import FORMED_FACTOR
+from loadgen.metrics.breakdown import OVERLAP_LIMIT, Stalls, find_stalls
+from loadgen.metrics.comparisons import Comparison, leading_comparisons
+from loadgen.metrics.facts import Facts, WorkloadFacts
+from loadgen.metrics.summaries import FORMED_FACTOR
 from loadgen.probes.ceiling_analysis import CeilingsFound
-from loadgen.quantities import detectable, number, share
+from loadgen.quantities import detectable, do_not, join, number, share
 from loadgen.records.model_config import POLICY_EFFECT, executed_models, queue_policy_of
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, shown
-from loadgen.verdict.checks.registry import Outcome, Severity, check, per_comparison, per_load
+from loadgen.verdict.checks.registry import Judgement, Severity, check, per_comparison, per_load
 from loadgen.verdict.noise_floor import is_self_comparison, unknown_floor
 
 QUEUE_SHARE_LIMIT = 0.05
@@ -29,18 +27,18 @@ COVERING_RESTARTS = 5
 
 @check("dynamic batching merged requests", "informs", "If you want batches, raise the concurrency or the queue delay.")
 @per_load
-def batching_formed(load: WorkloadFacts, facts: Facts) -> Outcome | None:
+def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     if load.workload.concurrency <= 1:
         return None
-    known = {shown(s.label): s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
-    least, limit = min(known.values(), default=None), FORMED_FACTOR * load.workload.batch_size
-    if silent := [label for label in map(shown, facts.run.experiment.labels) if label not in known]:
-        return Outcome(None, f"{do_not(silent, 'report')} executed batches", least, limit)
-    idle = [label for label, mean in known.items() if mean < limit]
-    detail = "mean executed batch: " + ", ".join(f"{label} {number(mean)}" for label, mean in known.items())
+    means = {shown(s.label): s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
+    least, limit = min(means.values(), default=None), FORMED_FACTOR * load.workload.batch_size
+    if silent := [label for label in map(shown, facts.run.experiment.labels) if label not in means]:
+        return Judgement(None, f"{do_not(silent, 'report')} executed batches", least, limit)
+    idle = [label for label, mean in means.items() if mean < limit]
+    detail = "mean executed batch: " + ", ".join(f"{label} {number(mean)}" for label, mean in means.items())
     if idle:
         detail += f", so {join(idle)} did not merge requests"
-    return Outcome(not idle, detail, least, limit)
+    return Judgement(not idle, detail, least, limit)
 
 
 @check(
@@ -49,10 +47,10 @@ def batching_formed(load: WorkloadFacts, facts: Facts) -> Outcome | None:
     "Stop other programs and run again; with several instances per server the ceiling does not apply.",
     threshold=LARGEST_SHARE,
 )
-def engine_ceiling(facts: Facts) -> Iterator[Outcome]:
+def engine_ceiling(facts: Facts) -> Iterator[Judgement]:
     if not facts.of(CeilingsFound).shares:
         return
-    highest = max(facts.of(CeilingsFound).shares, key=lambda one: one.share)
+    highest = max(facts.of(CeilingsFound).shares, key=lambda ceiling: ceiling.share)
     ok = highest.share <= LARGEST_SHARE
     detail = (
         f"the served throughput of {shown(highest.label)} in {highest.workload} is {share(highest.share)} of the "
@@ -60,7 +58,7 @@ def engine_ceiling(facts: Facts) -> Iterator[Outcome]:
     )
     if not ok:
         detail += ", so the ceiling is not reliable"
-    yield Outcome(ok, detail, round(highest.share, 4))
+    yield Judgement(ok, detail, round(highest.share, 4))
 
 
 @check(
@@ -70,7 +68,7 @@ def engine_ceiling(facts: Facts) -> Iterator[Outcome]:
     threshold=QUEUE_SHARE_LIMIT,
 )
 @per_load
-def queue_delay(load: WorkloadFacts, _: Facts) -> Outcome | None:
+def queue_delay(load: WorkloadFacts, _: Facts) -> Judgement | None:
     waits = [
         (wait_ms / arm.client_total_ms, wait_ms, arm.label)
         for arm in load.stages
@@ -80,39 +78,41 @@ def queue_delay(load: WorkloadFacts, _: Facts) -> Outcome | None:
         return None
     part, wait_ms, worst = max(waits)
     detail = f"requests waited {number(wait_ms)} ms in the queue of {shown(worst)}, {share(part)} of their latency"
-    return Outcome(part <= QUEUE_SHARE_LIMIT, detail, part)
+    return Judgement(part <= QUEUE_SHARE_LIMIT, detail, part)
 
 
 @check("no request stalled for 0.5 s", "warns", "Look for a timer of 0.5 s in the server that is named.", threshold=0)
 @per_load
-def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Outcome | None:
+def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Skipped in an open loop, whose latencies include the wait for a connection."""
     if load.workload.is_open:
         return None
-    own = {arm.label: [block for block in load.stored if block.record.label == arm.label] for arm in facts.run.arms}
-    if any(not any(block.has_samples for block in blocks) for blocks in own.values()):
-        return Outcome(None, "no samples")
-    judged = [(arm, found) for arm in facts.run.arms if (found := find_stalls(own[arm.label])) is not None]
+    blocks_of = {
+        arm.label: [block for block in load.stored if block.record.label == arm.label] for arm in facts.run.arms
+    }
+    if any(not any(block.has_samples for block in blocks) for blocks in blocks_of.values()):
+        return Judgement(None, "no samples")
+    judged = [(arm, stalls) for arm in facts.run.arms if (stalls := find_stalls(blocks_of[arm.label])) is not None]
     if not judged:
         return None
-    if stalled := [(arm, found) for arm, found in judged if found.stalled]:
-        return Outcome(
+    if stalled := [(arm, stalls) for arm, stalls in judged if stalls.stalled]:
+        return Judgement(
             False,
-            "; ".join(_stall_words(arm, found) for arm, found in stalled),
-            max(found.stalled for _, found in stalled),
+            "; ".join(_stall_words(arm, stalls) for arm, stalls in stalled),
+            max(stalls.stalled for _, stalls in stalled),
             remedy=" ".join(dict.fromkeys(_stall_remedy(arm) for arm, _ in stalled)),
         )
-    return Outcome(True, f"no cluster of requests to {join([shown(arm.label) for arm, _ in judged])} waited 0.5 s", 0)
+    return Judgement(True, f"no cluster of requests to {join([shown(arm.label) for arm, _ in judged])} waited 0.5 s", 0)
 
 
-def _stall_words(arm: ArmRecord, found: Stalls) -> str:
+def _stall_words(arm: ArmRecord, stalls: Stalls) -> str:
     detail = (
-        f"{found.stalled:,} of {found.requests:,} requests to {shown(arm.label)} "
-        f"({share(found.stalled / found.requests)}) waited about 0.5 s, where the median of the others is "
-        f"{number(found.median_ms)} ms; they make its mean latency {number(found.factor)} times as long"
+        f"{stalls.stalled:,} of {stalls.requests:,} requests to {shown(arm.label)} "
+        f"({share(stalls.stalled / stalls.requests)}) waited about 0.5 s, where the median of the others is "
+        f"{number(stalls.median_ms)} ms; they make its mean latency {number(stalls.factor)} times as long"
     )
-    if found.refused:
-        detail += f", and {found.refused:,} of them were refused as unavailable (503)"
+    if stalls.refused:
+        detail += f", and {stalls.refused:,} of them were refused as unavailable (503)"
     if policy := queue_policy_of(arm):
         return f"{detail}: {policy} {POLICY_EFFECT}"
     if arm.server_name == "triton" and arm.model_config is not None:
@@ -133,10 +133,10 @@ def _stall_remedy(arm: ArmRecord) -> str:
     threshold=f"−{share(OVERLAP_LIMIT)} to {share(UNATTRIBUTED_LIMIT)} unattributed, same requests",
 )
 @per_load
-def latency_breakdown(load: WorkloadFacts, _: Facts) -> Outcome:
+def latency_breakdown(load: WorkloadFacts, _: Facts) -> Judgement:
     arms = load.stages
     if not arms:
-        return Outcome(None, "no server reports stages")
+        return Judgement(None, "no server reports stages")
     faults = [f"{shown(arm.label)}: {text}" for arm in arms for text in arm.contradictions]
     severity: Severity | None = "warns" if faults else None
     rests = {arm.label: (arm.stages_ms["unattributed"] or 0.0) / arm.client_total_ms for arm in arms}
@@ -149,7 +149,7 @@ def latency_breakdown(load: WorkloadFacts, _: Facts) -> Outcome:
             faults.append(f"{label} counted {arm.requests:,} requests, the client {arm.client_requests:,} responses")
     largest = max(rests.values())
     detail = "; ".join(faults) or f"at most {share(largest)} of a request is unattributed"
-    return Outcome(not faults, detail, largest, severity=severity)
+    return Judgement(not faults, detail, largest, severity=severity)
 
 
 @check(
@@ -158,16 +158,19 @@ def latency_breakdown(load: WorkloadFacts, _: Facts) -> Outcome:
     "Ask for more rounds or longer blocks, or stop other programs.",
 )
 @per_comparison
-def sensitivity(leading: Sequence[Comparison], facts: Facts) -> Outcome:
-    margin, effects = facts.run.experiment.equivalence_margin, [one.minimal_detectable_effect for one in leading]
-    known = [effect for effect in effects if effect is not None]
-    if len(known) < len(effects):
-        return Outcome(None, "the smallest difference that the run can detect is unknown", None, margin)
-    effect = max(known)
+def sensitivity(leading: Sequence[Comparison], facts: Facts) -> Judgement:
+    margin, effects = (
+        facts.run.experiment.equivalence_margin,
+        [comparison.minimal_detectable_effect for comparison in leading],
+    )
+    measured = [effect for effect in effects if effect is not None]
+    if len(measured) < len(effects):
+        return Judgement(None, "the smallest difference that the run can detect is unknown", None, margin)
+    effect = max(measured)
     detail = (
         f"80 % of such runs detect a difference of {detectable(effect)} or more (the margin is ±{100.0 * margin:g} %)"
     )
-    return Outcome(effect <= margin, detail, effect, margin)
+    return Judgement(effect <= margin, detail, effect, margin)
 
 
 def _leading_loads(facts: Facts) -> list[Comparison]:
@@ -181,7 +184,7 @@ def _leading_loads(facts: Facts) -> list[Comparison]:
     "Ask for --restarts 5 or more: each starts the servers afresh for its share of the rounds.",
     threshold=COVERING_RESTARTS,
 )
-def restarts(facts: Facts) -> Iterator[Outcome]:
+def restarts(facts: Facts) -> Iterator[Judgement]:
     loads, starts = _leading_loads(facts), max(len({block.record.restart for block in facts.run.blocks}), 1)
     if not loads:
         return
@@ -191,7 +194,7 @@ def restarts(facts: Facts) -> Iterator[Outcome]:
         detail = f"the servers were started {starts} times"
         if effects:
             detail += f"; a restart changes the ratio by up to {share(max(effects))} (standard deviation)"
-    yield Outcome(starts >= COVERING_RESTARTS, detail, starts)
+    yield Judgement(starts >= COVERING_RESTARTS, detail, starts)
 
 
 @check(
@@ -199,13 +202,13 @@ def restarts(facts: Facts) -> Iterator[Outcome]:
     "informs",
     "Run `abserve noise-floor` here with the model, payload and transport of this run: it compares an arm with itself.",
 )
-def noise_floor(facts: Facts) -> Iterator[Outcome]:
+def noise_floor(facts: Facts) -> Iterator[Judgement]:
     loads = _leading_loads(facts)
     if not loads or is_self_comparison(facts.run.experiment):
         return
     floors = [c.noise_floor for c in loads if c.noise_floor is not None]
     if not floors:
-        yield Outcome(None, unknown_floor(facts.run.noise_floors))
+        yield Judgement(None, unknown_floor(facts.run.noise_floors))
         return
     detail = f"identical arms differ by up to {share(max(floors))} on this machine"
     within = dict.fromkeys(c.scenario for c in loads if c.reason is not None and "noise floor" in c.reason)
@@ -213,7 +216,7 @@ def noise_floor(facts: Facts) -> Iterator[Outcome]:
         detail += f", so there is no verdict on {', '.join(within)}"
     if lacking := dict.fromkeys(c.scenario for c in loads if c.noise_floor is None):
         detail += f"; not measured in {', '.join(lacking)}"
-    yield Outcome(True, detail, max(floors))
+    yield Judgement(True, detail, max(floors))
 
 
 @check(
@@ -223,7 +226,7 @@ def noise_floor(facts: Facts) -> Iterator[Outcome]:
     threshold="trained",
     caveat=("failed", "unknown"),
 )
-def trained_weights(facts: Facts) -> Iterator[Outcome]:
+def trained_weights(facts: Facts) -> Iterator[Judgement]:
     """Judge by each server's report; an embedded server was given the experiment's weights."""
     experiment = facts.run.experiment
     weights = {arm.label: str(w) for arm in facts.run.arms if (w := arm.in_effect.get("weights")) is not None}
@@ -237,7 +240,9 @@ def trained_weights(facts: Facts) -> Iterator[Outcome]:
         parts = [f"the weights are random ({random}): the speed is real, the outputs mean nothing"]
     if silent:
         parts.append(f"{do_not(silent, 'report')} the weights")
-    yield Outcome(False if random is not None else None if silent else True, "; ".join(parts), random or named or None)
+    yield Judgement(
+        False if random is not None else None if silent else True, "; ".join(parts), random or named or None
+    )
 
 
 @check(
@@ -247,7 +252,7 @@ def trained_weights(facts: Facts) -> Iterator[Outcome]:
     threshold="onnxruntime or tensorrt",
     caveat=("failed",),
 )
-def native_backend(facts: Facts) -> Iterator[Outcome]:
+def native_backend(facts: Facts) -> Iterator[Judgement]:
     """One outcome per version of Triton whose python backend executes a model."""
     executed = {
         arm.label: {(model.model_config or {}).get("backend") for model in executed_models(arm)}
@@ -267,4 +272,4 @@ def native_backend(facts: Facts) -> Iterator[Outcome]:
             f"{join(labels)} {'are' if len(labels) > 1 else 'is'} {triton} with its python backend: "
             f"{do_not(labels, 'measure')} Triton's onnxruntime and tensorrt backends"
         )
-        yield Outcome(False, "; ".join([detail, *others]), "python")
+        yield Judgement(False, "; ".join([detail, *others]), "python")

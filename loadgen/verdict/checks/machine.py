@@ -16,15 +16,14 @@ from itertools import pairwise
 import numpy as np
 from scipy import stats
 
-from loadgen.comparison.claims import join
-from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.experiment.schedule import load_workloads
-from loadgen.quantities import number, share
+from loadgen.metrics.facts import Facts, WorkloadFacts
+from loadgen.quantities import join, number, share
 from loadgen.records.model_config import kind_of
 from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import Label, MachineLoad, body_count, shown
 from loadgen.records.samples import NS_PER_S
-from loadgen.verdict.checks.registry import Find, Outcome, check, fairness, per_load
+from loadgen.verdict.checks.registry import Find, Judgement, check, fairness, per_load
 
 WAN_MS = 2.0
 """A longer round trip is not on a local network."""
@@ -49,12 +48,12 @@ APART_ERRORS = 4.0
 """Standard errors, in addition to δ, by which the arms' shares must differ."""
 
 
-def from_readings(judge: Callable[[Conditions], Outcome], *, of_gpu: bool = False) -> Find:
+def from_readings(judge: Callable[[Conditions], Judgement], *, of_gpu: bool = False) -> Find:
     """Declare a check of the readings right before the load; unknown without them. With `of_gpu` only if there is a GPU
     or an arm reports that it uses one."""
 
     @wraps(judge)
-    def find(facts: Facts) -> list[Outcome]:
+    def find(facts: Facts) -> list[Judgement]:
         conditions = facts.run.record_of(Conditions)
         on_gpu = conditions is not None and (
             bool(conditions.gpus)
@@ -63,7 +62,7 @@ def from_readings(judge: Callable[[Conditions], Outcome], *, of_gpu: bool = Fals
         )
         if not load_workloads(facts.run.experiment.workloads) or (of_gpu and not on_gpu):
             return []
-        return [Outcome(None, "no readings were taken before the load") if conditions is None else judge(conditions)]
+        return [Judgement(None, "no readings were taken before the load") if conditions is None else judge(conditions)]
 
     return find
 
@@ -78,20 +77,20 @@ from_gpu_readings = partial(from_readings, of_gpu=True)
     threshold=f"equal, and not a WAN (> {WAN_MS:g} ms)",
 )
 @from_readings
-def client_distance(conditions: Conditions) -> Outcome:
-    found = {distance_of(arm) for arm in conditions.arms}
-    if not found or None in found:
-        return Outcome(None, "not every arm accepted a connection to time")
+def client_distance(conditions: Conditions) -> Judgement:
+    distances = {distance_of(arm) for arm in conditions.arms}
+    if not distances or None in distances:
+        return Judgement(None, "not every arm accepted a connection to time")
     detail = ", ".join(
         f"{shown(arm.label)} {distance_of(arm)}" + ("" if arm.connect_ms is None else f" ({number(arm.connect_ms)} ms)")
         for arm in conditions.arms
     )
-    if "WAN" in found:
+    if "WAN" in distances:
         detail += ": the network is part of the comparison"
-    elif len(found) > 1:
+    elif len(distances) > 1:
         detail += ": the arms are not equally far away"
     longest = max((arm.connect_ms for arm in conditions.arms if arm.connect_ms is not None), default=None)
-    return Outcome(len(found) == 1 and "WAN" not in found, detail, longest)
+    return Judgement(len(distances) == 1 and "WAN" not in distances, detail, longest)
 
 
 def distance_of(arm: ArmConditions) -> str | None:
@@ -103,12 +102,12 @@ def distance_of(arm: ArmConditions) -> str | None:
 
 @fairness("the CPU was idle before the load", "warns", "Stop other programs.", threshold=BUSY_CORES_LIMIT)
 @from_readings
-def machine_idle(conditions: Conditions) -> Outcome:
+def machine_idle(conditions: Conditions) -> Judgement:
     busy = conditions.cpu_busy_share
     if busy is None:
-        return Outcome(None, "the CPU load is unknown")
+        return Judgement(None, "the CPU load is unknown")
     detail = f"{share(busy)} of the cores that the load generator may use were busy before any request was sent"
-    return Outcome(busy <= BUSY_CORES_LIMIT, detail, busy)
+    return Judgement(busy <= BUSY_CORES_LIMIT, detail, busy)
 
 
 @fairness(
@@ -118,38 +117,38 @@ def machine_idle(conditions: Conditions) -> Outcome:
     threshold="performance",
 )
 @from_readings
-def cpu_governor(conditions: Conditions) -> Outcome:
+def cpu_governor(conditions: Conditions) -> Judgement:
     governors = conditions.cpu_governors
     if governors is None:
-        return Outcome(None, "the kernel does not report the CPU governor (as in most virtual machines)")
+        return Judgement(None, "the kernel does not report the CPU governor (as in most virtual machines)")
     named = ", ".join(governors)
-    return Outcome(governors == ("performance",), f"the CPU governor is {named}", named)
+    return Judgement(governors == ("performance",), f"the CPU governor is {named}", named)
 
 
 @fairness("no other process uses the GPU", "warns", "Stop the other processes, or use another GPU.", threshold=0)
 @from_gpu_readings
-def gpu_exclusive(conditions: Conditions) -> Outcome:
+def gpu_exclusive(conditions: Conditions) -> Judgement:
     listed = [gpu.pids for gpu in conditions.gpus if gpu.pids is not None]
-    pids = {pid for found in listed for pid in found}
+    pids = {pid for of_gpu in listed for pid in of_gpu}
     if not listed:
-        return Outcome(None, "the driver does not report the GPU's processes")
+        return Judgement(None, "the driver does not report the GPU's processes")
     if not pids:
-        return Outcome(None, "the driver lists no process on the GPU, not even the arms' servers")
-    own = {pid for arm in conditions.arms for pid in arm.pids}
-    foreign = sorted(pids - own)
-    if foreign and not pids & own:
+        return Judgement(None, "the driver lists no process on the GPU, not even the arms' servers")
+    of_arms = {pid for arm in conditions.arms for pid in arm.pids}
+    foreign = sorted(pids - of_arms)
+    if foreign and not pids & of_arms:
         detail = f"the GPU's processes ({len(foreign)}) have PIDs of another host, so their owners are unknown"
-        return Outcome(None, detail, len(foreign))
+        return Judgement(None, detail, len(foreign))
     if foreign and (unseen := [shown(arm.label) for arm in conditions.arms if not arm.pids]):
         detail = (
             f"other processes use the GPU ({', '.join(map(str, foreign[:6]))}), and they may be the servers of "
             f"{join(unseen)}, whose processes are unknown"
         )
-        return Outcome(None, detail, len(foreign))
+        return Judgement(None, detail, len(foreign))
     detail = "only the arms' servers use the GPU"
     if foreign:
         detail = f"other processes use the GPU: {', '.join(map(str, foreign[:6]))}"
-    return Outcome(not foreign, detail, len(foreign))
+    return Judgement(not foreign, detail, len(foreign))
 
 
 @fairness(
@@ -159,11 +158,11 @@ def gpu_exclusive(conditions: Conditions) -> Outcome:
     threshold=BUSY_GPU_LIMIT,
 )
 @from_gpu_readings
-def gpu_idle(conditions: Conditions) -> Outcome:
+def gpu_idle(conditions: Conditions) -> Judgement:
     busy = max((gpu.utilisation for gpu in conditions.gpus if gpu.utilisation is not None), default=None)
     if busy is None:
-        return Outcome(None, "the driver does not report the GPU's utilisation")
-    return Outcome(
+        return Judgement(None, "the driver does not report the GPU's utilisation")
+    return Judgement(
         busy <= BUSY_GPU_LIMIT, f"the GPU was busy {share(busy)} of the time before any request was sent", busy
     )
 
@@ -175,20 +174,20 @@ def gpu_idle(conditions: Conditions) -> Outcome:
     threshold="not throttled",
 )
 @from_gpu_readings
-def gpu_clocks(conditions: Conditions) -> Outcome:
-    known = [gpu for gpu in conditions.gpus if gpu.clock_event_reasons is not None]
-    if not known:
-        return Outcome(None, "the driver does not report the GPU's clocks")
-    slowed = ", ".join(sorted({r for gpu in known for r in gpu.clock_event_reasons or () if r in SLOWING}))
+def gpu_clocks(conditions: Conditions) -> Judgement:
+    reporting = [gpu for gpu in conditions.gpus if gpu.clock_event_reasons is not None]
+    if not reporting:
+        return Judgement(None, "the driver does not report the GPU's clocks")
+    slowed = ", ".join(sorted({r for gpu in reporting for r in gpu.clock_event_reasons or () if r in SLOWING}))
     readings = []
-    for gpu in known:
+    for gpu in reporting:
         clock = [] if gpu.sm_clock_hertz is None else [f"{gpu.sm_clock_hertz / 1e6:,.0f} MHz"]
         heat = [] if gpu.temperature_celsius is None else [f"{gpu.temperature_celsius:g} °C"]
         readings.append(f"{gpu.name or 'GPU'}: {', '.join(clock + heat)}")
     detail = "; ".join(readings)
     if slowed:
         detail = f"the GPU is throttled by {slowed.replace('_', ' ')} ({detail})"
-    return Outcome(not slowed, detail, slowed or None)
+    return Judgement(not slowed, detail, slowed or None)
 
 
 def _blocks_differ(load: WorkloadFacts, facts: Facts) -> bool:
@@ -205,7 +204,7 @@ def _blocks_differ(load: WorkloadFacts, facts: Facts) -> bool:
     "Stop other programs, check for thermal throttling, and run again with more rounds.",
     caveat=("failed",),
 )
-def machine_steady(facts: Facts) -> Iterator[Outcome]:
+def machine_steady(facts: Facts) -> Iterator[Judgement]:
     """Analyse the log throughput of closed-loop blocks by arm and workload and by the stretch of the run (analysis of
     variance), and the spread of the blocks about the mean of their arm and workload."""
     if not facts.blocks:
@@ -214,7 +213,7 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
     loads = [load for load in facts.loads if not load.workload.is_open]
     alike = [load for load in loads if not _blocks_differ(load, facts)]
     if loads and not alike:
-        yield Outcome(
+        yield Judgement(
             None, "a block sends fewer requests than there are inputs, and their lengths differ", None, margin
         )
         return
@@ -227,17 +226,20 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
     count, stretches = len(speeds), min(max(len(speeds) // LEAST_BLOCKS, 2), max(STRETCHES))
     degrees = count - len(set(names)) - (stretches - 1)
     if degrees < 3:
-        yield Outcome(None, "too few blocks to see whether the speed changed", None, margin)
+        yield Judgement(None, "too few blocks to see whether the speed changed", None, margin)
         return
     by_group = (groups[:, None] == np.unique(groups)).astype(float)
     by_stretch = (np.arange(count)[:, None] * stretches // count == np.arange(1, stretches)).astype(float)
-    own, later = (
+    residuals, later = (
         values - by_group @ np.linalg.lstsq(by_group, values, rcond=None)[0] for values in (speeds, by_stretch)
     )
-    effects = np.linalg.lstsq(later, own, rcond=None)[0]
-    rest, whole = float(np.sum((own - later @ effects) ** 2)), float(np.sum(own**2))
+    effects = np.linalg.lstsq(later, residuals, rcond=None)[0]
+    rest, whole = float(np.sum((residuals - later @ effects) ** 2)), float(np.sum(residuals**2))
     f_value = (whole - rest) / (stretches - 1) / max(rest / degrees, 1e-18)
-    change, spread = float(np.expm1(np.ptp([0.0, *effects]))), float(np.expm1(np.ptp(np.quantile(own, (0.1, 0.9)))))
+    change, spread = (
+        float(np.expm1(np.ptp([0.0, *effects]))),
+        float(np.expm1(np.ptp(np.quantile(residuals, (0.1, 0.9))))),
+    )
     drifted = change > margin and float(stats.f.sf(f_value, stretches - 1, degrees)) < DRIFT_SIGNIFICANCE
     detail = f"the speed moved by {share(change)} between the fastest and the slowest {STRETCHES[stretches]} of the run"
     if not drifted and spread > SPREAD_LIMIT:
@@ -247,7 +249,7 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
     ok = not drifted and spread <= SPREAD_LIMIT
     if not ok:
         detail += ", so throughput and latency depend on when they were measured"
-    yield Outcome(ok, detail, change, margin)
+    yield Judgement(ok, detail, change, margin)
 
 
 @check(
@@ -257,7 +259,7 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
     threshold=TAKEN_LIMIT,
 )
 @per_load
-def cpu_steal(load: WorkloadFacts, facts: Facts) -> Outcome | None:
+def cpu_steal(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     return _judge_taken(load, facts, "the hypervisor", lambda machine: machine.steal_ns)
 
 
@@ -268,14 +270,14 @@ def cpu_steal(load: WorkloadFacts, facts: Facts) -> Outcome | None:
     threshold=TAKEN_LIMIT,
 )
 @per_load
-def other_processes(load: WorkloadFacts, facts: Facts) -> Outcome | None:
-    found = _judge_taken(load, facts, "other processes", _others_ns)
-    if found is None or found.ok is not False:
-        return found
-    worst = max(_machines(load), key=lambda one: _others_ns(one[1]) or 0)[1]
+def other_processes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    judgement = _judge_taken(load, facts, "other processes", _others_ns)
+    if judgement is None or judgement.ok is not False:
+        return judgement
+    worst = max(_machines(load), key=lambda of_block: _others_ns(of_block[1]) or 0)[1]
     if not worst.others:
-        return found
-    return replace(found, detail=f"{found.detail}; the busiest in the worst block: {', '.join(worst.others)}")
+        return judgement
+    return replace(judgement, detail=f"{judgement.detail}; the busiest in the worst block: {', '.join(worst.others)}")
 
 
 def _others_ns(machine: MachineLoad) -> int | None:
@@ -286,12 +288,16 @@ def _others_ns(machine: MachineLoad) -> int | None:
 def _machines(load: WorkloadFacts) -> list[tuple[Label, MachineLoad]]:
     """The arm and the use of the cores of each complete block that recorded it."""
     records = [block.record for block in load.stored if block.record.complete]
-    return [(one.label, one.machine) for one in records if one.machine is not None and one.machine.total_ns > 0]
+    return [
+        (record.label, record.machine)
+        for record in records
+        if record.machine is not None and record.machine.total_ns > 0
+    ]
 
 
 def _judge_taken(
     load: WorkloadFacts, facts: Facts, who: str, taken_ns: Callable[[MachineLoad], int | None]
-) -> Outcome | None:
+) -> Judgement | None:
     """Judge the CPU time taken from the cores; None without a complete block. An arm's blocks are judged together,
     since the kernel counts in coarse steps. It warns, and invalidates if the arms had unequal shares of the machine or
     all had little of it."""
@@ -303,18 +309,21 @@ def _judge_taken(
         if (ns := taken_ns(machine)) is not None:
             taken[label].append((ns, machine.total_ns))
     if not all(taken.values()):
-        return Outcome(None, "CPU time was not recorded")
-    blocks = {label: np.array([ns / of_ns for ns, of_ns in own]) for label, own in taken.items()}
+        return Judgement(None, "CPU time was not recorded")
+    blocks = {label: np.array([ns / of_ns for ns, of_ns in of_arm]) for label, of_arm in taken.items()}
     # Values within the kernel's step of 10 ms may come out below 0.
-    pooled = {label: max(sum(o for o, _ in own) / sum(of for _, of in own), 0.0) for label, own in taken.items()}
+    pooled = {
+        label: max(sum(o for o, _ in of_arm) / sum(of for _, of in of_arm), 0.0) for label, of_arm in taken.items()
+    }
     most, shares = max(pooled.values()), np.concatenate(list(blocks.values()))
     detail = f"CPU time taken by {who}: {join([f'{share(s)} from {shown(label)}' for label, s in pooled.items()])}"
     if most <= TAKEN_LIMIT:
-        return Outcome(True, detail, most)
+        return Judgement(True, detail, most)
     detail += f" ({sum(shares > TAKEN_LIMIT)} of {len(shares)} blocks above {share(TAKEN_LIMIT)})"
     much = min(float(np.median(shares)), most) > MOST_TAKEN
     errors = {
-        k: float(np.std(own, ddof=1)) / len(own) ** 0.5 if len(own) > 1 else math.inf for k, own in blocks.items()
+        k: float(np.std(of_arm, ddof=1)) / len(of_arm) ** 0.5 if len(of_arm) > 1 else math.inf
+        for k, of_arm in blocks.items()
     }
     apart = any(
         abs(pooled[a] - pooled[b]) > max(experiment.equivalence_margin, APART_ERRORS * math.hypot(errors[a], errors[b]))
@@ -324,7 +333,7 @@ def _judge_taken(
         detail += ", so the arms did not have the same machine"
     elif much:
         detail += f", over {share(MOST_TAKEN)} in the median block"
-    return Outcome(False, detail, most, severity="invalidates" if much or apart else None)
+    return Judgement(False, detail, most, severity="invalidates" if much or apart else None)
 
 
 @check(
@@ -333,24 +342,24 @@ def _judge_taken(
     "Do not trust the times of day in this run; latencies use the monotonic clock and are not affected.",
     threshold=STEP_LIMIT_S,
 )
-def wall_clock(facts: Facts) -> Iterator[Outcome]:
+def wall_clock(facts: Facts) -> Iterator[Judgement]:
     blocks = [block.record for block in facts.run.blocks]
     if len(blocks) < 2:
         return
     try:
-        moments = [(one.index, datetime.fromisoformat(one.started_at), one.window_start_ns) for one in blocks]
+        moments = [(block.index, datetime.fromisoformat(block.started_at), block.window_start_ns) for block in blocks]
         steps = [
             ((after - before).total_seconds() - (after_ns - before_ns) / NS_PER_S, index)
             for (_, before, before_ns), (index, after, after_ns) in pairwise(moments)
         ]
     except (ValueError, TypeError):
-        yield Outcome(None, "a block has no start time")
+        yield Judgement(None, "a block has no start time")
         return
-    step, index = max(steps, key=lambda one: abs(one[0]))
+    step, index = max(steps, key=lambda step: abs(step[0]))
     detail = "the wall clock and the monotonic clock agree"
     if abs(step) > STEP_LIMIT_S:
         detail = f"the wall clock moved by {step:+,.0f} s before block {index}: it was set, or the machine slept"
-    yield Outcome(abs(step) <= STEP_LIMIT_S, detail, round(step, 1))
+    yield Judgement(abs(step) <= STEP_LIMIT_S, detail, round(step, 1))
 
 
 @check(
@@ -359,18 +368,18 @@ def wall_clock(facts: Facts) -> Iterator[Outcome]:
     "Give the servers fewer threads, or run the load generator on another machine.",
     threshold=SERVER_CPU_LIMIT,
 )
-def server_cpu(facts: Facts) -> Iterator[Outcome]:
+def server_cpu(facts: Facts) -> Iterator[Judgement]:
     records = [block.record for block in facts.run.blocks]
     if not records:
         return
     used = [
-        (one.server_cpu_ns + one.generator_cpu_ns) / (one.window_end_ns - one.window_start_ns)
-        for one in records
-        if one.server_cpu_ns is not None and one.window_end_ns > one.window_start_ns
+        (record.server_cpu_ns + record.generator_cpu_ns) / (record.window_end_ns - record.window_start_ns)
+        for record in records
+        if record.server_cpu_ns is not None and record.window_end_ns > record.window_start_ns
     ]
     if not used or not facts.cores or facts.cores < 0:
-        yield Outcome(None, "the servers' CPU time is unknown")
+        yield Judgement(None, "the servers' CPU time is unknown")
         return
     busy = max(used)
     detail = f"server and load generator used up to {number(busy)} of {facts.cores} cores"
-    yield Outcome(busy / facts.cores <= SERVER_CPU_LIMIT, detail, busy / facts.cores)
+    yield Judgement(busy / facts.cores <= SERVER_CPU_LIMIT, detail, busy / facts.cores)

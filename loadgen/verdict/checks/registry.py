@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Literal
 
-from loadgen.comparison.comparisons import Comparison, leading_comparisons
-from loadgen.comparison.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.comparisons import Comparison, leading_comparisons
+from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import counted, sentence
 from loadgen.records.run import ArmRecord, Record, shown
 
@@ -47,7 +47,7 @@ class Check(Record, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Judgement:
     """The outcome of a check in one scope."""
 
     ok: bool | None
@@ -62,7 +62,7 @@ class Outcome:
     """If it differs from the declared one."""
 
 
-Find = Callable[[Facts], Iterable[Outcome]]
+Find = Callable[[Facts], Iterable[Judgement]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,48 +127,48 @@ def check(
 fairness = partial(check, before_load=True)
 
 
-def per_arm(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
+def per_arm(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
     """Declare a check that judges each arm by itself, with details that continue "A …"."""
 
     @wraps(judge)
-    def find(facts: Facts) -> list[Outcome]:
-        found = ((shown(arm.label), judge(arm, facts)) for arm in facts.run.arms)
-        return [replace(outcome, detail=f"{label} {outcome.detail}") for label, outcome in found]
+    def find(facts: Facts) -> list[Judgement]:
+        judged = ((shown(arm.label), judge(arm, facts)) for arm in facts.run.arms)
+        return [replace(outcome, detail=f"{label} {outcome.detail}") for label, outcome in judged]
 
     return find
 
 
-def per_load(judge: Callable[[WorkloadFacts, Facts], Outcome | None]) -> Find:
+def per_load(judge: Callable[[WorkloadFacts, Facts], Judgement | None]) -> Find:
     """Declare a check that judges each workload that has blocks; None if it does not apply."""
 
     @wraps(judge)
-    def find(facts: Facts) -> list[Outcome]:
-        found = ((load, judge(load, facts)) for load in facts.loads)
-        return [replace(outcome, scope=load.scope) for load, outcome in found if outcome is not None]
+    def find(facts: Facts) -> list[Judgement]:
+        judged = ((load, judge(load, facts)) for load in facts.loads)
+        return [replace(outcome, scope=load.scope) for load, outcome in judged if outcome is not None]
 
     return find
 
 
-def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Outcome]) -> Find:
+def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Judgement]) -> Find:
     """Declare a check that judges each workload's leading comparisons: one with two arms, several with more."""
 
     @wraps(judge)
-    def find(facts: Facts) -> list[Outcome]:
+    def find(facts: Facts) -> list[Judgement]:
         leading: dict[str, list[Comparison]] = {}
-        for one in leading_comparisons(facts.comparisons):
-            leading.setdefault(one.scenario, []).append(one)
-        return [replace(judge(found, facts), scope=workload_scope(name)) for name, found in leading.items()]
+        for comparison in leading_comparisons(facts.comparisons):
+            leading.setdefault(comparison.scenario, []).append(comparison)
+        return [replace(judge(comparisons, facts), scope=workload_scope(name)) for name, comparisons in leading.items()]
 
     return find
 
 
 def make_checks(facts: Facts) -> tuple[Check, ...]:
-    return tuple(one for definition in CHECKS.values() for one in definition.checks(facts))
+    return tuple(outcome for definition in CHECKS.values() for outcome in definition.checks(facts))
 
 
 def check_before_load(facts: Facts) -> list[Check]:
     """The checks to show before the load begins; `make_checks` repeats them."""
-    return [one for definition in CHECKS.values() if definition.before_load for one in definition.checks(facts)]
+    return [outcome for definition in CHECKS.values() if definition.before_load for outcome in definition.checks(facts)]
 
 
 def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
@@ -179,7 +179,7 @@ def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
 def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
     """Why the comparisons of a scenario are invalid; None if they are valid."""
     covering = [check for check in invalidating(checks) if check.scope in (RUN, workload_scope(scenario))]
-    return "; ".join(_said(check) for check in covering) or None
+    return "; ".join(_message(check) for check in covering) or None
 
 
 def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
@@ -187,13 +187,13 @@ def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
     groups: dict[tuple[str, bool | None], list[Check]] = {}
     for check in invalidating(checks):
         groups.setdefault((check.name, check.ok), []).append(check)
-    found = []
+    messages = []
     for first, *more in groups.values():
         others = f" and {counted(len(more), 'more workload')}" if more else ""
         covers = "" if first.scope in (RUN, PLAN) else f"In {first.scope.removeprefix('workload ')}{others}, "
-        found.append(sentence(covers + _said(first)))
-    return tuple(found)
+        messages.append(sentence(covers + _message(first)))
+    return tuple(messages)
 
 
-def _said(check: Check) -> str:
+def _message(check: Check) -> str:
     return f"not available: “{check.title}” ({check.detail})" if check.ok is None else check.detail

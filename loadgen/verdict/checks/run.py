@@ -1,21 +1,151 @@
-"""Checks of the run as a whole: it finished, the outputs are right, and nothing that is compared is missing."""
+"""Checks of the run as a whole: where it ran, that it finished, that answers are right and that nothing is missing.
+
+Arms are ranked as GPU servers only if each is verified on the same GPU. If every arm reports that it runs on the CPU,
+nothing has to be verified: the verdict calls it a CPU comparison.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from statistics import median
 
 import numpy as np
 
-from loadgen.comparison.claims import join
-from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
-from loadgen.comparison.facts import PLAN, Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.comparisons import MIN_PAIRS, Comparison
+from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts, workload_scope
+from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.probes.rate_search_analysis import RatesFound, Trial
-from loadgen.quantities import counted, number, share
-from loadgen.records.parity import ParityRecord
+from loadgen.quantities import counted, join, number, share
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart
-from loadgen.records.run import Label, Workload, shown
-from loadgen.verdict.checks.registry import Outcome, check, per_comparison, per_load
+from loadgen.records.run import Label, ParityRecord, Workload, shown
+from loadgen.run.storage import StoredRun
+from loadgen.verdict.checks.registry import Judgement, check, per_comparison, per_load
+
+Evidence = Mapping[Label, EvidenceRecord | None]
+"""The finding about each arm, the baseline first."""
+
+
+@check(
+    "the model ran on a GPU",
+    "informs",
+    "Run on a machine with an NVIDIA GPU to compare GPU serving.",
+    threshold="every arm on a GPU",
+    caveat=("failed", "unknown"),
+)
+def gpu_present(facts: Facts) -> Iterator[Judgement]:
+    run, sides = facts.run, _sides(facts.run)
+    status = run.environment.gpu.get("status") if run.environment else None
+    without_gpu = status not in (None, "ok") and all(arm.launched for arm in run.arms)
+    if sides and all(side is False for side in sides):
+        where = "this machine has no GPU" if without_gpu else f"{_all(sides)} arms ran on the CPU, as they report"
+        yield Judgement(False, f"{where}: this is a CPU comparison", "cpu")
+    elif True in sides and False in sides:
+        yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm")
+    elif run.record_of(EvidenceFile) is not None:
+        ok, reason = may_rank(_evidence(run, None))
+        detail = reason.rstrip(".") if ok else f"GPU use is not verified: {reason.rstrip('.')}"
+        yield Judgement(ok, detail, "verified" if ok else "unproven")
+    elif True in sides:
+        detail = "the servers report that they use a GPU, but nothing was recorded to verify it"
+        yield Judgement(None, detail, "reported")
+    elif without_gpu and run.arms:
+        yield Judgement(False, "this machine has no GPU: this is a CPU comparison", str(status))
+    else:
+        yield Judgement(None, "the servers do not report whether they use a GPU")
+
+
+@check(
+    "every arm is verified on the same GPU",
+    "invalidates",
+    "Find the code of the finding in docs/gpu-proof.md and follow its remedy.",
+    unknown="invalidates",
+    threshold="every arm GPU_VERIFIED on one GPU",
+)
+def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
+    """Cold starts, searches and ramps have no blocks to watch: they use the findings of the whole run."""
+    run, sides = facts.run, _sides(facts.run)
+    stored = run.record_of(EvidenceFile)
+    if (sides and all(side is False for side in sides)) or (stored is None and True not in sides):
+        return
+    if True in sides and False in sides:
+        yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm")
+    elif stored is None:
+        yield Judgement(None, "nothing was recorded, and a server's own report does not verify anything")
+    else:
+        for workload in run.experiment.workloads:
+            evidence = _evidence(run, workload.name if workload.has_blocks else None)
+            ok, sentence = may_rank(evidence)
+            value = join([record.finding.value if record is not None else "nothing" for record in evidence.values()])
+            yield Judgement(ok, sentence.rstrip("."), value, scope=workload_scope(workload.name))
+
+
+@check(
+    "GPU verification recognises a deliberate CPU run",
+    "warns",
+    "Let nothing else use the GPU: other work on it blurs every finding.",
+    threshold=GpuFinding.CPU_FALLBACK.value,
+)
+def negative_control(facts: Facts) -> Iterator[Judgement]:
+    stored = facts.run.record_of(EvidenceFile)
+    if stored is None:
+        return
+    controls = [record for record in stored.records if record.control]
+    if not controls:
+        yield Judgement(None, "no arm was run on the CPU as a control")
+    for record in controls:
+        recognised = record.finding is GpuFinding.CPU_FALLBACK
+        activity = f"the GPU was {record.activity}" if record.activity else "the GPU's activity is unknown"
+        ok = recognised and record.activity == "idle" if record.activity is not None or not recognised else None
+        if recognised and record.inputs.attribution.foreign:
+            ok, activity = None, "another process used the GPU, so its work cannot be attributed"
+        detail = f"arm {shown(record.label)} ran on the CPU and was found to be {record.finding}; {activity}"
+        yield Judgement(ok, detail, record.finding.value)
+
+
+def may_rank(evidence: Evidence) -> tuple[bool, str]:
+    """Whether the arms may be compared as GPU arms, and why (not), in one sentence."""
+    uuids = {}
+    for label, record in evidence.items():
+        if record is None:
+            return False, f"Nothing shows where arm {shown(label)} ran."
+        if record.finding is not GpuFinding.GPU_VERIFIED:
+            code = f" ({record.code})" if record.code is not None else ""
+            return False, f"Arm {shown(label)} is {record.finding}{code}: {record.sentence}"
+        uuids[label] = record.uuid
+    used = set(uuids.values())
+    if len(used) > 1 or None in used:
+        places = ", ".join(f"{shown(label)} on {uuid}" for label, uuid in uuids.items())
+        return False, f"The arms ran on different GPUs: {places}."
+    return True, f"{_all(evidence).capitalize()} arms are GPU_VERIFIED on {used.pop()}."
+
+
+def _evidence(run: StoredRun, workload: str | None) -> Evidence:
+    """The findings for one workload, or for the whole run."""
+    stored = run.record_of(EvidenceFile)
+    records = () if stored is None else stored.records
+    by_label = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
+    return {label: by_label.get(label) for label in run.experiment.labels}
+
+
+def _all(arms: Sized) -> str:
+    return "both" if len(arms) == 2 else "all"
+
+
+def _sides(run: StoredRun) -> list[bool | None]:
+    """Where each arm runs, as its server reports: on a GPU (True), on the CPU (False), or unknown."""
+    devices = [arm.in_effect.get("device") for arm in run.arms]
+    return [None if device is None else not str(device).startswith("cpu") for device in devices]
+
+
+def _mixed(run: StoredRun) -> str:
+    return join(
+        [
+            f"arm {shown(arm.label)} ran on {'a GPU' if side else 'the CPU'}"
+            for arm, side in zip(run.arms, _sides(run), strict=True)
+            if side is not None
+        ]
+    )
+
 
 LEAST_SHARE = 0.9
 """A server that computes every response takes at least this median share of a new request's time for a repeated one."""
@@ -30,10 +160,10 @@ SIGNIFICANCE = 0.005
     unknown="invalidates",
     threshold="finished",
 )
-def run_finished(facts: Facts) -> Iterator[Outcome]:
+def run_finished(facts: Facts) -> Iterator[Judgement]:
     state = facts.run.state
     if state is None:
-        yield Outcome(None, "run.json is missing", scope=PLAN)
+        yield Judgement(None, "run.json is missing", scope=PLAN)
         return
     detail = {
         "running": f"the run {'is still running' if facts.run.running else 'was killed during'}: {state.phase}",
@@ -41,7 +171,7 @@ def run_finished(facts: Facts) -> Iterator[Outcome]:
         "interrupted": f"the run was interrupted during: {state.phase}",
         "failed": f"the run failed during {state.phase}: {state.error}",
     }[state.state]
-    yield Outcome(state.state == "finished", detail, state.state, scope=PLAN)
+    yield Judgement(state.state == "finished", detail, state.state, scope=PLAN)
 
 
 @check(
@@ -50,10 +180,10 @@ def run_finished(facts: Facts) -> Iterator[Outcome]:
     "Serve the same weights, precision and preprocessing on every arm; the parity table names the failing case.",
     unknown="invalidates",
 )
-def parity(facts: Facts) -> Iterator[Outcome]:
+def parity(facts: Facts) -> Iterator[Judgement]:
     record = facts.run.parity
     if record is None or (not record.cases and record.error is None):
-        yield Outcome(None, "parity was not measured")
+        yield Judgement(None, "parity was not measured")
         return
     relative, figures = record.largest_relative_error, parity_figures(record)
     failed = [case.name for case in record.cases if not case.ok]
@@ -61,7 +191,7 @@ def parity(facts: Facts) -> Iterator[Outcome]:
     if failed and record.error is None:
         cases = f"{len(failed)} of {len(record.cases)} cases ({', '.join(failed)})"
         detail = f"the arms give different answers in {cases}, so their speeds cannot be compared; {figures}"
-    yield Outcome(
+    yield Judgement(
         record.ok and not failed and record.error is None,
         detail,
         record.lowest_cosine if relative is None else relative,
@@ -72,14 +202,14 @@ def parity(facts: Facts) -> Iterator[Outcome]:
 def parity_figures(record: ParityRecord) -> str:
     """The figures of the worst case, as text, by the kinds of the outputs."""
     relative, kinds = record.largest_relative_error, set(record.kinds.values())
-    found = [] if kinds and "embedding" not in kinds else [f"lowest cosine {record.lowest_cosine or 0.0:.6f}"]
+    figures = [] if kinds and "embedding" not in kinds else [f"lowest cosine {record.lowest_cosine or 0.0:.6f}"]
     if relative is not None and record.tolerance_relative is not None and kinds != {"labels"}:
-        found.insert(0, f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e})")
-    found.append(order_words(record.lowest_share("top1"), record.lowest_share("top5")))
+        figures.insert(0, f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e})")
+    figures.append(order_words(record.lowest_share("top1"), record.lowest_share("top5")))
     if "labels" in kinds:
         equal = all(case.ok or record.kinds.get(str(case.output)) != "labels" for case in record.cases)
-        found.append("labels are equal" if equal else "labels differ")
-    return ", ".join(filter(None, found))
+        figures.append("labels are equal" if equal else "labels differ")
+    return ", ".join(filter(None, figures))
 
 
 def order_words(top1: float | None, top5: float | None) -> str:
@@ -93,7 +223,7 @@ def order_words(top1: float | None, top5: float | None) -> str:
     "invalidates",
     "Find out why that server answers every input alike: it may not compute at all.",
 )
-def answers_depend_on_inputs(facts: Facts) -> Iterator[Outcome]:
+def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
     """Judge whether different inputs get different answers. Skipped without a record, and for the null engine; a model
     whose labels alone are alike may be right."""
     record = facts.run.parity
@@ -105,23 +235,23 @@ def answers_depend_on_inputs(facts: Facts) -> Iterator[Outcome]:
     if same:
         detail = f"the answers of {join(list(map(shown, same)))} do not depend on the inputs: all of them are alike"
         only_labels = set(record.kinds.values()) == {"labels"}
-        yield Outcome(False, detail, len(same), severity="warns" if only_labels else None)
+        yield Judgement(False, detail, len(same), severity="warns" if only_labels else None)
     elif judged:
-        yield Outcome(True, "different inputs get different answers", 0)
+        yield Judgement(True, "different inputs get different answers", 0)
 
 
 @check("every arm got the same payload", "invalidates", "Give every arm the same --payload.", threshold="equal")
-def same_payload(facts: Facts) -> Iterator[Outcome]:
+def same_payload(facts: Facts) -> Iterator[Judgement]:
     experiment = facts.run.experiment
     first, *others = experiment.payloads
     if others:
         sent = {shown(arm.label): experiment.payload_of(arm) for arm in experiment.arms}
         apart = join([f"{arm} {payload}" for arm, payload in sent.items()])
-        yield Outcome(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
+        yield Judgement(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
     elif facts.run.blocks or facts.run.records_of(ServerStart):
-        yield Outcome(True, f"{first} over {experiment.transport}", first)
+        yield Judgement(True, f"{first} over {experiment.transport}", first)
     else:
-        yield Outcome(None, "nothing was sent", first)
+        yield Judgement(None, "nothing was sent", first)
 
 
 @check(
@@ -130,15 +260,15 @@ def same_payload(facts: Facts) -> Iterator[Outcome]:
     "Trust the server's authority with --a-ca FILE instead of --a-insecure.",
     threshold="verified",
 )
-def certificates(facts: Facts) -> Iterator[Outcome]:
+def certificates(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no arm is reached over TLS."""
     secured = [arm for arm in facts.run.experiment.arms if arm.tls_addresses]
     open_arms = [shown(arm.label) for arm in secured if arm.access.insecure]
     if open_arms:
         detail = f"the certificate of {join(open_arms)} was not verified, so another server may have answered"
-        yield Outcome(False, detail, "not verified")
+        yield Judgement(False, detail, "not verified")
     elif secured:
-        yield Outcome(True, f"verified for {join([shown(arm.label) for arm in secured])}", "verified")
+        yield Judgement(True, f"verified for {join([shown(arm.label) for arm in secured])}", "verified")
 
 
 @check(
@@ -147,7 +277,7 @@ def certificates(facts: Facts) -> Iterator[Outcome]:
     "Give every arm an https:// address, or none: encryption takes time on both sides.",
     threshold="equal",
 )
-def same_encryption(facts: Facts) -> Iterator[Outcome]:
+def same_encryption(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no arm is reached over TLS."""
     experiment = facts.run.experiment
     encrypted = [
@@ -157,7 +287,7 @@ def same_encryption(facts: Facts) -> Iterator[Outcome]:
     ]
     if encrypted:
         alike = len(encrypted) == len(experiment.arms)
-        yield Outcome(alike, "all use TLS" if alike else f"only {join(encrypted)} uses TLS", ", ".join(encrypted))
+        yield Judgement(alike, "all use TLS" if alike else f"only {join(encrypted)} uses TLS", ", ".join(encrypted))
 
 
 @check(
@@ -167,7 +297,7 @@ def same_encryption(facts: Facts) -> Iterator[Outcome]:
     unknown="invalidates",
     threshold=0,
 )
-def request_errors(facts: Facts) -> Iterator[Outcome]:
+def request_errors(facts: Facts) -> Iterator[Judgement]:
     """Judge failed requests. A rate search counts a failed request as a late one instead."""
     for load in facts.loads:
         sent = {
@@ -175,11 +305,11 @@ def request_errors(facts: Facts) -> Iterator[Outcome]:
         }
         errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
         messages = (message for block in load.stored for message in block.record.error_messages)
-        found = _errors(load.workload, sum(sent.values()), errors, messages)
+        judgement = _errors(load.workload, sum(sent.values()), errors, messages)
         if silent:
-            detail = f"no request was sent to {join(silent)}" + (f"; {found.detail}" if errors else "")
-            found = Outcome(False if errors else None, detail, found.value, scope=load.scope)
-        yield found
+            detail = f"no request was sent to {join(silent)}" + (f"; {judgement.detail}" if errors else "")
+            judgement = Judgement(False if errors else None, detail, judgement.value, scope=load.scope)
+        yield judgement
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "ramp":
             trials = [trial for trial in facts.run.records_of(Trial) if trial.workload == workload.name]
@@ -187,13 +317,13 @@ def request_errors(facts: Facts) -> Iterator[Outcome]:
             yield _errors(workload, sum(t.requests for t in trials), sum(t.errors for t in trials), messages)
 
 
-def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Outcome:
+def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Judgement:
     if not requests:
-        return Outcome(None, "no request was sent", scope=workload_scope(workload.name))
+        return Judgement(None, "no request was sent", scope=workload_scope(workload.name))
     detail = f"{errors:,} of {requests:,} requests failed"
     if first := next(iter(messages), None):
         detail += f"; first message: {first}"
-    return Outcome(not errors, detail, errors / requests, scope=workload_scope(workload.name))
+    return Judgement(not errors, detail, errors / requests, scope=workload_scope(workload.name))
 
 
 @check(
@@ -203,7 +333,7 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
     unknown="invalidates",
     threshold=0,
 )
-def answers_under_load(facts: Facts) -> Iterator[Outcome]:
+def answers_under_load(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
     run = facts.run
     for workload in run.experiment.workloads if run.has_records_of(AnswersCompared) else ():
@@ -217,39 +347,39 @@ def answers_under_load(facts: Facts) -> Iterator[Outcome]:
 
 
 def _answers(
-    workload: Workload, labels: Sequence[Label], found: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
-) -> Outcome:
-    wrong = [one for one in found if one.wrong]
-    errors = [one.error for one in found if one.error]
-    silent = {label for label, _ in loaded - {(one.label, one.restart) for one in found}}
+    workload: Workload, labels: Sequence[Label], compared: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
+) -> Judgement:
+    wrong = [part for part in compared if part.wrong]
+    errors = [part.error for part in compared if part.error]
+    silent = {label for label, _ in loaded - {(part.label, part.restart) for part in compared}}
     missing = [shown(label) for label in labels if label in silent]
     if wrong:
         detail = "; ".join(
-            f"{sum(one.wrong for one in wrong if one.label == label):,} of "
-            f"{sum(one.answers for one in found if one.label == label):,} answers of {shown(label)} are wrong: "
-            + next(str(one.fault) for one in wrong if one.label == label)
-            for label in dict.fromkeys(one.label for one in wrong)
+            f"{sum(part.wrong for part in wrong if part.label == label):,} of "
+            f"{sum(part.answers for part in compared if part.label == label):,} answers of {shown(label)} are wrong: "
+            + next(str(part.fault) for part in wrong if part.label == label)
+            for label in dict.fromkeys(part.label for part in wrong)
         )
     elif errors:
         detail = errors[0]
     elif missing:
         detail = f"no answers of {join(missing)} were compared"
     else:
-        worst = max((one.relative_max or 0.0 for one in found), default=0.0)
+        answers, items = sum(part.answers for part in compared), sum(part.items for part in compared)
+        worst = max((part.relative_max or 0.0 for part in compared), default=0.0)
         detail = (
-            f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by "
-            f"at most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
+            f"{answers:,} answers ({items:,} items) differ by at most {worst:.1e} "
+            f"(tolerance {compared[0].tolerance_relative:.1e})"
         )
         first, fifth = (
-            min((value for one in found if (value := getattr(one, name)) is not None), default=None)
+            min((value for part in compared if (value := getattr(part, name)) is not None), default=None)
             for name in ("top1", "top5")
         )
         detail = ", ".join(filter(None, (detail, order_words(first, fifth))))
-    compared = not errors and not missing
-    ok = False if wrong else True if compared else None
-    return Outcome(
-        ok, detail, sum(one.wrong for one in found) if compared else None, scope=workload_scope(workload.name)
-    )
+    is_complete = not errors and not missing
+    ok = False if wrong else True if is_complete else None
+    value = sum(part.wrong for part in compared) if is_complete else None
+    return Judgement(ok, detail, value, scope=workload_scope(workload.name))
 
 
 @check(
@@ -258,21 +388,21 @@ def _answers(
     "Turn off the response cache of that server.",
     threshold=LEAST_SHARE,
 )
-def repeated_requests(facts: Facts) -> Iterator[Outcome]:
+def repeated_requests(facts: Facts) -> Iterator[Judgement]:
     probes = facts.run.records_of(CacheProbe)
     if not probes:
         return
-    shares = {probe.label: found for probe in probes if (found := shortened_to(probe)) is not None}
+    shares = {probe.label: part for probe in probes if (part := shortened_to(probe)) is not None}
     cached = [shown(probe.label) for probe in probes if answers_from_memory(probe)]
     parts = []
     if shares:
-        times = join([f"{share(found)} on {shown(label)}" for label, found in shares.items()])
+        times = join([f"{share(part)} on {shown(label)}" for label, part in shares.items()])
         parts.append(f"time of a repeated request, as a share of a new one's: {times}")
         if cached:
             parts[0] += f", so {join(cached)} answers from a cache"
     errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
     ok = False if cached else None if errors else True
-    yield Outcome(ok, "; ".join(parts + errors), min(shares.values(), default=None))
+    yield Judgement(ok, "; ".join(parts + errors), min(shares.values(), default=None))
 
 
 def shortened_to(probe: CacheProbe) -> float | None:
@@ -282,8 +412,8 @@ def shortened_to(probe: CacheProbe) -> float | None:
 
 def answers_from_memory(probe: CacheProbe) -> bool:
     """Whether repeated requests are faster by a relevant amount and by more than chance."""
-    found = shortened_to(probe)
-    return found is not None and found < LEAST_SHARE and chance(probe) < SIGNIFICANCE
+    part = shortened_to(probe)
+    return part is not None and part < LEAST_SHARE and chance(probe) < SIGNIFICANCE
 
 
 def chance(probe: CacheProbe) -> float:
@@ -311,7 +441,7 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
     "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
     unknown="invalidates",
 )
-def blocks_complete(facts: Facts) -> Iterator[Outcome]:
+def blocks_complete(facts: Facts) -> Iterator[Judgement]:
     for load in facts.planned:
         planned = len(facts.run.experiment.arms) * load.workload.rounds
         complete = [block for block in load.blocks if block.complete]
@@ -323,7 +453,7 @@ def blocks_complete(facts: Facts) -> Iterator[Outcome]:
             lost = sum(partial.requests for partial in facts.run.partial_blocks)
             detail += f"; {lost:,} requests of an unfinished block are not compared"
         ok = len(complete) >= planned and len(complete) == len(load.blocks)
-        yield Outcome(ok, detail, len(complete), planned, load.scope)
+        yield Judgement(ok, detail, len(complete), planned, load.scope)
 
 
 @check(
@@ -333,22 +463,23 @@ def blocks_complete(facts: Facts) -> Iterator[Outcome]:
     "what cut it short.",
     unknown="invalidates",
 )
-def searches_ended(facts: Facts) -> Iterator[Outcome]:
+def searches_ended(facts: Facts) -> Iterator[Judgement]:
     """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
-    found = facts.of(RatesFound)
+    searches = facts.of(RatesFound)
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "slo":
-            rates = [rate for rate in found.rates if rate.workload == workload.name]
+            rates = [rate for rate in searches.rates if rate.workload == workload.name]
             done, what = sum(rate.ended == "found" for rate in rates), "searches found a rate"
             notes = [
-                f"{shown(one.label)} misses the bound even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate"
-                if one.ended == "none"
-                else f"{shown(one.label)} holds the bound even at {number(one.rate_per_s or 0.0)}/s, the highest rate"
-                for one in rates
-                if one.ended in ("none", "highest")
+                f"{shown(rate.label)} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest "
+                "rate"
+                if rate.ended == "none"
+                else f"{shown(rate.label)} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
+                for rate in rates
+                if rate.ended in ("none", "highest")
             ]
         elif workload.scenario == "ramp":
-            ramps = [ramp for ramp in found.ramps if ramp.workload == workload.name]
+            ramps = [ramp for ramp in searches.ramps if ramp.workload == workload.name]
             done, what = sum(ramp.saturated for ramp in ramps), "ramps reached saturation"
             notes = [
                 f"{shown(ramp.label)} was still gaining with {workload.concurrency} users"
@@ -359,7 +490,7 @@ def searches_ended(facts: Facts) -> Iterator[Outcome]:
             continue
         planned = len(facts.run.experiment.arms) * workload.rounds
         detail = "; ".join([f"{done} of {planned} {what}", *notes[:1]])
-        yield Outcome(done >= planned, detail, done, planned, workload_scope(workload.name))
+        yield Judgement(done >= planned, detail, done, planned, workload_scope(workload.name))
 
 
 @check(
@@ -370,16 +501,16 @@ def searches_ended(facts: Facts) -> Iterator[Outcome]:
     threshold=0,
 )
 @per_load
-def samples_complete(load: WorkloadFacts, _: Facts) -> Outcome:
+def samples_complete(load: WorkloadFacts, _: Facts) -> Judgement:
     problems = [block.problem for block in load.stored if block.problem]
     detail = problems[0] if problems else f"all {len(load.stored)} sample files match their records"
-    return Outcome(not problems, detail, len(problems))
+    return Judgement(not problems, detail, len(problems))
 
 
 @check(
     "every cold start succeeded", "invalidates", "Read the log of the server that did not start.", unknown="invalidates"
 )
-def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
+def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
     starts = facts.run.records_of(ServerStart)
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "cold-start":
@@ -387,7 +518,7 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
             good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
             errors = [start.error for start in starts if start.error]
             detail = f"{good} of {planned} cold starts succeeded" + (f"; first error: {errors[0]}" if errors else "")
-            yield Outcome(good >= planned and not errors, detail, good, planned, workload_scope(workload.name))
+            yield Judgement(good >= planned and not errors, detail, good, planned, workload_scope(workload.name))
 
 
 @check(
@@ -398,6 +529,6 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
     threshold=MIN_PAIRS,
 )
 @per_comparison
-def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Outcome:
-    fewest = min(one.pairs for one in leading)
-    return Outcome(fewest >= MIN_PAIRS, counted(fewest, "complete round"), fewest)
+def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Judgement:
+    fewest = min(comparison.pairs for comparison in leading)
+    return Judgement(fewest >= MIN_PAIRS, counted(fewest, "complete round"), fewest)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from servers.engines.factory import build_engine
-from servers.engines.interface import Engine, EngineError
-from servers.engines.measurement import matrix_tflops
+from servers.engines.interface import Engine, EngineError, profiled
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.manifest import executed_form
 from servers.export.parity import corpus_pixels
+from servers.measuring.measurement import RepeatingEngine, matrix_tflops
 from servers.models.images import normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
@@ -119,11 +119,11 @@ def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification
     if seen.kind == "torch":
         assert set(seen.details["parameters_by_device"]) == {"cuda:0"}  # type: ignore[call-overload]
         assert seen.details["cosine_to_fp32"] >= 0.9995  # type: ignore[operator]
-        assert engine.probe_kernels()
-        probe: Any = engine.kernel_probe
+        description = profiled(engine)
+        assert description is not None
+        probe: Any = description.details["kernel_probe"]
         assert probe["kernel_count"] >= 20
         assert probe["top_kernels"][0]["seconds"] > 0
-        assert engine.describe().details["kernel_probe"] == probe
     else:
         assert seen.details["nodes_by_provider"]["CUDAExecutionProvider"] > 0  # type: ignore[index]
         assert seen.details["cpu_non_shape_ops"] == []
@@ -132,6 +132,7 @@ def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification
 
 def test_the_engine_tells_how_long_it_executes(loaded: tuple[Engine, ModelSpecification, str]) -> None:
     engine, specification, precision = loaded
+    assert isinstance(engine, RepeatingEngine)
     times_ns = engine.execution_ns(8, 10)
     if times_ns is None:
         assert engine.describe().mode == "session"

@@ -8,10 +8,9 @@ import torch
 from open_clip.transformer import VisionTransformer
 
 from servers.engines.batches import Bucket
-from servers.engines.graph_runner import Enqueue, GraphRunner
-from servers.engines.vit.fused import FusedVisionTower, FusedWeights, Workspace
-from servers.engines.vit.plans import CUBLAS, Plan, Tile
-from servers.engines.vit.tower import LeanVisionTower
+from servers.engines.torch.runner import Enqueue, GraphRunner
+from servers.engines.torch.vit_fused import CUBLAS, FusedVisionTower, FusedWeights, Tile, TilePlan, Workspace
+from servers.engines.torch.vit_tower import LeanVisionTower
 from servers.models.registry import get_variant
 from servers.models.sources.open_clip import SPECIFICATION
 
@@ -19,9 +18,9 @@ pytestmark = pytest.mark.gpu
 
 BUCKETS = (1, 2, 5)
 PLANS = {
-    "pointers": Plan(*(Tile(64, 64),) * 9),
-    "descriptors": Plan(*(Tile(64, 64, descriptors=True),) * 9),
-    "split": Plan(*(Tile(64, 32, 64, split=2),) * 9),
+    "pointers": TilePlan(*(Tile(64, 64),) * 9),
+    "descriptors": TilePlan(*(Tile(64, 64, descriptors=True),) * 9),
+    "split": TilePlan(*(Tile(64, 32, 64, split=2),) * 9),
     "cublas": CUBLAS,
 }
 

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from servers.gpu.recording import Intervals, Recording  # noqa: E402 (runs from a checkout that is not installed)
+from servers.gpu.sampler import Intervals, Recording  # noqa: E402 (runs from a checkout that is not installed)
 from tests.scripted_reader import Phase, ScriptedReader  # noqa: E402 (the same)
 
 SCHEMA = "abserve.gpu-capture/1"

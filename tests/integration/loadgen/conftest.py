@@ -36,7 +36,7 @@ _FAULTY = """
 import sys
 sys.argv = sys.argv[:1]
 from loadgen.client.http import HttpConnection
-from loadgen.generator.__main__ import main
+from loadgen.client.worker import main
 send, sent = HttpConnection.send, []
 def fail_at_the_sixth(self, request, *patches):
     sent.append(request)

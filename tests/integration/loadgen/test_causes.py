@@ -15,7 +15,7 @@ from loadgen.probes.causes_analysis import CausesFound, Explanation
 from loadgen.records.run import ArmRequest, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

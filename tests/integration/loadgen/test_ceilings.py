@@ -18,7 +18,7 @@ from loadgen.report.files import write_reports
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.run.storage import RunStore
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

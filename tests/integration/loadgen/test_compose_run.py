@@ -13,15 +13,15 @@ import msgspec
 import pytest
 
 import loadgen.launch.compose as compose
-from loadgen.launch.containers import LogLine, State
-from loadgen.launch.interface import DeploymentError
-from loadgen.launch.ports import PortReservation
+from loadgen.launch.compose import ContainerState, LogLine
+from loadgen.launch.deployment import DeploymentError
+from loadgen.launch.embedded import PortReservation
 from loadgen.probes.cold_start import ColdStartsFound
 from loadgen.records.probes import ContainerStart, ServerStart
 from loadgen.records.run import ArmRequest, RunState, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -69,9 +69,9 @@ class ScriptedContainer:
             self.process.stdout.close()
             self.process = None
 
-    def state(self) -> State:
+    def state(self) -> ContainerState:
         running = self.process is not None and self.process.poll() is None
-        return State("running" if running else "exited", 0, 0)
+        return ContainerState("running" if running else "exited", 0, 0)
 
     def execute(self, *argv: str) -> tuple[int, str]:
         self.said.append("empty caches" if "-delete" in argv[-1] else " ".join(argv))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from loadgen.client.endpoint import Endpoint
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.generator.messages import Open, Prepare
-from loadgen.generator.process import GeneratorProcess
+from loadgen.client.messages import Open, Prepare
 
 pytestmark = pytest.mark.slow
 

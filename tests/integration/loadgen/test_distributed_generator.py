@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from loadgen.client.endpoint import Endpoint
+from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import write_synthetic
+from loadgen.client.messages import BlockOutcome, Open, Prepare
 from loadgen.experiment.arrivals import due_offsets_ns
-from loadgen.generator.messages import Open, Outcome, Prepare
-from loadgen.generator.process import GeneratorError, GeneratorProcess
 from tests.integration.loadgen.conftest import await_true
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -44,7 +44,7 @@ def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str
 
 def workers() -> list[psutil.Process]:
     """In the order in which they were started."""
-    found = [child for child in psutil.Process().children() if "loadgen.generator" in child.cmdline()]
+    found = [child for child in psutil.Process().children() if "loadgen.client.worker" in child.cmdline()]
     return sorted(found, key=lambda child: child.create_time())
 
 
@@ -56,7 +56,7 @@ def command(url: str, path: Path | None, **changes: object) -> Open:
     return Open(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def run(generator: GeneratorProcess, block: Open) -> Outcome:
+def run(generator: GeneratorProcess, block: Open) -> BlockOutcome:
     generator.open(block)
     return generator.go(block)
 

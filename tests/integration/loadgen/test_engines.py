@@ -163,7 +163,7 @@ def test_a_kept_process_makes_its_first_calls_before_it_is_ready(tmp_path: Path)
     request: dict[str, object] = {"model": write_model(tmp_path, slow), "engine": "torch", "device": "cpu"}
     request |= {"batches": [5, 6], "lengths": [8], "first_calls": True}
     commands = "".join(f'{{"batch": {batch}, "length": 8, "seconds": 0.01}}\n' for batch in (6, 5, 6))
-    worker = [sys.executable, "-P", "-m", "servers.engines.worker"]
+    worker = [sys.executable, "-P", "-m", "servers.measuring.worker"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*worker, json.dumps(request)], input=commands, capture_output=True, text=True, env=environment
@@ -180,7 +180,7 @@ def test_the_worker_ends_with_its_input_and_goes_on_after_a_bad_command(tmp_path
     request = {"model": write_model(tmp_path), "engine": "torch", "device": "cpu", "batches": [2], "lengths": [8]}
     commands = '{"batch": 2, "length": 9}\nnonsense\n{"batch": 2, "length": 8, "seconds": 0.01}\n'
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "servers.engines.worker", json.dumps(request)],
+        [sys.executable, "-P", "-m", "servers.measuring.worker", json.dumps(request)],
         input=commands, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

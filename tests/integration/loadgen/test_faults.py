@@ -24,9 +24,8 @@ from loadgen.records.run import ArmRequest, RunState, Workload
 from loadgen.report.files import write_reports
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import invalidating
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import (
     FAKE_ABSERVE,
     UNWATCHED,

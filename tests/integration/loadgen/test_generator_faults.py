@@ -15,14 +15,14 @@ import pytest
 
 import loadgen.run.load_runner
 from loadgen.client.endpoint import Endpoint
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.generator.messages import Open, Prepare
-from loadgen.generator.process import GeneratorProcess
+from loadgen.client.messages import Open, Prepare
 from loadgen.records.run import BlockRecord, Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
@@ -45,7 +45,7 @@ def run_until_samples(experiment: Experiment, out: Path, name: str) -> subproces
 def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = run_until_samples(make_experiment(workloads=(LONG,)), out, "0000.npy.part")
-    (generator,) = children_of(process, "loadgen.generator")
+    (generator,) = children_of(process, "loadgen.client.worker")
     generator.send_signal(signal.SIGKILL)
     assert process.wait(30) == 1
     state = stored(out / "run.json", RunState)
@@ -63,7 +63,7 @@ def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: 
 def test_a_lost_worker_fails_the_run_and_everything_measured_is_in_one_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = run_until_samples(make_experiment(workloads=(LONG,), processes=2), out, "0000.worker1.npy.part")
-    worker = max(children_of(process, "loadgen.generator"), key=lambda child: child.create_time())
+    worker = max(children_of(process, "loadgen.client.worker"), key=lambda child: child.create_time())
     worker.send_signal(signal.SIGKILL)
     assert process.wait(30) == 1
     (record,) = blocks(out)
@@ -82,7 +82,7 @@ def test_a_worker_with_a_full_disk_ends_the_run_with_a_sentence(tmp_path: Path) 
     out = tmp_path / "run"
     process = start_runner(make_experiment(workloads=(LONG,), processes=2), out)
     await_true((out / "samples" / "0000.worker1.npy.part").exists, "the block begins")
-    for worker in children_of(process, "loadgen.generator"):
+    for worker in children_of(process, "loadgen.client.worker"):
         worker.rlimit(psutil.RLIMIT_FSIZE, (8192, 8192))
     assert process.wait(60) == 1
     state = stored(out / "run.json", RunState)

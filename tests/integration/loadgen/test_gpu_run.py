@@ -17,7 +17,7 @@ from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
 from loadgen.report.files import write_reports
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

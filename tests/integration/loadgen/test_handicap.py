@@ -10,8 +10,7 @@ from loadgen.probes.handicap_analysis import HandicapRecord, HandicapsFound
 from loadgen.records.run import ArmRequest
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from loadgen.launch.interface import RemoteDeployment
-from loadgen.launch.process import ChildProcess
+from loadgen.child_process import ChildProcess
+from loadgen.launch.deployment import RemoteDeployment
 from tests.integration.loadgen.conftest import await_true
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -13,8 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.ports import PortReservation
+from loadgen.launch.embedded import EmbeddedDeployment, PortReservation
 from tests.integration.loadgen.conftest import FAKE, await_true, regions_of_load
 
 LOCUSTFILE = Path(__file__).parents[3] / "loadgen" / "scenarios.py"
@@ -130,13 +129,13 @@ def test_an_open_loop_has_its_connections_at_once(fake_url: Callable[..., str], 
 NO_TIMER = """
 import ctypes, errno
 from types import SimpleNamespace
-import loadgen.generator.pacer
+import loadgen.client.pacer
 
 def refuse(*_):
     ctypes.set_errno(errno.EMFILE)
     return -1
 
-loadgen.generator.pacer._libc = SimpleNamespace(timerfd_create=refuse)
+loadgen.client.pacer._libc = SimpleNamespace(timerfd_create=refuse)
 from loadgen.scenarios import *
 """
 

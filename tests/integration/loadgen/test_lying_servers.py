@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.records.parity import ParityRecord
-from loadgen.records.run import RunState, Workload
+from loadgen.records.run import ParityRecord, RunState, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.hostile_names import HOSTILE, check_reports
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment, stored
 

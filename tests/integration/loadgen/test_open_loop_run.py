@@ -12,7 +12,7 @@ from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
 from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from loadgen.client.endpoint import Endpoint
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.comparison.loops import throughput_per_s
-from loadgen.generator.messages import Open, Prepare
-from loadgen.generator.process import GeneratorProcess
+from loadgen.client.messages import Open, Prepare
 from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.run import Transport
 from loadgen.records.samples import latencies_ms
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.launch.interface import RemoteDeployment
 from loadgen.records.run import ArmRecord, ArmRequest
 from loadgen.run.arms import Arm
 

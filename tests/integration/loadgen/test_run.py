@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from loadgen.experiment.schedule import schedule
-from loadgen.records.parity import ParityRecord
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, RunState, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
 from loadgen.run.errors import PreparationError
 from loadgen.run.preparation import export_artefacts
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.run.storage import RunStore, StorageError
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -211,7 +210,7 @@ def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
 def test_a_warm_up_that_the_generator_could_not_finish_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.generator.process.OWN_MODULE", FAULTY_GENERATOR)
+    monkeypatch.setattr("loadgen.client.generator.OWN_MODULE", FAULTY_GENERATOR)
     state = run(make_experiment(), tmp_path / "run")
     assert state.state == "failed"
     assert state.error == "warm-up of arm a was cut short: the load generator failed: RuntimeError('ours')"

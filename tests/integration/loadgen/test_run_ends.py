@@ -17,8 +17,8 @@ from loadgen.launch.work_folder import remove_abandoned
 from loadgen.records.run import Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
 from loadgen.report.files import write_reports
-from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Check
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -138,7 +138,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_no_half_file(tmp_path: Pat
     process = start_runner(make_experiment(workloads=(long,)), out)
     await_true((out / "samples" / "0000.npy.part").exists, "the block begins")
     for child in psutil.Process(process.pid).children():
-        if "loadgen.generator" in child.cmdline():
+        if "loadgen.client.worker" in child.cmdline():
             child.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
     assert process.wait(30) == 1
     state = stored(out / "run.json", RunState)

@@ -15,8 +15,7 @@ from loadgen.run.context import RunContext
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.run.storage import read_run
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 RAMP = Workload(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1)

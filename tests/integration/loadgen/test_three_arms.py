@@ -13,13 +13,12 @@ import pytest
 
 from loadgen.experiment.schedule import schedule
 from loadgen.probes.causes_analysis import CausesFound, Explanation
-from loadgen.records.parity import ParityRecord
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
 from loadgen.report.files import write_reports
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

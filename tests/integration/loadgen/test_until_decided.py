@@ -10,9 +10,8 @@ import pytest
 from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
-from loadgen.verdict.stopping import Stopping
+from loadgen.verdict.result import Result, analyse
+from loadgen.verdict.verdict import Stopping
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

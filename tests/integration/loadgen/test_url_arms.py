@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from loadgen.launch import interface
-from loadgen.run import servers
+from loadgen.launch import deployment
+from loadgen.run import runner
 from tests.certificates import Authority
 from tests.integration.loadgen.conftest import FAKE, UNWATCHED_ABSERVE
 
@@ -84,7 +84,7 @@ def test_a_run_over_tls_with_a_header_and_a_version_keeps_the_secrets(
     result = json.loads((tmp_path / "run/result.json").read_bytes())
     assert json.loads((tmp_path / "run/run.json").read_bytes())["state"] == "finished", output
     assert all(not json.loads(path.read_bytes())["errors"] for path in (tmp_path / "run/blocks").glob("*.json"))
-    assert "loadgen.generator" in arguments
+    assert "loadgen.client.worker" in arguments
     assert "s3cret" not in arguments
     assert "s3cret" not in output
     kept = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
@@ -139,7 +139,7 @@ def test_options_that_cannot_work_are_refused_without_showing_a_value(options: t
 def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
     tmp_path: Path, authority: Authority, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for user in (interface, servers):
+    for user in (deployment, runner):
         monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 1.0)  # all of them are ready or never will be
     authority.sign("old", expired=True)
     plain = fake_url("--model", "fake")
@@ -176,7 +176,7 @@ def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
 def test_a_server_without_the_model_names_what_it_serves(
     served: tuple[str, ...], words: str, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for user in (interface, servers):
+    for user in (deployment, runner):
         monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 1.0)
     own, other = fake_url("--model", "bert"), fake_url(*served)
     assert words in refusal("--model", "bert", "--a", own, "--b", other)
@@ -185,7 +185,7 @@ def test_a_server_without_the_model_names_what_it_serves(
 def test_a_server_without_a_list_of_models_is_told_as_before(
     tmp_path: Path, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for user in (interface, servers):
+    for user in (deployment, runner):
         monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 1.0)
     for number, (body, status) in enumerate([("", 404), ("{}", 200), ("[1]", 200), ('[{"name": "bert"}]', 200)]):
         lies = tmp_path / f"{number}.json"

@@ -23,10 +23,11 @@ from servers.cli.launch import bind
 from servers.engines.batches import Bucket, bucket_sizes
 from servers.engines.interface import EngineDescription, Finish, Request
 from servers.engines.settings import EngineSettings
-from servers.engines.torch_device import RunnerEngine
+from servers.engines.torch.device import RunnerEngine
 from servers.native.server import configure_logs, serve
 from servers.native.settings import NativeSettings
 from servers.protocol.tensors import Array
+from tests.host_copies import HostCopies
 from tests.integration.native.controlled_server import SPECIFICATION
 
 BATCH_S, ROW_S = 0.032, 0.004
@@ -43,7 +44,7 @@ class Doubling(RunnerEngine):
         self._ends: deque[float] = deque([0.0])  # of the last batch that is executed, and of those in flight
 
     def load(self) -> None:
-        self._start(self._build, bucket_sizes(self._settings.max_batch_size), torch.device("cpu"))
+        self._start(self._build, bucket_sizes(self._settings.max_batch_size), torch.device("cpu"), copies=HostCopies())
 
     def _build(self, _bucket: Bucket) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]:
         def execute(given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:

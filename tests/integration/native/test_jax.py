@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from servers.engines.environment import environment_of, second_interpreter
+from servers.engines.factory import environment_of, second_interpreter
 from servers.engines.settings import EngineError
 from servers.models.registry import get_variant
 from servers.models.weights import RandomWeights

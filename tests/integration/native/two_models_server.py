@@ -18,11 +18,12 @@ from servers.cli.launch import bind
 from servers.engines.batches import Bucket
 from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
-from servers.engines.torch_device import RunnerEngine
+from servers.engines.torch.device import RunnerEngine
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.settings import NativeSettings
 from servers.protocol.tensors import TensorSpec
+from tests.host_copies import HostCopies
 from tests.integration.native.controlled_server import SPECIFICATION
 
 PREPARED_S = 3.0
@@ -45,7 +46,7 @@ class Prepared(RunnerEngine):
     def load(self) -> None:
         along = self._specification.padded_axis is not None
         sizes, at_load = ((PREPARED, 32, 64), (PREPARED,)) if along else ((), None)
-        self._start(self._build, (1, 4), torch.device("cpu"), sizes=sizes, at_load=at_load)
+        self._start(self._build, (1, 4), torch.device("cpu"), sizes=sizes, at_load=at_load, copies=HostCopies())
 
     def _build(self, bucket: Bucket) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]:
         if bucket.size not in (None, PREPARED):

@@ -22,7 +22,7 @@ import pytest
 import simplejpeg
 import tritonclient.http as http_client
 
-from loadgen.launch.interface import RemoteDeployment
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.records.run import ArmRequest
 from loadgen.run.arms import Arm
 from servers.cli.launch import LaunchPlan

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loadgen.comparison.comparisons import judge
+from loadgen.metrics.comparisons import judge
 from loadgen.records.run import Workload
 from tests.truth.conftest import Compare
 

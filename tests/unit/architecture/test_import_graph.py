@@ -21,6 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"protocol"},
     "engines": {"protocol", "models", "gpu"},
     "export": {"protocol", "models", "gpu", "engines"},
+    "measuring": {"protocol", "models", "gpu", "engines", "export"},
     "native": {"protocol", "models", "engines", "gpu"},
     "plain": {"protocol", "models", "gpu"},
     "triton": {"protocol", "models", "engines", "export"},
@@ -34,7 +35,7 @@ ANALYSES = (
 )  # fmt: skip
 """Modules of the probes that the checks and the verdict read: records, and what is computed from them."""
 MEASURING = (
-    "client", "launch", "generator", "probes.cold_start_measurement", "engine_matrix.measure",
+    "client", "launch", "probes.cold_start_measurement", "engine_matrix.measure",
     *(f"run.{name}" for name in ("answers", "arms", "context", "gpu_recording", "load_runner", "machine_watch")),
     "run.preparation", "run.runner",
 )  # fmt: skip
@@ -45,17 +46,18 @@ MEASURING = (
 # first, since all else reads it; of a probe what the verdict reads. What needs every probe gets it from the registry,
 # which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "strict_yaml", "headers", "invocation", "records", "stats", "client", "launch",
-    "experiment", "generator", "locustfile", "probes.registry", "engine_matrix.records", "run.storage", "comparison",
+    "quantities", "documents", "strict_yaml", "headers", "invocation", "child_process", "records", "stats",
+    "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "metrics",
     *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
-    "engine_matrix.files", "ranking", "calibration", "report", "exporters", "conformance", "scenarios", "cli", "entry",
+    "engine_matrix.files", "ranking", "run.calibrate", "report", "conformance",
+    "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "stats", "records.run", "comparison", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
+    "stats", "records.run", "metrics", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
     "ranking.analyse", "engine_matrix.analyse",
 )  # fmt: skip
 IMPURE = {
@@ -274,7 +276,7 @@ def test_what_computes_asks_no_process_no_clock_and_no_network(room: str) -> Non
 
 def test_no_analysis_imports_a_measurement() -> None:
     measuring = {name for name in MODULES if f"{name}.".startswith(tuple(f"loadgen.{room}." for room in MEASURING))}
-    analysing = ("loadgen.verdict", "loadgen.comparison", *(f"loadgen.{name}" for name in ANALYSES))
+    analysing = ("loadgen.verdict", "loadgen.metrics", *(f"loadgen.{name}" for name in ANALYSES))
     users = {
         (name, target)
         for name in MODULES
@@ -285,7 +287,7 @@ def test_no_analysis_imports_a_measurement() -> None:
 
 
 def test_the_run_needs_little_of_the_analysis() -> None:
-    """What both need is in `comparison`: the run asks the analysis for the checks before the load alone."""
+    """What both need is in `metrics`: the run asks the analysis for the checks before the load alone."""
     users = {
         (name, target)
         for name, targets in GRAPH.items()

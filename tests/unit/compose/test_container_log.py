@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.launch.containers import _log_lines
+from loadgen.launch.compose import _log_lines
 from loadgen.probes.cold_start_measurement import milestones
 
 NATIVE = b"""\

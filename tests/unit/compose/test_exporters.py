@@ -14,8 +14,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.exporters.load import BOUNDS_S, DurationCounts, LoadCollector, LoadCounts
-from loadgen.exporters.runs import SILENT_SECONDS, RunsCollector
+from loadgen.locust.metrics import BOUNDS_S, DurationCounts, LoadCollector, LoadCounts
+from loadgen.report.prometheus import SILENT_SECONDS, RunsCollector
 from loadgen.run.storage import running
 
 
@@ -159,9 +159,9 @@ def test_buckets_hold_every_duration_once() -> None:
     values = [10 ** chance.uniform(-6, 2.5) for _ in range(500)]
     for value in values:
         counts.add(value)
-    cumulated = list(counts.cumulated())
-    assert cumulated[-1] == ("+Inf", 500.0)
-    for bound_s, (_, count) in zip(BOUNDS_S, cumulated, strict=False):
+    cumulative = list(counts.cumulative())
+    assert cumulative[-1] == ("+Inf", 500.0)
+    for bound_s, (_, count) in zip(BOUNDS_S, cumulative, strict=False):
         assert count == sum(value <= bound_s for value in values)
 
 

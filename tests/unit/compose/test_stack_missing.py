@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from loadgen.launch.compose import ComposeDeployment
-from loadgen.launch.interface import DeploymentError
+from loadgen.launch.deployment import DeploymentError
 
 
 @pytest.fixture

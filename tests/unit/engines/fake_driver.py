@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from servers.engines.device_copies import CudaCopies
+from servers.engines.torch.copies import CudaCopies
 
 
 def compiled_driver(folder: Path) -> str:

@@ -12,19 +12,20 @@ import pytest
 import torch
 
 from servers.engines import settings
-from servers.engines import torch as torch_engine
+from servers.engines.agreement import proof_batch
 from servers.engines.batches import Bucket, axis_buckets, has_buckets, random_inputs
-from servers.engines.graph_runner import Enqueue, GraphRunner
 from servers.engines.interface import Engine, EngineError
 from servers.engines.null import NullEngine
-from servers.engines.proof import proof_batch
 from servers.engines.settings import EngineSettings
-from servers.engines.torch import TorchEngine
-from servers.engines.torch_towers import DeviceTower, expected_answers, own_tower
+from servers.engines.torch import engine as torch_engine
+from servers.engines.torch.engine import TorchEngine
+from servers.engines.torch.runner import Enqueue, GraphRunner
+from servers.engines.torch.towers import DeviceTower, expected_answers, module_tower
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import DATATYPES, TensorSpec
+from tests.host_copies import HostCopies
 
 CPU = torch.device("cpu")
 WIDTH = 8
@@ -84,6 +85,12 @@ def loaded(specification: ModelSpecification, mode: str = "eager", **options: An
 def graph_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TorchEngine]]:
     """Torch engines in mode graph on the CPU, where a bucket's function takes the place of its graph."""
     monkeypatch.setitem(settings.KINDS, "torch", replace(settings.KINDS["torch"], modes={"cpu": ("graph",)}))
+    start = TorchEngine._start
+    monkeypatch.setattr(
+        TorchEngine,
+        "_start",
+        lambda engine, *arguments, **options: start(engine, *arguments, copies=HostCopies(), **options),
+    )
     engines: list[Engine] = []
 
     def load(specification: ModelSpecification, **options: Any) -> TorchEngine:
@@ -304,10 +311,10 @@ def test_a_runner_executes_with_and_without_graphs() -> None:
         inputs=(TensorSpec("x", "FP32", (-1, 3)),),
         outputs=(TensorSpec("y", "FP32", (-1, 2)),),
     )
-    tower = own_tower(specification.load_module(RandomWeights(0)), specification, CPU, torch.float32)
+    tower = module_tower(specification.load_module(RandomWeights(0)), specification, CPU, torch.float32)
     for runner in (
-        GraphRunner(specification, CPU, (1, 2, 4), build=tower.build),
-        GraphRunner(specification, CPU, (1, 2, 4), call=tower.call),
+        GraphRunner(specification, CPU, (1, 2, 4), build=tower.build, copies=HostCopies()),
+        GraphRunner(specification, CPU, (1, 2, 4), call=tower.call, copies=HostCopies()),
     ):
         infer: Any = runner.infer
         given: Any = random_inputs(specification, 3, 0)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.engines.copies import cut_copy, page_locked
+from servers.engines.torch.copies import cut_copy, page_locked
 
 spans = st.tuples(st.integers(0, 60), st.integers(1, 8))
 

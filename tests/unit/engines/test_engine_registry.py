@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from servers.engines import settings
-from servers.engines.environment import VARIABLE, environment_of, second_interpreter
-from servers.engines.factory import build_engine
+from servers.engines.factory import ENGINES_PYTHON, build_engine, environment_of, second_interpreter
 from servers.engines.interface import EngineError
 from servers.engines.settings import ENTRY_POINTS, EngineSettings, engine_kind, engine_names
 from servers.models.registry import get_specification
@@ -71,7 +70,7 @@ def test_an_engine_from_outside_is_found_and_executes() -> None:
 
 @pytest.mark.usefixtures("outside")
 def test_a_missing_library_names_its_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "none"))
+    monkeypatch.setenv(ENGINES_PYTHON, str(tmp_path / "none"))
     with pytest.raises(EngineError, match=r"needs no_such_library.*run: pip install no-such-library"):
         environment_of("needy")
 
@@ -93,11 +92,11 @@ def test_the_second_environment_is_used_where_it_has_the_libraries(
     other = tmp_path / "python"
     other.write_text('#!/bin/sh\ncase "$*" in *no_such_library*) exit 0;; *) exit 1;; esac\n')
     other.chmod(0o755)
-    monkeypatch.setenv(VARIABLE, str(other))
+    monkeypatch.setenv(ENGINES_PYTHON, str(other))
     assert environment_of("needy") == other
     assert environment_of("zero") is None  # this one has what it needs
     other.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(EngineError, match="no_such_library"):
         environment_of("needy")
-    monkeypatch.setenv(VARIABLE, sys.executable)
+    monkeypatch.setenv(ENGINES_PYTHON, sys.executable)
     assert second_interpreter() is None  # so that a command never enters itself again

@@ -16,18 +16,18 @@ import torch
 
 from servers.engines import interface
 from servers.engines.batches import Bucket
-from servers.engines.copies import page_locked
-from servers.engines.device_copies import CudaCopies
-from servers.engines.flight import COPIED_BYTES
-from servers.engines.flight_rate import SLOT_BYTES, flight_rate
 from servers.engines.interface import DeviceMemory, EngineDescription, EngineError, Finish, HostMemory
 from servers.engines.padding import Padding
 from servers.engines.settings import EngineSettings
-from servers.engines.torch_device import RunnerEngine
+from servers.engines.torch.copies import CudaCopies, page_locked
+from servers.engines.torch.device import RunnerEngine
+from servers.engines.torch.runner import COPIED_BYTES
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
+from servers.measuring.measurement import SLOT_BYTES, flight_rate
 from servers.models.specification import Axis, ModelSpecification
 from servers.protocol.tensors import TensorSpec
+from tests.host_copies import HostCopies
 from tests.unit.engines.fake_driver import DriverCopies, compiled_driver
 
 CPU = torch.device("cpu")
@@ -73,8 +73,11 @@ COMPUTE: dict[int, Callable[..., tuple[Any, Any]]] = {id(FIXED): fixed, id(PADDE
 class SmallEngine(RunnerEngine):
     """Executes by graphs or by calls on the CPU, where the runner makes the same copies as on a GPU."""
 
-    def __init__(self, specification: ModelSpecification, *, graphs: bool = True) -> None:
+    def __init__(
+        self, specification: ModelSpecification, *, graphs: bool = True, copies: CudaCopies | None = None
+    ) -> None:
         super().__init__(specification, EngineSettings("torch", max_batch_size=MAX_ROWS))
+        self.copies = copies or HostCopies()
         self.fails = False
         self.graphs = graphs
         self.executed: list[tuple[int, ...]] = []
@@ -83,7 +86,7 @@ class SmallEngine(RunnerEngine):
     def load(self) -> None:
         sizes = (4, 8, 16) if self._specification.axes else ()
         build, call = (self._build, None) if self.graphs else (None, self._compute)
-        self._start(build, (1, 2, 4, MAX_ROWS), CPU, call=call, sizes=sizes)
+        self._start(build, (1, 2, 4, MAX_ROWS), CPU, call=call, sizes=sizes, copies=self.copies)
 
     def _compute(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self.fails:
@@ -162,11 +165,11 @@ def start_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         library = request.getfixturevalue("driver")
         ctypes.c_int.in_dll(ctypes.CDLL(library), "defer").value = 4 if request.param == "late" else 0
         monkeypatch.setattr(cuda_library, "LIBRARY", library)
-        monkeypatch.setattr("servers.engines.graph_runner.HostCopies", partial(DriverCopies, request.param))
     engines = []
 
     def start(specification: ModelSpecification, **options: Any) -> SmallEngine:
-        engines.append(SmallEngine(specification, **options))
+        copies = None if request.param == "host" else DriverCopies(request.param)
+        engines.append(SmallEngine(specification, copies=copies, **options))
         return engines[-1]
 
     yield start

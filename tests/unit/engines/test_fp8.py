@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from servers.engines.fp8 import check_capability, fits
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
+from servers.engines.torch.towers import check_capability, has_fp8_product
 
 
 def test_fp8_needs_a_gpu_that_has_it() -> None:
@@ -24,10 +24,10 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
 
 @pytest.mark.parametrize(("sizes", "wanted"), [((32, 16), True), ((32, 1000), False), ((30, 16), False)])
 def test_layers_of_other_sizes_stay_in_bf16(sizes: tuple[int, int], wanted: bool) -> None:
-    assert fits(nn.Linear(*sizes)) is wanted
+    assert has_fp8_product(nn.Linear(*sizes)) is wanted
 
 
 def test_the_last_product_of_an_attention_stays_in_bf16() -> None:
     """torchao's weights have no product for the way in which nn.MultiheadAttention calls it."""
     attention = nn.MultiheadAttention(32, 4)
-    assert not fits(attention.out_proj)
+    assert not has_fp8_product(attention.out_proj)

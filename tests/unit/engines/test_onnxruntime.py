@@ -12,10 +12,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
-from servers.engines.measurement import references_of
 from servers.engines.onnxruntime import ELEMENT_TYPES, OnnxRuntimeEngine, ort_reason, stored_precision
 from servers.engines.processors import openmp_spinning, wait_policy
 from servers.engines.settings import EngineSettings
+from servers.measuring.measurement import references_of
 from servers.models.registry import get_base
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import CheckpointWeights, RandomWeights

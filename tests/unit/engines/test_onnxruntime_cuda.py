@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from servers.engines.interface import EngineError
-from servers.engines.onnxruntime_cuda import (
+from servers.engines.onnxruntime import (
     RECORD_PLACEMENT,
     GraphExecution,
     NodePlacement,

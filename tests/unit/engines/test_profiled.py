@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from servers.engines.interface import PROFILE_AT_START, EngineDescription, profiled
@@ -18,21 +20,21 @@ class ProfilingEngine(NullEngine):
         self.calls = 0
         self._failure = failure
 
-    def probe_kernels(self) -> bool:
+    def probe_kernels(self) -> Mapping[str, object] | None:
         self.calls += 1
         if self._failure is not None:
             raise self._failure
-        return True
+        return {"kernel_count": 7}
 
     def describe(self) -> EngineDescription:
-        return EngineDescription("null", "1", "fp32", "eager", "cpu", 1, 32, "none", {"kernel_probe": self.calls})
+        return EngineDescription("null", "1", "fp32", "eager", "cpu", 1, 32, "none", {"calls": self.calls})
 
 
 def test_the_description_afterwards_holds_the_profile() -> None:
     engine = ProfilingEngine()
     description = profiled(engine)
     assert description is not None
-    assert (engine.calls, description.details) == (1, {"kernel_probe": 1})
+    assert (engine.calls, description.details) == (1, {"calls": 1, "kernel_probe": {"kernel_count": 7}})
 
 
 def test_an_engine_without_a_profiler_and_a_timed_start_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from servers.engines.torch_device import fp32_products, set_fp32_products
+from servers.engines.torch.device import fp32_products, set_fp32_products
 
 
 @pytest.fixture(autouse=True)

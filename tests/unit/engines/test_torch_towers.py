@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from servers.engines.batches import Bucket
-from servers.engines.graph_runner import Build
-from servers.engines.torch_towers import OWN_MODULE, fast_tower, own_tower
-from servers.engines.vit.plans import CUBLAS, hopper_plan, portable_plans
-from servers.engines.vit.tower import TowerShape
+from servers.engines.torch.runner import Build
+from servers.engines.torch.towers import OWN_MODULE, fast_tower, module_tower
+from servers.engines.torch.vit_fused import CUBLAS, hopper_plan, portable_plans
+from servers.engines.torch.vit_tower import TowerShape
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images
@@ -41,7 +41,7 @@ def test_every_tower_computes_the_model(variant: ModelSpecification) -> None:
     pixels = raw if variant.payload == "uint8" else torch.randn(2, 3, 224, 224)
     owner = UInt8Images(module, variant.preprocessing) if variant.payload == "uint8" else module
     expected = owner(pixels)
-    own = own_tower(module, variant, CPU, torch.float32)
+    own = module_tower(module, variant, CPU, torch.float32)
     fast = fast_tower(module, variant, CPU, torch.float32, 2, compiled=False)
     assert own.kernels == OWN_MODULE
     assert fast.kernels.startswith("lean tower")

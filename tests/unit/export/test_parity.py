@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from servers.engines.proof import Answer
-from servers.engines.torch_towers import expected_answers
+from servers.engines.agreement import Answer
+from servers.engines.torch.towers import expected_answers
 from servers.export.manifest import ParityError
 from servers.export.parity import BATCHES, assert_parity, corpus_pixels, measure_parity
 from servers.models.images import normalise

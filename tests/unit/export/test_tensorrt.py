@@ -26,8 +26,7 @@ from servers.export.tensorrt import (
     trtexec_version,
 )
 from servers.gpu import nvml
-from servers.gpu.readings import Connection, DeviceIdentity
-from servers.gpu.selection import select_devices
+from servers.gpu.readings import DeviceIdentity, NvmlConnection, select_devices
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from tests.scripted_trtexec import ScriptedTrtexec
@@ -200,12 +199,14 @@ def test_the_gpu_is_the_first_that_cuda_sees(visible: str, kind: str, monkeypatc
         def __init__(self, names: Sequence[str] | None) -> None:
             self._names = names
 
-        def connect(self) -> Connection:
+        def connect(self) -> NvmlConnection:
             devices = tuple(
                 DeviceIdentity(index, f"GPU-{index}", name, compute_capability=capability)
                 for index, (name, capability) in enumerate(cards)
             )
-            return select_devices(Connection("ok", devices=devices, device_count=2), self._names, lambda _name: None)
+            return select_devices(
+                NvmlConnection("ok", devices=devices, device_count=2), self._names, lambda _name: None
+            )
 
         def close(self) -> None:
             pass

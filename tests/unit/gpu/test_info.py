@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from servers.gpu.info import Runtime, engine_in_log, gpu_info, placed_nodes, triton_info
-from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, Reading
+from servers.gpu.readings import DeviceIdentity, EdgeReading, NvmlConnection, Reading
 from tests.scripted_reader import NullReader
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -26,9 +26,9 @@ class OneGpu(NullReader):
         super().__init__()
         self._uuids = uuids
 
-    def connect(self) -> Connection:
+    def connect(self) -> NvmlConnection:
         devices = tuple(DeviceIdentity(n, uuid) for n, uuid in enumerate(self._uuids))
-        return Connection("ok", devices=devices, device_count=len(devices))
+        return NvmlConnection("ok", devices=devices, device_count=len(devices))
 
     def reading(self, index: int) -> Reading:
         return Reading()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from servers.gpu.readings import SampleBatch
-from servers.gpu.recording import Intervals, Recording
+from servers.gpu.sampler import Intervals, Recording
 from tests.scripted_reader import Fault, Phase, ScriptedReader
 
 S = 1_000_000_000

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from loadgen.probes.gpu.records import read_readings
-from servers.gpu.readings import DeviceIdentity
-from servers.gpu.selection import matching, visible
+from servers.gpu.readings import DeviceIdentity, matching, visible
 
 Start = Callable[..., Any]
 FOUR = tuple(DeviceIdentity(n, uuid) for n, uuid in enumerate(("GPU-0a-1", "GPU-1b-2", "GPU-2c-3", "GPU-2d-4")))

@@ -20,16 +20,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.input_files import write_given
-from loadgen.client.inputs import InputError
+from loadgen.client.inputs import InputError, write_given
 from loadgen.documents import MOST_RECORD_BYTES
 from loadgen.engine_matrix.files import write_reports
 from loadgen.engine_matrix.records import Visit
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.entry import build
-from loadgen.exporters.runs import RunsCollector
 from loadgen.probes.gpu.records import EvidenceFile
 from loadgen.records.samples import SAMPLE_DTYPE, part_path
+from loadgen.report.prometheus import RunsCollector
 from loadgen.run.machine import CalibrationError, read_calibration
 from loadgen.run.storage import StorageError, is_running, read_run, running, write_whole
 from tests.golden.synthetic_run import Plan, write_run

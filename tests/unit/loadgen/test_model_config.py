@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from loadgen.records.model_config import executed_config, executed_models, read_triton, split_steps, step_calls
-from loadgen.records.run import ArmRecord
-from loadgen.records.server import StepRecord
+from loadgen.records.run import ArmRecord, StepRecord
 
 GPU_0 = [{"name": "m_0", "kind": "KIND_GPU", "count": 2, "gpus": [0]}]
 ONNX: dict[str, Any] = {

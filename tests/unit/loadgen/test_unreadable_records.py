@@ -15,7 +15,7 @@ from loadgen.records.samples import load_samples
 from loadgen.run.machine import CalibrationError, read_calibration, read_environment
 from loadgen.run.noise_floor import NoiseFloorError, read_floors
 from loadgen.run.storage import RunStore, StorageError, StoredRunError, read_run
-from loadgen.verdict.result_file import ResultError, read_result
+from loadgen.verdict.result import ResultError, read_result
 
 
 @pytest.mark.parametrize(

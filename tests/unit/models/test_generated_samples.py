@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, save
 from typer.testing import CliRunner
 
-from loadgen.entry import Command
+from loadgen.entry import PanelledCommand
 from servers.models.command import samples
 from servers.models.items import QUANTILES, jpeg_paths, text_lengths
 from servers.models.registry import get_base
@@ -119,7 +119,7 @@ def test_the_command_refuses_with_one_sentence(tmp_path: Path) -> None:
     import typer
 
     app = typer.Typer()
-    app.command(cls=Command)(samples)
+    app.command(cls=PanelledCommand)(samples)
     arguments = ["--out", str(tmp_path / "a"), "--model", "transformers:distilbert-base-uncased"]
     refused = CliRunner().invoke(app, [*arguments, "--sequence-length", "1000"])
     assert refused.exit_code == 2

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loadgen.entry import Command
+from loadgen.entry import PanelledCommand
 from servers.models import command, sources
 from servers.models.command import models
 from servers.models.registry import known_references
@@ -64,7 +64,7 @@ assert (answer == 1).all(), answer
 
 def run(*arguments: str) -> tuple[int, str]:
     app = typer.Typer()
-    app.command(cls=Command)(models)
+    app.command(cls=PanelledCommand)(models)
     result = CliRunner().invoke(app, [*arguments])
     return result.exit_code, result.output
 

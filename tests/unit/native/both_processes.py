@@ -15,7 +15,7 @@ import torch
 from servers.engines.batches import bucket_sizes
 from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
-from servers.engines.torch_device import RunnerEngine
+from servers.engines.torch.device import RunnerEngine
 from servers.models.specification import ModelSpecification
 from servers.native.engine_link import EngineClient
 from servers.native.engine_process import EngineServer
@@ -33,6 +33,7 @@ from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, UnavailableError
 from servers.protocol.tensors import TensorSpec
+from tests.host_copies import HostCopies
 
 HELD = 2**20
 ROWS = ModelSpecification(
@@ -53,7 +54,8 @@ class Copying(RunnerEngine):
         def execute(given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
             out[0].copy_(given[0])
 
-        self._start(lambda _bucket: execute, bucket_sizes(self._settings.max_batch_size), torch.device("cpu"))
+        rows = bucket_sizes(self._settings.max_batch_size)
+        self._start(lambda _bucket: execute, rows, torch.device("cpu"), copies=HostCopies())
 
     def describe(self) -> EngineDescription:
         return self._description(version="1", precision="fp32", mode="graph", device="cpu", threads=1, details={})

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.launch.process import ChildProcess
+from loadgen.child_process import ChildProcess
 from servers.cli.launch import LaunchPlan, cause_in
 from servers.triton import process
 from servers.triton.installation import TritonDiedError, TritonOptionError

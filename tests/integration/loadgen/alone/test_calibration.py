@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.calibration.measurement import CalibrationRequest, SinkProcesses, calibrate
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
 from loadgen.entry import build
 from loadgen.records.machine import Calibration, ceiling_images_per_s
+from loadgen.run.calibrate import CalibrationRequest, SinkProcesses, calibrate
 from loadgen.run.machine import default_path, own_calibration, read_calibration, write_calibration
 
 

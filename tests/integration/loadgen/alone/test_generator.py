@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from loadgen.client.endpoint import Endpoint
+from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.generator.messages import Open, Outcome, Prepare
-from loadgen.generator.process import GeneratorError, GeneratorProcess
+from loadgen.client.messages import BlockOutcome, Open, Prepare
 from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true
 
 
@@ -51,7 +51,7 @@ def block(
     batch_size: int = 1,
     concurrency: int = 1,
     requests: int,
-) -> Outcome:
+) -> BlockOutcome:
     command = Open(
         url=url,
         batch_size=batch_size,
@@ -132,10 +132,10 @@ def test_a_model_that_stops_answering_while_users_settle_is_named(
 @pytest.fixture
 def impatient_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GeneratorProcess]:
     """One whose limits for connecting and settling are short."""
-    patch = "import loadgen.generator.messages as m; m.CONNECT_SECONDS = 0.5; m.SETTLING_FACTOR = 0.5"
-    program = f"{patch}; import runpy; runpy.run_module('loadgen.generator', run_name='__main__')"
+    patch = "import loadgen.client.messages as m; m.CONNECT_SECONDS = 0.5; m.SETTLING_FACTOR = 0.5"
+    program = f"{patch}; import runpy; runpy.run_module('loadgen.client.worker', run_name='__main__')"
     with monkeypatch.context() as patched:
-        patched.setattr("loadgen.generator.process.OWN_MODULE", (sys.executable, "-c", program))
+        patched.setattr("loadgen.client.generator.OWN_MODULE", (sys.executable, "-c", program))
         process = GeneratorProcess(tmp_path / "generator.log")
     yield process
     process.stop()
@@ -167,7 +167,7 @@ def test_refusals_leave_it_usable(generator: GeneratorProcess, url: str, unused_
 
 
 def test_many_blocks_do_not_make_it_grow(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
-    child = next(p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline())
+    child = next(p for p in psutil.Process().children() if "loadgen.client.worker" in p.cmdline())
 
     def rounds(count: int) -> None:
         for number in range(count):
@@ -186,7 +186,7 @@ def test_too_few_descriptors_refuse_a_block_and_leave_nothing_behind(
     generator: GeneratorProcess, url: str, tmp_path: Path, rate_per_s: float | None
 ) -> None:
     """Whichever descriptor is the one too many: that of the timer came last, and left the users alive."""
-    child = next(p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline())
+    child = next(p for p in psutil.Process().children() if "loadgen.client.worker" in p.cmdline())
     command = Open(
         url=url, batch_size=1, concurrency=4, requests=8, seconds=0, max_seconds=20, timeout_s=10,
         samples_path=str(tmp_path / "0000.npy"), rate_per_s=rate_per_s,
@@ -237,7 +237,7 @@ def test_an_error_in_another_encoding_is_an_error_and_not_a_lost_request(
 def test_a_fault_of_the_generator_cuts_the_block_instead_of_losing_the_request(
     tmp_path: Path, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.generator.process.OWN_MODULE", FAULTY_GENERATOR)
+    monkeypatch.setattr("loadgen.client.generator.OWN_MODULE", FAULTY_GENERATOR)
     generator = GeneratorProcess(tmp_path / "generator.log")
     try:
         url = prepared(generator, tmp_path, fake_url())

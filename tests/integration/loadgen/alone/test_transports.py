@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
+from loadgen.client.connection import ConnectionRefused
 from loadgen.client.endpoint import Endpoint
-from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
-from loadgen.client.transports import TRANSPORTS, Target, prepare, read_answer
+from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.transports import TRANSPORTS, InferenceTarget, prepare, read_answer
 from loadgen.experiment.arrivals import due_offsets_ns
-from loadgen.generator.messages import Open, Outcome, Prepare
-from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.run import Transport
@@ -68,7 +68,7 @@ def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
 
 def question(deployment: EmbeddedDeployment, samples: Path, transport: Transport, payload: str) -> ParityTarget:
     name = variant_name(MODEL, payload)
-    target = Target(transport, deployment.url, name, deployment.grpc_address)
+    target = InferenceTarget(transport, deployment.url, name, deployment.grpc_address)
     return ParityTarget(target, Endpoint(deployment.url).signature(name), read_inputs(samples, payload))
 
 
@@ -141,7 +141,7 @@ def test_users_do_not_wait_for_each_other(
     arm = question(server, samples, transport, payload)
     path = tmp_path / "0000.npy"
     command = open_block(generator, arm, samples, payload, samples_path=str(path))
-    outcome: Outcome = generator.go(command)
+    outcome: BlockOutcome = generator.go(command)
     rate = outcome.requests / ((outcome.window_end_ns - outcome.window_start_ns) / 1e9)
     assert (outcome.requests, outcome.errors, outcome.transport) == (REQUESTS, 0, transport)
     assert rate > 2 / DELAY_S, "the users waited for each other"
@@ -255,7 +255,7 @@ def test_a_killed_generator_leaves_no_memory(server: EmbeddedDeployment, samples
     open_block(generator, arm, samples, "uint8")
     assert len(registered(server.url)) == 1 + USERS, "the requests, and a slot for each user"  # type: ignore[arg-type]
     assert regions_of_load() == [], "the names are gone as soon as the server has mapped them"
-    child = next(p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline())
+    child = next(p for p in psutil.Process().children() if "loadgen.client.worker" in p.cmdline())
     child.kill()
     with pytest.raises(GeneratorError):
         generator.go(Open(url="", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=1, timeout_s=1))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.launch.interface import RemoteDeployment
+from loadgen.launch.deployment import RemoteDeployment
 from loadgen.records.run import ArmRequest, Experiment, MachineLoad, RunState, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
@@ -24,7 +24,7 @@ from loadgen.run.arms import Arm
 from loadgen.run.machine_watch import MachineWatch
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -14,23 +14,22 @@ import triton.language as tl  # type: ignore[import-untyped]
 from open_clip.transformer import QuickGELU, VisionTransformer
 from torch import Tensor
 
-from servers.engines.vit.fused import FusedVisionTower, FusedWeights, Workspace
-from servers.engines.vit.kernels import gelu
-from servers.engines.vit.plans import CUBLAS, Plan, Tile
-from servers.engines.vit.tower import LeanVisionTower
+from servers.engines.torch.vit_fused import CUBLAS, FusedVisionTower, FusedWeights, Tile, TilePlan, Workspace
+from servers.engines.torch.vit_kernels import gelu
+from servers.engines.torch.vit_tower import LeanVisionTower
 from servers.models.sources.open_clip import SPECIFICATION
 
 OURS = Tile(16, 64)
 
 
-def everywhere(tile: Tile) -> Plan:
+def everywhere(tile: Tile) -> TilePlan:
     """A plan that runs every product with one tile."""
-    return Plan(tile, tile, tile, tile, tile, tile, tile, tile, tile)
+    return TilePlan(tile, tile, tile, tile, tile, tile, tile, tile, tile)
 
 
 PLANS = {
     "pointers": everywhere(OURS),
-    "split": Plan(
+    "split": TilePlan(
         patch=Tile(32, 64, 128, split=4),
         qkv=OURS,
         attention_out=Tile(16, 32, split=2),
@@ -43,8 +42,8 @@ PLANS = {
     ),
     "descriptors": everywhere(Tile(64, 64, descriptors=True)),
     "cublas": CUBLAS,
-    "ours after cublas": Plan(None, OURS, None, OURS, None, None, OURS, None, OURS),
-    "cublas after ours": Plan(OURS, None, OURS, None, OURS, OURS, None, OURS, None),
+    "ours after cublas": TilePlan(None, OURS, None, OURS, None, None, OURS, None, OURS),
+    "cublas after ours": TilePlan(OURS, None, OURS, None, OURS, OURS, None, OURS, None),
 }
 
 
@@ -74,7 +73,7 @@ def small_tower(quick: bool = False, bytes_in: bool = True) -> LeanVisionTower:
     return LeanVisionTower(visual.eval(), SPECIFICATION.preprocessing if bytes_in else None)
 
 
-def error(tower: LeanVisionTower, plan: Plan, images: int) -> float:
+def error(tower: LeanVisionTower, plan: TilePlan, images: int) -> float:
     """Relative error against the FP32 tower, the output poisoned before; NaN if a second run differs."""
     weights = FusedWeights(tower, "cpu")
     fused = FusedVisionTower(weights, Workspace(tower.shape, images + 1, weights.device), images, plan)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from open_clip.transformer import VisionTransformer
 
-from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError, read_shape
+from servers.engines.torch.vit_tower import LeanVisionTower, UnsupportedTowerError, read_shape
 from servers.models.sources.open_clip import SPECIFICATION
 
 PREPROCESSING = SPECIFICATION.preprocessing

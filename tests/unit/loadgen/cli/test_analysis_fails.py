@@ -38,7 +38,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, fault: Exception) -> No
 @pytest.mark.parametrize(
     "place",
     [
-        "loadgen.verdict.analysis.analyse",
+        "loadgen.verdict.result.analyse",
         "loadgen.report.files.write_reports",
         "loadgen.report.contents.result_document",
         "loadgen.report.renderers.terminal.print_document",
@@ -78,7 +78,7 @@ def test_the_other_runs_of_a_matrix_go_on(tmp_path: Path, monkeypatch: pytest.Mo
         return ended()
 
     monkeypatch.setattr("loadgen.run.runner.run_experiment", run)
-    fail_in(monkeypatch, "loadgen.verdict.analysis.analyse", KeyError("x"))
+    fail_in(monkeypatch, "loadgen.verdict.result.analyse", KeyError("x"))
     runs = [(Combination(transport, "uint8"), experiment) for transport in ("http", "grpc")]
     status, results = command._run_matrix(runs, tmp_path / "out")
     assert len(ran) == 2
@@ -88,7 +88,7 @@ def test_the_other_runs_of_a_matrix_go_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_format_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", Plan(pairs=2, requests=20))
-    from loadgen.verdict.analysis import analyse
+    from loadgen.verdict.result import analyse
 
     fail_in(monkeypatch, "loadgen.report.files.render_junit", KeyError("x"))
     status = command._write_formats({"": analyse(folder)}, tmp_path / "j.xml", tmp_path / "c.csv", 0)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from loadgen.entry import Command, InstalledCommands, build
+from loadgen.entry import InstalledCommands, PanelledCommand, build
 
 HEAVY = {"numpy", "scipy", "pydantic", "rich", "torch", "gevent", "locust", "msgspec", "plotly", "tritonclient"}
 
@@ -39,7 +39,7 @@ def test_a_mistake_is_one_line_on_standard_error_with_status_2() -> None:
 def test_options_are_listed_in_groups_in_order_of_appearance() -> None:
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-    @app.command(cls=Command)
+    @app.command(cls=PanelledCommand)
     def one(
         first: Annotated[str, typer.Option(rich_help_panel="Target", help="Where.")] = "",
         second: Annotated[str, typer.Option(help="Anything.")] = "",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.client.requests import Address, AddressError, request_head
+from loadgen.client.connection import Address, AddressError
+from loadgen.client.http import request_head
 from loadgen.conformance.model import InferenceRequest, ServedModel
 from loadgen.records.run import Access
 from servers.cli.launch import in_path

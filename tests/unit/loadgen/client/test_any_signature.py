@@ -13,19 +13,16 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from loadgen.client.bodies import PreparedBody, raw_tensors
+from loadgen.client.connection import GRPC_STATUS, Address, Exchange
 from loadgen.client.endpoint import Endpoint, Signature, TensorSignature
-from loadgen.client.exchange import GRPC_STATUS, Exchange
-from loadgen.client.expected_outputs import ExpectedOutputs
 from loadgen.client.grpc import GrpcRequest
 from loadgen.client.http import HttpConnection
-from loadgen.client.input_files import read_given
-from loadgen.client.inputs import NUMPY_TYPES, InputError, SampleInputs
-from loadgen.client.outputs import read_message
-from loadgen.client.requests import Address
+from loadgen.client.inputs import NUMPY_TYPES, InputError, SampleInputs, read_given
+from loadgen.client.outputs import ExpectedOutputs, read_message
 from loadgen.client.shared_memory import SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.client.transports import TRANSPORTS, prepare, read_answer
 from loadgen.documents import DocumentError
-from loadgen.launch.interface import DeploymentError, RemoteDeployment
+from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.records.run import ArmRequest, Transport
 from loadgen.run.arms import Arm
 from tests.hostile_server import hostile_server

@@ -8,12 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from loadgen.client.bodies import AnswerError, choose_items, failure_message, prepare_body
+from loadgen.client.bodies import choose_items, prepare_body
+from loadgen.client.connection import Address, Exchange, failure_message
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.exchange import Exchange
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import InputError, SampleInputs
-from loadgen.client.requests import Address
+from loadgen.client.outputs import AnswerError
 from loadgen.client.transports import read_answer
 from loadgen.records.run import body_count
 

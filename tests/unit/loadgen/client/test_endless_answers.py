@@ -11,11 +11,19 @@ from time import monotonic, sleep
 
 import pytest
 
-from loadgen.client.exchange import ConnectionRefused
-from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection
-from loadgen.client.http2 import CONTINUATION, DATA, HEADERS, PING, SETTINGS, WINDOW_UPDATE, frame_head
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.connection import Address, ConnectionRefused
+from loadgen.client.grpc import (
+    CONTINUATION,
+    DATA,
+    HEADERS,
+    PING,
+    SETTINGS,
+    WINDOW_UPDATE,
+    GrpcConnection,
+    GrpcRequest,
+    frame_head,
+)
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
 
 TIMEOUT_S = 0.5
 PATIENT_S = 30.0
@@ -213,7 +221,7 @@ def get(script: Script, timeout_s: float = TIMEOUT_S) -> tuple[str, float]:
         address = Address(host, port)
         connection = HttpConnection(address, timeout_s=timeout_s, most_bytes=MOST_BYTES)
         started = monotonic()
-        failure = connection.send(Request(request_head("GET", "/", address))).failure
+        failure = connection.send(PreparedRequest(request_head("GET", "/", address))).failure
         seconds = monotonic() - started
         connection.close()
         assert failure is not None
@@ -293,6 +301,6 @@ def test_memory_is_taken_as_bytes_arrive() -> None:
     with serving(script) as (host, port):
         address = Address(host, port)
         connection = HttpConnection(address, timeout_s=TIMEOUT_S)
-        assert connection.send(Request(request_head("GET", "/", address))).failure is not None
+        assert connection.send(PreparedRequest(request_head("GET", "/", address))).failure is not None
         assert len(connection._buffer) < 2**20
         connection.close()

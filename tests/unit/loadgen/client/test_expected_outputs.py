@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
+from loadgen.client.connection import GRPC_STATUS, Exchange
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.exchange import GRPC_STATUS, Exchange
-from loadgen.client.expected_outputs import ExpectedOutputs
+from loadgen.client.outputs import ExpectedOutputs
 
 SIGNATURE = Signature(
     "m",

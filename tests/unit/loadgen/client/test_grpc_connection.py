@@ -11,9 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from loadgen.client.exchange import ConnectionRefused
+from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.grpc import SERVICE, GrpcConnection, GrpcRequest, parse_grpc_address
-from loadgen.client.requests import Address, AddressError
 
 REQUEST = GrpcRequest(b"question", 5)
 

@@ -13,9 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from loadgen.client.exchange import ConnectionRefused
-from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http2 import frame_head
+from loadgen.client.connection import ConnectionRefused
+from loadgen.client.grpc import GrpcConnection, GrpcRequest, frame_head
 
 PREFACE = 24
 OK_HEAD, OK_TRAILER = b"\x88", b"\0\x0bgrpc-status\x010"

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.client.exchange import ConnectionRefused
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.connection import Address, ConnectionRefused
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
 
 Handler = Callable[[socket.socket], None]
 GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nInference-Header-Content-Length: 3\r\n\r\nhello"
@@ -72,8 +71,8 @@ def answering(*answers: bytes) -> Handler:
     return handle
 
 
-def get(address: Address) -> Request:
-    return Request(request_head("GET", "/v2", address))
+def get(address: Address) -> PreparedRequest:
+    return PreparedRequest(request_head("GET", "/v2", address))
 
 
 def test_a_counted_answer_is_read_without_joining_head_and_body() -> None:
@@ -106,7 +105,7 @@ def test_a_large_body_arrives_as_it_was_sent() -> None:
     with serving(handle) as address:
         connection = HttpConnection(address)
         head = request_head("POST", "/x", address, content_length=len(body))
-        assert connection.send(Request(head, body)).status == 200
+        assert connection.send(PreparedRequest(head, body)).status == 200
         connection.close()
     assert received == [head + body]
     assert b"Accept-Encoding: identity" in head
@@ -220,7 +219,7 @@ def test_an_early_answer_to_a_body_that_was_not_read_is_used() -> None:
     body = bytes(30_000_000)
     with serving(refuse) as address:
         connection = HttpConnection(address)
-        request = Request(request_head("POST", "/x", address, content_length=len(body)), body)
+        request = PreparedRequest(request_head("POST", "/x", address, content_length=len(body)), body)
         assert connection.send(request).status == 413
 
 
@@ -312,7 +311,7 @@ def test_a_response_like_the_one_before_is_still_read_as_what_it_is() -> None:
         connection = HttpConnection(address)
         found = []
         for _ in answers:
-            exchange = connection.send(Request(request_head("GET", "/", address)))
+            exchange = connection.send(PreparedRequest(request_head("GET", "/", address)))
             length = exchange.header("inference-header-content-length")
             found.append((exchange.status, bytes(exchange.body), length, exchange.response_bytes, exchange.failure))
         connection.close()

@@ -9,8 +9,8 @@ PATCHED = """
 from gevent import monkey; monkey.patch_all()
 import gevent, time
 from gevent.server import StreamServer
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address
 
 def serve(connection, _):
     while connection.recv(65536):
@@ -21,7 +21,7 @@ server = StreamServer(("127.0.0.1", 0), serve); server.start()
 address = Address("127.0.0.1", server.server_port)
 def ask():
     connection = HttpConnection(address)
-    return [connection.send(Request(request_head("GET", "/", address))).status for _ in range(2)]
+    return [connection.send(PreparedRequest(request_head("GET", "/", address))).status for _ in range(2)]
 started = time.monotonic()
 jobs = [gevent.spawn(ask) for _ in range(20)]
 gevent.joinall(jobs, raise_error=True)

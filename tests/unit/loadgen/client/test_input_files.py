@@ -11,8 +11,7 @@ import pytest
 
 from loadgen.client.bodies import choose_items, prepare_body
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.input_files import kind_of, write_given
-from loadgen.client.inputs import InputError, SampleInputs, read_inputs
+from loadgen.client.inputs import InputError, SampleInputs, kind_of, read_inputs, write_given
 
 SIGNATURE = Signature(
     "m",

@@ -13,13 +13,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.bodies import AnswerError, RawTensor, failure_message
-from loadgen.client.exchange import GRPC_STATUS, Exchange
+from loadgen.client.bodies import RawTensor
+from loadgen.client.connection import GRPC_STATUS, Address, Exchange, failure_message
 from loadgen.client.grpc import GrpcConnection
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import NUMPY_TYPES
-from loadgen.client.requests import Address
-from loadgen.client.shared_memory import Region, SharedMemoryConnection, SharedMemoryRequest, Slot, SlotPool
+from loadgen.client.outputs import AnswerError
+from loadgen.client.shared_memory import (
+    ClientRegion,
+    RequestSlot,
+    SharedMemoryConnection,
+    SharedMemoryRequest,
+    SlotPool,
+)
 from loadgen.client.transports import read_answer
 from loadgen.documents import DocumentError, read_json
 
@@ -118,8 +124,8 @@ def grpc(body: bytes) -> None:
 
 def test_any_json_over_shared_memory() -> None:
     request = SharedMemoryRequest((RawTensor("in", "FP32", (1,), bytes(4)),), {"out": 16})
-    pool, region = SlotPool(Address("127.0.0.1", 1), "model", (request,)), Region("slots", 128)
-    pool.give_back(Slot(region, 0))
+    pool, region = SlotPool(Address("127.0.0.1", 1), "model", (request,)), ClientRegion("slots", 128)
+    pool.give_back(RequestSlot(region, 0))
     connection = SharedMemoryConnection(pool)
     connection._slot = pool.take(request)
 

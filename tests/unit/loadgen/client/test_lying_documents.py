@@ -13,16 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loadgen.client.endpoint import Endpoint, EndpointError
-from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
-from loadgen.launch.interface import RemoteDeployment
+from loadgen.launch.deployment import RemoteDeployment
+from loadgen.metrics.facts import Facts
 from loadgen.probes.fairness import as_condition
 from loadgen.probes.gpu.decision import judge_placement
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.probes import Conditions
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload
-from loadgen.records.server import StageTotals
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Workload
 from loadgen.run.arms import Arm, requests_seen, stage_totals
 from loadgen.run.storage import StoredRun
 from loadgen.verdict.checks.registry import check_before_load

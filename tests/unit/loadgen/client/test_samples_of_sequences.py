@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.client.bodies import choose_items, prepare_body, raw_tensors
+from loadgen.client.bodies import choose_items, find_variation, prepare_body, raw_tensors
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.inputs import InputError, SampleInputs, as_model_inputs, read_inputs, served_model
-from loadgen.client.variation import find_variation
 
 LENGTHS = (3, 12, 7, 12)
 SIGNATURE = Signature(

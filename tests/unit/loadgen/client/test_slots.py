@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from loadgen.client.bodies import RawTensor
-from loadgen.client.exchange import ConnectionRefused
-from loadgen.client.requests import Address
+from loadgen.client.connection import Address, ConnectionRefused
 from loadgen.client.shared_memory import FOLDER, SharedMemoryConnection, SharedMemoryRequest, SlotPool, prefix
 
 INPUT_BYTES, DIGEST_BYTES = 4096, 32
@@ -165,7 +164,7 @@ def test_a_kept_answer_outlives_the_next_request(server: Digests) -> None:
     pool, requests = pool_of(server, 2)
     user = SharedMemoryConnection(pool)
     exchange = user.send(requests[0])
-    kept, copied = user.keep_outputs(), exchange.copy()
+    kept, copied = user.copy_outputs(), exchange.copy()
     ask(user, requests[1])
     assert user.read_outputs(copied, kept)["y"].tobytes() == digest_of(requests[0])
     user.close()
@@ -181,7 +180,7 @@ def test_a_server_that_cannot_be_reached_leaves_nothing() -> None:
 UNDER_GEVENT = """
 from gevent import monkey; monkey.patch_all()
 import gevent, socket, time, pytest
-from loadgen.client.greenlet_socket import GreenletSocket, is_patched
+from loadgen.client.connection import GreenletSocket, is_patched
 
 assert is_patched()
 listener = socket.create_server(("127.0.0.1", 0))

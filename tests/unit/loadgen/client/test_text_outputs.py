@@ -8,7 +8,7 @@ import numpy as np
 
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.inputs import SampleInputs
-from loadgen.client.transports import Target
+from loadgen.client.transports import InferenceTarget
 from loadgen.run.answers import ParityTarget, check_parity
 from loadgen.stats.agreement import tolerance_of
 from loadgen.verdict.checks.run import parity_figures
@@ -24,7 +24,7 @@ def test_texts_are_compared_as_they_are() -> None:
     with hostile_server() as one, hostile_server() as other:
         one.answers["/v2/models/m/infer"] = (200, headers, text + b"\x01\0\0\0a")
         other.answers["/v2/models/m/infer"] = (200, headers, text + b"\x01\0\0\0b")
-        a, b = (ParityTarget(Target("http", server.url, "m"), signature, inputs) for server in (one, other))
+        a, b = (ParityTarget(InferenceTarget("http", server.url, "m"), signature, inputs) for server in (one, other))
         same = check_parity({"a": a, "b": a}, [1], tolerance_of(["fp32"]))
         different = check_parity({"a": a, "b": b}, [1], tolerance_of(["fp32"]))
     assert (same.ok, same.error, same.kinds) == (True, None, {"y": "labels"})

@@ -17,10 +17,9 @@ from typing import Any
 import grpc
 import pytest
 
-from loadgen.client.exchange import Exchange, TlsRefused
+from loadgen.client.connection import Address, Exchange, TlsRefused, split_at
 from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, cut, request_head
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
 from loadgen.client.tls import TlsError, speaks_tls, tls_context
 from loadgen.headers import read_headers
 from loadgen.records.run import Access
@@ -107,9 +106,9 @@ def say_nothing(connection: socket.socket) -> None:
         pass
 
 
-def post(address: Address, body: bytes = BODY, places: tuple[int, ...] = ()) -> Request:
+def post(address: Address, body: bytes = BODY, places: tuple[int, ...] = ()) -> PreparedRequest:
     head = request_head("POST", "/", address, content_length=len(body))
-    return Request(head, body, len(body), cut(body, places, 4) if places else ())
+    return PreparedRequest(head, body, len(body), split_at(body, places, 4) if places else ())
 
 
 def asked(address: Address) -> Exchange:
@@ -273,8 +272,8 @@ from gevent import monkey; monkey.patch_all()
 import gevent, ssl, sys, time
 from gevent.pywsgi import WSGIServer
 from loadgen.records.run import Access
-from loadgen.client.http import HttpConnection
-from loadgen.client.requests import Address, Request, request_head
+from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address
 
 def answer(environ, start_response):
     body = environ["wsgi.input"].read()
@@ -285,7 +284,7 @@ def answer(environ, start_response):
 server = WSGIServer(("127.0.0.1", 0), answer, log=None, certfile=sys.argv[1], keyfile=sys.argv[1]); server.start()
 address = Address("127.0.0.1", server.server_port, "", True, Access(ca=sys.argv[2]))
 body = bytes(range(256)) * 1000
-request = Request(request_head("POST", "/", address, content_length=len(body)), body)
+request = PreparedRequest(request_head("POST", "/", address, content_length=len(body)), body)
 def ask():
     connection = HttpConnection(address, timeout_s=20)
     for _ in range(2):

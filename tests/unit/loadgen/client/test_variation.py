@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.bodies import choose_items
+from loadgen.client.bodies import FreshNumbers, Variation, choose_items, find_variation
+from loadgen.client.connection import Address, assemble
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import SampleInputs
-from loadgen.client.requests import Address, assemble
 from loadgen.client.shared_memory import SharedMemoryRequest
-from loadgen.client.transports import TRANSPORTS, prepare
-from loadgen.client.variation import FreshItems, FreshNumbers, Variation, find_variation
+from loadgen.client.transports import TRANSPORTS, PreparedBodies, prepare
 from servers.models.items import jpeg_paths
 
 Image = pytest.importorskip("PIL.Image")  # comes with the extra `servers`
@@ -83,7 +82,7 @@ def test_the_bytes_on_the_wire_can_be_made_again(transport: str, kind: str) -> N
     inputs, signature, variation = case(kind)
     items = (4, 1, 4)
     body = prepare(transport, inputs, signature, items, variation)  # type: ignore[arg-type]
-    first, patches = FreshItems(variation, (items,), FreshNumbers()).patches(0)
+    first, patches = PreparedBodies((), (items,), variation, FreshNumbers()).patches(0)
     again = [variation.varied(inputs, item, first + row).arrays["x"] for row, item in enumerate(items)]
     expected = SampleInputs({"x": np.concatenate(again)}, "photographs")
     whole = prepare(transport, expected, signature, range(3))  # type: ignore[arg-type]
@@ -123,7 +122,7 @@ def test_of_several_inputs_the_one_with_most_room_varies() -> None:
 def test_no_two_requests_of_a_process_share_a_number() -> None:
     inputs, _, variation = case("fp32")
     items = choose_items(inputs, 3, seed=0)
-    fresh = FreshItems(variation, items, FreshNumbers())
+    fresh = PreparedBodies((), items, variation, FreshNumbers())
     seen: set[bytes] = set()
     for request in range(200):
         body = request % len(items)
@@ -144,7 +143,7 @@ def test_a_large_body_in_many_pieces_arrives_whole() -> None:
     address = Address("127.0.0.1", listener.getsockname()[1])
     body = prepare("http", inputs, signature, items, variation)
     request = body.request(address, "m")  # type: ignore[union-attr]
-    _, patches = FreshItems(variation, (items,), FreshNumbers()).patches(0)
+    _, patches = PreparedBodies((), (items,), variation, FreshNumbers()).patches(0)
     expected = b"".join(assemble(request.head, request.pieces, patches))
     received = bytearray()
 

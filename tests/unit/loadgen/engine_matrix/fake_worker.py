@@ -1,4 +1,4 @@
-"""A program that answers as `servers.engines.worker` does, well or badly: the model's name says how."""
+"""A program that answers as `servers.measuring.worker` does, well or badly: the model's name says how."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from loadgen.records.run import RunState
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import PlainConsole, print_document
-from loadgen.verdict.result_file import ResultError
+from loadgen.verdict.result import ResultError
 from tests.unit.loadgen.engine_matrix.simulated_matrix import (
     BERT,
     DISTILBERT,

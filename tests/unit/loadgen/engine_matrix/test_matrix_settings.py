@@ -25,7 +25,7 @@ from loadgen.engine_matrix.records import (
     Visit,
 )
 from loadgen.engine_matrix.settings import MatrixSettings
-from loadgen.entry import Command
+from loadgen.entry import PanelledCommand
 from loadgen.report.document import Document
 from loadgen.run.machine import read_environment
 
@@ -43,7 +43,7 @@ OPTIONS = ["--engines", "good,bad", "--baseline", "none", "--batches", "1", "--s
 
 def invoke(*arguments: str, **environment: str) -> tuple[int, str]:
     app = typer.Typer()
-    app.command("engines", cls=Command)(command.engines)
+    app.command("engines", cls=PanelledCommand)(command.engines)
     done = CliRunner().invoke(app, [*arguments], env=environment)
     return done.exit_code, done.output
 
@@ -185,7 +185,7 @@ def test_another_machine_does_not_continue_a_matrix(fake: Path) -> None:
 
 def test_json_leaves_standard_output_to_itself(fake: Path) -> None:
     app = typer.Typer()
-    app.command("engines", cls=Command)(command.engines)
+    app.command("engines", cls=PanelledCommand)(command.engines)
     done = CliRunner().invoke(app, ["--models", "fine", *OPTIONS, "--out", str(fake), "--json", "-"])
     assert done.exit_code == 0
     assert msgspec.json.decode(done.stdout.encode(), type=Matrix).plan.rounds == 1

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from loadgen.cli.assembly import check_reachable
+from loadgen.cli.compare import check_reachable
 from loadgen.experiment.plan import PlanError, plan_combinations
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.payloads import base_name, implied_payload, variant_name

@@ -1,4 +1,4 @@
-"""Presets, options and the forecast."""
+"""What is planned: arms, workloads with their sizes, searches and ramps, and how long they take."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from loadgen.experiment.file import parse_options
 from loadgen.experiment.forecast import Forecast
+from loadgen.experiment.options import parse_options
 from loadgen.experiment.plan import PRESETS, PlanError, ignored_settings, make_arm, make_arms, make_workloads, sized
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.stats.percentiles import late_allowed
 
 
 def workloads_of(*, gpu: bool = False, **settings: object) -> tuple[Workload, ...]:
@@ -127,13 +128,6 @@ def test_the_note_stands_before_anything_else(tmp_path: Path) -> None:
     assert note in " ".join(done.stderr.split())
 
 
-def test_a_wrong_option_is_one_sentence_and_status_2(tmp_path: Path) -> None:
-    done = CliRunner().invoke(build(), ["compare", "--preset", "fast", "--out", str(tmp_path / "x")])
-    assert done.exit_code == 2
-    assert "--preset: unknown value fast; choose from quick, full" in done.output
-    assert not (tmp_path / "x").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -188,3 +182,54 @@ def test_an_empty_list_is_no_scenario_without_workloads(option: str, scenario: s
     with pytest.raises(PlanError, match=f"the scenario {scenario} needs --{option.replace('_', '-')}"):
         workloads_of(scenarios=f"single,{scenario}", **nothing)
     assert workloads_of(scenarios="single", **nothing)
+
+
+def searches_of(**settings: object) -> tuple[Workload, ...]:
+    planned = make_workloads(ExperimentSettings.model_validate({"scenarios": "single", **settings}))
+    return tuple(workload for workload in planned if workload.scenario in ("slo", "ramp"))
+
+
+def test_a_search_for_every_bound() -> None:
+    searches = searches_of(slo_p99_ms=(100.0, 50.0, 100.0), connections=32)
+    assert [workload.name for workload in searches] == ["slo(p99≤50ms)", "slo(p99≤100ms)"]
+    assert all(
+        workload.arrivals == "poisson" and workload.concurrency == 32 and not workload.has_blocks
+        for workload in searches
+    )
+    assert late_allowed(searches[0].requests) == 2
+
+
+def test_a_trial_is_much_longer_than_its_bound() -> None:
+    (workload,) = searches_of(slo_p99_ms=4000.0)
+    assert (workload.seconds, workload.max_seconds) == (80.0, 160.0)
+
+
+def test_more_queries_take_longer() -> None:
+    (few,) = searches_of(slo_p99_ms=10.0)
+    (many,) = searches_of(slo_p99_ms=10.0, slo_queries=4590)
+    assert many.requests / many.max_seconds == pytest.approx(few.requests / few.max_seconds)
+
+
+def test_a_ramp_is_asked_for_by_its_name() -> None:
+    assert searches_of(preset="full") == ()
+    (workload,) = searches_of(preset="full", scenarios="single,ramp", ramp_users=64, rounds=2)
+    assert (workload.name, workload.concurrency, workload.rounds, workload.is_open, workload.has_blocks) == (
+        "ramp",
+        64,
+        2,
+        False,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"scenarios": "slo"}, "needs --slo-p99-ms"),
+        ({"slo_p99_ms": -1.0}, "greater than 0"),
+        ({"slo_p99_ms": 50.0, "slo_queries": 100}, "greater than or equal to 459"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        searches_of(**settings)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
 from loadgen.cli.noise_floor import self_comparison
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadgen.launch.process import ChildProcess, ProcessError
+from loadgen.child_process import ChildProcess, ProcessError
 from servers.native.command import CAUSES
 
 STUBBORN = """

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.assembly import default_out
-from loadgen.launch import ports
-from loadgen.launch.ports import PortReservation, port_range
+from loadgen.cli.output import default_out
+from loadgen.launch import embedded
+from loadgen.launch.embedded import PortReservation, port_range
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def free_range(count: int) -> range:
     """So many ports in a row that nobody listens on."""
     first = 21_000
-    while not all(ports._is_free(port) for port in range(first, first + count)):
+    while not all(embedded._is_free(port) for port in range(first, first + count)):
         first += 1
     return range(first, first + count)
 
@@ -50,7 +50,7 @@ def test_another_process_is_heeded_and_its_end_too(tmp_path: Path) -> None:
     places = free_range(2)
     code = (
         "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from loadgen.launch.ports import PortReservation\n"
+        "from loadgen.launch.embedded import PortReservation\n"
         "print(*PortReservation(1, range(int(sys.argv[2]), int(sys.argv[3]))).ports, flush=True); sys.stdin.read()"
     )
     argv = [sys.executable, "-c", code, str(tmp_path), str(places.start), str(places.stop)]
@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_made_costs_only_the_lock(locks: Path) -> None:
 
 def test_outgoing_connections_take_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = tmp_path / "range"
-    monkeypatch.setattr(ports, "EPHEMERAL", told)
+    monkeypatch.setattr(embedded, "EPHEMERAL", told)
     assert port_range() == range(20_000, 32_768)
     told.write_text("28000\t60999\n")
     assert port_range() == range(20_000, 28_000)

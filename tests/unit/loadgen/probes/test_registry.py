@@ -15,8 +15,7 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.run.context import RunContext
 from loadgen.run.storage import RunStore
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import ResultError, encode_result, read_result
+from loadgen.verdict.result import ResultError, analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.probes.toy_probe import TemperatureFound, TemperatureProbe
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import loadgen.report.document as doc
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.facts import Facts
 from loadgen.probes.registry import Probe
 from loadgen.records.run import Experiment, Found, Record
 from loadgen.run.context import RunContext
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result
 
 
 class Temperature(Record, frozen=True, kw_only=True):

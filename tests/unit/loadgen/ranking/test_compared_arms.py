@@ -13,7 +13,7 @@ from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.ranking.analyse import from_result, rank
 from loadgen.ranking.records import EXAMPLES, Price, PriceMatch, read_prices
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
-from loadgen.verdict.result_file import Result, read_result
+from loadgen.verdict.result import Result, read_result
 
 RESULTS = Path(__file__).resolve().parents[4] / "docs/results"
 RESNET = RESULTS / "2026-11-22-h200-models/resnet50/result.json"

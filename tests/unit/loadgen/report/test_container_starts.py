@@ -16,8 +16,7 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
 from loadgen.run.storage import RunStore
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result, encode_result, read_result
+from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
 
 NATIVE = ContainerStart(

@@ -9,8 +9,7 @@ import pytest
 
 import loadgen.report.document as doc
 from loadgen.report.sections.comparisons import comparisons
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, workloads, write_run
 
 LOADS = tuple(one for one in workloads(2, 60) if one.name in ("single", "concurrent(16)"))

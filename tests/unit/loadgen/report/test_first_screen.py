@@ -15,8 +15,7 @@ from loadgen.report.document import HTML, Link, Panel, Strip, Style, Table, Text
 from loadgen.report.renderers.html import STRIP_WIDTH, render_html, strip_x
 from loadgen.report.sections.comparisons import better_of
 from loadgen.report.sections.verdict import brief_why, conditions_in_brief, overview, proof, verdict
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 

@@ -16,8 +16,7 @@ from loadgen.entry import build
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats, write_csv, write_junit
 from loadgen.report.renderers.tables import render_junit
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 ATTRIBUTES = {

@@ -15,7 +15,7 @@ from loadgen.report.document import Chapter, Document, Section, Table, names
 from loadgen.report.renderers.markdown import escape, fenced
 from loadgen.report.renderers.tables import render_csv
 from loadgen.report.renderers.terminal import make_console
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 from tests.hostile_names import HOSTILE, check_reports
 

@@ -13,7 +13,7 @@ import pytest
 
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import code, render_html
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 TOKEN = re.compile(r"--[a-z][a-z0-9-]*")

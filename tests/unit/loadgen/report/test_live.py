@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadgen.comparison.summaries import BlockSummary, summarise_blocks
+from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number
 from loadgen.records.probes import ServerStart
 from loadgen.report.progress import FIXED, RichProgress, ratio_line, ratio_table, track_of
 from loadgen.run.progress import LiveRatio, LiveRatios
 from loadgen.run.storage import StoredRun, read_run
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 import loadgen.report.document as doc
-from loadgen.comparison.summaries import summarise_blocks
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.causes import cause_table, causes_chart, why
 from loadgen.probes.causes_analysis import Cause, CauseEffect, CausesFound, WorkloadCauses
 from loadgen.probes.rate_search import ramp
@@ -30,8 +30,7 @@ from loadgen.report.sections.comparisons import comparisons, ranking
 from loadgen.report.sections.verdict import overview
 from loadgen.run.progress import LiveRatios
 from loadgen.run.storage import read_run
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(pairs=4, requests=120, others=(SimulatedArm(4.0, 5.4, 1.0), SimulatedArm()))

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from loadgen.cli.report import report
-from loadgen.verdict.result_file import read_result
+from loadgen.verdict.result import read_result
 from tests.golden.synthetic_run import Plan, write_run
 
 app = typer.Typer()

@@ -16,7 +16,7 @@ from loadgen.engine_matrix.sections import matrix_document
 from loadgen.engine_matrix.store import is_matrix, stored_matrix
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import PLOTLY, render_html
-from loadgen.verdict.analysis import stored_result
+from loadgen.verdict.result import stored_result
 
 MOST_BYTES = 1_500_000
 RESULTS = Path(__file__).resolve().parents[4] / "docs/results"

@@ -16,8 +16,7 @@ from loadgen.report.document import Chart, Document, Table, text_of
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv, render_junit
 from loadgen.report.renderers.terminal import print_document
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 LENGTHS, SIZES, USERS = (32, 128), (1, 8), (4, 16)

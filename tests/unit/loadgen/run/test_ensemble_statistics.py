@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from loadgen.documents import read_record
-from loadgen.launch.interface import RemoteDeployment
-from loadgen.records.run import ArmRecord, ArmRequest
-from loadgen.records.server import StageTotals, StepRecord
+from loadgen.launch.deployment import RemoteDeployment
+from loadgen.records.run import ArmRecord, ArmRequest, StageTotals, StepRecord
 from loadgen.run.arms import Arm, ensemble_totals
 from tests.hostile_server import HostileServer, hostile_server
 

@@ -7,8 +7,8 @@ from typing import cast
 import msgspec
 import pytest
 
+from loadgen.client.messages import BlockOutcome
 from loadgen.experiment.schedule import closed_loop
-from loadgen.generator.messages import Outcome
 from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.run import Workload
 from loadgen.run.context import RunContext, most_processes, pilot_loads, size_generator, used_share
@@ -29,8 +29,8 @@ def calibration() -> Calibration:
     )
 
 
-def outcome(rate_per_s: float, cpu_share: float = 0.5) -> Outcome:
-    return Outcome(
+def outcome(rate_per_s: float, cpu_share: float = 0.5) -> BlockOutcome:
+    return BlockOutcome(
         window_start_ns=0, window_end_ns=10**9, requests=int(rate_per_s), errors=0, error_messages=(),
         cpu_ns=int(cpu_share * 1e9), reconnects=0, cut_reason=None, storage_error=None,
     )  # fmt: skip
@@ -89,7 +89,7 @@ class Server:
         assert not watched, "an idle gap of the GPU is not due"
         return self
 
-    def pilot(self, _label: str, _load: Workload) -> Outcome:
+    def pilot(self, _label: str, _load: Workload) -> BlockOutcome:
         return outcome(min(self.rate_per_s, self.processes * CEILING_PER_S))
 
     def stop(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.run.context import GPU_CONTROL_SECONDS, RunContext
 from loadgen.run.gpu_recording import GpuRecording

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loadgen.client.inputs import SampleInputs
-from loadgen.records.parity import ParityCase
+from loadgen.records.run import ParityCase
 from loadgen.run.answers import AnswersError, batches_to_send, compare_answers, mixed_batches
 from loadgen.stats.agreement import Tolerance, rules_of, tolerance_of
 

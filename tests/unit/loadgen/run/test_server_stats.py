@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.records.server import StageTotals
+from loadgen.records.run import StageTotals
 from loadgen.run.arms import requests_seen, stage_totals
 
 

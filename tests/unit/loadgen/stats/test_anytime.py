@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate
 
-from loadgen.stats.anytime import MIXTURE, estimate_anytime, interval_of_logs, log_bayes_factors
-from loadgen.stats.ratios import estimate_ratio
+from loadgen.stats.ratios import MIXTURE, estimate_anytime, estimate_ratio, interval_of_logs, log_bayes_factors
 
 LOGS = st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=25).filter(lambda v: np.std(v) > 1e-4)
 

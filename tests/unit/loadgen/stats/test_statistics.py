@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from loadgen.stats.anytime import estimate_anytime
 from loadgen.stats.ratios import (
     MOST_CORRELATION,
     RatioEstimate,
     adjust_holm,
     detectable_effect,
     error_of_mean,
+    estimate_anytime,
     estimate_ratio,
     geometric_mean,
     interval_of_mean,
@@ -68,8 +68,8 @@ def test_equivalence_agrees_with_the_interval() -> None:
         ([], "no complete pair"),
         ([1.3], "one pair"),
         ([1.3, 1.3, 1.3], "same ratio"),
-        ([1.0, 0.0], "nothing to divide"),
-        ([1.0, math.inf], "nothing to divide"),
+        ([1.0, 0.0], "no positive value"),
+        ([1.0, math.inf], "no positive value"),
     ],
 )
 def test_what_cannot_be_computed_is_undetermined(ratios: list[float], reason: str) -> None:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.facts import Facts
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_junit
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.checks.registry import CHECKS, Outcome, check
+from loadgen.verdict.checks.registry import CHECKS, Judgement, check
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 
 @pytest.fixture
 def full_moon() -> Iterator[None]:
     @check(title="the moon is not full", severity="invalidates", remedy="Wait for two weeks.")
-    def moon(facts: Facts) -> Iterator[Outcome]:
-        yield Outcome(False, f"full over {len(facts.blocks)} blocks", value=1.0, threshold=0.9)
+    def moon(facts: Facts) -> Iterator[Judgement]:
+        yield Judgement(False, f"full over {len(facts.blocks)} blocks", value=1.0, threshold=0.9)
 
     yield
     del CHECKS["moon"]

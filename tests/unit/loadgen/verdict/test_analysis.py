@@ -8,7 +8,7 @@ import pytest
 
 from loadgen.records.run import Workload
 from loadgen.run.storage import StoredRunError, read_run
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 

@@ -12,13 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.facts import Facts
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.checks.registry import CHECKS, Check, Outcome
+from loadgen.verdict.checks.registry import CHECKS, Check, Judgement
 from loadgen.verdict.checks.registry import check as declare
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
 
 SMALL: dict[str, Any] = {"pairs": 4, "requests": 80}
@@ -496,10 +495,10 @@ def test_a_new_check_is_one_function(tmp_path: Path) -> None:
     """Declared where it is computed, it is in the result, takes the verdict and stands in the report."""
 
     @declare(title="no block is short", severity="invalidates", remedy="Ask for longer blocks.")
-    def toy_check(facts: Facts) -> Iterator[Outcome]:
+    def toy_check(facts: Facts) -> Iterator[Judgement]:
         for load in facts.loads:
             shortest = min(block.duration_s for block in load.blocks)
-            yield Outcome(shortest > 1e6, f"the shortest takes {shortest:.1f} s", shortest, 1e6, load.scope)
+            yield Judgement(shortest > 1e6, f"the shortest takes {shortest:.1f} s", shortest, 1e6, load.scope)
 
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
     found = [one for one in result.checks if one.name == "toy_check"]

@@ -9,15 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.facts import Facts
 from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import ArmRequest, Environment, Pairing, Workload
 from loadgen.run.storage import StoredRun
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.checks.gpu import gpu_present
 from loadgen.verdict.checks.registry import Check, check_before_load
+from loadgen.verdict.checks.run import gpu_present
 from loadgen.verdict.noise_floor import is_self_comparison
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_arms import arms
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.unit.loadgen.verdict.test_checks import bigger, edit_blocks, edit_json, edit_samples

@@ -9,21 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.client.requests import Address
-from loadgen.comparison.facts import Facts
+from loadgen.client.connection import Address
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.metrics.facts import Facts
 from loadgen.probes.fairness import as_condition, connect_ms, read_governors
 from loadgen.records.model_config import effective_settings, read_triton
 from loadgen.records.probes import ArmConditions, Conditions
-from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
-from loadgen.records.server import StepRecord
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label, StepRecord
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.run.storage import StoredRun
-from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.arms import captured_sizes
 from loadgen.verdict.checks.interpretation import native_backend
 from loadgen.verdict.checks.registry import CHECKS, Check, check_before_load
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 EXPERIMENT = Experiment(

@@ -17,9 +17,8 @@ from loadgen.probes.gpu.records import EvidenceFile
 from loadgen.report.contents import result_document
 from loadgen.report.files import write_reports
 from loadgen.report.renderers.terminal import print_document
-from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Check
-from loadgen.verdict.result_file import Result, read_result
+from loadgen.verdict.result import Result, analyse, read_result
 from tests.unit.loadgen.verdict.gpu_run import CAPTURE, write_gpu_run
 
 Show = Callable[[Result], str]

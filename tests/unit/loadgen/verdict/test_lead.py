@@ -14,8 +14,7 @@ import pytest
 
 from loadgen.probes.causes_analysis import Explanation
 from loadgen.records.run import Workload
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
 from tests.unit.loadgen.probes.causes.test_explained_run import explain
 

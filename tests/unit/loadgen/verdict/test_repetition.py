@@ -11,19 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.facts import Facts
+from loadgen.metrics.comparisons import Comparison
+from loadgen.metrics.facts import Facts
 from loadgen.records.machine import FloorEntry, NoiseFloor
 from loadgen.records.probes import CacheProbe
 from loadgen.records.run import Label
 from loadgen.run.noise_floor import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
 from loadgen.run.storage import StoredRun, read_run
 from loadgen.stats.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.checks.registry import Outcome
+from loadgen.verdict.checks.registry import Judgement
 from loadgen.verdict.checks.run import answers_from_memory, repeated_requests
 from loadgen.verdict.noise_floor import apply_floor, find_floor, floor_of, floor_of_arm
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.unit.loadgen.verdict.test_fairness import EXPERIMENT
 
@@ -262,7 +261,7 @@ def test_a_later_floor_keeps_what_the_earlier_has_of_other_workloads(
     assert [[entry.difference for entry in one.entries] for one in read_floors(path)] == [[0.02], [0.05]]
 
 
-def repeated(*probes: CacheProbe) -> list[Outcome]:
+def repeated(*probes: CacheProbe) -> list[Judgement]:
     return list(repeated_requests.find(Facts(StoredRun(Path(), EXPERIMENT, records={CacheProbe: probes}))))
 
 

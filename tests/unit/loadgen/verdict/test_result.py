@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema_rs
 import pytest
 
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import ResultError, encode_result, read_result, write_atomically
+from loadgen.documents import write_atomically
+from loadgen.verdict.result import ResultError, analyse, encode_result, read_result
 from loadgen.verdict.result_schema import result_schema
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 

@@ -12,16 +12,15 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
-from loadgen.comparison.comparisons import Comparison
 from loadgen.entry import build
+from loadgen.metrics.comparisons import Comparison
 from loadgen.stats.ratios import critical_t
 from loadgen.stats.tails import Round, estimate_tail_ratio
 from loadgen.verdict import run_difference
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result, encode_result, read_result
+from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from loadgen.verdict.run_difference import ComparisonChange, compare_runs
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
-from tests.unit.loadgen.comparison.test_several_arms import compared
+from tests.unit.loadgen.metrics.test_several_arms import compared
 
 PLAN = Plan(pairs=4, requests=60)
 SLOWER_B = Plan(pairs=4, requests=60, seed=8, b=SimulatedArm(6.5, 7.8, 2.5, reports_http=False, ready_s=5.5))

@@ -10,9 +10,8 @@ import pytest
 
 from loadgen.experiment.plan import AS_SERVED
 from loadgen.report.sections.conditions import experiment_rows
-from loadgen.verdict.analysis import analyse
 from loadgen.verdict.checks.registry import Check
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.verdict.test_checks import SMALL, check, edit_json
 

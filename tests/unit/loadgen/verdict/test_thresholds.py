@@ -12,11 +12,10 @@ from loadgen.experiment.plan import PlanError
 from loadgen.records.run import Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from loadgen.verdict.thresholds import ThresholdError, UndefinedValueError, parse_condition, plan_conditions
 from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
-from tests.unit.loadgen.comparison.test_open_loop import noisy, open_run
+from tests.unit.loadgen.metrics.test_open_loop import noisy, open_run
 
 WORKLOADS = workloads(4, 200)
 AB = ("a", "b")

@@ -9,7 +9,7 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.conditions import experiment_rows
 from loadgen.report.sections.verdict import proof
-from loadgen.verdict.analysis import analyse
+from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.verdict.test_checks import SMALL, check
 

@@ -27,8 +27,7 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result, encode_result, read_result
+from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(a=SimulatedArm(transport_ms=1.0), b=SimulatedArm(transport_ms=11.0), pairs=4, requests=80)

@@ -8,10 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.comparison.pool import Pool
-from loadgen.comparison.summaries import BlockSummary, summarise_latency
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.metrics.summaries import BlockSummary, summarise_latency
 from loadgen.probes.causes import (
     changed_settings,
     fit_into,
@@ -23,6 +22,7 @@ from loadgen.probes.causes import (
 )
 from loadgen.probes.causes_analysis import Ablation, Untested, Variant
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
+from loadgen.stats.percentiles import Pool
 
 WORKLOADS = make_workloads(
     ExperimentSettings.model_validate({"scenarios": "single,batched,concurrent", "batch_sizes": "4,32"})

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.comparison.comparisons import Outcome
-from loadgen.comparison.stages import ArmStages, LatencyBreakdown, StageDifference
+from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown, StageDifference
+from loadgen.metrics.comparisons import Outcome
 from loadgen.probes.causes_analysis import (
     CauseEffect,
     CauseName,
@@ -22,7 +22,7 @@ from loadgen.probes.causes_analysis import (
     with_verdicts,
 )
 from loadgen.records.run import ArmRequest, Experiment, Label, Pairing, Workload
-from tests.unit.loadgen.comparison.test_several_arms import compared
+from tests.unit.loadgen.metrics.test_several_arms import compared
 
 AB = Pairing("a", "b")
 WORKLOAD = Workload(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings

@@ -28,10 +28,9 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result, encode_result, read_result
+from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from servers.engines.interface import EngineDescription
-from servers.engines.measurement import BatchMeasurement
+from servers.measuring.measurement import BatchMeasurement
 from tests.golden.synthetic_run import Plan, write_run
 
 SIZES = (1, 2, 4, 8, 16, 32)

@@ -10,8 +10,7 @@ import pytest
 from loadgen.probes.cold_start import ColdStartsFound, cold_starts
 from loadgen.records.probes import ServerStart
 from loadgen.report.document import Chart
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 

@@ -16,7 +16,7 @@ from loadgen.probes.gpu.analysis import assess
 from loadgen.probes.gpu.records import EvidenceRecord, TimeSpan, read_readings
 from loadgen.records.run import BlockRecord
 from servers.gpu.readings import GpuReader
-from servers.gpu.recording import Intervals, Recording
+from servers.gpu.sampler import Intervals, Recording
 from tests.scripted_reader import Fault, Phase, ScriptedReader
 
 SECOND = 1_000_000_000

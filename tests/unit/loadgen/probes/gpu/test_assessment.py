@@ -13,7 +13,7 @@ import pytest
 
 from loadgen.probes.gpu.decision import decide
 from loadgen.probes.gpu.records import EvidenceRecord, GpuFinding, InconclusiveCode
-from loadgen.verdict.checks.gpu import may_rank
+from loadgen.verdict.checks.run import may_rank
 from tests.scripted_reader import Fault
 from tests.unit.loadgen.probes.gpu.conftest import UUID
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from loadgen.probes.gpu.analysis import assess
 from loadgen.probes.gpu.records import EvidenceRecord, TimeSpan, read_readings
 from loadgen.records.run import BlockRecord
-from loadgen.verdict.checks.gpu import may_rank
+from loadgen.verdict.checks.run import may_rank
 
 ROOT = Path(__file__).resolve().parents[5]
 CAPTURES = sorted((ROOT / "tests/captures").glob("*.json"))

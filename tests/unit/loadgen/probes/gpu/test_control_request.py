@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.gpu.probe import control_request
 from loadgen.run.preparation import make_deployment

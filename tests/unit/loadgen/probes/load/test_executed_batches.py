@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.comparison.facts import Facts
-from loadgen.comparison.summaries import WorkloadSummary
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.probes.load import PROBE, ExecutedBatches, LoadFound
 from loadgen.run.storage import read_run
-from loadgen.verdict.analysis import analyse as analyse_run
+from loadgen.verdict.result import analyse as analyse_run
 from tests.golden.synthetic_run import Plan, write_run
 
 

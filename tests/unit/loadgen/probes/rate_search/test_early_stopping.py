@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.stats.early_stopping import late_allowed, queries_needed
+from loadgen.stats.percentiles import late_allowed, queries_needed
 
 
 @pytest.mark.parametrize(("late", "queries"), [(0, 459), (10, 2_010), (100, 12_571)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loadgen.probes.rate_search_analysis import RateSearch
-from loadgen.stats.early_stopping import late_allowed
+from loadgen.stats.percentiles import late_allowed
 
 
 def run(search: RateSearch, capacity: float) -> list[float]:

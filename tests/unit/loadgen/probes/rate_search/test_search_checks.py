@@ -9,8 +9,7 @@ import pytest
 
 from loadgen.probes.rate_search_analysis import Trial
 from loadgen.records.run import Workload
-from loadgen.verdict.analysis import analyse
-from loadgen.verdict.result_file import Result
+from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_calibration, write_run
 from tests.unit.loadgen.probes.rate_search.test_searches import RAMP, SLO, climb, search
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadgen.comparison.pairs import SATURATION, SLO_RATE, PairedMetric, pair_metrics
+from loadgen.metrics.comparisons import PairedMetric, pair_metrics
+from loadgen.metrics.registry import SATURATION, SLO_RATE
 from loadgen.probes.rate_search_analysis import (
     RampFound,
     RateFound,

@@ -1,1 +1,0 @@
-"""Measures the load generator itself against a server that does nothing."""

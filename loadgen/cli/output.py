@@ -1,0 +1,146 @@
+"""Where a command writes: error messages, its folder of results, files of JSON, and exports of a stored result."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+import typer
+
+from loadgen.documents import one_line
+
+if TYPE_CHECKING:
+    from loadgen.engine_matrix.records import Matrix
+    from loadgen.report.document import Document
+    from loadgen.verdict.result import Result
+
+EXIT_USAGE = 2
+
+
+def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
+    """End the command with one sentence on standard error."""
+    complain(message)
+    raise typer.Exit(status)
+
+
+def complain(message: str, style: str = "bold red", kind: str = "error") -> None:
+    """Print one sentence on standard error."""
+    from loadgen.report.renderers.terminal import make_console
+
+    make_console(sys.stderr).print(f"{kind}: {message}", style=style, soft_wrap=True)
+
+
+def check_files(files: Mapping[str, str | Path | None]) -> None:
+    """End the command before it measures if a file to write, by its option, has no folder; `-` is standard output."""
+    for option, target in files.items():
+        path = None if target in (None, "-") else Path(str(target))
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            fail(f"{option} {path}: give the path of a file in a folder that exists")
+
+
+def write_json(document: object, target: str | None) -> None:
+    """Write to the file `target`; `-` is standard output, None is nowhere. A file that cannot be written ends the
+    command."""
+    if target is None:
+        return
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+    if target == "-":
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        Path(target).write_bytes(text)
+    except OSError as exc:
+        fail(f"--json {target} cannot be written: {exc.strerror or exc}")
+
+
+def check_out(out: Path | None) -> None:
+    """Raises `PlanError` for a folder that cannot take a new run."""
+    from loadgen.experiment.plan import PlanError
+
+    if out is None:
+        return
+    if out.exists() and not out.is_dir():
+        raise PlanError(f"--out {out} is a file; give a folder")
+    if (out / "experiment.json").exists():
+        raise PlanError(f"--out {out} already holds a run; give another folder")
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    try:
+        TemporaryDirectory(dir=place).cleanup()
+    except OSError as exc:
+        raise PlanError(f"--out {out}: cannot write to {place}: {exc.strerror or exc}; give another folder") from exc
+
+
+def default_out(model: str) -> Path:
+    """A new folder results/TIME-MODEL, in UTC, with a number appended where another run began in the same second."""
+    name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII).strip("-.") or "model"
+    name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{name[:80]}"
+    folder, number = Path("results") / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            folder = folder.with_name(f"{name}-{number}")
+        except OSError:  # writing the run's first record reports the reason and the remedy
+            return folder
+        else:
+            return folder
+
+
+@contextmanager
+def analysis_of(folder: Path, again: str) -> Iterator[None]:
+    """If the analysis of a measurement fails, print one sentence with the command that repeats it and go on, because
+    the samples and the records in `folder` are whole."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as exc:  # noqa: BLE001 (no fault of the analysis may cost a measurement)
+        complain(
+            f"the analysis failed ({type(exc).__name__}: {one_line(str(exc))}); everything that was measured is in "
+            f"{folder}; analyse it again with: {again} {shlex.quote(str(folder))}; please report this as a bug"
+        )
+
+
+def check_export(mlflow: str | None) -> None:
+    """End the command before it measures if it could not export to MLflow."""
+    if mlflow is None:
+        return
+    from loadgen.report.mlflow import MlflowExportError, check_mlflow
+
+    try:
+        check_mlflow(mlflow)
+    except MlflowExportError as exc:
+        fail(str(exc))
+
+
+def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, folder: Path) -> None:
+    """Append to the summary of a CI step if there is one, and export if `mlflow` says where. A failure is a warning,
+    because the result is already stored in `folder`."""
+    from loadgen.report.files import append_job_summary
+    from loadgen.report.renderers.markdown import render_markdown
+    from loadgen.verdict.result import Result
+
+    if (warning := append_job_summary(render_markdown(document))) is not None:
+        complain(warning, style="bold yellow")
+    if mlflow is None:
+        return
+    from loadgen.report.mlflow import MlflowExportError, export_matrix, export_result
+
+    try:
+        if isinstance(result, Result):
+            export_result(mlflow, result, folder)
+        else:
+            export_matrix(mlflow, result, folder)
+    except MlflowExportError as exc:
+        complain(str(exc), style="bold yellow")

@@ -1,1 +1,0 @@
-"""From stored blocks to ratios: what each block measured and how the arms compare, while a run goes on and after it."""

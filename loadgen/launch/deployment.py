@@ -1,0 +1,317 @@
+"""A server of a comparison: how it is started, found and stopped, wherever it runs; and a server at a URL."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from time import monotonic, perf_counter_ns, sleep
+from typing import Any
+
+import psutil
+
+from loadgen.child_process import cpu_ns, tree
+from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
+from loadgen.client.endpoint import Endpoint, Signature, model_names, unmeasurable, versioned
+from loadgen.client.grpc import GrpcConnection, parse_grpc_address
+from loadgen.client.http import HttpConnection
+from loadgen.client.tls import speaks_tls
+from loadgen.documents import one_line
+from loadgen.records.model_config import pad_sizes, reported_padding
+from loadgen.records.payloads import without_backend
+from loadgen.records.run import DEFAULT_ACCESS, Access
+
+RUNNING_READY_SECONDS = 5.0
+"""How long a server at a URL, which runs already, may take to be ready."""
+_POLL_SECONDS = 0.005
+
+RELAYS = frozenset(
+    {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
+     "traefik", "caddy", "kubectl", "socat"}
+)  # fmt: skip
+"""Programs that only forward requests: the process that listens is not the one that computes."""
+Roots = tuple[psutil.Process, ...]
+
+
+class DeploymentError(Exception):
+    """A server cannot be started, is not ready in time or has died; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """When a server was started, first answered `live` and first answered `ready` (`perf_counter_ns`)."""
+
+    started_ns: int
+    live_ns: int
+    ready_ns: int
+
+
+def batch_sentence(limit: int, largest: int) -> str:
+    """Why a server does not take the batches of the load."""
+    return (
+        f"the load has batches of {largest}, but it accepts at most {limit}; raise its max-batch-size or leave them out"
+    )
+
+
+class Deployment:
+    """One server. Life: `start` → `wait_ready` → … → `stop`; it may be started again after that.
+
+    This base class knows only its URL: it starts and stops nothing, and its processes are unknown.
+    """
+
+    launched = False
+    """Whether `start` starts the server and `stop` ends it."""
+    url: str
+    """The URL where it answers HTTP; set by `start` for a launched server, like the rest."""
+    grpc_address: str | None = None
+    """Address where it answers gRPC."""
+    access: Access = DEFAULT_ACCESS
+    """How its URL is reached."""
+    model: str | None = None
+    """The name under which a launched server serves the model, by its launch plan; known after `check` or `start`."""
+    title: str | None = None
+    """The name in its launch plan."""
+    argv: tuple[str, ...] | None = None
+    artefact: dict[str, object] | None = None
+    """The manifest of the exported file that it executes."""
+    tuning: Mapping[str, str] = {}
+    """Settings of a launched server that only affect its speed and differ from its own defaults."""
+    cannot_pad: str | None = None
+    """Why abserve cannot make it pad batches, as a clause; None: it takes the option pad-to. Known after `check`."""
+    pads_to: tuple[int, ...] = ()
+    """The sizes to which a running server pads by its configuration."""
+    started_ns: int | None = None
+    processes_unknown: str | None = None
+    """Why `pids` is empty, as the end of a sentence."""
+    largest_batch = 1
+    """The largest batch of the load."""
+
+    def check(self, model: str) -> None:
+        """Find what would keep the server from serving the load, before a run begins. Raises `DeploymentError`."""
+
+    def start(self) -> None:
+        """Create the process, on fresh ports, and return at once. Raises `DeploymentError`."""
+
+    def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
+        """Ask `live`, then `ready`, every 5 ms until the model is ready. Raises `DeploymentError` when the server ends
+        or the time is up."""
+        started_ns = perf_counter_ns() if self.started_ns is None else self.started_ns
+        endpoint = Endpoint(self.url, timeout_s=timeout_s, access=self.access)
+        deadline_s = monotonic() + timeout_s
+        late = f"after {timeout_s:g} s"
+        self.wait_until(
+            endpoint.live,
+            deadline_s,
+            lambda: f"the server at {self.url} is not live {late} ({endpoint.why_not_live()})",
+        )
+        live_ns = perf_counter_ns()
+        model_text = versioned(model, endpoint.address.access.version)
+        self.wait_until(
+            lambda: endpoint.ready(model),
+            deadline_s,
+            lambda: f"the server at {self.url} is live, but {model_text} is not ready {late}",
+        )
+        return StartTimes(started_ns, live_ns, perf_counter_ns())
+
+    def wait_until(self, condition: Callable[[], bool], deadline_s: float, problem: Callable[[], str]) -> None:
+        """Poll a condition of the running server. Raises `DeploymentError` when the server ends, and with `problem` at
+        the deadline (`time.monotonic`)."""
+        while not condition():
+            failure = self.failure()
+            if failure is not None:
+                raise DeploymentError(f"the server {failure}")
+            if monotonic() > deadline_s:
+                raise DeploymentError(problem())
+            sleep(_POLL_SECONDS)
+
+    def failure(self) -> str | None:
+        """How the server ended; None while it runs, or when that cannot be known."""
+        return None
+
+    def pids(self) -> tuple[int, ...]:
+        """Its processes; empty where they are unknown, with the reason in `processes_unknown`."""
+        return ()
+
+    def cpu_ns(self) -> int | None:
+        """CPU time that its processes have used so far; None where they are unknown."""
+        return None
+
+    def stop(self) -> None:
+        """End a launched server. Bounded and idempotent."""
+
+
+class RemoteDeployment(Deployment):
+    """A server at a URL that is already running. Cold starts cannot be measured on it."""
+
+    def __init__(
+        self,
+        url: str,
+        grpc_address: str | None = None,
+        access: Access = DEFAULT_ACCESS,
+        *,
+        model_option: str = "--model",
+    ) -> None:
+        """`model_option` names the model on this server. Raises `AddressError` for anything but HTTP."""
+        self._address = Address.parse(url, access)
+        self.url = self._address.url
+        self.grpc_address = grpc_address
+        self.access = access
+        self._model_option = model_option
+        self._listeners: Roots | None = None
+
+    def check(self, model: str) -> None:
+        """Wait a moment for a server that was started just now, then read its configuration if it has one, and connect
+        to its gRPC."""
+        self.wait_ready(model, RUNNING_READY_SECONDS)
+        endpoint = Endpoint(self.url, access=self.access)
+        config = endpoint.config(model)
+        if fault := unmeasurable(config, model):
+            raise DeploymentError(fault)
+        self._read_padding(config)
+        limit = (config or {}).get("max_batch_size")
+        if self.largest_batch > 1 and not self.signature(model).batched:
+            raise DeploymentError(
+                f"the load has batches of {self.largest_batch}, but model {model} has no batch dimension; leave "
+                "batched out of --scenarios"
+            )
+        if isinstance(limit, int) and 0 < limit < self.largest_batch:
+            raise DeploymentError(batch_sentence(limit, self.largest_batch))
+        if self.grpc_address is not None:
+            grpc = GrpcConnection(self.grpc_address, timeout_s=RUNNING_READY_SECONDS, access=self.access)
+            try:
+                grpc.connect()
+            except ConnectionRefused as exc:
+                remedy = _tls_remedy(parse_grpc_address(self.grpc_address), "grpcs")
+                raise DeploymentError(f"gRPC: {exc}{remedy}") from exc
+            finally:
+                grpc.close()
+
+    def signature(self, model: str) -> Signature:
+        """The model's metadata. Raises `EndpointError`."""
+        return Endpoint(self.url, access=self.access).signature(model)
+
+    def _read_padding(self, config: Mapping[str, Any] | None) -> None:
+        rule = reported_padding(config)
+        self.pads_to = pad_sizes(rule or "")
+        if rule is None:
+            self.cannot_pad = "its server does not report whether it pads"
+        else:
+            self.cannot_pad = f"its server {f'pads to {rule}' if self.pads_to else 'merges only equal lengths'}"
+
+    def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
+        """Wait until the server is ready; the error says what its owner can do."""
+        address = self._address
+        if address.tls:
+            self._check_tls()
+        try:
+            return super().wait_ready(model, timeout_s)
+        except DeploymentError as exc:
+            if other := self._other_models(model):
+                raise DeploymentError(other) from exc
+            remedy = _tls_remedy(address, "https") or f"; start it, or correct the URL or {self._model_option}"
+            raise DeploymentError(f"{exc}{remedy}") from exc
+
+    def _other_models(self, model: str) -> str | None:
+        """What the server serves instead of a model, and the option to give; None if it does not say."""
+        rows = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).repository_index()
+        if rows is None or any(row.name == model and row.ready for row in rows):
+            return None
+        if row := next((row for row in rows if row.name == model), None):
+            state = one_line(": ".join(filter(None, (row.state, row.reason))))
+            return f"model {model} of the server at {self.url} is not ready: {state}"
+        served = sorted({row.name for row in rows if row.ready})
+        if not served:
+            return f"the server at {self.url} serves no model; load {model} there"
+        alike = [name for name in served if without_backend(name) == model]
+        close = alike or get_close_matches(model, served, n=1) or served
+        remedy = f"add {self._model_option} {model_names(close)}"
+        if len(close) > 1:
+            remedy = f"name one of them with {self._model_option}"
+        return f"the server at {self.url} serves {model_names(served)}, not {model}; {remedy}"
+
+    def pids(self) -> tuple[int, ...]:
+        """The processes that listen on its port, if it runs on this machine, with their descendants."""
+        return tuple(process.pid for process in tree(self._find_listeners()))
+
+    def cpu_ns(self) -> int | None:
+        return cpu_ns(tree(self._find_listeners()))
+
+    def _find_listeners(self) -> Roots:
+        """Search once, and again after a restart of the server: a search reads all processes of the machine."""
+        if self._listeners is None or not all(process.is_running() for process in self._listeners):
+            self._listeners, self.processes_unknown = find_listeners(self._address)
+        return self._listeners
+
+    def _check_tls(self) -> None:
+        """Raises `DeploymentError` for what would fail on every connection, without waiting for the server."""
+        connection = HttpConnection(self._address, timeout_s=RUNNING_READY_SECONDS)
+        try:
+            connection.connect()
+        except TlsRefused as exc:
+            raise DeploymentError(str(exc)) from exc
+        except ConnectionRefused:
+            return
+        finally:
+            connection.close()
+
+
+def _tls_remedy(address: Address, scheme: str) -> str:
+    """The end of a sentence about a server that was asked in plain text and speaks TLS; empty for others."""
+    if address.tls or not speaks_tls(address.host, address.port, RUNNING_READY_SECONDS):
+        return ""
+    return f"; it speaks TLS: give {scheme}://{address.authority}{address.base_path}"
+
+
+def find_listeners(address: Address) -> tuple[Roots, str | None]:
+    """The processes that listen at an address; without any, the reason as the end of a sentence."""
+    if not is_here(address.host):
+        return (), "it runs on another machine"
+    try:
+        entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        sockets = _listening(psutil.net_connections("tcp"), address.port)
+        listeners = next((those for entry in entries if (those := _accepting(sockets, str(entry[4][0])))), [])
+        if not listeners:
+            return (), f"no process that this program can see listens on port {address.port}"
+        if any(listener.pid is None for listener in listeners):
+            return (), f"the process on port {address.port} belongs to another user or is in another container"
+        roots = {_root(psutil.Process(listener.pid), address.port) for listener in listeners}
+        names = {root.name() for root in roots}
+    except (psutil.Error, OSError) as exc:
+        return (), f"the processes of this machine cannot be read ({exc})"
+    if RELAYS & names:
+        return (), f"{min(RELAYS & names)} listens on port {address.port} and only forwards requests"
+    if os.getpid() in {process.pid for process in tree(roots)}:  # as with a socket of systemd
+        return (), f"the process on port {address.port} is this program or a parent of it"
+    return tuple(sorted(roots, key=lambda root: root.pid)), None
+
+
+def is_here(host: str) -> bool:
+    """Whether an address belongs to this machine: a socket can only be bound to its addresses."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _listening(sockets: Sequence[Any], port: int) -> list[Any]:
+    return [entry for entry in sockets if entry.status == psutil.CONN_LISTEN and entry.laddr[1:2] == (port,)]
+
+
+def _accepting(sockets: Sequence[Any], ip: str) -> list[Any]:
+    """The sockets that take connections to an address: those bound to it, else to all addresses."""
+    wildcards = ["::"] if ":" in ip else ["0.0.0.0", "::"]
+    return next((those for bound in (ip, *wildcards) if (those := [s for s in sockets if s.laddr[0] == bound])), [])
+
+
+def _root(process: psutil.Process, port: int) -> psutil.Process:
+    """The topmost of the parents that share the socket: a server's workers inherit it."""
+    with suppress(psutil.Error):
+        while (parent := process.parent()) is not None and _listening(parent.net_connections("tcp"), port):
+            process = parent
+    return process

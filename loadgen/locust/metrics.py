@@ -1,0 +1,181 @@
+"""The load generator's own metrics for Prometheus, `abserve_load_…`: users, requests, failures, latency, send lag.
+
+They show the locustfile's current test. In distributed runs the workers count and the master answers scrapes; a
+worker's counts travel with Locust's own reports, every 3 s. Send lag is how much later than due a timer of the
+generator's loop fires: a request due at that moment would have been sent equally late.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from time import perf_counter
+from typing import Any
+
+import gevent
+from gevent.pywsgi import WSGIServer
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+BOUNDS_S = tuple(10 ** (-4.5 + step / 12) for step in range(75))
+"""Upper bounds of the latency buckets, 32 µs to 47 s, twelve per decade, as on the native server."""
+LAG_EVERY_S = 0.05
+REPORT_KEY = "abserve"
+RUNNING_STATES = frozenset({"spawning", "running", "cleanup"})
+
+logger = logging.getLogger("abserve")
+
+
+class DurationCounts:
+    """How many durations fell into each bucket, by its number, and their sum; adding up loses nothing."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
+    def take(self) -> dict[str, Any]:
+        taken = {"counts": {str(index): count for index, count in self.counts.items()}, "total_s": self.total_s}
+        self.counts, self.total_s = Counter(), 0.0
+        return taken
+
+    def merge(self, taken: Mapping[str, Any]) -> None:
+        self.counts.update({int(index): count for index, count in taken["counts"].items()})
+        self.total_s += taken["total_s"]
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, durations up to it) for a Prometheus histogram."""
+        total, rows = 0, []
+        for index, bound in enumerate([*(f"{bound_s:.6g}" for bound_s in BOUNDS_S), "+Inf"]):
+            total += self.counts[index]
+            rows.append((bound, float(total)))
+        return rows
+
+
+class LoadCounts:
+    """The counts of one process, or on a master the sum of its workers', by the name of the request."""
+
+    def __init__(self) -> None:
+        self.latency: defaultdict[str, DurationCounts] = defaultdict(DurationCounts)
+        self.failures: Counter[str] = Counter()
+        self.response_bytes: Counter[str] = Counter()
+        self.lag = DurationCounts()
+
+    def on_request(
+        self, name: str, response_time: float | None, response_length: int | None, exception: object, **_: object
+    ) -> None:
+        """Locust's `request` event. Failures are only counted: their latency means nothing."""
+        if exception is not None:
+            self.failures[name] += 1
+            return
+        self.latency[name].add((response_time or 0.0) / 1000)
+        self.response_bytes[name] += response_length or 0
+
+    def take(self) -> dict[str, Any]:
+        taken = {
+            "latency": {name: counts.take() for name, counts in self.latency.items()},
+            "failures": dict(self.failures),
+            "response_bytes": dict(self.response_bytes),
+            "lag": self.lag.take(),
+        }
+        self.failures.clear()
+        self.response_bytes.clear()
+        return taken
+
+    def merge(self, taken: Mapping[str, Any]) -> None:
+        for name, counts in taken["latency"].items():
+            self.latency[name].merge(counts)
+        self.failures.update(taken["failures"])
+        self.response_bytes.update(taken["response_bytes"])
+        self.lag.merge(taken["lag"])
+
+
+class LoadCollector(Collector):
+    """Builds the metric families at each scrape."""
+
+    def __init__(self, environment: Any, counts: LoadCounts) -> None:
+        self._environment = environment
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        """All families; the workers' only on a master."""
+        yield from self._state()
+        counts = self._counts
+        latency = HistogramMetricFamily(
+            "abserve_load_latency_seconds",
+            "From when a request was due (in a closed loop: sent) to its last byte, good answers.",
+            labels=("name",),
+        )
+        requests = CounterMetricFamily("abserve_load_requests", "Finished requests, good or failed.", labels=("name",))
+        failures = CounterMetricFamily("abserve_load_failures", "Requests without a good answer.", labels=("name",))
+        received = CounterMetricFamily("abserve_load_response_bytes", "Bytes of good answers.", labels=("name",))
+        for name in sorted({*counts.latency, *counts.failures}):
+            good = counts.latency[name]
+            failed = counts.failures[name]
+            latency.add_metric((name,), good.cumulative(), good.total_s)
+            requests.add_metric((name,), good.counts.total() + failed)
+            failures.add_metric((name,), failed)
+            received.add_metric((name,), counts.response_bytes[name])
+        yield from (latency, requests, failures, received)
+        lag = HistogramMetricFamily(
+            "abserve_load_send_lag_seconds", "How much later than due a timer of the generator fires."
+        )
+        lag.add_metric((), counts.lag.cumulative(), counts.lag.total_s)
+        yield lag
+
+    def _state(self) -> Iterator[Metric]:
+        runner = self._environment.runner
+        yield GaugeMetricFamily("abserve_load_users", "Current users.", value=runner.user_count)
+        running = GaugeMetricFamily("abserve_load_running", "1 while a test runs.", labels=("host", "scenario"))
+        scenario = ", ".join(user_class.__name__ for user_class in self._environment.user_classes)
+        running.add_metric((self._environment.host or "", scenario), float(runner.state in RUNNING_STATES))
+        yield running
+        clients = getattr(runner, "clients", None)
+        cpu = GaugeMetricFamily("abserve_load_cpu_ratio", "Share of one core, by process.", labels=("process",))
+        if clients is None:
+            cpu.add_metric(("local",), runner.current_cpu_usage / 100)
+        else:
+            workers = GaugeMetricFamily("abserve_load_workers", "Workers by state.", labels=("state",))
+            for state in ("ready", "spawning", "running", "missing"):
+                workers.add_metric((state,), len(getattr(clients, state)))
+            yield workers
+            for client in clients.values():
+                cpu.add_metric((client.id,), client.cpu_usage / 100)
+        yield cpu
+
+
+def export_load(environment: Any, port: int, host: str) -> None:
+    """Count in this process; answer scrapes at `port`, unless it is 0 or this is a worker, which reports to its master.
+
+    Call it once the runner exists. Raises `OSError` when the port cannot be used.
+    """
+    counts = LoadCounts()
+    kind = type(environment.runner).__name__
+    if kind == "MasterRunner":
+        environment.events.worker_report.add_listener(
+            lambda data, **_: counts.merge(data[REPORT_KEY]) if REPORT_KEY in data else None
+        )
+    else:
+        environment.events.request.add_listener(counts.on_request)
+        gevent.spawn(_watch_lag, counts)
+    if kind == "WorkerRunner":
+        environment.events.report_to_master.add_listener(lambda data, **_: data.update({REPORT_KEY: counts.take()}))
+    elif port:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(LoadCollector(environment, counts))
+        WSGIServer((host, port), make_wsgi_app(registry), log=None).start()
+        logger.info(f"metrics at http://{host}:{port}/metrics")
+
+
+def _watch_lag(counts: LoadCounts) -> None:
+    while True:
+        due = perf_counter() + LAG_EVERY_S
+        gevent.sleep(LAG_EVERY_S)
+        counts.lag.add(max(0.0, perf_counter() - due))

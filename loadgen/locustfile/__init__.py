@@ -1,1 +1,0 @@
-"""The parts of `locust -f loadgen/scenarios.py`: its session and its workers."""

@@ -1,0 +1,239 @@
+"""Comparisons in words: which arm is better, by how much, in which workloads; and the ranking of several arms.
+
+The ranking orders the arms of a workload from the best to the worst. The order is that of the measured ratios to the
+baseline. Two arms are separated if their own comparison names a winner. All pairs of arms share Holm's correction, so
+it does not matter that the order comes from the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
+from operator import itemgetter
+
+from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
+from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
+from loadgen.metrics.summaries import WorkloadSummary, interval_of
+from loadgen.quantities import is_determined, join, measured, ratio, ratio_interval, shown_ratio
+from loadgen.records.run import Label, Pairing, Record, Workload, shown
+
+ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
+"""The order in which outcomes are listed."""
+
+
+def place(workload: Workload) -> str:
+    """A workload inside a sentence: "at concurrency 16", "at 50 requests/s"."""
+    return _at_load(workload) + _at_length(workload)
+
+
+def _at_length(workload: Workload) -> str:
+    return f" (length {workload.sequence_length})" if workload.sequence_length is not None else ""
+
+
+def _at_load(workload: Workload) -> str:
+    if workload.latency_bound_ms is not None:
+        return f"within p99 ≤ {workload.latency_bound_ms:g} ms"
+    if workload.scenario == "ramp":
+        return "at saturation"
+    if workload.is_open:
+        return f"at {workload.rate_per_s or 0.0:g} requests/s"
+    if workload.scenario == "batched":
+        return f"at batch {workload.batch_size}"
+    if workload.scenario == "concurrent":
+        size = f", batch {workload.batch_size}" if workload.batch_size > 1 else ""
+        return f"at concurrency {workload.concurrency}{size}"
+    return "one request at a time" if workload.scenario == "single" else "from a cold start"
+
+
+def places(workloads: Sequence[Workload]) -> str:
+    """Several workloads: "one request at a time and at batch 4, 8"."""
+    batches = [
+        f"{workload.batch_size}{_at_length(workload)}" for workload in workloads if workload.scenario == "batched"
+    ]
+    names = [place(workload) for workload in workloads if workload.scenario != "batched"]
+    names += [f"at batch {', '.join(batches)}"] if batches else []
+    return join(names)
+
+
+def weight(workload: Workload) -> tuple[int, int, int]:
+    """Sorts workloads by load: closed loops by concurrency, before open loops by rate. Searches, ramps and cold starts
+    come last, because they say nothing about the cause of a difference."""
+    length = workload.sequence_length or 0
+    if workload.scenario in ("slo", "ramp", "cold-start"):
+        return (0, 0, length)
+    return (
+        (0, round(workload.rate_per_s), length)
+        if workload.rate_per_s is not None
+        else (workload.concurrency, workload.batch_size, length)
+    )
+
+
+def verdict_words(outcome: Outcome, pairing: Pairing, margin: float | None = None) -> str:
+    """ "B faster", "no meaningful difference (within ±5 %)", "inconclusive" """
+    if better := winner_of(outcome, pairing):
+        return f"{shown(better)} faster"
+    if outcome != "no_difference":
+        return outcome
+    return "no meaningful difference" + ("" if margin is None else f" (within ±{100.0 * margin:g} %)")
+
+
+def claim(
+    comparison: Comparison, names: Mapping[Label, str] | None = None, where: str = "", margin: float | None = None
+) -> str:
+    """Which arm is better, by how much, with the interval. `names` replaces labels; `where` follows the claim."""
+    title = METRICS[comparison.metric].title
+    base, arm = ((names or {}).get(label, shown(label)) for label in comparison.pairing)
+    lead = advantage(comparison)
+    if comparison.verdict == "invalid":
+        return f"no verdict on {title}{where}: {comparison.reason}"
+    if comparison.winner is None or lead is None:
+        words = verdict_words(comparison.verdict, comparison.pairing, margin)
+        return f"{words} in {title}{where} ({_as_measured(comparison)})"
+    better, other = (arm, base) if comparison.winner == comparison.arm else (base, arm)
+    factor, interval = ratio(lead.factor, lead.ci95), f"(95 % interval {ratio_interval(lead.ci95)})"
+    if comparison.higher_is_better:
+        return f"{better} serves {factor} the {comparison.unit} of {other}{where} {interval}"
+    return f"the {title} of {better} is {factor} lower than that of {other}{where} {interval}"
+
+
+def _as_measured(comparison: Comparison) -> str:
+    lead = advantage(comparison)
+    if lead is None:
+        return comparison.reason or "not measured"
+    factor = ratio(lead.factor, lead.ci95)
+    if lead.better is not None and shown_ratio(lead.factor, lead.ci95) > 1.0:
+        factor += f" in favour of {shown(lead.better)}"
+    if lead.ci95 is None:
+        return f"{factor}, no interval: {comparison.reason}"
+    interval = ratio_interval(lead.ci95, comparison.pairs)
+    return f"{factor}, 95 % interval {interval}" if is_determined(lead.ci95) else f"{factor}, {interval}"
+
+
+def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], margin: float) -> list[str]:
+    """Two arms' workloads by outcome: "B is faster one request at a time and at batch 1, 4 (1.12–1.38×)"."""
+    outcomes: dict[tuple[str, bool], list[Comparison]] = {}
+    for comparison in sorted(
+        comparisons, key=lambda c: (ORDER.index(c.verdict), workloads[c.scenario].scenario == "cold-start")
+    ):
+        words = verdict_words(comparison.verdict, comparison.pairing, margin)
+        text = f"{shown(comparison.winner)} is faster" if comparison.winner else words
+        if comparison.verdict != "invalid":
+            outcomes.setdefault((text, workloads[comparison.scenario].scenario == "cold-start"), []).append(comparison)
+    return [
+        f"{text} {places([workloads[comparison.scenario] for comparison in chosen])}{_leads(chosen)}"
+        for (text, _), chosen in outcomes.items()
+    ]
+
+
+def other_decided_metrics(comparisons: Sequence[Comparison], workloads: dict[str, Workload]) -> list[str]:
+    """List every decided metric that does not lead its workload. Metrics that favour the same arm as the leading one
+    share a clause; each of the others gets a clause: "but A has the lower p99 latency at batch 4 (1.90×)"."""
+    leading = {(c.scenario, c.pairing): c.winner for c in comparisons if c.leading}
+    several = len({c.pairing for c in comparisons}) > 1
+    agreeing: dict[str, None] = {}
+    against: dict[tuple[Label, Label, str], list[Comparison]] = {}
+    for comparison in comparisons:
+        if comparison.leading or comparison.winner is None or comparison.loser is None:
+            continue
+        if leading.get((comparison.scenario, comparison.pairing)) == comparison.winner:
+            agreeing[METRICS[comparison.metric].title] = None
+        else:
+            against.setdefault((comparison.winner, comparison.loser, comparison.metric), []).append(comparison)
+    parts = []
+    if agreeing:
+        verb = "favours" if len(agreeing) == 1 else "favour"
+        parts.append(f"{join(list(agreeing))} {verb} the same arm wherever decided")
+    for (winner, loser, name), chosen in against.items():
+        best = "higher" if METRICS[name].higher_is_better else "lower"
+        where = places([workloads[c.scenario] for c in chosen])
+        than = f" than {shown(loser)}" if several else ""
+        article = "a" if several else "the"
+        parts.append(f"but {shown(winner)} has {article} {best} {METRICS[name].title}{than} {where}{_leads(chosen)}")
+    return parts
+
+
+def _leads(comparisons: Sequence[Comparison]) -> str:
+    """The least and the largest factor of the winner: " (1.12–1.38×)"; empty without a winner."""
+    advantages = [(advantage(comparison), comparison.winner) for comparison in comparisons]
+    factors = sorted((lead.factor, lead.ci95) for lead, winner in advantages if lead is not None and winner is not None)
+    if not factors:
+        return ""
+    least, largest = ratio(*factors[0]), ratio(*factors[-1])
+    return f" ({largest})" if least == largest else f" ({least.removesuffix('×')}–{largest})"
+
+
+def figure(comparison: Comparison, workloads: Sequence[WorkloadSummary], label: Label) -> str:
+    """One arm's value of a comparison, without its unit, with the digits that its interval supports."""
+    value = comparison.arm_value if label == comparison.arm else comparison.baseline_value
+    interval = None
+    for summary in workloads:
+        if (summary.workload, summary.label) == (comparison.scenario, label):
+            interval = interval_of(summary, METRICS[comparison.metric])
+    return measured(value, interval)
+
+
+class WorkloadRanking(Record, frozen=True, kw_only=True):
+    """The order of the arms in one workload, by its leading metric."""
+
+    scenario: str
+    metric: str
+    order: tuple[Label, ...]
+    """The arms that have a valid value, the best first."""
+    not_separated: tuple[tuple[Label, Label], ...]
+    """Pairs of these arms, in this order, whose comparison does not name the first as better."""
+
+    def words(self, names: Mapping[Label, str] | None = None) -> str:
+        """ "B, then A and C (not separated)"; arms share a place if no comparison separates them."""
+        called = {label: (names or {}).get(label, shown(label)) for label in self.order}
+        places = [[self.order[0]]]
+        for label in self.order[1:]:
+            if all((other, label) in self.not_separated for other in places[-1]):
+                places[-1].append(label)
+            else:
+                places.append([label])
+        parts = []
+        for before, place in zip([[], *places], places, strict=False):
+            alike = [called[other] for other in before if any((other, label) in self.not_separated for label in place)]
+            note = f" (not separated from {join(alike)})" if alike else " (not separated)" if len(place) > 1 else ""
+            parts.append(join(sorted(called[label] for label in place)) + note)
+        return ", then ".join(parts)
+
+
+def rank(comparisons: Sequence[Comparison], baseline: Label) -> tuple[WorkloadRanking, ...]:
+    """The ranking of each workload that has a valid comparison with the baseline, in their order."""
+    by_scenario: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        if comparison.verdict != "invalid" and comparison.ratio is not None:
+            by_scenario.setdefault(comparison.scenario, []).append(comparison)
+    rankings = (_rank(scenario, compared, baseline) for scenario, compared in by_scenario.items())
+    return tuple(ranking for ranking in rankings if ranking is not None)
+
+
+def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> WorkloadRanking | None:
+    """Rank one workload. If an arm cannot sustain an open loop, by the achieved rate, which all arms have."""
+    leading = {comparison.metric for comparison in leading_comparisons(comparisons)}
+    metric = ACHIEVED_RATE.name if ACHIEVED_RATE.name in leading else min(leading, default=None)
+    by_metric = [comparison for comparison in comparisons if comparison.metric == metric]
+    ratios = {
+        comparison.arm: comparison.ratio
+        for comparison in by_metric
+        if comparison.baseline == baseline and comparison.ratio is not None
+    }
+    if metric is None or not ratios:
+        return None
+    order = sorted({baseline: 1.0, **ratios}.items(), key=itemgetter(1), reverse=by_metric[0].higher_is_better)
+    labels = tuple(label for label, _ in order)
+    won = {(comparison.winner, comparison.loser) for comparison in by_metric}
+    apart = tuple(two for two in combinations(labels, 2) if two not in won)
+    return WorkloadRanking(scenario=scenario, metric=metric, order=labels, not_separated=apart)
+
+
+def neighbours(comparisons: Sequence[Comparison], ranking: WorkloadRanking) -> list[Comparison]:
+    """The comparison of each arm with the next one, in the order of the ranking."""
+    place = (ranking.scenario, ranking.metric)
+    by_arms = {
+        frozenset(comparison.pairing): comparison
+        for comparison in comparisons
+        if (comparison.scenario, comparison.metric) == place
+    }
+    return [by_arms[two] for two in map(frozenset, pairwise(ranking.order)) if two in by_arms]

@@ -1,0 +1,535 @@
+"""Compares the arms: one ratio, interval and verdict per metric, workload and pair of arms.
+
+Each arm is compared with the baseline and, for the ranking, the others with each other. The verdict, in this order:
+- invalid: a check that covers it failed;
+- inconclusive: no interval can be computed;
+- no_difference: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
+- arm_better, baseline_better: the interval excludes 1, and p, after Holm's adjustment over all comparisons of the run,
+  is below 5 %;
+- inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.verdict.noise_floor`).
+
+The interval is Student's t over the pairs, or over the restarts if there are several; with `--until decided` one that
+stays valid after every pair (`loadgen.stats.ratios`). High percentiles come from the samples of all pairs
+together (`loadgen.stats.tails`). All of them allow for successive pairs that resemble each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from loadgen.metrics.registry import (
+    ACHIEVED_RATE,
+    Metric,
+    PerRequest,
+    leading_metric,
+    measured_answers,
+    metrics_of,
+    pool_open_loops,
+)
+from loadgen.metrics.summaries import BlockSummary, figure_of
+from loadgen.quantities import Interval, inverse
+from loadgen.quantities import ratio as factor_words
+from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
+from loadgen.records.samples import SAMPLE_DTYPE
+from loadgen.run.storage import StoredBlock
+from loadgen.stats.percentiles import Pool, samples_needed
+from loadgen.stats.ratios import (
+    SIGNIFICANCE,
+    Correlation,
+    RatioEstimate,
+    Values,
+    adjust_holm,
+    between_restarts,
+    detectable_effect,
+    error_of_mean,
+    estimate_anytime,
+    estimate_ratio,
+    estimate_restarts,
+    geometric_mean,
+    lag_one,
+    plausible_correlation,
+    unbiased,
+)
+from loadgen.stats.tails import Round, Tail, estimate_tail_ratio
+
+T = TypeVar("T")
+RequestValues = Mapping[tuple[PerRequest, int], Values]
+"""The values of each block's good responses that count, by the function and the block's index."""
+
+
+class PooledRequests:
+    """The samples for percentiles of all blocks: a pool per function, arm and workload, to which blocks are added as
+    they are stored."""
+
+    def __init__(self, blocks: Sequence[StoredBlock] = ()) -> None:
+        self._pools: dict[tuple[PerRequest, str, Label], Pool] = {}
+        self.add(blocks)
+
+    def add(self, blocks: Sequence[StoredBlock]) -> None:
+        """Read the samples of further blocks."""
+        for block in blocks:
+            record, samples = block.record, block.samples
+            answers = np.empty(0, SAMPLE_DTYPE)
+            if samples is not None:
+                answers = measured_answers(samples, is_open=block.workload.is_open)
+            functions = (metric.of_requests for metric in metrics_of(block.workload) if metric.quantile is not None)
+            for function in dict.fromkeys(functions):
+                if function is not None:
+                    pool = self._pools.setdefault((function, record.workload, record.label), Pool())
+                    pool.add(record.index, function(answers))
+
+    @property
+    def by_block(self) -> RequestValues:
+        return {
+            (function, index): values
+            for (function, _, _), pool in self._pools.items()
+            for index, values in pool.blocks.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The values of two arms in one round, and during which start of the servers."""
+
+    baseline: float
+    arm: float
+    restart: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """The arm's value over the baseline's."""
+        return self.arm / self.baseline
+
+
+@dataclass(frozen=True)
+class PairedMetric:
+    """One comparison's data; without pairs `reason` may say why."""
+
+    workload: Workload
+    metric: Metric
+    pairing: Pairing
+    pairs: tuple[Pair, ...]
+    reason: str | None = None
+    rounds: tuple[Round, ...] = ()
+    """The samples for a high percentile; `pairs` are then for display only."""
+    saturated: bool = False
+    """Whether an arm could not sustain the rate of an open loop, so that the achieved rate leads."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this metric leads its workload."""
+        return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.workload))
+
+    @cached_property
+    def is_one_series(self) -> bool:
+        """Whether successive rounds may resemble each other: not those of cold starts and searches, nor restarts, each
+        of which begins anew."""
+        restarted = len({pair.unit for pair in self.rounds}) < len(self.rounds)
+        return self.workload.has_blocks and len(self.by_restart()) < 2 and not restarted
+
+    @cached_property
+    def correlation(self) -> float | None:
+        """`lag_one` of the pairs, if they are one series."""
+        return lag_one([pair.ratio for pair in self.pairs]) if self.is_one_series else None
+
+    def by_restart(self) -> list[list[float]]:
+        """Ratios, one list per start of the servers."""
+        groups: dict[int, list[float]] = {}
+        for pair in self.pairs:
+            groups.setdefault(pair.restart, []).append(pair.ratio)
+        return list(groups.values())
+
+
+def side_by_side(values: Mapping[tuple[int, Label], T], pairing: Pairing) -> list[tuple[int, T, T]]:
+    """(number, baseline's value, arm's value) of every number that both arms have, in order."""
+    base, arm = pairing
+    numbers = sorted({number for number, _ in values})
+    return [(n, values[n, base], values[n, arm]) for n in numbers if {(n, base), (n, arm)} <= values.keys()]
+
+
+def pair_metrics(
+    experiment: Experiment,
+    blocks: Sequence[BlockSummary],
+    figures: Sequence[Figure] = (),
+    requests: RequestValues | None = None,
+) -> list[PairedMetric]:
+    """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
+    the leading one of the other arms among themselves. `figures` are those that probes measured. Without `requests`
+    high percentiles have no data."""
+
+    def pair(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
+        if metric.has_function:
+            return _block_pairs(workload, metric, pairing, blocks, requests or {})
+        return _figure_pairs(workload, metric, pairing, figures)
+
+    paired = []
+    for workload in experiment.workloads:
+        metrics = metrics_of(workload)
+        paired += [pair(workload, metric, pairing) for metric in metrics for pairing in experiment.pairings]
+        others = (pair(workload, metric, pairing) for metric in metrics for pairing in experiment.pairings_of_others)
+        paired += [other for other in others if other.leads]
+    return paired
+
+
+def _figure_pairs(workload: Workload, metric: Metric, pairing: Pairing, figures: Sequence[Figure]) -> PairedMetric:
+    """A pair per round in which a probe measured both arms."""
+    values = {
+        (figure.round, figure.label): (figure.value, figure.restart)
+        for figure in figures
+        if figure.value and (figure.metric, figure.workload) == (metric.name, workload.name)
+    }
+    rounds = side_by_side(values, pairing)
+    pairs = tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in rounds)
+    return PairedMetric(workload, metric, pairing, pairs)
+
+
+def _block_pairs(
+    workload: Workload, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], requests: RequestValues
+) -> PairedMetric:
+    usable = {
+        (block.round, block.label): block for block in blocks if block.workload == workload.name and block.complete
+    }
+    couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
+    arms = zip(pairing, zip(*couples, strict=True), strict=True) if couples else ()
+    loops = (
+        (label, pool_open_loops([b.open_loop for b in of_arm if b.open_loop is not None])) for label, of_arm in arms
+    )
+    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
+    if metric.of_requests is not None and saturated:
+        # What a request takes behind a growing backlog depends on the length of the block.
+        return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
+    if metric.quantile is not None:
+        needed = samples_needed(metric.quantile)
+        if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
+            return _tail(workload, metric, pairing, couples, requests)
+    pairs = _pairs(couples, metric)
+    if len(pairs) < len(couples):
+        return PairedMetric(workload, metric, pairing, (), "a block has no good response")
+    return PairedMetric(workload, metric, pairing, pairs, saturated=bool(saturated))
+
+
+def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:
+    values = [(figure_of(base, metric), figure_of(arm, metric), base.restart) for base, arm in couples]
+    return tuple(Pair(base, arm, restart) for base, arm, restart in values if base is not None and arm is not None)
+
+
+def _tail(
+    workload: Workload,
+    metric: Metric,
+    pairing: Pairing,
+    couples: Sequence[tuple[BlockSummary, BlockSummary]],
+    requests: RequestValues,
+) -> PairedMetric:
+    """Pool the rounds. The independent unit is the start of the servers if there are several, else the round."""
+    several = len({a.restart for a, _ in couples}) > 1
+    none = np.empty(0)
+
+    def values(block: BlockSummary) -> Values:
+        return none if metric.of_requests is None else requests.get((metric.of_requests, block.index), none)
+
+    rounds = tuple(Round(values(a), values(b), a.restart if several else a.round) for a, b in couples)
+    needed = samples_needed(metric.quantile or 0.5)
+    fewest = min(sum(len(pair.a) for pair in rounds), sum(len(pair.b) for pair in rounds))
+    if rounds and fewest < needed:
+        reason = f"{metric.title} needs {needed} samples per arm; one arm has {fewest}"
+        return PairedMetric(workload, metric, pairing, (), reason)
+    pairs = _pairs(couples, metric)
+    return PairedMetric(workload, metric, pairing, pairs if len(pairs) == len(couples) else (), rounds=rounds)
+
+
+Outcome = Literal["arm_better", "baseline_better", "no_difference", "inconclusive", "invalid"]
+Method = Literal[
+    "t over pairs", "t over restarts", "anytime-valid over pairs", "order statistics", "anytime-valid order statistics"
+]
+MIN_PAIRS = 2
+LEAST_ALONE = 16
+"""Pairs from which a comparison's own correlation counts if it exceeds the run's: with fewer it is noise."""
+LEADING_SHARE = 0.8
+"""Share of the 5 % for false winners that the leading comparisons get if they decide when to stop."""
+
+
+class Comparison(Record, frozen=True, kw_only=True):
+    """One metric of two arms in one workload. The values are geometric means over the pairs, in `unit`, so that their
+    quotient is the ratio; None, with a reason, if the metric could not be measured."""
+
+    scenario: str
+    metric: str
+    unit: str
+    higher_is_better: bool
+    baseline: Label
+    arm: Label
+    baseline_value: float | None
+    arm_value: float | None
+    ratio: float | None
+    """The arm's value over the baseline's."""
+    ci95: tuple[float, float] | None
+    verdict: Outcome
+    pairs: int
+    minimal_detectable_effect: float | None
+    """Smallest true difference that 80 % of runs of this plan detect, as a share: 0.03 is 3 %. None if the number of
+    pairs was not planned."""
+    p_value: float | None
+    p_adjusted: float | None
+    """Holm-adjusted p value, over all comparisons of the run."""
+    p_equivalence: float | None
+    """p value of two one-sided tests against ±δ; not adjusted."""
+    ratios: tuple[float, ...]
+    """The ratio of each round, in the order in which they ran."""
+    reason: str | None
+    """Why the ratio, the interval or the verdict is missing."""
+    leading: bool = False
+    """Whether this metric leads its workload: it gives the verdict and decides when to stop."""
+    method: Method = "t over pairs"
+    """How the interval is made."""
+    restarts: int = 1
+    """Starts of the servers that the pairs come from."""
+    restart_effect: float | None = None
+    """Standard deviation of what a restart adds to the ratio, as a share. None with one restart."""
+    error_log: float | None = None
+    """Standard error of the log ratio, as wide as the interval."""
+    degrees: float = 0.0
+    """Degrees of freedom of that error."""
+    correlation: float = 0.0
+    """Correlation of successive pairs that the interval allows for."""
+    baseline_ci95: tuple[float, float] | None = None
+    """95 % interval of `baseline_value` by itself, if the metric is a percentile of all rounds together."""
+    arm_ci95: tuple[float, float] | None = None
+    """95 % interval of `arm_value` by itself, if the metric is a percentile of all rounds together."""
+    noise_floor: float | None = None
+    """Difference that identical arms show on this machine, as a share; None if it is not known."""
+
+    @property
+    def pairing(self) -> Pairing:
+        return Pairing(self.baseline, self.arm)
+
+    @property
+    def winner(self) -> Label | None:
+        return winner_of(self.verdict, self.pairing)
+
+    @property
+    def loser(self) -> Label | None:
+        return {"arm_better": self.baseline, "baseline_better": self.arm}.get(self.verdict)
+
+
+def winner_of(outcome: Outcome, pairing: Pairing) -> Label | None:
+    """The arm that a verdict names as the better one, if any."""
+    return {"arm_better": pairing.arm, "baseline_better": pairing.baseline}.get(outcome)
+
+
+class Advantage(NamedTuple):
+    """One comparison as people read it: from the arm that measured better, so that the factor is never below 1."""
+
+    better: Label | None
+    """The arm that measured better, whether or not the verdict names it; None where both measured the same."""
+    factor: float
+    """How many times better: 1.69 is "serves 1.69× the images/s" or "its latency is 1.69× lower". At least 1."""
+    ci95: tuple[float, float] | None
+    """Interval of the factor. Its low end is below 1 if the interval of the ratio includes 1."""
+
+    @property
+    def words(self) -> str:
+        """ "A 2.02×" """
+        factor = factor_words(self.factor, self.ci95)
+        return factor if self.better is None else f"{shown(self.better)} {factor}"
+
+
+def advantage(comparison: Comparison) -> Advantage | None:
+    """The better arm and its factor, for display; None without a ratio."""
+    return better_arm(comparison.pairing, comparison.ratio, comparison.ci95, comparison.higher_is_better)
+
+
+def better_arm(
+    pairing: Pairing, ratio: float | None, ci95: Interval | None, higher_is_better: bool
+) -> Advantage | None:
+    """The better arm of a stored ratio, which is arm ÷ baseline; None without a ratio."""
+    if ratio is None:
+        return None
+    if ratio == 1.0:
+        return Advantage(None, 1.0, ci95)
+    better = pairing.arm if (ratio > 1.0) == higher_is_better else pairing.baseline
+    return Advantage(better, ratio, ci95) if ratio > 1.0 else Advantage(better, 1.0 / ratio, inverse(ci95))
+
+
+def compare_all(
+    experiment: Experiment,
+    blocks: Sequence[BlockSummary],
+    figures: Sequence[Figure] = (),
+    requests: RequestValues | None = None,
+    item: str = "item",
+) -> tuple[Comparison, ...]:
+    """Every comparison of the experiment, before `invalidate`. `figures` are those that probes measured,
+    `requests` the samples for high percentiles; `item` is what an input is called."""
+    paired_metrics = pair_metrics(experiment, blocks, figures, requests)
+    shared = shared_correlation(paired_metrics)
+    estimates = [estimate_pairs(paired, experiment, shared.plausible) for paired in paired_metrics]
+    adjusted = _adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
+    family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
+    comparisons = []
+    for paired, (method, estimate, values), p_adjusted in zip(paired_metrics, estimates, adjusted, strict=True):
+        metric, restarts = paired.metric, paired.by_restart()
+        verdict = judge(estimate.ci95, p_adjusted, experiment.equivalence_margin, metric.higher_is_better)
+        added = between_restarts(restarts) if method == "t over restarts" else None
+        scatter = shared.scatter if paired.is_one_series else 0.0
+        baseline, arm = values or (None, None)
+        comparisons.append(
+            Comparison(
+                scenario=paired.workload.name,
+                metric=metric.name,
+                unit=metric.unit_for(item),
+                higher_is_better=metric.higher_is_better,
+                baseline=paired.pairing.baseline,
+                arm=paired.pairing.arm,
+                baseline_value=None if baseline is None else baseline.value,
+                arm_value=None if arm is None else arm.value,
+                baseline_ci95=None if baseline is None else baseline.ci95,
+                arm_ci95=None if arm is None else arm.ci95,
+                ratio=estimate.ratio,
+                ci95=estimate.ci95,
+                verdict=verdict,
+                pairs=estimate.pairs,
+                minimal_detectable_effect=None
+                if method.startswith("anytime")
+                else _sensitivity(paired, method, estimate, family, scatter),
+                p_value=estimate.p_value,
+                p_adjusted=p_adjusted,
+                p_equivalence=estimate.p_equivalence,
+                ratios=tuple(pair.ratio for pair in paired.pairs),
+                reason=paired.reason
+                or estimate.reason
+                or (_why_inconclusive(estimate.ci95, family) if verdict == "inconclusive" else None),
+                leading=paired.leads,
+                method=method,
+                restarts=len(restarts) or 1,
+                error_log=estimate.error_log,
+                degrees=estimate.degrees,
+                correlation=estimate.correlation,
+                restart_effect=None if added is None else math.expm1(added),
+            )
+        )
+    return tuple(comparisons)
+
+
+def shared_correlation(paired_metrics: Sequence[PairedMetric]) -> Correlation:
+    """The correlation of successive pairs that all workloads share, since what makes an arm drift affects every
+    workload; a single series of ten pairs is too short. Comparisons of one workload have rounds in common, so their
+    mean counts as one series."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for paired in paired_metrics:
+        if paired.leads and paired.correlation is not None:
+            series.setdefault(paired.workload.name, []).append((len(paired.pairs), paired.correlation))
+    return plausible_correlation(
+        [
+            (min(n for n, _ in of_workload), math.fsum(r for _, r in of_workload) / len(of_workload))
+            for of_workload in series.values()
+        ]
+    )
+
+
+def estimate_pairs(
+    paired: PairedMetric, experiment: Experiment, shared: float
+) -> tuple[Method, RatioEstimate, tuple[Tail, Tail] | None]:
+    """How the interval is made, the estimate, and the values of baseline and arm. `shared` is the correlation that the
+    run's workloads have in common: the larger of it and the comparison's own counts.
+
+    Each cold start is its own restart, so its pairs and restarts are the same. What has no blocks has as many pairs as
+    planned, also with `--until decided`.
+    """
+    margin, groups = experiment.equivalence_margin, paired.by_restart()
+    ratios = [pair.ratio for pair in paired.pairs]
+    open_ended = experiment.until_decided and paired.workload.has_blocks
+    correlation, seen = shared if paired.is_one_series else 0.0, paired.correlation
+    if seen is not None and len(ratios) >= LEAST_ALONE:
+        correlation = max(correlation, unbiased(len(ratios), seen))
+    if paired.rounds and paired.metric.quantile is not None:
+        tail, tails = estimate_tail_ratio(paired.rounds, paired.metric.quantile, margin, correlation, looks=open_ended)
+        return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, tails
+    values = _values(paired)
+    if paired.workload.scenario == "cold-start":
+        return "t over pairs", estimate_ratio(ratios, margin), values
+    if open_ended:
+        return "anytime-valid over pairs", estimate_anytime(ratios, margin, correlation), values
+    method: Method = "t over restarts" if len(groups) > 1 else "t over pairs"
+    return method, estimate_restarts(groups, margin, correlation), values
+
+
+def _values(paired: PairedMetric) -> tuple[Tail, Tail] | None:
+    """Geometric means of the restarts' geometric means, as the ratio is; None without a pair."""
+    if not paired.pairs:
+        return None
+    starts: dict[int, list[tuple[float, float]]] = {}
+    for pair in paired.pairs:
+        starts.setdefault(pair.restart, []).append((pair.baseline, pair.arm))
+    baseline, arm = (
+        geometric_mean([geometric_mean([pair[side] for pair in start]) for start in starts.values()]) for side in (0, 1)
+    )
+    return Tail(baseline, None), Tail(arm, None)
+
+
+def _adjust(
+    paired_metrics: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
+) -> list[float | None]:
+    """Adjust p by Holm over the run. With a decision after every pair, the family is all that was planned, not all that
+    has an interval so far, or the thresholds of an early decision would be too easy."""
+    p_values = [estimate.p_value for estimate in estimates]
+    if not experiment.until_decided:
+        return adjust_holm(p_values)
+    leading = [paired.metric == leading_metric(paired.workload) for paired in paired_metrics]
+    others = len(leading) - sum(leading)
+    weights = [LEADING_SHARE / sum(leading) if leads else (1.0 - LEADING_SHARE) / others for leads in leading]
+    adjusted = adjust_holm([1.0 if p is None else p for p in p_values], weights)
+    return [None if p is None else a for p, a in zip(p_values, adjusted, strict=True)]
+
+
+def _sensitivity(
+    paired: PairedMetric, method: Method, estimate: RatioEstimate, family: int, scatter: float
+) -> float | None:
+    """The smallest difference that another run of this plan detects. It estimates the correlation anew, and a larger
+    estimate costs more power than a smaller one gains, so its scatter is added."""
+    error = estimate.error_log
+    if error is None:
+        return None
+    if scatter and method == "t over pairs":
+        logs = [math.log(pair.ratio) for pair in paired.pairs]
+        error, _ = error_of_mean(logs, estimate.correlation + scatter)
+    return detectable_effect(error, estimate.degrees, family)
+
+
+def _why_inconclusive(ci95: Interval | None, family: int) -> str:
+    if ci95 is not None and not ci95[0] <= 1.0 <= ci95[1]:
+        return f"the interval excludes 1, but not after Holm's adjustment for {family} comparisons"
+    return "the interval is too wide to name a winner or to exclude a difference"
+
+
+def judge(ci95: tuple[float, float] | None, p_adjusted: float | None, margin: float, higher_is_better: bool) -> Outcome:
+    """Apply the verdict rules in this module's docstring, except for the checks."""
+    if ci95 is None or p_adjusted is None:
+        return "inconclusive"
+    low, high = ci95
+    if 1.0 / (1.0 + margin) <= low and high <= 1.0 + margin:
+        return "no_difference"
+    if p_adjusted >= SIGNIFICANCE or low <= 1.0 <= high:
+        return "inconclusive"
+    return "arm_better" if (low > 1.0) == higher_is_better else "baseline_better"
+
+
+def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], str | None]) -> tuple[Comparison, ...]:
+    """Mark as invalid all that a failed check covers; the figures stay. `why_invalid` returns a reason or None."""
+    return tuple(
+        msgspec.structs.replace(comparison, verdict="invalid", reason=why)
+        if (why := why_invalid(comparison.scenario))
+        else comparison
+        for comparison in comparisons
+    )
+
+
+def leading_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The leading metric of each workload and pairing: throughput, the highest supported percentile of an open loop, or
+    the time to the first response of a cold start."""
+    return [c for c in comparisons if c.leading]

@@ -1,0 +1,445 @@
+"""The metrics: what each is called, and the function that computes it from the samples of a block.
+
+A new metric is one call of `register`: comparisons, thresholds, result, reports and exports follow from the registry.
+
+**Closed loop.** A block stores the requests that its users began before the block had enough
+(`loadgen.client.traffic`); the load stays full until all of them are answered. Only requests count that began after
+every user had its first response: the first ones meet an empty queue and a new connection.
+
+With N users that always wait for a response, throughput is N over the mean time from one request to the next (Little's
+law; Denning and Buzen, Computing Surveys 10, 1978, "response time law" with no think time):
+
+    throughput = N · items of the counted requests / summed time of the users' counted requests
+
+No window cuts a request in two. Which request is a user's last is decided before its duration is known, so the expected
+time of the counted requests is their expected number times the mean (Wald's equation), whatever the variance. The
+bias is about CV²/requests; that of a window that ends with the first user to retire is CV²/2 · users/requests.
+`tests/truth` shows both.
+
+**Open loop.** The rate of the responses is (responses − 1) / (last − first response). At a rate that the arm sustains
+it is the arrival rate, beyond it the arm's capacity; neither depends on how long a single request takes.
+
+A request is sent late for one of two reasons. If all connections were busy, it waited for the server, and its latency,
+which counts from when it was due, includes that. If the generator itself was late, the latency is partly the
+generator's, and a run with much of it is client-limited. `split_lag_ms` separates the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+
+import numpy as np
+import numpy.typing as npt
+
+from loadgen.experiment.arrivals import arrival_count
+from loadgen.quantities import number, per_second
+from loadgen.records.run import Record, Scenario, Workload
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
+from loadgen.stats.percentiles import Values, percentile, samples_needed
+
+FIRST_SHARE = 0.2
+"""Share of a block's counted requests that are its first ones, which are compared with the rest."""
+FIRST_LEAST = 5
+
+
+def at_full_load(samples: Samples) -> Samples:
+    """The samples at full load: begun after every user had its first response. All, if that leaves nothing."""
+    if len(samples) == 0:
+        return samples
+    users, places = np.unique(samples["user"], return_inverse=True)
+    first = np.full(len(users), np.iinfo(np.int64).max)
+    np.minimum.at(first, places, samples["end_ns"])
+    steady = samples[samples["intended_ns"] >= first.max()]
+    return steady if len(steady) else samples
+
+
+def measured_answers(samples: Samples, *, is_open: bool) -> Samples:
+    """The good responses whose latencies count: in a closed loop those at full load."""
+    return good(samples if is_open else at_full_load(samples))
+
+
+def throughput_per_s(samples: Samples) -> float | None:
+    """Items per second at full load, from a whole block; None without a good response. A failed request takes time and
+    has no items."""
+    steady = at_full_load(samples)
+    if len(steady) == 0:
+        return None
+    _, places = np.unique(steady["user"], return_inverse=True)
+    began = np.full(int(places.max()) + 1, np.iinfo(np.int64).max)
+    ended = np.zeros(len(began), dtype=np.int64)
+    np.minimum.at(began, places, steady["intended_ns"])
+    np.maximum.at(ended, places, steady["end_ns"])
+    seconds = float(np.sum(ended - began)) / NS_PER_S
+    items = float(good(steady)["batch"].sum())
+    return len(np.unique(samples["user"])) * items / seconds if seconds > 0.0 and items > 0.0 else None
+
+
+def full_load_share(samples: Samples) -> float | None:
+    """Share of the users' time, from the block's start to its last counted response, that the figures come from."""
+    steady = at_full_load(samples)
+    if len(steady) == 0:
+        return None
+    whole = int(samples["end_ns"].max()) - int(samples["intended_ns"].min())
+    counted = float(np.sum(steady["end_ns"] - steady["intended_ns"])) / len(np.unique(samples["user"]))
+    return min(1.0, counted / whole) if whole > 0 else None
+
+
+def slow_start(samples: Samples) -> float | None:
+    """Share of a block's counted time that slow first requests cost: (mean latency of the first fifth − mean of the
+    rest) · the fifth, over the whole. It is the error of the throughput without warm-up. None with fewer than 20 good
+    responses."""
+    answered = np.sort(good(at_full_load(samples)), order="intended_ns")
+    first = max(int(FIRST_SHARE * len(answered)), FIRST_LEAST)
+    if len(answered) < 4 * FIRST_LEAST:
+        return None
+    latency = latencies_ms(answered)
+    return float(first * (np.mean(latency[:first]) - np.mean(latency[first:])) / np.sum(latency))
+
+
+def _answers_per_s(answered: Samples) -> float | None:
+    """Rate of the good responses of an open loop; None with fewer than two."""
+    ends_ns = answered["end_ns"]
+    if len(ends_ns) < 2 or int(ends_ns.max()) == int(ends_ns.min()):
+        return None
+    return (len(ends_ns) - 1) * NS_PER_S / (int(ends_ns.max()) - int(ends_ns.min()))
+
+
+def achieved_items_per_s(samples: Samples, workload: Workload) -> float | None:
+    """Items per second in an open loop, from a whole block; None with fewer than two good responses."""
+    rate = _answers_per_s(good(samples))
+    return None if rate is None else rate * workload.batch_size
+
+
+LEAST_BACKLOG_SHARE = 0.05
+"""Share of the offered requests: a smaller backlog at the end is a queue, not a rate that is too high."""
+_LEAST_BEFORE = (0.25, 0.5)
+"""A growing backlog has in the middle of the schedule, and at three quarters, at least this share of its final size."""
+_LEAST_GROWTH = 1.5
+"""Least growth of the backlog from the middle of the schedule to its end: 2 if the rate is too high, 1 if it is not."""
+
+
+class OpenLoopSummary(Record, frozen=True, kw_only=True):
+    """One block, or all complete blocks of an arm in a workload; then lags are those of the worst block."""
+
+    offered: int
+    """Requests that fell due."""
+    offered_per_s: float
+    """The rate at which requests fell due."""
+    unsent: int
+    """Requests that could not be sent even some time after the last was due."""
+    answered_in_window: int
+    """Good responses until the last request was due."""
+    answered_share: float
+    """Share of the offered requests. A little below 1 at best, since the last requests are still in flight."""
+    achieved_per_s: float | None
+    """Good responses per second."""
+    saturation: str | None
+    """"saturated at this rate: …" if the arm did not sustain it, in the median of all blocks; else None."""
+    generator_lag_p99_ms: float | None
+    """Send lag of the generator itself."""
+    generator_lag_max_ms: float | None
+    connection_wait_p99_ms: float | None
+    """Send lag because all connections were busy."""
+    connection_wait_max_ms: float | None
+    backlogs: tuple[float, ...] = ()
+    """Requests that were due and had no response in the middle of the schedule, at three quarters and at its end; the
+    medians of all blocks."""
+
+
+def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoopSummary:
+    """Summarise one block from its samples (at least one), its schedule and its number of connections."""
+    start_ns = int(samples["intended_ns"].min())
+    answered = good(samples)
+    ends_ns = answered["end_ns"]
+    last_due_ns = start_ns + due_span_ns
+    achieved = _answers_per_s(answered)
+    own_ms, waits_ms = split_lag_ms(samples, connections)
+    in_window = int((ends_ns <= last_due_ns).sum())
+    unsent = max(offered - len(samples), 0)
+    backlogs = count_backlogs(samples, offered, due_span_ns)
+    offered_per_s = (offered - 1) * NS_PER_S / max(due_span_ns, 1)
+    return OpenLoopSummary(
+        offered=offered,
+        offered_per_s=offered_per_s,
+        unsent=unsent,
+        answered_in_window=in_window,
+        answered_share=in_window / offered,
+        achieved_per_s=achieved,
+        saturation=_saturation(in_window, offered, achieved, offered_per_s)
+        if unsent or has_grown(backlogs, offered)
+        else None,
+        backlogs=backlogs,
+        generator_lag_p99_ms=percentile(own_ms, 0.99),
+        generator_lag_max_ms=float(own_ms.max()),
+        connection_wait_p99_ms=percentile(waits_ms, 0.99),
+        connection_wait_max_ms=float(waits_ms.max()),
+    )
+
+
+def split_lag_ms(samples: Samples, connections: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The send lag of each sample, in the order in which they were due: (the generator's part, the wait for a
+    connection).
+
+    The schedule is replayed first come, first served: each request takes the connection that is free first, until the
+    moment of its real response. It could have been sent when it was due and had a connection; any further delay is the
+    generator's. The connection that it really used does not matter: a late generator hands an overdue request to one
+    that has just become free, although others were idle.
+    """
+    ordered = samples[np.argsort(samples["intended_ns"], kind="stable")]
+    free_ns = [int(np.iinfo(np.int64).min)] * connections
+    waits_ns = np.zeros(len(ordered), dtype=np.int64)
+    for place, (due_ns, end_ns) in enumerate(
+        zip(ordered["intended_ns"].tolist(), ordered["end_ns"].tolist(), strict=True)
+    ):
+        waits_ns[place] = max(heapreplace(free_ns, end_ns) - due_ns, 0)
+    lags_ns = ordered["send_ns"] - ordered["intended_ns"]
+    waits_ns = np.minimum(waits_ns, lags_ns)
+    return (
+        np.asarray((lags_ns - waits_ns) / NS_PER_MS, dtype=np.float64),
+        np.asarray(waits_ns / NS_PER_MS, dtype=np.float64),
+    )
+
+
+def count_backlogs(samples: Samples, offered: int, due_span_ns: int) -> tuple[float, ...]:
+    """Requests in flight and waiting in the middle of the schedule, at three quarters and at its end."""
+    moments_ns = int(samples["intended_ns"].min()) + np.int64(due_span_ns) * np.array((2, 3, 4)) // 4
+    due, ended = (np.searchsorted(np.sort(samples[of]), moments_ns, "right") for of in ("intended_ns", "end_ns"))
+    waiting = due - ended
+    waiting[-1] += max(offered - len(samples), 0)
+    return tuple(map(float, waiting))
+
+
+def has_grown(backlogs: Sequence[float], offered: float) -> bool:
+    """Whether the backlogs of `count_backlogs` grew until the end of the schedule.
+
+    Beyond an arm's capacity they grow linearly; below it they stay around rate × latency (Little's law). A stall near
+    the end raises the last count alone, so earlier counts must have grown too.
+    """
+    *_, last = backlogs
+    if last < max(2.0, LEAST_BACKLOG_SHARE * offered) or last < _LEAST_GROWTH * backlogs[0]:
+        return False
+    return all(before >= least * last for before, least in zip(backlogs, _LEAST_BEFORE, strict=False))
+
+
+def pool_open_loops(parts: Sequence[OpenLoopSummary]) -> OpenLoopSummary | None:
+    """Combine all blocks of an arm; None without a block.
+
+    The arm was saturated if the median block was. A queue near capacity, or a stall of the machine, looks like
+    saturation in one block now and then, so with many blocks one of them nearly always does; slightly beyond capacity,
+    not all do.
+    """
+    if not parts:
+        return None
+    offered, in_window = sum(part.offered for part in parts), sum(part.answered_in_window for part in parts)
+    rates = [part.achieved_per_s for part in parts if part.achieved_per_s is not None]
+    offered_per_s = float(np.mean([part.offered_per_s for part in parts]))
+    achieved = float(np.mean(rates)) if rates else None
+    unsent = float(np.median([part.unsent for part in parts]))
+    backlogs = tuple(map(float, np.median([part.backlogs for part in parts], axis=0)))
+    return OpenLoopSummary(
+        offered=offered,
+        offered_per_s=offered_per_s,
+        unsent=sum(part.unsent for part in parts),
+        answered_in_window=in_window,
+        answered_share=in_window / offered,
+        achieved_per_s=achieved,
+        saturation=_saturation(in_window, offered, achieved, offered_per_s)
+        if unsent > 0.0 or has_grown(backlogs, offered / len(parts))
+        else None,
+        backlogs=backlogs,
+        generator_lag_p99_ms=_worst([part.generator_lag_p99_ms for part in parts]),
+        generator_lag_max_ms=_worst([part.generator_lag_max_ms for part in parts]),
+        connection_wait_p99_ms=_worst([part.connection_wait_p99_ms for part in parts]),
+        connection_wait_max_ms=_worst([part.connection_wait_max_ms for part in parts]),
+    )
+
+
+def _saturation(answered: int, offered: int, achieved_per_s: float | None, offered_per_s: float) -> str:
+    rate = "" if achieved_per_s is None else f", {number(achieved_per_s)}/s of {number(offered_per_s)}/s"
+    return f"saturated at this rate: answered {answered:,} of {offered:,} in time{rate}"
+
+
+def _worst(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+PER_SECOND = per_second("item")
+PerRequest = Callable[[Samples], Values]
+"""From the good responses that count to a value of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One measured quantity. A registered one is compared, bounded by thresholds, reported and exported.
+
+    Its figure comes from a function of a block's samples: `of_block`, or with a value per request `of_requests`, whose
+    quantile or mean it then is. Without either a probe hands the figures in (`loadgen.records.run.Figure`).
+    """
+
+    name: str
+    """Its key in result.json."""
+    title: str
+    unit: str
+    """`PER_SECOND` stands for the name of the inputs: images/s."""
+    higher_is_better: bool
+    measured_in: Callable[[Workload], bool]
+    """Whether a workload measures it."""
+    compared_in: Callable[[Workload], bool] | None = None
+    """Whether a workload compares the arms by it; None if none does."""
+    of_block: Callable[[Samples, Workload], float | None] | None = None
+    of_requests: PerRequest | None = None
+    quantile: float | None = None
+    """Quantile of the values of the requests; None: their mean."""
+    field: str = ""
+    """The field of block and workload summaries that holds the figure; empty: it is in their `figures`."""
+    interval_field: str = ""
+    """The field of a workload's summary that holds the interval of the figure."""
+    is_count: bool = False
+    """Whether it is a sum, which has no interval."""
+
+    @property
+    def short_name(self) -> str:
+        """Its name in a threshold: p99 for latency_p99."""
+        return self.name.removeprefix("latency_")
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it is a percentile that needs the samples of all blocks together."""
+        return self.quantile is not None and self.quantile > 0.5
+
+    @property
+    def has_function(self) -> bool:
+        """Whether its figure is computed from samples."""
+        return self.of_block is not None or self.of_requests is not None
+
+    def unit_for(self, item: str) -> str:
+        """The unit for inputs that are called `item`."""
+        return per_second(item) if self.unit == PER_SECOND else self.unit
+
+    def statistic(self, values: Values) -> float | None:
+        """The quantile or the mean of the values of requests; None with too few."""
+        if self.quantile is not None:
+            return percentile(values, self.quantile)
+        return float(np.mean(values)) if len(values) else None
+
+    def measure(self, samples: Samples, workload: Workload) -> float | None:
+        """The figure of a block from its samples."""
+        if self.of_requests is not None:
+            return self.statistic(self.of_requests(measured_answers(samples, is_open=workload.is_open)))
+        return None if self.of_block is None else self.of_block(samples, workload)
+
+
+METRICS: dict[str, Metric] = {}
+"""Every metric by its name, in the order in which they are shown."""
+
+
+def register(metric: Metric) -> Metric:
+    """Add a metric to those of every run."""
+    if metric.name in METRICS:
+        raise ValueError(f"there are two metrics {metric.name}")
+    METRICS[metric.name] = metric
+    return metric
+
+
+def has_blocks(workload: Workload) -> bool:
+    return workload.has_blocks
+
+
+def is_closed_loop(workload: Workload) -> bool:
+    return workload.has_blocks and not workload.is_open
+
+
+def is_open_loop(workload: Workload) -> bool:
+    return workload.has_blocks and workload.is_open
+
+
+def _in_scenario(name: Scenario) -> Callable[[Workload], bool]:
+    return lambda workload: workload.scenario == name
+
+
+def _latency(name: str, quantile: float | None, *, compared: bool) -> Metric:
+    return register(
+        Metric(
+            f"latency_{name}",
+            f"{name.replace('_', '.')} latency",
+            "ms",
+            higher_is_better=False,
+            measured_in=has_blocks,
+            compared_in=has_blocks if compared else None,
+            of_requests=latencies_ms,
+            quantile=quantile,
+            field=f"latency.{name}_ms",
+            interval_field="p50_ci95_ms" if name == "p50" else "",
+        )
+    )
+
+
+def _of_probe(name: str, title: str, unit: str, scenario: Scenario, *, higher_is_better: bool) -> Metric:
+    """A metric whose figures a probe measures without blocks."""
+    measured_in = _in_scenario(scenario)
+    return register(Metric(name, title, unit, higher_is_better, measured_in, measured_in))
+
+
+THROUGHPUT = register(
+    Metric(
+        "throughput",
+        "throughput",
+        PER_SECOND,
+        higher_is_better=True,
+        measured_in=has_blocks,
+        compared_in=is_closed_loop,
+        of_block=lambda samples, _: throughput_per_s(samples),
+        field="throughput_per_s",
+        interval_field="throughput_ci95",
+    )
+)
+ACHIEVED_RATE = register(
+    Metric(
+        "achieved_rate",
+        "achieved rate",
+        PER_SECOND,
+        higher_is_better=True,
+        measured_in=is_open_loop,
+        compared_in=is_open_loop,
+        of_block=achieved_items_per_s,
+        field="throughput_per_s",
+    )
+)
+"""The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
+LATENCIES = tuple(_latency(f"p{percent}", percent / 100, compared=True) for percent in (50, 90, 99))
+TIME_TO_READY = _of_probe("time_to_ready", "time to ready", "s", "cold-start", higher_is_better=False)
+TIME_TO_FIRST_ANSWER = _of_probe(
+    "time_to_first_answer", "time to first answer", "s", "cold-start", higher_is_better=False
+)
+SLO_RATE = _of_probe("slo_rate", "rate within the bound", "requests/s", "slo", higher_is_better=True)
+"""The highest Poisson rate whose p99 holds the bound of the workload."""
+SATURATION = _of_probe("saturation", "throughput at saturation", PER_SECOND, "ramp", higher_is_better=True)
+"""The highest throughput of a ramp."""
+_latency("mean", None, compared=False)
+_latency("p95", 0.95, compared=False)
+_latency("p99_9", 0.999, compared=False)
+register(Metric("errors", "failed requests", "", False, has_blocks, field="errors", is_count=True))
+
+
+def metrics_of(workload: Workload) -> tuple[Metric, ...]:
+    """The metrics by which a workload compares the arms, in the order of the report. An open loop requests the same
+    throughput from every arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
+    return tuple(
+        metric for metric in METRICS.values() if metric.compared_in is not None and metric.compared_in(workload)
+    )
+
+
+def leading_metric(workload: Workload) -> Metric:
+    """The metric that gives a workload's verdict and decides when to stop. In an open loop it is the highest percentile
+    of the latency that the planned pairs have enough requests for."""
+    if workload.scenario == "cold-start":
+        return TIME_TO_FIRST_ANSWER
+    if not workload.is_open or workload.rate_per_s is None:
+        return metrics_of(workload)[0]
+    requests = workload.rounds * arrival_count(
+        workload.rate_per_s, workload.requests, workload.seconds, workload.max_seconds
+    )
+    supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
+    return supported[-1] if supported else LATENCIES[0]

@@ -1,0 +1,351 @@
+"""Summaries of each block, and of each arm in each workload, from raw samples; nothing here compares arms.
+
+In a closed loop throughput and latency are those at full load; in an open loop every request counts, and throughput is
+the rate of the responses (see `loadgen.metrics.registry`). Latency counts from the intended start to the last byte of
+good responses; failed requests are counted separately and invalidate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from loadgen.metrics.breakdown import contradictions_in
+from loadgen.metrics.registry import (
+    ACHIEVED_RATE,
+    METRICS,
+    THROUGHPUT,
+    Metric,
+    OpenLoopSummary,
+    PerRequest,
+    full_load_share,
+    measured_answers,
+    pool_open_loops,
+    slow_start,
+    summarise_open_loop,
+)
+from loadgen.quantities import Interval
+from loadgen.records.run import BlockRecord, Label, Record, Workload
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
+from loadgen.run.storage import StoredBlock
+from loadgen.stats.percentiles import Pool, distribution, percentile
+from loadgen.stats.ratios import geometric_mean, interval_of_mean
+
+FORMED_FACTOR = 1.1
+"""Requests were merged if the mean execution holds at least this many times the items of one request."""
+
+
+class LatencySummary(Record, frozen=True, kw_only=True):
+    """Milliseconds from the intended start to the last byte; None if a percentile has too few samples."""
+
+    samples: int
+    mean_ms: float | None
+    p50_ms: float | None
+    p90_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+    p99_9_ms: float | None
+
+
+class BlockSummary(Record, frozen=True, kw_only=True):
+    """The figures of one block, the unit of replication."""
+
+    index: int
+    workload: str
+    round: int
+    label: Label
+    position: int
+    start_s: float
+    """Start of the block, since the run's first request."""
+    duration_s: float
+    complete: bool
+    requests: int
+    errors: int
+    items: int
+    """Items in good responses."""
+    throughput_per_s: float | None
+    """Items per second at full load."""
+    full_load_share: float | None
+    """The share of the block that the figures come from."""
+    latency: LatencySummary
+    send_lag_p99_ms: float | None
+    """Delay of sending a request after it was due; 0 in a closed loop."""
+    send_lag_max_ms: float | None
+    warm_up_share: float | None
+    """Share of the block's counted time that slow first requests cost; see `slow_start`."""
+    generator_cpu_share: float | None
+    """Share of one core that sending and receiving took; with several generator processes, that of the busiest one."""
+    server_cpu_cores: float | None
+    """Mean number of cores that the server kept busy."""
+    request_bytes: float | None
+    response_bytes: float | None
+    """Medians on the wire, per request."""
+    note: str | None
+    restart: int = 0
+    """Index of the server start in which the block ran, from 0."""
+    send_lag_p50_ms: float | None = None
+    open_loop: OpenLoopSummary | None = None
+    """Figures of an open loop, whose `throughput_per_s` is the rate of the responses."""
+    generator_processes: int = 1
+    first_answer_ms: float | None = None
+    """Time from the start of a connection to its first response, before the block; the median over the users."""
+    reconnects: int | None = None
+    """Requests that had to reconnect because the server had closed the connection; latency includes this."""
+    figures: dict[str, float | None] | UnsetType = UNSET
+    """Figures of metrics that have no field here."""
+
+
+class WorkloadSummary(Record, frozen=True, kw_only=True):
+    """The figures of one arm in one workload: all complete blocks together."""
+
+    workload: str
+    label: Label
+    blocks: int
+    requests: int
+    errors: int
+    throughput_per_s: float | None
+    """Geometric mean of the blocks."""
+    throughput_ci95: tuple[float, float] | None
+    latency: LatencySummary
+    p50_ci95_ms: tuple[float, float] | None
+    generator_cpu_share_max: float | None
+    server_cpu_cores: float | None
+    request_bytes: float | None
+    response_bytes: float | None
+    executed_batches: dict[int, int]
+    """Executed batch size → executions."""
+    executed_batch_mean: float | None
+    distribution_ms: tuple[tuple[float, float], ...]
+    """Latency and the share of requests that took at most that long, for drawing."""
+    payload_bytes: float | None = None
+    """Bytes of tensors in a request: the mean over the prepared bodies. Part of `request_bytes`, unless they go through
+    shared memory."""
+    open_loop: OpenLoopSummary | None = None
+    first_answer_ms: float | None = None
+    """Time from the start of a connection to its first response, before a block: the median over the blocks. Other
+    figures do not include it."""
+    reconnect_share: float | None = None
+    """Share of the requests that had to reconnect because the server had closed the connection."""
+    server_cpu_ms: float | None = None
+    """CPU time of the server per request, in ms: over all blocks whose CPU time is known."""
+    figures: dict[str, float | None] | UnsetType = UNSET
+    """Figures of metrics that have no field here: of the requests of all blocks, or the geometric mean of the
+    blocks."""
+
+
+def summarise_latency(pool: Pool) -> LatencySummary:
+    """Percentiles of latencies in ms."""
+    values_ms = pool.values
+    return LatencySummary(
+        samples=pool.count,
+        mean_ms=pool.mean,
+        p50_ms=percentile(values_ms, 0.50),
+        p90_ms=percentile(values_ms, 0.90),
+        p95_ms=percentile(values_ms, 0.95),
+        p99_ms=percentile(values_ms, 0.99),
+        p99_9_ms=percentile(values_ms, 0.999),
+    )
+
+
+def summarise_blocks(blocks: Sequence[StoredBlock]) -> tuple[BlockSummary, ...]:
+    """Summarise each block, in the order in which they ran; blocks without readable samples keep their counts."""
+    origin_ns = min((block.record.window_start_ns for block in blocks), default=0)
+    return tuple(_summarise_block(block, origin_ns) for block in blocks)
+
+
+def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
+    record, samples = block.record, block.samples
+    begin_ns, end_ns = record.window_start_ns, record.window_end_ns
+    window_ns = end_ns - begin_ns
+    lags_ms, answered = np.empty(0), np.empty(0, dtype=SAMPLE_DTYPE)
+    latency = Pool()
+    more: dict[str, float | None] = {}
+    share = warm = throughput = open_loop = None
+    if samples is not None and len(samples):
+        begin_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
+        lags_ms, answered = (samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, good(samples)
+        latency.add(record.index, latencies_ms(measured_answers(samples, is_open=block.workload.is_open)))
+        if record.offered is not None and record.due_span_ns is not None:
+            # Requests of an open loop queue behind each other: a busy start does not mean that warm-up is missing.
+            open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.workload.concurrency)
+            throughput = ACHIEVED_RATE.measure(samples, block.workload)
+        else:
+            share, warm = full_load_share(samples), slow_start(samples)
+            throughput = THROUGHPUT.measure(samples, block.workload)
+        more = {metric.name: metric.measure(samples, block.workload) for metric in _without_field(block.workload)}
+    return BlockSummary(
+        index=record.index,
+        workload=record.workload,
+        round=record.round,
+        label=record.label,
+        position=record.position,
+        start_s=max(begin_ns - origin_ns, 0) / NS_PER_S,
+        duration_s=(end_ns - begin_ns) / NS_PER_S,
+        complete=record.complete and block.problem is None,
+        requests=record.requests,
+        errors=record.errors,
+        items=int(answered["batch"].sum()),
+        throughput_per_s=throughput,
+        full_load_share=share,
+        latency=summarise_latency(latency),
+        send_lag_p99_ms=percentile(lags_ms, 0.99),
+        send_lag_max_ms=float(lags_ms.max()) if len(lags_ms) else None,
+        warm_up_share=warm,
+        generator_cpu_share=_generator_cpu_share(record),
+        server_cpu_cores=None if record.server_cpu_ns is None or window_ns <= 0 else record.server_cpu_ns / window_ns,
+        request_bytes=_median(answered["request_bytes"]),
+        response_bytes=_median(answered["response_bytes"]),
+        note=record.note or block.problem,
+        restart=record.restart,
+        send_lag_p50_ms=percentile(lags_ms, 0.5),
+        open_loop=open_loop,
+        first_answer_ms=None if record.first_answer_ns is None else record.first_answer_ns / NS_PER_MS,
+        generator_processes=max(len(record.workers), 1),
+        reconnects=record.reconnects,
+        figures=more or UNSET,
+    )
+
+
+def _without_field(workload: Workload) -> list[Metric]:
+    """The metrics from samples that have no field in the summaries."""
+    return [
+        metric
+        for metric in METRICS.values()
+        if metric.has_function and not metric.field and metric.measured_in(workload)
+    ]
+
+
+def figure_of(summary: BlockSummary | WorkloadSummary, metric: Metric) -> float | None:
+    """A metric's figure of a block, or of an arm in a workload."""
+    if metric.field:
+        value: float | None = attrgetter(metric.field)(summary)
+        return value
+    return None if summary.figures is UNSET else summary.figures.get(metric.name)
+
+
+def without_field_in(summaries: Sequence[BlockSummary | WorkloadSummary]) -> list[Metric]:
+    """The metrics that only the `figures` of these summaries hold."""
+    names = {name for summary in summaries if summary.figures is not UNSET for name in summary.figures}
+    return [metric for metric in METRICS.values() if metric.name in names]
+
+
+def interval_of(summary: WorkloadSummary, metric: Metric) -> Interval | None:
+    """The 95 % interval of that figure, if the summary holds one."""
+    interval: Interval | None = getattr(summary, metric.interval_field) if metric.interval_field else None
+    return interval
+
+
+def _median(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.generic]]) -> float | None:
+    return float(np.median(np.asarray(values, dtype=np.float64))) if len(values) else None
+
+
+def _generator_cpu_share(record: BlockRecord) -> float | None:
+    """Share of one core that sending and receiving took; with several processes, that of the busiest one. Waiting for
+    the moment to send is no limit: there is the less of it, the more there is to do."""
+    shares = [
+        max(worker.cpu_ns - worker.spin_ns, 0) / (worker.window_end_ns - worker.window_start_ns)
+        for worker in record.workers
+        if worker.lost is None and worker.window_end_ns > worker.window_start_ns
+    ]
+    if record.workers:
+        return max(shares, default=None)
+    window_ns = record.window_end_ns - record.window_start_ns
+    return max(record.generator_cpu_ns - record.generator_spin_ns, 0) / window_ns if window_ns > 0 else None
+
+
+def summarise_workload(
+    workload: str, label: Label, blocks: Sequence[StoredBlock], summaries: Sequence[BlockSummary]
+) -> WorkloadSummary:
+    """Pool the complete blocks of one arm in one workload; `blocks` and `summaries` are in the same order."""
+    pairs = zip(blocks, summaries, strict=True)
+    chosen = [(b, s) for b, s in pairs if s.workload == workload and s.label == label and s.complete]
+    stored, complete = [block for block, _ in chosen], [summary for _, summary in chosen]
+    metrics = _without_field(stored[0].workload) if stored else []
+    functions = (metric.of_requests for metric in metrics if metric.of_requests is not None)
+    pools, responses, request_bytes = _pool(stored, (latencies_ms, *functions))
+    figures = {metric.name: _figure_of_all(metric, pools, complete) for metric in metrics}
+    speeds = [summary.throughput_per_s for summary in complete if summary.throughput_per_s]
+    medians = [summary.latency.p50_ms for summary in complete if summary.latency.p50_ms]
+    reported = [block.record.stages for block in stored if block.record.stages and not contradictions_in(block)]
+    batches: Counter[int] = Counter()
+    for stages in reported:
+        batches.update(stages.batches)
+    counted = [
+        (stages.executed_items, stages.executions)
+        for stages in reported
+        if stages.executed_items is not None and stages.executions is not None
+    ]
+    executed, executions = sum(items for items, _ in counted), sum(times for _, times in counted)
+    reconnects = [(summary.reconnects, summary.requests) for summary in complete if summary.reconnects is not None]
+    cores = [summary.server_cpu_cores for summary in complete if summary.server_cpu_cores is not None]
+    payloads = [size for block in stored for size in block.record.body_payload_bytes]
+    worked = [(b.record.server_cpu_ns, b.record.requests + b.record.cool_down) for b in stored]
+    cpu_ns = [(ns, sent) for ns, sent in worked if ns is not None and sent]
+    return WorkloadSummary(
+        workload=workload,
+        label=label,
+        blocks=len(chosen),
+        requests=sum(summary.requests for summary in complete),
+        errors=sum(summary.errors for summary in complete),
+        throughput_per_s=geometric_mean(speeds) if speeds else None,
+        throughput_ci95=interval_of_mean(speeds),
+        latency=summarise_latency(pools[latencies_ms]),
+        p50_ci95_ms=interval_of_mean(medians),
+        generator_cpu_share_max=max(
+            (s.generator_cpu_share for s in complete if s.generator_cpu_share is not None), default=None
+        ),
+        server_cpu_cores=float(np.mean(cores)) if cores else None,
+        request_bytes=request_bytes,
+        response_bytes=_median(responses.values),
+        executed_batches=dict(sorted(batches.items())),
+        executed_batch_mean=executed / executions if executions else None,
+        distribution_ms=distribution(pools[latencies_ms].values),
+        payload_bytes=float(np.mean(payloads)) if payloads else None,
+        first_answer_ms=_median([s.first_answer_ms for s in complete if s.first_answer_ms is not None]),
+        open_loop=pool_open_loops([summary.open_loop for summary in complete if summary.open_loop is not None]),
+        server_cpu_ms=sum(ns for ns, _ in cpu_ns) / sum(sent for _, sent in cpu_ns) / NS_PER_MS if cpu_ns else None,
+        reconnect_share=sum(times for times, _ in reconnects) / max(sum(sent for _, sent in reconnects), 1)
+        if reconnects
+        else None,
+        figures=figures or UNSET,
+    )
+
+
+def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequence[BlockSummary]) -> float | None:
+    """A figure of all blocks of an arm and workload."""
+    if metric.of_requests is not None:
+        return metric.statistic(pools[metric.of_requests].values)
+    values = [value for block in blocks if (value := figure_of(block, metric))]
+    return geometric_mean(values) if values else None
+
+
+def _pool(
+    blocks: Sequence[StoredBlock], functions: Iterable[PerRequest]
+) -> tuple[dict[PerRequest, Pool], Pool, float | None]:
+    """The values of each function, the bytes of the responses, and the median bytes of a request.
+
+    If bodies differ in size (JPEG files), the median over all requests would depend on how often each was sent, so then
+    it is the median without the payload plus the mean payload. Each block is read once.
+    """
+    pools = {function: Pool() for function in functions}
+    responses, requests, varies = Pool(), Pool(), False
+    payloads = [size for block in blocks for size in block.record.body_payload_bytes]
+    for block in blocks:
+        samples, record = block.samples, block.record
+        if samples is None:
+            continue
+        answered, body_bytes = good(samples), np.array(record.body_payload_bytes, dtype=np.float64)
+        on_wire = record.transport != "shm" and len(set(record.body_payload_bytes)) > 1
+        varies |= on_wire
+        wire = answered["request_bytes"].astype(np.float64)
+        requests.add(record.index, wire - body_bytes[answered["body"]] if on_wire else wire)
+        measured = measured_answers(samples, is_open=block.workload.is_open)
+        responses.add(record.index, measured["response_bytes"])
+        for function, pool in pools.items():
+            pool.add(record.index, function(measured))
+    middle = _median(requests.values)
+    return pools, responses, middle + float(np.mean(payloads)) if middle is not None and varies else middle

@@ -1,0 +1,290 @@
+"""Exports a result to an MLflow tracking server or store: a parent run with a nested run per arm or configuration.
+
+The parent holds the settings, versions, machine and files; a nested run holds what its arm or configuration is and its
+metrics. In an engine matrix a metric's step is the batch size, so that MLflow draws it against the batch. An export
+that fails never loses a result: `MlflowExportError` is a sentence to show as a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from loadgen.documents import is_stored, one_line, stored_path
+from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.records.run import Environment
+from loadgen.verdict.result import FILE_NAME, Result
+
+EXPERIMENT = "abserve"
+INSTALL = "pip install 'abserve[mlflow]'"
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_FILES = ("report.html", "summary.md", FILE_NAME, Matrix.FILE, "experiment.yaml")
+_CONFIGURATION = ("model", "engine", "precision", "mode", "device", "threads")
+_MOST_PARAM = 500
+_MOST_PARAMS, _MOST_METRICS = 100, 1000
+"""MLflow's limits of one call."""
+_FORBIDDEN = re.compile(r"[^\w\-. /]+", re.ASCII)
+
+
+class MlflowExportError(Exception):
+    """Nothing, or not everything, could be exported; the message says why and what to do."""
+
+
+class LoggedMetric(NamedTuple):
+    """One number; `step` is the batch size in a matrix."""
+
+    name: str
+    value: float
+    step: int = 0
+
+
+class NestedRun(NamedTuple):
+    """A nested run."""
+
+    name: str
+    params: dict[str, object]
+    metrics: list[LoggedMetric]
+
+
+def check_mlflow(uri: str | None) -> None:
+    """Before anything is measured: whether the packages for this URI are installed. Raises `MlflowExportError`."""
+    if uri is None:
+        return
+    if urlsplit(uri).password is not None:  # the command line is stored with the run
+        raise MlflowExportError(
+            "--mlflow: leave the password out of the address and set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD; for a database, run an MLflow server before it"
+        )
+    if find_spec("mlflow") is None:
+        raise MlflowExportError(f"--mlflow {uri} needs MLflow; install it with: {INSTALL}")
+    scheme = _scheme(uri)
+    if scheme in _DATABASES:
+        missing = [name for name in ("sqlalchemy", "alembic") if find_spec(name) is None]
+        if missing:
+            raise MlflowExportError(
+                f"--mlflow {uri}: MLflow needs {' and '.join(missing)} for a database; install it with: "
+                f"pip install {' '.join(missing)}"
+            )
+    elif scheme not in ("", "file", "http", "https"):
+        raise MlflowExportError(
+            f"--mlflow {uri}: give the address of a server (http://HOST:5000), a folder or sqlite:///FILE"
+        )
+
+
+def export_result(uri: str, result: Result, folder: Path) -> str:
+    """Export a comparison and the reports in `folder`; returns the id of the parent run. Raises `MlflowExportError`."""
+    experiment = result.experiment
+    params: dict[str, object] = {
+        "model": experiment.model, "weights": experiment.weights, "payload": experiment.payload,
+        "transport": experiment.transport, "preset": experiment.preset, "seed": experiment.seed,
+        "threads": experiment.threads, "precision": experiment.precision, "deployment": experiment.deployment,
+        "workloads": ", ".join(workload.name for workload in experiment.workloads),
+    }  # fmt: skip
+    params |= {f"settings.{name}": value for name, value in (experiment.settings or {}).items()}
+    overall = [LoggedMetric("valid", float(result.valid))]
+    for row in result.comparisons:
+        if row.ratio is not None:
+            base = f"ratio.{row.metric}.{row.scenario}.{row.arm}_over_{row.baseline}"
+            overall += _bounds(base, row.ratio, *(row.ci95 or (None, None)))
+    tags = {"schema": result.schema, "verdict": result.verdict.sentence}
+    return _export(uri, "compare", folder, params, result.environment, tags, overall, list(_arms(result)))
+
+
+def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
+    """Export an engine matrix and the reports in `folder`; returns the parent run's id. Raises `MlflowExportError`."""
+    plan = matrix.plan
+    params = {f"settings.{name}": value for name, value in plan.settings.items()}
+    params |= {"rounds": plan.rounds, "seed": plan.seed, "baseline": plan.baseline, "processes": plan.processes}
+    nested = []
+    for place, measured in enumerate(matrix.configurations):
+        configuration = measured.configuration
+        about: dict[str, object] = {
+            **{name: getattr(configuration, name) for name in _CONFIGURATION},
+            **{f"engine.{name}": value for name, value in measured.description.items()},
+        }
+        metrics = [metric for cell in matrix.cells if cell.configuration == place for metric in _cell(cell)]
+        if measured.load_seconds is not None:
+            metrics += _estimate("load_seconds", measured.load_seconds)
+        metrics += [LoggedMetric(f"conversion_seconds.{step.step}", step.seconds) for step in measured.conversions]
+        title = f"{configuration.model} {configuration.name} {configuration.precision}"
+        nested.append(NestedRun(title, about, metrics))
+    return _export(uri, "engines", folder, params, matrix.environment, {"schema": matrix.schema}, [], nested)
+
+
+def _arms(result: Result) -> Iterator[NestedRun]:
+    """Each arm: what it ran as, and its figures in every workload."""
+    evidence = result.of(GpuFound).evidence
+    for arm in result.arms:
+        params: dict[str, object] = {
+            "label": arm.label, "title": arm.title, "target": arm.target, "server": arm.server_name,
+            "server_version": arm.server_version, **{f"in_effect.{name}": v for name, v in arm.in_effect.items()},
+        }  # fmt: skip
+        metrics: list[LoggedMetric] = []
+        for summary in (summary for summary in result.summaries if summary.label == arm.label):
+            where = summary.workload
+            if summary.throughput_per_s is not None:
+                limits = summary.throughput_ci95 or (None, None)
+                metrics += _bounds(f"throughput_per_s.{where}", summary.throughput_per_s, *limits)
+            latency = summary.latency
+            for name, value in (("p50_ms", latency.p50_ms), ("p90_ms", latency.p90_ms), ("p99_ms", latency.p99_ms)):
+                metrics += [] if value is None else [LoggedMetric(f"{name}.{where}", value)]
+            metrics.append(LoggedMetric(f"errors.{where}", float(summary.errors)))
+        for record in () if evidence is None else evidence.records:
+            gpu = record.inputs.gpu
+            joules = None if gpu is None or record.control or record.no_energy is not None else gpu.joules_per_item
+            if record.label == arm.label and joules is not None:
+                metrics.append(LoggedMetric(f"joules_per_item.{record.workload or 'all'}", joules))
+        yield NestedRun(f"{arm.label} {arm.title}", params, metrics)
+
+
+def _cell(cell: CellResult) -> Iterator[LoggedMetric]:
+    """The figures of a cell, with the batch size as the step."""
+    at = "" if cell.length is None else f".length_{cell.length}"
+    estimates = {
+        "items_per_second": cell.items_per_second, "latency_ns": cell.latency_ns, "call_ns": cell.call_ns,
+        "speedup": cell.speedup, "joules_per_item": cell.joules_per_item, "sustained_ns": cell.sustained_ns,
+    }  # fmt: skip
+    for name, estimate in estimates.items():
+        if estimate is not None:
+            yield from _estimate(f"{name}{at}", estimate, cell.batch)
+    values = {
+        "p99_ns": cell.p99_ns, "first_call_seconds": cell.first_call_seconds, "cosine_min": cell.cosine_min,
+        "top1": cell.top1, "relative_error": cell.relative_error, "tflops": cell.tflops,
+        "allocated_bytes": cell.allocated_bytes, "reserved_bytes": cell.reserved_bytes,
+        "process_device_bytes": cell.process_device_bytes, "rss_bytes": cell.rss_bytes,
+        "ranked": float(cell.excluded is None and cell.fault is None),
+    }  # fmt: skip
+    yield from (
+        LoggedMetric(f"{name}{at}", float(value), cell.batch) for name, value in values.items() if value is not None
+    )
+
+
+def _estimate(name: str, estimate: Estimate, step: int = 0) -> list[LoggedMetric]:
+    return _bounds(name, estimate.value, estimate.low, estimate.high, step)
+
+
+def _bounds(name: str, value: float, low: float | None, high: float | None, step: int = 0) -> list[LoggedMetric]:
+    numbers = {name: value, f"{name}.low": low, f"{name}.high": high}
+    return [LoggedMetric(key, number, step) for key, number in numbers.items() if number is not None]
+
+
+def _about_machine(environment: Environment | None) -> dict[str, object]:
+    if environment is None:
+        return {}
+    devices = environment.gpu.get("devices")
+    listed = [device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
+    nvml = environment.gpu.get("nvml")
+    return {
+        "git_commit": environment.git_commit,
+        "machine.gpus": ", ".join(str(device.get("name")) for device in listed) or "none",
+        "machine.driver": nvml.get("driver_version") if isinstance(nvml, dict) else None,
+        **{f"machine.{name}": value for name, value in environment.host.items()},
+        **{f"version.{name}": value for name, value in environment.packages.items()},
+    }
+
+
+def _export(
+    uri: str,
+    command: str,
+    folder: Path,
+    params: Mapping[str, object],
+    environment: Environment | None,
+    tags: Mapping[str, str],
+    overall: Sequence[LoggedMetric],
+    nested: Sequence[NestedRun],
+) -> str:
+    try:
+        return _write(uri, command, folder, {**params, **_about_machine(environment)}, tags, overall, nested)
+    except MlflowExportError:
+        raise
+    except Exception as exc:  # MLflow and what is below it raise errors of many libraries
+        again = f"; repeat the export with: abserve report {folder} --mlflow {uri}" if command == "compare" else ""
+        raise MlflowExportError(
+            f"the export to MLflow at {uri} failed ({type(exc).__name__}: {one_line(str(exc), 200)}); the result is "
+            f"kept in {folder}{again}"
+        ) from exc
+
+
+def _write(
+    uri: str,
+    command: str,
+    folder: Path,
+    params: Mapping[str, object],
+    tags: Mapping[str, str],
+    overall: Sequence[LoggedMetric],
+    nested: Sequence[NestedRun],
+) -> str:
+    check_mlflow(uri)
+    if _scheme(uri) in ("", "file"):
+        # MLflow 3 refuses a folder unless this is set; the user asked for one.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked to report to MLflow's makers
+    for name, limit in (("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"), ("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")):
+        os.environ.setdefault(name, limit)  # else a server that is away holds the command up for minutes
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    stored = client.get_experiment_by_name(EXPERIMENT)
+    experiment = client.create_experiment(EXPERIMENT, _artefacts_of(uri)) if stored is None else stored.experiment_id
+    name = f"{command} {folder.resolve().name}"
+    parent = client.create_run(experiment, run_name=name, tags={"abserve.command": command}).info.run_id
+    status = "FAILED"
+    try:
+        _log(client, parent, params, overall, tags)
+        for nested_run in nested:
+            child = client.create_run(
+                experiment, run_name=nested_run.name, tags={"mlflow.parentRunId": parent, "abserve.command": command}
+            ).info.run_id
+            _log(client, child, nested_run.params, nested_run.metrics, {})
+            client.set_terminated(child)
+        for file in _FILES:
+            path = stored_path(folder / file)
+            if is_stored(path.parent, path.name):
+                client.log_artifact(parent, str(path))
+        status = "FINISHED"
+    finally:
+        client.set_terminated(parent, status)
+    return str(parent)
+
+
+def _log(
+    client: Any, run: str, params: Mapping[str, object], metrics: Iterable[LoggedMetric], tags: Mapping[str, str]
+) -> None:
+    """Write everything in calls within MLflow's limits; of two names that become equal the first is kept."""
+    from mlflow import entities
+
+    texts: dict[str, str] = {}
+    for name, value in params.items():
+        if value is not None:
+            texts.setdefault(key_of(name), one_line(str(value), _MOST_PARAM))
+    parts = [entities.Param(name, value) for name, value in texts.items()]
+    for start in range(0, len(parts), _MOST_PARAMS):
+        client.log_batch(run, params=parts[start : start + _MOST_PARAMS])
+    numbers = [entities.Metric(key_of(metric.name), metric.value, 0, metric.step) for metric in metrics]
+    for start in range(0, len(numbers), _MOST_METRICS):
+        client.log_batch(run, metrics=numbers[start : start + _MOST_METRICS])
+    if tags:
+        client.log_batch(run, tags=[entities.RunTag(f"abserve.{name}", value) for name, value in tags.items()])
+
+
+def key_of(name: str) -> str:
+    """A name that every MLflow store accepts: slo(p99≤10ms) becomes slo_p99_10ms."""
+    return _FORBIDDEN.sub("_", name).strip("_ /.").replace("_.", ".")[:250] or "unnamed"
+
+
+def _artefacts_of(uri: str) -> str | None:
+    """The folder `mlartifacts` beside a SQLite file, where MLflow would use the working directory; None: MLflow's
+    choice."""
+    if _scheme(uri) != "sqlite":
+        return None
+    return (Path(uri.partition("///")[2]).resolve().parent / "mlartifacts").as_uri()
+
+
+def _scheme(uri: str) -> str:
+    return urlsplit(uri).scheme.partition("+")[0]

@@ -1,0 +1,191 @@
+"""From a run's stored records to its result, and `result.json` (schema abserve.result/2; see docs/result-format.md).
+
+`analyse` reads, summarises, compares, checks and concludes; it writes nothing. Reports are rendered from the result
+alone. Fields are only ever added, each with a default, so that a later version reads an older file; any other change
+raises the schema's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import msgspec
+
+from loadgen.documents import DocumentError, one_line, read_record, read_stored, stored_path
+from loadgen.metrics.breakdown import LatencyBreakdown, break_down
+from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, summarise_blocks, summarise_workload
+from loadgen.probes.registry import finding_types, probes
+from loadgen.records.machine import NoiseFloor
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, ParityRecord, Record, RunState
+from loadgen.run.storage import StoredRun, StoredRunError, read_run
+from loadgen.verdict.checks.registry import Check, make_checks, reason_against
+from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
+from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
+from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, reach_verdict
+
+FILE_NAME = "result.json"
+F = TypeVar("F", bound=Found)
+
+
+class Result(Record, frozen=True, kw_only=True):
+    """The whole result. None or empty: the run did not get that far."""
+
+    schema: Literal["abserve.result/2"] = "abserve.result/2"
+    valid: bool
+    """Whether the verdict stands: no check that can remove it failed, and none that must be known is unknown."""
+    state: RunState | None
+    verdict: Verdict
+    environment: Environment | None
+    experiment: Experiment
+    arms: tuple[ArmRecord, ...]
+    parity: ParityRecord | None
+    checks: tuple[Check, ...]
+    comparisons: tuple[Comparison, ...]
+    summaries: tuple[WorkloadSummary, ...]
+    stages: tuple[LatencyBreakdown, ...]
+    blocks: tuple[BlockSummary, ...]
+    studies: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Each probe's finding by its name; a probe that found nothing is left out."""
+    stopping: Stopping | None = None
+    """None in results from before there were several stopping rules."""
+    noise_floors: tuple[NoiseFloor, ...] = ()
+    """The machine's noise floors, as known when the run began."""
+    noise_floor_sentence: str = ""
+    thresholds: tuple[ThresholdOutcome, ...] = ()
+
+    def of(self, kind: type[F]) -> F:
+        return kind.among(self.studies)
+
+
+class ResultError(Exception):
+    """A result file cannot be read; the message names it."""
+
+
+def encode_result(result: Result) -> bytes:
+    """Indented JSON, the same bytes for the same result."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+
+
+def read_result(path: Path) -> Result:
+    """Read a `result.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
+    field."""
+    try:
+        result = cast("Result", read_record(read_stored(path), Result))
+        kinds = finding_types()
+        findings = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
+        return msgspec.structs.replace(result, studies=findings)
+    except KeyError as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
+    except (OSError, DocumentError, msgspec.ValidationError) as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: {exc}") from exc
+
+
+CONTRADICTIONS = (
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, StopIteration,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What records of the right types raise that were edited into contradictions."""
+
+
+def analyse(out_dir: Path) -> Result:
+    """The result of the run in `out_dir`, also if it was interrupted or killed.
+
+    Raises `StoredRunError` if there is no run or a record is unreadable.
+    """
+    return analyse_run(read_run(out_dir))
+
+
+def analyse_run(run: StoredRun) -> Result:
+    """Analyse records that were already read."""
+    labels, pairings = run.experiment.labels, run.experiment.pairings
+    loads = [workload for workload in run.experiment.workloads if workload.has_blocks]
+    blocks = summarise_blocks(run.blocks)
+    summaries = tuple(
+        summarise_workload(workload.name, label, run.blocks, blocks) for workload in loads for label in labels
+    )
+    complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
+    breakdowns = tuple(
+        breakdown
+        for workload in loads
+        for breakdown in break_down(
+            workload.name, [block for block in complete if block.record.workload == workload.name], pairings
+        )
+    )
+    facts = Facts(run, blocks, summaries, breakdowns)
+    analyses = {probe.finding.STUDY: probe for probe in probes() if probe.finding is not None}
+    findings = {name: probe.analyse(facts) for name, probe in analyses.items()}
+    facts = replace(facts, findings=findings)
+    requests = PooledRequests(run.blocks).by_block
+    drafts = compare_all(run.experiment, blocks, facts.figures, requests, facts.item)
+    stopping = describe_stopping(run.experiment, run.state, drafts)
+    if not is_self_comparison(run.experiment):
+        floors = floors_by_arm(run.experiment, run.arms, run.noise_floors)
+        drafts = apply_floor(drafts, floors, run.experiment.equivalence_margin)
+    facts = replace(facts, comparisons=drafts)
+    checks = make_checks(facts)
+    comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
+    facts = replace(facts, comparisons=comparisons)
+    findings = {name: probe.conclude(findings[name], facts) for name, probe in analyses.items()}
+    facts = replace(facts, findings=findings)
+    titles = {request.label: request.target for request in run.experiment.arms}
+    titles |= {arm.label: arm.title for arm in run.arms}
+    verdict = reach_verdict(facts, titles, checks)
+    if run.experiment.until_decided:
+        verdict = msgspec.structs.replace(verdict, caveats=(*verdict.caveats, stopping.sentence))
+    return Result(
+        valid=verdict.valid,
+        state=run.state,
+        verdict=verdict,
+        environment=run.environment,
+        experiment=run.experiment,
+        arms=run.arms,
+        parity=run.parity,
+        checks=checks,
+        comparisons=comparisons,
+        summaries=summaries,
+        stages=breakdowns,
+        blocks=blocks,
+        studies={name: finding for name, finding in facts.findings.items() if finding != type(finding)()},
+        stopping=stopping,
+        noise_floors=run.noise_floors,
+        noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment, run.arms),
+        thresholds=judge_thresholds(facts),
+    )
+
+
+def stored_result(directory: Path) -> Result:
+    """The result of the stored records, or the stored result.json of a folder without samples, such as a published one.
+
+    Without samples the records cannot be analysed again. Raises `StoredRunError` and `ResultError`.
+    """
+    if stored_path(directory / FILE_NAME).exists() and not _records_are_kept(directory):
+        return read_result(directory / FILE_NAME)
+    runs = sorted(path.parent.name for path in directory.glob("*/experiment.json"))
+    if runs and not (directory / "experiment.json").exists():
+        raise StoredRunError(f"{directory} holds several runs; give one of its folders: {', '.join(runs)}")
+    return analyse(directory)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Wrap all work on stored records: they have the right types, but may have been edited into contradictions. Raises
+    `StoredRunError`."""
+    try:
+        yield
+    except CONTRADICTIONS as exc:
+        raise StoredRunError(
+            f"the records in {path} contradict each other ({type(exc).__name__}: {one_line(str(exc))}); "
+            "run the comparison again, or report a bug if the files were not edited"
+        ) from exc
+
+
+def _records_are_kept(directory: Path) -> bool:
+    if not (directory / "run.json").exists():
+        return False
+    return any(directory.glob("samples/*")) or not any(directory.glob("blocks/*.json"))

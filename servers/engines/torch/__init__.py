@@ -1,0 +1,1 @@
+"""Engines that execute through torch: the model's module, CUDA graphs, the fused vision tower."""

@@ -1,0 +1,282 @@
+"""PyTorch: FP32 on the CPU; FP32, TF32, FP16, BF16 and FP8 on CUDA, eagerly, by TorchScript, compiled or in graphs.
+
+Any number of inputs and outputs in any datatype that torch has. Floating-point inputs are converted to the precision,
+UINT8 pixels are normalised on the device, and outputs have their specified datatype in every precision. FP32 on CUDA
+means no TF32 anywhere. FP8 is BF16 with torchao's FP8 products in the linear layers.
+
+Modes: `eager` is the model's own module; `traced` and `scripted` are the same through torch.jit, compared with it at
+load in its precision. On CUDA only: `graph` (and `auto`) is one CUDA graph per bucket of the fastest form that covers
+the model and the precision, `compile` one of torch.compile's code. A bucket is a batch size, for a model with a padded
+axis times a size of that axis. Every mode is compared at load with the model's own module in FP32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from servers.engines.agreement import Disagreement, Proof, disagreement, proof_at_load
+from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
+from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
+from servers.engines.processors import openmp_spinning, thread_count
+from servers.engines.settings import PARAMETER_TYPES
+from servers.engines.torch.device import (
+    RunnerEngine,
+    device_details,
+    fp32_products,
+    resolve_device,
+    set_fp32_products,
+)
+from servers.engines.torch.towers import (
+    FAILURES,
+    DeviceTower,
+    as_specified,
+    check_datatypes,
+    expected_answers,
+    fast_tower,
+    module_tower,
+    reason_of,
+)
+from servers.models.files import for_library
+from servers.models.uint8_module import executed_module
+from servers.models.weights import WeightsError
+from servers.protocol.tensors import Array
+
+GRAPH_MODES = ("graph", "compile")
+"""One CUDA graph per bucket; the other modes enqueue every batch anew, in its own shape."""
+
+
+class TorchEngine(RunnerEngine):
+    """Executes a model by torch. The number of CPU threads applies to torch in the whole process."""
+
+    _mode = ""
+    _mode_reason: str | None = None
+    _tower: DeviceTower | None = None
+    _shared_memory: frozenset[int] = frozenset()
+    _checked: Disagreement | None = None
+
+    def load(self) -> None:
+        """Build the executable module on the device, in the precision; check it there; set torch's threads."""
+        settings, specification = self._settings, self._specification
+        check_datatypes(specification)
+        device = self._enter_device(settings.device)
+        assert self._weights is not None
+        try:
+            module = specification.load_module(self._weights)
+        except WeightsError as exc:
+            raise EngineError(str(exc)) from exc
+        try:
+            self._prepare(module, device, getattr(torch, PARAMETER_TYPES[settings.precision]))
+        except FAILURES as exc:  # torch.OutOfMemoryError is a RuntimeError
+            raise EngineError(f"the model cannot be loaded on {device}: {first_line(exc)}") from exc
+
+    def _enter_device(self, requested: str) -> torch.device:
+        """Choose the device and the mode on it, and set torch's threads or how it multiplies."""
+        self._device = device = resolve_device(requested)
+        self._mode = self._mode_on(device)
+        if device.type == "cpu":
+            torch.set_num_threads(thread_count(self._settings.threads))
+        else:
+            torch.cuda.set_device(device)  # else what names no device makes a context on the first GPU
+            set_fp32_products(tf32=self._settings.precision == "tf32")
+        return device
+
+    def _mode_on(self, device: torch.device) -> str:
+        mode = self._settings.mode_on(device.type)
+        if mode not in GRAPH_MODES or has_buckets(self._specification):
+            return mode
+        reason = f"{self._specification.name} has a dynamic axis without padding values, so CUDA graphs do not fit it"
+        if self._settings.mode != "auto":
+            raise EngineError(f"mode {mode}: {reason}; use mode eager")
+        self._mode_reason = reason
+        return "eager"
+
+    def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Build what this mode executes from the FP32 module on the CPU, and compare it with that module."""
+        specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
+        proof = proof_at_load(specification, largest)
+        with self.checking():  # the module's outputs too, before it is converted
+            reference = executed_module(specification, module)
+            expected = proof.expected(partial(expected_answers, specification, reference))
+        if mode in GRAPH_MODES:
+            fp8, compiled = self._settings.precision == "fp8", mode == "compile"
+            tower = fast_tower(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
+            rows = bucket_sizes(largest, self._settings.buckets, halves=mode == "graph")
+            sizes, at_load = self._axis_buckets()
+            self._start(tower.build, rows, device, sizes=sizes, at_load=at_load)
+        else:
+            fp8 = self._settings.precision == "fp8"
+            tower = module_tower(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
+            if device.type != "cpu":
+                self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=tower.call)
+        self._tower = tower
+        if device.type == "cpu":
+            memory = (*tower.parameters, *module.buffers())
+            self._shared_memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory)
+        if mode != "eager" or device.type != "cpu" or proof.lengths:  # else it is the module that gave these answers
+            with self.checking():
+                self._check(proof, expected)
+
+    def _axis_buckets(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Sizes of the padded axis: all buckets, and those that are prepared at load.
+
+        torch.compile takes long for each, so without `pad_to` it prepares only the one of the default size.
+        """
+        axis, pad_to = self._specification.padded_axis, self._settings.pad_to
+        if axis is None:
+            return (), ()
+        sizes = axis_buckets(axis, pad_to)
+        at_load = [size for size in pad_to if size <= axis.largest] or sizes
+        if not pad_to and self._mode == "compile":
+            at_load = [bucket_of(sizes, axis.default)]
+        return sizes, at_load
+
+    def _check(self, proof: Proof, expected: Mapping[str, Array]) -> None:
+        """Raise `EngineError` if the answers are not those of the model's own module."""
+        assert self._tower is not None
+        answers = proof.without_padding(self.infer(proof.inputs))
+        self._checked = disagreement(self._specification, expected, answers, self._settings.precision)
+        if self._checked.fault is None:
+            return
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in proof.inputs.items())
+        remedy = "use precision fp32" if self._mode == "eager" else "use mode eager"
+        if self._settings.precision == "fp32" and self._mode == "eager":
+            remedy = "check the padding values of its axis" if proof.lengths else "use device cpu"
+        raise EngineError(
+            f"{self._tower.kernels} on {self._device} does not compute the model: {self._checked.fault}, for {shapes}, "
+            f"compared with its own module in FP32 on each item alone; {remedy}"
+        )
+
+    def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Execute one batch. On the CPU there are no copies: torch reads the caller's arrays, and answers in its own.
+
+        Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis.
+        """
+        if self._runner is not None:
+            return super().infer(inputs)
+        if self._tower is None:
+            raise self._not_loaded()
+        check_sizes(self._specification, inputs)
+        tensors = [_as_tensor(inputs[tensor.name]) for tensor in self._specification.inputs]
+        shared = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        answers: dict[str, Array] = {}
+        try:
+            with torch.inference_mode():
+                outputs = as_specified(self._specification, self._tower.call(tensors))
+                for tensor, output in zip(self._specification.outputs, outputs, strict=True):
+                    answer = output.contiguous()
+                    if (address := answer.untyped_storage().data_ptr()) in shared or address in self._shared_memory:
+                        answer = answer.clone()  # the module returned an input, a constant, or one tensor twice
+                    shared.add(address)
+                    answers[tensor.name] = answer.numpy()
+        except (RuntimeError, IndexError) as exc:
+            raise EngineError(f"torch failed to execute the batch: {first_line(exc)}") from exc
+        return answers
+
+    def describe(self) -> EngineDescription:
+        """Read back from the parameters, torch's own settings and the captured graphs."""
+        if (tower := self._tower) is None:
+            raise self._not_loaded()
+        parameters = tower.parameters
+        floating = [p for p in parameters if p.is_floating_point()]
+        # Of the largest: a tower in FP16 may keep a few small parameters in FP32.
+        dtype = max(floating, key=torch.Tensor.numel).dtype if floating else tower.dtype
+        details: dict[str, object] = {
+            "parameters": sum(p.numel() for p in parameters),
+            "parameters_by_device": dict(Counter(str(p.device) for p in parameters)),
+            "parameters_by_dtype": dict(Counter(str(p.dtype).removeprefix("torch.") for p in parameters)),
+            **device_details(self._device),
+            "kernels": tower.kernels,
+        }
+        if tower.fp8_layers:
+            details["fp8_layers"] = tower.fp8_layers
+        if self._mode_reason is not None:
+            details["mode_reason"] = self._mode_reason
+        if self._checked is not None:
+            details |= self._checked.details("fp32")
+        if (runner := self._runner) is not None:
+            graphs, axis = self._mode in GRAPH_MODES, self._specification.padded_axis
+            details |= {
+                "gelu": tower.gelu,
+                "compiled": self._mode == "compile",
+                "cuda_graphs": graphs,
+                "buckets": list(runner.rows) if graphs else None,
+                "plans": dict(tower.plans()),
+                "fp32_products": fp32_products(),
+            }
+            if graphs and axis is not None:
+                details |= {f"{axis.name}_buckets": list(runner.sizes), "captured_graphs": runner.captured}
+        threads = torch.get_num_threads() if self._device.type == "cpu" else None
+        return self._description(
+            version=torch.__version__,
+            precision="fp8" if tower.fp8_layers else _precision_in_effect(self._device, dtype),
+            mode=self._mode,
+            device=str(self._device),
+            threads=threads,
+            details=details,
+            spinning=None if threads is None else openmp_spinning(threads),
+        )
+
+    def close(self) -> None:
+        self._tower = None
+        super().close()
+
+
+class _WritableView:
+    """Makes NumPy show a read-only buffer as writable: torch warns about others, and a forward pass only reads."""
+
+    def __init__(self, array: Array) -> None:
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        self._array = array  # keeps the memory alive
+
+
+def _as_tensor(array: Array) -> torch.Tensor:
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableView(array)))
+
+
+def _precision_in_effect(device: torch.device, dtype: torch.dtype) -> str:
+    if dtype == torch.float32:
+        return "tf32" if device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+
+
+class AOTInductorEngine(TorchEngine):
+    """Executes the package at `path`. The number of CPU threads applies to torch in the whole process."""
+
+    def load(self) -> None:
+        """Load the package."""
+        path = self._path
+        check_datatypes(self._specification)
+        self._enter_device("cpu")
+        assert path is not None  # see build_engine
+        if not path.is_file():
+            command = export_command(self._specification, self._settings.kind)
+            raise EngineError(f"no package for {self._specification.name} at {path.name}; run: {command}")
+        self._tower = _package_tower(path)
+
+    def describe(self) -> EngineDescription:
+        """As in the torch engine; the parameters are in the package, and its metadata is shown instead."""
+        description = super().describe()
+        assert self._tower is not None  # see TorchEngine.describe
+        details = {name: value for name, value in description.details.items() if not name.startswith("parameters")}
+        return replace(description, details={**details, "package": dict(self._tower.plans())})
+
+
+def _package_tower(path: Path) -> DeviceTower:
+    from torch._inductor import aoti_load_package, config
+
+    try:
+        # The check of instructions compiles a file per set of them, and serves a warning only.
+        with config.patch({"cpp.vec_isa_ok": True}):
+            package = aoti_load_package(for_library(path))
+        metadata = package.get_metadata()
+    except FAILURES as exc:
+        raise EngineError(f"torch cannot load {path.name}: {reason_of(exc)}; delete it and export it again") from exc
+    kernels = "AOTInductor package of the model's own module"
+    return DeviceTower(package, (), torch.float32, kernels, plans=lambda: {**metadata})

@@ -1,1 +1,0 @@
-"""The lean vision transformer: open_clip's weights in fewer, fatter kernels. Not in scope: text towers, training."""

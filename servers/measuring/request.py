@@ -1,0 +1,169 @@
+"""One configuration of the engine matrix as `abserve engines` asks for it, and whether this machine can measure it.
+
+Imports no library of an engine or a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from servers.cli import defaults
+from servers.engines.batches import has_buckets
+from servers.engines.factory import check_engine, environment_of
+from servers.engines.interface import EngineError
+from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
+from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on
+from servers.gpu.info import gpu_info
+from servers.models.registry import UnknownModelError, get_variant
+from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+
+GRAPHS = ("graph", "compile")
+"""Modes that need the shape of every batch in advance."""
+
+
+class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one engine process is to measure. `lengths` are sizes along the model's axis: (None,) for a model without an
+    axis, empty for the model's default."""
+
+    model: str
+    engine: str
+    batches: tuple[int, ...]
+    lengths: tuple[int | None, ...] = ()
+    payload: str = ""
+    weights: str | None = None
+    precision: str = defaults.PRECISION
+    mode: str = defaults.MODE
+    device: str = defaults.DEVICE
+    threads: int = 0
+    artefacts: str = defaults.ARTEFACTS
+    references: str = ""
+    """The file of the model's own answers; made if it is missing or another model's."""
+    profile: bool = False
+    first_calls: bool = False
+    """Whether the first call of every shape comes before the engine is ready, so that processes that load side by side
+    also compile side by side."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return resolved_device(self.device) == "cpu"
+
+    def specification(self) -> ModelSpecification:
+        """The variant that the engine executes. Raises `UnknownModelError`."""
+        return get_variant(self.model, self.payload)
+
+    def weights_source(self, specification: ModelSpecification) -> WeightsSource:
+        """The weights with the hash of their file. Raises `WeightsError`."""
+        return pin(parse_weights(self.weights, specification.default_weights), specification.find_pretrained)
+
+    def settings(self) -> EngineSettings:
+        """The settings of the engine, which prepares these batches and lengths and no others if it can."""
+        return EngineSettings(
+            kind=self.engine,
+            precision=self.precision,
+            mode=self.mode,
+            device=resolved_device(self.device),
+            threads=self.threads,
+            max_batch_size=max(self.batches),
+            pad_to=tuple(sorted({length for length in self.lengths if length is not None})),
+            buckets=tuple(sorted(set(self.batches))),
+        )
+
+
+class RequestCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """The request with everything resolved, or the reason why it is refused."""
+
+    reason: str | None = None
+    wrong: bool = False
+    """Whether the model or the weights do not exist, so that no engine can measure them."""
+    precision: str = ""
+    mode: str = ""
+    device: str = ""
+    threads: int | None = None
+    """None on a GPU."""
+    lengths: tuple[int | None, ...] = ()
+    too_long: str | None = None
+    """The lengths that the model does not take; the others are measured."""
+
+
+def resolved_device(device: str) -> str:
+    """cpu or cuda:N. `auto` is the first GPU if the kernel offers one, for every engine alike."""
+    if device == "auto":
+        return "cuda:0" if nvidia_device_present() else "cpu"
+    index = cuda_index(device)
+    return device if index is None else f"cuda:{index}"
+
+
+def offers(device: str) -> dict[str, object]:
+    """The device, the modes and precisions of every engine by kind of device, and this machine's GPUs. Raises
+    `EngineError`."""
+    EngineSettings(device=device).check_here()
+    engines = {
+        name: {
+            "modes": {place: list(modes) for place, modes in kind.modes.items()},
+            "precisions": {place: list(precisions) for place, precisions in kind.precisions.items()},
+        }
+        for name in engine_names()
+        for kind in [engine_kind(name)]
+    }
+    return {"device": resolved_device(device), "engines": engines, "gpu": gpu_info(None)}
+
+
+def checked(request: MeasurementRequest) -> RequestCheck:
+    """Whether this machine can measure the request; loads no library."""
+    try:
+        specification = request.specification()
+        parse_weights(request.weights, specification.default_weights)
+    except (UnknownModelError, WeightsError) as exc:
+        return RequestCheck(reason=str(exc), wrong=True)
+    device = resolved_device(request.device)
+    resolved: dict[str, Any] = {
+        "precision": precision_on(device, request.precision),
+        "device": device,
+        "threads": thread_count(request.threads) if device == "cpu" else None,
+    }
+    try:
+        settings = request.settings()
+        check_engine(specification, settings)
+        settings.check_here()
+        mode = _mode(specification, settings)
+        environment_of(request.engine)
+        lengths, too_long = _lengths(specification, request.lengths)
+    except EngineError as exc:
+        return RequestCheck(reason=str(exc), **resolved)
+    return RequestCheck(mode=mode, lengths=lengths, too_long=too_long, **resolved)
+
+
+def _mode(specification: ModelSpecification, settings: EngineSettings) -> str:
+    """The mode in which the engine will execute; graphs need a model whose shapes are known."""
+    place = "cpu" if settings.device == "cpu" else "cuda"
+    mode = settings.mode_on(place)
+    if mode not in GRAPHS or has_buckets(specification):
+        return mode
+    reason = f"{specification.name} has dimensions of any size that cannot be padded, which the mode {mode} needs"
+    other = next((mode for mode in engine_kind(settings.kind).modes[place] if mode not in GRAPHS), None)
+    if other is None:
+        raise EngineError(f"{reason}; use the engine torch or onnxruntime")
+    if settings.mode != "auto":
+        raise EngineError(f"{reason}; use mode {other}")
+    return other
+
+
+def _lengths(
+    specification: ModelSpecification, asked: tuple[int | None, ...]
+) -> tuple[tuple[int | None, ...], str | None]:
+    axis = specification.main_axis
+    if axis is None:
+        return (None,), None
+    lengths = [axis.default if length is None else length for length in asked or (None,)]
+    long = sorted({length for length in lengths if length > axis.largest})
+    reason = None
+    if long:
+        listed = ", ".join(map(str, long))
+        reason = f"{axis.name} {listed}: {specification.name} takes at most {axis.largest}; leave it out"
+    accepted = tuple(dict.fromkeys(length for length in lengths if length <= axis.largest))
+    if not accepted:
+        raise EngineError(str(reason))
+    return accepted, reason

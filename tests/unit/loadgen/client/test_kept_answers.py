@@ -1,0 +1,88 @@
+"""Which answers of a block are kept, and what is passed on of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from loadgen.client.outputs import AnswerError
+from loadgen.client.traffic import MOST_ROWS, KeptAnswers, packed, unpacked
+
+
+def fill(kept: KeptAnswers, requests: int, rows: int = 1) -> None:
+    for request in range(requests):
+        slot = kept.slot(request)
+        if slot is not None:
+            answer = {"y": np.full((rows, 2), request, "<f4")}
+            kept.keep(slot, request, request % 3, request % 5, 10 * request, partial(dict, answer))
+
+
+@pytest.mark.parametrize("requests", [0, 3, 8, 9, 50, 2000])
+def test_so_many_are_kept_whatever_the_number_of_requests(requests: int) -> None:
+    kept = KeptAnswers(8, seed=4)
+    fill(kept, requests)
+    found = kept.read()
+    assert len(found) == min(8, requests)
+    for answer in found:
+        assert (answer.user, answer.body, answer.first) == (answer.request % 3, answer.request % 5, 10 * answer.request)
+        assert unpacked(answer.outputs[0])[0, 0] == answer.request
+
+
+def test_every_request_has_the_same_chance() -> None:
+    """Tenths of a block hold a tenth of what is kept each, up to five standard deviations."""
+    counts = np.zeros(10)
+    for seed in range(300):
+        kept = KeptAnswers(8, seed)
+        fill(kept, 500)
+        for answer in kept.read():
+            counts[answer.request // 50] += 1
+    assert counts.sum() == 2400
+    assert np.abs(counts - 240).max() < 5 * np.sqrt(240 * 0.9)
+
+
+def test_the_choice_is_the_seeds_alone() -> None:
+    chosen = []
+    for seed in (1, 1, 2):
+        kept = KeptAnswers(4, seed)
+        chosen.append([request for request in range(1000) if kept.slot(request) is not None])
+    assert chosen[0] == chosen[1] != chosen[2]
+    none = KeptAnswers(0, 1)
+    assert [none.slot(request) for request in range(3)] == [None, None, None]
+
+
+def test_a_late_answer_does_not_displace_a_newer_one() -> None:
+    kept = KeptAnswers(1, 0)
+    for request in (9, 4):
+        kept.keep(0, request, 0, 0, 0, lambda: {"y": np.zeros((1, 2))})
+    assert [answer.request for answer in kept.read()] == [9]
+
+
+def test_nan_in_any_row_and_answers_that_cannot_be_read_are_told() -> None:
+    def unreadable() -> dict[str, np.ndarray]:
+        raise AnswerError("the answer cannot be read: x")
+
+    rows = np.zeros((32, 3), "<f4")
+    rows[5, 1] = np.nan
+    kept = KeptAnswers(2, 0)
+    kept.keep(0, 0, 0, 0, 0, lambda: {"y": rows})
+    kept.keep(1, 1, 0, 0, 0, unreadable)
+    first, second = kept.read()
+    assert (first.error, len(first.rows)) == ("output y holds NaN or infinite values", MOST_ROWS)
+    assert (second.error, second.rows) == ("the answer cannot be read: x", ())
+
+
+def test_outputs_travel_unchanged() -> None:
+    words = np.array([[b"cat", b""], [b"\xff", b"dog"]], dtype=object)
+    for array in (words, np.arange(6, dtype="<i8").reshape(2, 3), np.ones((1, 2), "<f2")):
+        again = unpacked(packed("y", array))
+        assert again.dtype == array.dtype
+        assert (again == array).all()
+
+
+def test_large_outputs_are_passed_on_as_far_as_there_is_room() -> None:
+    kept = KeptAnswers(6, 0)
+    for slot in range(6):
+        kept.keep(slot, slot, 0, 0, 0, lambda: {"y": np.zeros((1, 400_000), "<f4")})
+    assert len(kept.read()) == 2

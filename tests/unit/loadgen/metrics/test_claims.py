@@ -1,0 +1,105 @@
+"""A ratio is shown from the better arm, whichever way the metric goes and whichever arm is the baseline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadgen.metrics.claims import ORDER, claim, groups, other_decided_metrics, verdict_words
+from loadgen.metrics.comparisons import Outcome, advantage
+from loadgen.records.run import Pairing
+from loadgen.verdict.result import analyse
+from tests.golden.synthetic_run import Plan, write_run
+from tests.unit.loadgen.metrics.test_several_arms import WORKLOADS, compared
+
+
+@pytest.mark.parametrize(
+    ("metric", "ratio", "better", "factor"),
+    [
+        ("throughput", 2.0, "b", 2.0),
+        ("throughput", 0.5, "a", 2.0),
+        ("latency_p99", 0.5, "b", 2.0),
+        ("latency_p99", 2.0, "a", 2.0),
+        ("throughput", 1.0, None, 1.0),
+    ],
+)
+def test_the_better_arm_has_a_factor_of_at_least_one(
+    metric: str, ratio: float, better: str | None, factor: float
+) -> None:
+    found = advantage(compared("a", "b", ratio, "inconclusive", metric))
+    assert found is not None
+    assert (found.better, found.factor) == (better, factor)
+    assert found.ci95 == pytest.approx((0.99 * factor, 1.01 * factor), rel=1e-3)
+    assert advantage(compared("a", "b", None, "inconclusive", metric)) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "ratio", "verdict", "said"),
+    [
+        ("throughput", 0.5, "baseline_better", "A serves 2.000×"),
+        ("throughput", 2.0, "arm_better", "B serves 2.000×"),
+        ("latency_p99", 2.0, "baseline_better", "the p99 latency of A is 2.000× lower than that of B"),
+        ("latency_p99", 0.5, "arm_better", "the p99 latency of B is 2.000× lower than that of A"),
+        ("throughput", 0.98, "inconclusive", "in favour of A"),
+        ("throughput", 1.00001, "no_difference", "no meaningful difference (within ±5 %) in throughput (1.000×,"),
+    ],
+)
+def test_a_claim_has_one_direction(metric: str, ratio: float, verdict: Outcome, said: str) -> None:
+    text = claim(compared("a", "b", ratio, verdict, metric), margin=0.05)
+    assert said in text
+    assert "0.5" not in text
+
+
+def test_a_ratio_that_its_rounds_do_not_determine_says_so_instead_of_bounds() -> None:
+    one = compared("a", "b", 0.61, "inconclusive")
+    two_rounds = msgspec.structs.replace(one, ci95=(0.00000006, 44_507_966.9), pairs=2)
+    text = claim(two_rounds)
+    assert text == "inconclusive in throughput (1.6× in favour of A, not determined by 2 rounds)"
+
+
+@given(
+    exponent=st.floats(-12.0, 12.0),
+    spread=st.floats(1.0, 1e6) | st.none(),
+    verdict=st.sampled_from(ORDER),
+    metric=st.sampled_from(["throughput", "latency_p99"]),
+)
+def test_a_ratio_of_any_size_is_a_claim(exponent: float, spread: float | None, verdict: Outcome, metric: str) -> None:
+    """A thousand times better or more has a comma in its factor."""
+    ratio = 10.0**exponent
+    one = compared("a", "b", ratio, verdict, metric)
+    one = msgspec.structs.replace(one, ci95=None if spread is None else (ratio / spread, ratio * spread), reason="why")
+    assert claim(one, margin=0.05)
+    workloads = {workload.name: workload for workload in WORKLOADS}
+    assert groups([one], workloads, 0.05) or verdict == "invalid"
+    assert isinstance(other_decided_metrics([msgspec.structs.replace(one, leading=False)], workloads), list)
+
+
+def test_the_better_arm_is_named_from_a_thousand_times_on() -> None:
+    assert "1,234.50× in favour of B" in claim(
+        msgspec.structs.replace(compared("a", "b", 1234.5, "inconclusive"), ci95=None, reason="one round")
+    )
+
+
+def test_verdict_words() -> None:
+    pairing = Pairing("a", "b")
+    assert [verdict_words(one, pairing, 0.05) for one in ("arm_better", "baseline_better", "inconclusive")] == [
+        "B faster", "A faster", "inconclusive",
+    ]  # fmt: skip
+    assert verdict_words("no_difference", pairing, 0.05) == "no meaningful difference (within ±5 %)"
+    assert verdict_words("no_difference", pairing) == "no meaningful difference"
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("photographs", "images/s"), ("synthetic", "items/s")])
+def test_made_up_inputs_are_not_called_images(tmp_path: Path, kind: str, unit: str) -> None:
+    write_run(tmp_path, Plan(pairs=4, requests=80))
+    path = tmp_path / "environment.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"inputs": {"kind": kind, "count": 16, "sha256": "0"}}))
+    result = analyse(tmp_path)
+    assert {one.unit for one in result.comparisons if one.metric == "throughput"} == {unit}
+    assert f"the {unit} of " in result.verdict.sentence

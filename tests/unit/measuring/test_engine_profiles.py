@@ -1,0 +1,195 @@
+"""`abserve engine --profile` on a CPU: the real model by both profilers, the table and the file, and refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from loadgen.entry import build
+from servers.engines.factory import build_engine
+from servers.engines.interface import EngineDescription
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
+from servers.measuring import profile as profile_module
+from servers.measuring.measurement import EngineTimes, Reference
+from servers.measuring.profile import (
+    CATEGORIES,
+    EngineProfile,
+    KernelLaunch,
+    ProfileError,
+    ProfileTotals,
+    Total,
+    profile_engine,
+    show_profile,
+    summarised,
+)
+from servers.models.specification import ModelSpecification
+from servers.models.weights import RandomWeights
+
+MEASURED = EngineTimes(1, Reference({}, None), None, 60_000_000, [50_000_000], None)
+BLOCKS = 12
+
+
+def shown(profile: EngineProfile, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show_profile(console, profile)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_torchs_operators_on_the_real_model(specification: ModelSpecification) -> None:
+    engine = build_engine(specification, RandomWeights(0), EngineSettings("torch", device="cpu"))
+    engine.load()
+    try:
+        profile = profile_engine(engine, specification, [MEASURED])
+    finally:
+        engine.close()
+    assert profile.missing is None
+    (batch,) = profile.batches
+    assert (batch.batch, batch.measured_us, batch.with_copies) == (1, 50_000.0, False)
+    assert [category.name for category in batch.categories] == [*CATEGORIES, "outside operators"]
+    assert sum(category.share for category in batch.categories) == pytest.approx(1)
+    counts = {kernel.name: kernel.count for kernel in batch.kernels}
+    assert counts["aten::native_layer_norm"] == 2 * BLOCKS + 2
+    assert counts["aten::gelu"] == BLOCKS
+    times = {category.name: category.us for category in batch.categories}
+    assert min(times[name] for name in CATEGORIES[:5]) > 0
+    table = shown(profile)
+    assert "aten::addmm" in table
+    assert "50,000.0" in table
+
+
+def test_the_command_writes_onnx_runtimes_nodes_down(artefact_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    options = ["--engine", "onnxruntime", "--device", "cpu", "--batches", "1", "--seconds", "0.01", "--profile"]
+    done = CliRunner().invoke(build(), ["engine", *options, "--artefacts", str(artefact_dir), "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    for row in (*CATEGORIES, "outside operators", "measured without it", "batch 1: operator"):
+        assert row in done.output
+    document = json.loads(out.read_text())
+    assert document["schema"] == "abserve.engine/2"
+    assert "profile_missing" not in document
+    for measured, profile in zip(document["batches"], document["profile"], strict=True):
+        assert profile["batch"] == measured["batch"]
+        assert profile["measured_us"] == pytest.approx(measured["call_ns"] / 1e3)
+        assert profile["executions"] > 0
+        assert [set(category) for category in profile["categories"]] == [{"name", "us", "share"}] * 7
+        assert sum(category["us"] for category in profile["categories"]) == pytest.approx(profile["span_us"])
+        assert sum(category["share"] for category in profile["categories"]) == pytest.approx(1)
+        assert profile["categories"][-1]["us"] == profile["idle_us"]
+        kernels = {kernel["name"]: kernel for kernel in profile["kernels"]}
+        assert set(kernels["MatMul"]) == {"name", "label", "category", "count", "us", "share"}
+        assert kernels["MatMul"]["category"] == "matrix products"
+        assert kernels["Attention"]["count"] == BLOCKS
+        assert profile["launches"] == sum(kernel["count"] for kernel in kernels.values())
+
+
+def test_the_null_engine_has_nothing_to_profile(specification: ModelSpecification) -> None:
+    engine = build_engine(specification, RandomWeights(0), EngineSettings("null"))
+    engine.load()
+    profile = profile_engine(engine, specification, [MEASURED])
+    reason = "there is no profiler for the null engine on a CPU"
+    assert profile.as_document() == {"profile": [], "profile_missing": reason}
+    assert shown(profile) == f"no profile: {reason}\n"
+
+
+class GraphEngine(NullEngine):
+    """Says that it is on a GPU, executes batches up to 4 without copies, and remembers what it last executed."""
+
+    executed: tuple[str, int]
+
+    def describe(self) -> EngineDescription:
+        return replace(super().describe(), kind="onnxruntime", device="cuda:1")
+
+    def execution_ns(self, rows: int, repeats: int) -> None:
+        raise NotImplementedError
+
+    def run_only(self, rows: int) -> bool:
+        self.executed = ("run_only", rows)
+        return rows <= 4
+
+    def infer(self, inputs):
+        answer = super().infer(inputs)
+        self.executed = ("infer", len(answer["embedding"]))
+        return answer
+
+
+def test_each_batch_gets_the_launches_of_its_own_executions(
+    specification: ModelSpecification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = GraphEngine(specification, EngineSettings("null"))
+
+    def launched(executions: Sequence[Callable[[], object]], on: str) -> list[list[KernelLaunch]]:
+        """Stands for CUPTI: a batch of n is a product of n µs, 1 µs of nothing and, by `infer`, a copy of 1 µs."""
+        assert on == "cuda:1"
+        groups = []
+        for execute in executions:
+            execute()
+            by, rows = engine.executed
+            end_ns = rows * 1000
+            copies = [KernelLaunch("Memcpy DtoH (Device -> Pinned)", end_ns + 1000, end_ns + 2000)] * (by == "infer")
+            fill = [KernelLaunch("Memset (Device)", end_ns + 1000, end_ns + 1000)]
+            groups.append([KernelLaunch("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", 0, end_ns), *fill, *copies])
+        return groups
+
+    monkeypatch.setattr(profile_module, "device_launches", launched)
+    measured = [replace(MEASURED, batch=batch, executions_ns=None if batch == 8 else [3000]) for batch in (2, 8)]
+    profile = profile_engine(engine, specification, measured)
+    assert profile.missing is None
+    small, large = profile.batches
+    assert (small.batch, small.with_copies, small.measured_us, small.span_us, small.idle_us) == (
+        2,
+        False,
+        3.0,
+        3.0,
+        1.0,
+    )
+    assert (large.batch, large.with_copies, large.measured_us, large.span_us) == (8, True, 50_000.0, 10.0)
+    assert [kernel.count for kernel in large.kernels] == [1, 1, 1]
+    assert small.categories[-1].name == "idle between kernels"
+    table = shown(profile, width=60)
+    assert "copies from and to the host included" in " ".join(table.split())
+    assert "2.0 (67%)" in table
+    assert "8.0 (80%)" in table
+
+    def nothing(executions: Sequence[Callable[[], object]], on: str) -> list[list[KernelLaunch]]:
+        raise ProfileError("torch's profiler reports no kernel")
+
+    monkeypatch.setattr(profile_module, "device_launches", nothing)
+    assert profile_engine(engine, specification, measured).missing == "torch's profiler reports no kernel"
+
+
+def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
+    batches = [
+        summarised(
+            ProfileTotals({"cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8": Total(20, 4e7)}, 5e7),
+            batch,
+            measured_us=2222.2,
+            on_device=True,
+        )
+        for batch in (1, 2, 4, 8, 16, 32, 64, 128)
+    ]
+    table = shown(EngineProfile(batches), width=80)
+    assert table.count("2,000.0 (80%)") == len(batches)
+    assert table.count("2,222.2") == len(batches)
+    assert "…" not in table
+
+
+@pytest.mark.slow
+def test_torchs_profiler_reports_no_error_on_a_machine_without_a_gpu() -> None:
+    options = ["--engine", "torch", "--device", "cpu", "--batches", "1", "--seconds", "0.01", "--profile"]
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen.entry", "engine", *options],
+        env=environment, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert done.stderr == ""
