@@ -17,14 +17,7 @@ import msgspec
 from loadgen.engine_matrix.plan import PlannedVisit, schedule
 from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Shape, Visit
 from loadgen.engine_matrix.store import MatrixStore
-from loadgen.engine_matrix.worker_process import (
-    LIMITS,
-    CellError,
-    EngineProcess,
-    Limits,
-    Preparation,
-    WorkerError,
-)
+from loadgen.engine_matrix.worker_process import LIMITS, CellError, EngineProcess, Limits, Preparation, WorkerError
 from loadgen.quantities import counted
 from loadgen.records.run import RunState
 from loadgen.run.interruption import interruptible, uninterrupted

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TypeVar, cast
 
 from loadgen.documents import DocumentError, list_inside, read_inside, read_record, read_stored, stored_path
 from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.records import Matrix, MatrixPlan, Visit
 from loadgen.records.run import Environment, Record, RunState
-from loadgen.run.storage import StorageError, StoredRunError, only_run, storage_sentence, write_whole
+from loadgen.run.storage import (
+    StorageError,
+    StoredRunError,
+    only_run,
+    read_numbered,
+    read_one,
+    storage_sentence,
+    write_whole,
+)
 from loadgen.verdict.result import ResultError
 
 VISITS = "visits"
@@ -50,9 +58,9 @@ class MatrixStore:
         return self._read(kind.FILE, kind)
 
     def visits(self) -> tuple[Visit, ...]:
-        """All visits by number. Raises `StorageError` for one that cannot be read."""
+        """All stored visits. Raises `StorageError` for one that cannot be read."""
         try:
-            names = visit_names(self.directory)
+            names = [name for name in list_inside(self.directory, VISITS) if name.endswith(".json")]
         except (OSError, DocumentError) as exc:
             raise StorageError(f"{self.directory / VISITS} cannot be read: {exc}; start again with --out") from exc
         return tuple(self._read(name, Visit) for name in names)
@@ -75,16 +83,6 @@ class MatrixStore:
             raise StorageError(f"{path} cannot be read: {exc}; remove it, or start again with --out") from exc
 
 
-def visit_names(directory: Path) -> list[str]:
-    """The files of the visits, by number. Raises `OSError` and `DocumentError`."""
-
-    def number(name: str) -> int:
-        stem = PurePath(name).stem
-        return int(stem) if stem.isdecimal() else -1
-
-    return sorted((name for name in list_inside(directory, VISITS) if name.endswith(".json")), key=number)
-
-
 def is_matrix(directory: Path) -> bool:
     """Whether a folder holds an engine matrix."""
     return any(stored_path(directory / name).exists() for name in (MatrixPlan.FILE, Matrix.FILE))
@@ -95,32 +93,17 @@ def stored_matrix(directory: Path) -> Matrix:
 
     Raises `StoredRunError` and `ResultError`.
     """
-    try:
-        names = visit_names(directory)
-    except (OSError, DocumentError) as exc:
-        raise StoredRunError(f"{directory / VISITS} cannot be read: {exc}") from exc
-    if not names and stored_path(directory / Matrix.FILE).exists():
+    visits = read_numbered(directory, VISITS, Visit)
+    if not visits and stored_path(directory / Matrix.FILE).exists():
         return read_matrix(directory / Matrix.FILE)
-    plan = _read(directory, MatrixPlan.FILE, MatrixPlan)
-    environment = _read(directory, Environment.FILE, Environment)
+    plan, environment = read_one(directory, MatrixPlan), read_one(directory, Environment)
     if plan is None or environment is None:
         missing = MatrixPlan.FILE if plan is None else Environment.FILE
         raise StoredRunError(
             f"{directory} holds no engine matrix: {missing} is missing; give the directory that `abserve engines` "
             "wrote to"
         )
-    visits = [visit for name in names if (visit := _read(directory, name, Visit)) is not None]
-    return analyse(plan, environment, visits, _read(directory, RunState.FILE, RunState))
-
-
-def _read(directory: Path, name: str, kind: type[R]) -> R | None:
-    """A record, or None without its file. Raises `StoredRunError`."""
-    try:
-        return cast("R", read_record(read_inside(directory, name), kind))
-    except FileNotFoundError:
-        return None
-    except (OSError, DocumentError) as exc:
-        raise StoredRunError(f"{directory / name} cannot be read: {exc}") from exc
+    return analyse(plan, environment, visits, read_one(directory, RunState))
 
 
 def read_matrix(path: Path) -> Matrix:

@@ -221,7 +221,7 @@ class StoredRun:
     def record_of(self, kind: type[R]) -> R | None:
         """The record of a type that has one per run. Raises `StoredRunError` if it cannot be read."""
         if kind not in self.records:
-            record = _read_one(self.directory, kind)
+            record = read_one(self.directory, kind)
             self.records[kind] = None if record is None else (record,)
         records = self.records[kind]
         return None if records is None else cast("R", records[0])
@@ -237,7 +237,7 @@ class StoredRun:
     def _read_several(self, kind: type[R]) -> tuple[R, ...] | None:
         if kind not in self.records:
             has_own_file = kind.FILE.endswith(".json")
-            read = _read_all(self.directory, kind) if has_own_file else _read_numbered(self.directory, kind.FILE, kind)
+            read = _read_all(self.directory, kind) if has_own_file else read_numbered(self.directory, kind.FILE, kind)
             self.records[kind] = read
         return cast("tuple[R, ...] | None", self.records[kind])
 
@@ -249,7 +249,7 @@ class StoredRun:
 
 def read_run(directory: Path) -> StoredRun:
     """Read DIR. Raises `StoredRunError` if it holds no run or a record is unreadable."""
-    experiment = _read_one(directory, Experiment)
+    experiment = read_one(directory, Experiment)
     if experiment is None:
         raise StoredRunError(
             f"{directory} holds no run: experiment.json is missing; give the directory that `abserve compare` wrote to"
@@ -259,14 +259,14 @@ def read_run(directory: Path) -> StoredRun:
     return StoredRun(
         directory=directory,
         experiment=experiment,
-        environment=_read_one(directory, Environment),
+        environment=read_one(directory, Environment),
         arms=_read_all(directory, ArmRecord) or (),
-        parity=_read_one(directory, ParityRecord),
+        parity=read_one(directory, ParityRecord),
         blocks=blocks,
         partial_blocks=_read_partial(directory, {block.record.samples for block in blocks}),
-        state=_read_one(directory, RunState),
+        state=read_one(directory, RunState),
         running=is_running(directory),
-        calibration=_read_one(directory, Calibration),
+        calibration=read_one(directory, Calibration),
         added_workloads=added,
         noise_floors=_read_all(directory, NoiseFloor) or (),
     )
@@ -275,11 +275,12 @@ def read_run(directory: Path) -> StoredRun:
 def _read_blocks(directory: Path, folder: str, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
     """Read the blocks of a folder in `directory`, in the order in which they ran."""
     named = {workload.name: workload for workload in workloads}
-    records = sorted(_read_numbered(directory, f"{folder}/blocks", BlockRecord), key=lambda record: record.index)
+    records = sorted(read_numbered(directory, f"{folder}/blocks", BlockRecord), key=lambda record: record.index)
     return tuple(read_block(directory, record, named, folder) for record in records)
 
 
-def _read_one(directory: Path, kind: type[R]) -> R | None:
+def read_one(directory: Path, kind: type[R]) -> R | None:
+    """The record with its own file, or None without it. Raises `StoredRunError`."""
     return cast("R | None", _read(directory, kind.FILE, kind))
 
 
@@ -287,8 +288,8 @@ def _read_all(directory: Path, kind: type[R]) -> tuple[R, ...] | None:
     return cast("tuple[R, ...] | None", _read(directory, kind.FILE, tuple[kind, ...]))  # type: ignore[valid-type]
 
 
-def _read_numbered(directory: Path, folder: str, kind: type[R]) -> tuple[R, ...]:
-    """The records of a folder with a file for each."""
+def read_numbered(directory: Path, folder: str, kind: type[R]) -> tuple[R, ...]:
+    """The records of a folder with a file for each. Raises `StoredRunError`."""
     records = (_read(directory, name, kind) for name in _files(directory, folder) if name.endswith(".json"))
     return tuple(cast("R", record) for record in records if record is not None)
 

@@ -51,13 +51,13 @@ LOADGEN = (
     *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
-    "engine_matrix.files", "ranking", "run.calibrate", "report", "exporters", "conformance",
+    "engine_matrix.files", "ranking", "run.calibrate", "report", "conformance",
     "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "stats", "records.run", "metrics", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
+    "stats", "records.run", "metrics", "verdict", "experiment.schedule", *ANALYSES,
     "ranking.analyse", "engine_matrix.analyse",
 )  # fmt: skip
 IMPURE = {
