@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -152,16 +151,20 @@ def to_argument(settings: BaseSettings) -> str:
     return settings.model_dump_json()
 
 
-def from_argument(kind: type[S]) -> S:
-    """The settings of this process, from its one argument. Raises `ValidationError`."""
-    return kind.model_validate_json(sys.argv[1])
+def from_argument(kind: type[S], arguments: Sequence[str]) -> S:
+    """The settings from a process's arguments: a JSON object, before the environment and the defaults; or nothing.
+
+    Raises `ValidationError`.
+    """
+    return kind.model_validate_json(arguments[0] if arguments else "{}")
 
 
 def validation_sentence(error: ValidationError) -> str:
     """The first error: the option, the value and the problem."""
     first = error.errors()[0]
     problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
-    return f"{flag_of(str(first['loc'][0]))} {first['input']}: {problem}"
+    option = flag_of(str(first["loc"][0])) if first["loc"] else "settings"  # what is not an object of JSON has no place
+    return f"{option} {first['input']}: {problem}"
 
 
 def flag_of(name: str) -> str:

@@ -15,16 +15,16 @@ def main() -> int:
     from pydantic import ValidationError
 
     from servers.cli.launch import ListenerError, bind
-    from servers.cli.options import validation_sentence
+    from servers.cli.options import from_argument, validation_sentence
     from servers.engines.padding import padding_of
     from servers.engines.processors import wait_policy
     from servers.engines.settings import EngineError, parse_spinning
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
-    from servers.native.settings import from_argv
+    from servers.native.settings import NativeSettings
 
     try:
-        requested = from_argv(sys.argv[1:])
+        requested = from_argument(NativeSettings, sys.argv[1:])
         os.environ.update(wait_policy(parse_spinning(requested.spinning)))
         specifications = get_variants(requested.model, requested.payloads)
         settings = requested.resolved(specifications[0])

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from servers.cli.defaults import ARTEFACTS, TuningError
 from servers.cli.launch import LaunchPlan, ListenerError, bind, check_free, host_in_url
-from servers.cli.options import fail, takes_settings, tuning_of, validation_sentence, with_tuning
+from servers.cli.options import fail, takes_settings, to_argument, tuning_of, validation_sentence, with_tuning
 from servers.engines.factory import check_engine, enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.padding import padding_of
@@ -25,7 +25,7 @@ from servers.models.registry import UnknownModelError, get_variants
 from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
-from servers.native.settings import NativeSettings, artefact_field, to_argv
+from servers.native.settings import NativeSettings, artefact_field
 
 CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
 """How this server's log says why it ended."""
@@ -57,7 +57,7 @@ class NativeLaunch:
         host = host_in_url(settings.host)
         url = f"http://{host}:{settings.http_port}"
         return LaunchPlan(
-            argv=(sys.executable, "-m", "servers.native", *to_argv(settings)),
+            argv=(sys.executable, "-m", "servers.native", to_argument(settings)),
             env={},
             http_url=url,
             grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,

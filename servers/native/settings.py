@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +11,7 @@ from pydantic_settings import BaseSettings
 
 from servers.cli import defaults
 from servers.cli.defaults import ALL
-from servers.cli.options import OptionTraits, PadTo, Tuning, flag_of, settings_of
+from servers.cli.options import OptionTraits, PadTo, Tuning, settings_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import cuda_index, thread_count
 from servers.engines.settings import EngineError, EngineSettings, engine_kind, parse_spinning
@@ -269,22 +267,3 @@ class NativeSettings(BaseSettings):
 def artefact_field(executed: ModelSpecification) -> str:
     """The field with the exported file of a variant that an engine executes."""
     return "artefact_uint8" if executed.payload == "uint8" else "artefact"
-
-
-def to_argv(settings: NativeSettings) -> tuple[str, ...]:
-    """Every setting that has a value, as `--name value`, so that the process does not depend on the environment."""
-    argv: list[str] = []
-    for name in NativeSettings.model_fields:
-        value = getattr(settings, name)
-        if value is not None:
-            argv += [flag_of(name), str(value.absolute()) if isinstance(value, Path) else str(value)]
-    return tuple(argv)
-
-
-def from_argv(argv: Sequence[str]) -> NativeSettings:
-    """Settings from options, then the environment, then defaults. Raises `pydantic.ValidationError`."""
-    parser = argparse.ArgumentParser("servers.native", description="The native server process.", allow_abbrev=False)
-    for name, field in NativeSettings.model_fields.items():
-        parser.add_argument(flag_of(name), dest=name, help=field.description)
-    options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    return NativeSettings(**options)

@@ -7,6 +7,7 @@ Inference-Header-Content-Length is the length of the JSON. The response has the 
 import asyncio
 import json
 import math
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -134,7 +135,7 @@ def add_routes(app: FastAPI, spec: ModelSpecification, report: Report) -> None:
 
 
 def main() -> None:
-    model = PlainModel(settings := from_argument(PlainSettings))
+    model = PlainModel(settings := from_argument(PlainSettings, sys.argv[1:]))
     runtime = read_runtime(settings, model.module, model.infer)
     batcher, app = PlainBatcher(model, settings.max_queue_delay_us), FastAPI()
     add_routes(app, model.spec, Report("fastapi", settings, lambda: runtime))

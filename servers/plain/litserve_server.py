@@ -8,6 +8,7 @@ rows. So the worker executes at most the model's largest batch at once.
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import MutableMapping
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from servers.plain.report import Report, read_runtime
 from servers.plain.settings import PlainSettings
 from servers.protocol.tensors import Array
 
-SETTINGS = from_argument(PlainSettings)
+SETTINGS = from_argument(PlainSettings, sys.argv[1:])
 SPEC = SETTINGS.specification()
 Decoded = tuple[list[Array], dict[str, Any]]
 

@@ -11,6 +11,7 @@ ratio of the CPU times until ready, of all processes of a server, says more.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ ROUNDS = 5
 FRONTS = (0, 3)
 MOST = 1.15
 """Of the engine's own time, with every number of front ends."""
-OPTIONS = ("--weights", "random:0", "--engine", "torch", "--log-level", "warning")
+SETTINGS = {"weights": "random:0", "engine": "torch", "log_level": "warning"}
 ENVIRONMENT = {**os.environ, "ABSERVE_PROFILE_AT_START": "0"}
 
 ENGINE = """
@@ -41,8 +42,9 @@ from servers.engines.factory import build_engine
 from servers.models.registry import get_variants
 from servers.models.weights import parse_weights
 from servers.native.server import imported_first
-from servers.native.settings import from_argv
-given = from_argv(sys.argv[1:])
+from servers.cli.options import from_argument
+from servers.native.settings import NativeSettings
+given = from_argument(NativeSettings, sys.argv[1:])
 (specification,) = get_variants(given.model, given.payloads)
 settings = given.resolved(specification)
 for library in imported_first(settings.engine, specification):
@@ -67,7 +69,7 @@ class Start:
 
 def start_engine() -> tuple[Start, list[float]]:
     """With the seconds for imports, weights and warm-up."""
-    command = [sys.executable, "-P", "-c", ENGINE, *OPTIONS]
+    command = [sys.executable, "-P", "-c", ENGINE, json.dumps(SETTINGS)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     *parts, cpu_s = map(float, done.stdout.split())
     return Start(sum(parts), cpu_s), parts
@@ -76,9 +78,10 @@ def start_engine() -> tuple[Start, list[float]]:
 def start_server(fronts: int) -> Start:
     """Until it is ready; it is stopped then."""
     port = free_port()
-    command = [sys.executable, "-P", "-m", "servers.native", "--http-port", str(port), "--grpc-port", str(free_port())]
+    settings = {"http_port": port, "grpc_port": free_port(), "fronts": fronts, **SETTINGS}
+    command = [sys.executable, "-P", "-m", "servers.native", json.dumps(settings)]
     start = time.perf_counter()
-    server = subprocess.Popen([*command, "--fronts", str(fronts), *OPTIONS], env=ENVIRONMENT)
+    server = subprocess.Popen(command, env=ENVIRONMENT)
     try:
         while True:
             try:

@@ -7,6 +7,7 @@ This process is the client: its tensors reach the server by CUDA's own inter-pro
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -42,14 +43,18 @@ class Server:
         self.http, self.grpc = free_port(), free_port()
         self.log = folder / f"log-{self.http}"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "servers.native", "--model", "openclip_vit_b32", "--payloads", "uint8"),
-                    *("--engine", "torch", "--precision", "fp16", "--device", "cuda:0", "--max-batch-size", "32"),
-                    *("--http-port", str(self.http), "--grpc-port", str(self.grpc), *options),
-                ],
-                stderr=log,
-            )
+            settings = {
+                "model": "openclip_vit_b32",
+                "payloads": "uint8",
+                "engine": "torch",
+                "precision": "fp16",
+                "device": "cuda:0",
+                "max_batch_size": 32,
+                "http_port": self.http,
+                "grpc_port": self.grpc,
+                **{name[2:].replace("-", "_"): value for name, value in zip(options[::2], options[1::2], strict=True)},
+            }
+            self.process = subprocess.Popen([sys.executable, "-m", "servers.native", json.dumps(settings)], stderr=log)
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + 240

@@ -149,11 +149,16 @@ class Server:
 Start = Callable[..., Server]
 
 
-def _starter(folder: Path, argv: Callable[[int], list[str]], servers: list[Server]) -> Start:
+def _starter(folder: Path, argv: Callable[[int], list[str]], servers: list[Server], *usual: str) -> Start:
+    """Starts processes that get their settings, here written as options, as one JSON argument after `argv`."""
+
     def start(*options: str, port: int | None = None, grpc: bool = False, ulimit: str = "") -> Server:
         port = port or free_port()
         grpc_port = free_port() if grpc else 0
-        command = [sys.executable, *argv(port), "--grpc-port", str(grpc_port), *options]
+        options = (*usual, *options)
+        pairs = zip(options[::2], options[1::2], strict=True)
+        settings = {name.removeprefix("--").replace("-", "_"): value for name, value in pairs}
+        command = [sys.executable, *argv(port), json.dumps({"http_port": port, "grpc_port": grpc_port, **settings})]
         if ulimit:
             command = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh", *command]
         with (folder / f"log-{port}").open("wb") as log:
@@ -205,9 +210,7 @@ def open_controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 def native(tmp_path: Path) -> Iterator[Start]:
     """Starts the real process, `python -m servers.native`, with the null engine."""
     servers: list[Server] = []
-    yield _starter(
-        tmp_path, lambda port: ["-m", "servers.native", "--engine", "null", "--http-port", str(port)], servers
-    )
+    yield _starter(tmp_path, lambda _: ["-m", "servers.native"], servers, "--engine", "null")
     _stop(servers)
 
 
@@ -215,11 +218,8 @@ def native(tmp_path: Path) -> Iterator[Start]:
 def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One ready native server with the null engine for all tests of a module that do not harm it."""
     servers: list[Server] = []
-    start = _starter(
-        tmp_path_factory.mktemp("null"),
-        lambda port: ["-m", "servers.native", "--engine", "null", "--http-port", str(port)],
-        servers,
-    )
+    folder = tmp_path_factory.mktemp("null")
+    start = _starter(folder, lambda _: ["-m", "servers.native"], servers, "--engine", "null")
     server = start()
     server.wait_ready()
     yield server
@@ -232,7 +232,7 @@ def native_starter() -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
     def start(folder: Path, *options: str) -> Server:
-        begin = _starter(folder, lambda port: ["-m", "servers.native", "--http-port", str(port)], servers)
+        begin = _starter(folder, lambda _: ["-m", "servers.native"], servers)
         server = begin(*options, grpc=True)
         server.wait_ready()
         return server

@@ -21,12 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from servers.cli.launch import bind
+from servers.cli.options import from_argument
 from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.native.server import configure_logs, serve
-from servers.native.settings import from_argv
+from servers.native.settings import NativeSettings
 from servers.protocol.tensors import Array, TensorSpec
 
 POLL_S = 0.002
@@ -97,7 +98,7 @@ class ControlledEngine(Engine):
 
 def main() -> int:
     folder = Path(sys.argv[2])
-    settings = from_argv(["--http-port", sys.argv[1], *sys.argv[3:]])
+    settings = from_argument(NativeSettings, sys.argv[3:])
     configure_logs(settings.log_level)
     wide = (folder / "wide").exists()
     specification = replace(SPECIFICATION, inputs=(TensorSpec("x", "FP32", (-1, -1)),)) if wide else SPECIFICATION

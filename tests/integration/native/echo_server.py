@@ -10,11 +10,12 @@ import sys
 from collections.abc import Mapping
 
 from servers.cli.launch import bind
+from servers.cli.options import from_argument
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
-from servers.native.settings import from_argv
+from servers.native.settings import NativeSettings
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 NAMES = (*DATATYPES, "BYTES")
@@ -44,7 +45,7 @@ class Echo(NullEngine):
 
 
 def main() -> int:
-    settings = from_argv(["--http-port", sys.argv[1], *sys.argv[2:]])
+    settings = from_argument(NativeSettings, sys.argv[2:])
     configure_logs(settings.log_level)
 
     def build(_settings: EngineSettings) -> Echo:

@@ -9,6 +9,7 @@ time, as on a GPU: one batch after the other, each a fixed time and one for each
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -24,7 +25,7 @@ from servers.engines.interface import EngineDescription, Finish, Request
 from servers.engines.settings import EngineSettings
 from servers.engines.torch.device import RunnerEngine
 from servers.native.server import configure_logs, serve
-from servers.native.settings import from_argv
+from servers.native.settings import NativeSettings
 from servers.protocol.tensors import Array
 from tests.host_copies import HostCopies
 from tests.integration.native.controlled_server import SPECIFICATION
@@ -84,7 +85,7 @@ class Doubling(RunnerEngine):
 
 def main() -> int:
     folder = Path(sys.argv[2])
-    settings = from_argv(["--http-port", sys.argv[1], "--max-batch-size", "16", *sys.argv[3:]])
+    settings = NativeSettings(**{"max_batch_size": 16, **json.loads(sys.argv[3])})
     configure_logs(settings.log_level)
 
     def build(_settings: EngineSettings) -> Doubling:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -137,8 +138,8 @@ os._exit(main())
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_before_the_event_loop_listens_for_any_is_not_lost(number, status):
-    options = ["--engine", "null", "--http-port", str(free_port()), "--grpc-port", "0", "--fronts", "0"]
-    process = subprocess.Popen([sys.executable, "-c", SIGNALLED, *options, str(int(number))], stderr=subprocess.PIPE)
+    settings = json.dumps({"engine": "null", "http_port": free_port(), "grpc_port": 0, "fronts": 0})
+    process = subprocess.Popen([sys.executable, "-c", SIGNALLED, settings, str(int(number))], stderr=subprocess.PIPE)
     try:
         assert process.wait(20) == status
     finally:
@@ -248,7 +249,9 @@ def test_the_printed_plan_starts_the_server(native, tmp_path):
     plan = json.loads(printed.stdout)
     assert plan["argv"][1:3] == ["-m", "servers.native"]
     assert plan["http_url"] == f"http://127.0.0.1:{port}"
-    server = native(*plan["argv"][3:], port=port)
+    (argument,) = plan["argv"][3:]
+    options = [(f"--{name}", value) for name, value in json.loads(argument).items()]
+    server = native(*chain.from_iterable(options), port=port)
     server.wait_ready()
     config = json.loads(server.request("GET", "/v2/models/openclip_vit_b32/config").body)
     assert config["dynamic_batching"]["default_queue_policy"]["max_queue_size"] == 7

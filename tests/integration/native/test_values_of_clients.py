@@ -29,7 +29,7 @@ def strings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     file = folder / "copying.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), file)
     servers: list[Server] = []
-    start = _starter(folder, lambda port: ["-m", "servers.native", "--http-port", str(port)], servers)
+    start = _starter(folder, lambda _: ["-m", "servers.native"], servers)
     server = start(
         "--model", str(file), "--artefact", str(file), "--fronts", request.param, "--device", "cpu", grpc=True
     )

@@ -6,6 +6,7 @@ and `lengths`, which is prepared for 16 and takes `PREPARED_S` for every other l
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from servers.engines.settings import EngineSettings
 from servers.engines.torch.device import RunnerEngine
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
-from servers.native.settings import from_argv
+from servers.native.settings import NativeSettings
 from servers.protocol.tensors import TensorSpec
 from tests.host_copies import HostCopies
 from tests.integration.native.controlled_server import SPECIFICATION
@@ -61,7 +62,7 @@ class Prepared(RunnerEngine):
 
 
 def main() -> int:
-    settings = from_argv(["--http-port", sys.argv[1], "--max-batch-size", "4", *sys.argv[2:]])
+    settings = NativeSettings(**{"max_batch_size": 4, **json.loads(sys.argv[2])})
     configure_logs(settings.log_level)
     given = EngineSettings(kind="torch", max_batch_size=4)
     offers = [(one, lambda _, one=one: Prepared(one, given)) for one in (SPECIFICATION, LENGTHS)]

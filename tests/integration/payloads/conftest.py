@@ -141,8 +141,9 @@ def free_ports(count: int) -> list[int]:
 @contextmanager
 def native(folder: Path, *options: str) -> Iterator[Server]:
     (port, grpc_port) = free_ports(2)
-    argv = [sys.executable, "-m", "servers.native", "--http-port", str(port), "--grpc-port", str(grpc_port)]
-    argv += ["--payloads", "fp32,uint8,jpeg", "--decode-threads", "2", *options]
+    settings = {"http_port": port, "grpc_port": grpc_port, "payloads": "fp32,uint8,jpeg", "decode_threads": 2}
+    settings |= {name[2:].replace("-", "_"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+    argv = [sys.executable, "-m", "servers.native", json.dumps(settings)]
     with (folder / "native.log").open("wb") as log:
         process = subprocess.Popen(argv, stderr=log)
     server = Server("native", port, caller(port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def test_an_engine_with_a_file_is_started_with_it(engine: str, file: str) -> Non
     launch = NativeLaunch(NativeSettings(engine=engine), (get_specification(DEFAULT_MODEL),), RandomWeights(0))
     (needed,) = launch.needs_artefacts
     plan = launch.plan({needed.name: (Path(file), None)})
-    assert plan.argv[plan.argv.index("--artefact") + 1] == file
+    assert json.loads(plan.argv[-1])["artefact"] == file
     assert (plan.model, plan.artefact) == (get_specification(DEFAULT_MODEL).name, None)
 
 
@@ -80,8 +81,8 @@ def test_every_server_computes_in_the_precision_of_its_device_unless_told_anothe
     native = NativeSettings(**options).resolved(get_specification(DEFAULT_MODEL))
     triton = TritonSettings(**options).resolved_engine()
     assert (native.precision, native.engine_settings().precision, triton.precision) == (in_effect,) * 3
-    argv = NativeLaunch(native, (get_specification(DEFAULT_MODEL),), RandomWeights(0)).plan({}).argv
-    assert argv[argv.index("--precision") + 1] == in_effect, "the process is told, and so are clients"
+    argument = NativeLaunch(native, (get_specification(DEFAULT_MODEL),), RandomWeights(0)).plan({}).argv[-1]
+    assert json.loads(argument)["precision"] == in_effect, "the process is told, and so are clients"
 
 
 def test_an_engine_without_a_processor_to_choose_has_one_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,13 +94,12 @@ def test_an_engine_without_a_processor_to_choose_has_one_default(monkeypatch: py
 
 def test_the_model_chooses_engine_and_weights_that_the_user_did_not(tmp_path: Path) -> None:
     launch = check({"model": "transformers:distilbert-base-uncased", "pad_to": "64,32"})
-    argv = launch.plan({}).argv
-    chosen = {flag: argv[argv.index(flag) + 1] for flag in ("--engine", "--weights", "--pad-to", "--model")}
-    assert chosen == {
-        "--engine": "torch",
-        "--weights": "random:0",
-        "--pad-to": "32,64",
-        "--model": "transformers:distilbert-base-uncased",
+    chosen = json.loads(launch.plan({}).argv[-1])
+    assert {name: chosen[name] for name in ("engine", "weights", "pad_to", "model")} == {
+        "engine": "torch",
+        "weights": "random:0",
+        "pad_to": "32,64",
+        "model": "transformers:distilbert-base-uncased",
     }
     assert launch.plan({}).cannot_pad is None
     assert check({}).plan({}).cannot_pad == "items of openclip_vit_b32 cannot be padded"
@@ -119,7 +119,7 @@ def test_a_model_in_a_file_is_started_by_its_absolute_path(tmp_path: Path, monke
     (tmp_path / "tiny" / "config.json").write_text('{"model_type": "distilbert", "vocab_size": 99}')
     monkeypatch.chdir(tmp_path)
     plan = check({"model": "./tiny"}).plan({})
-    assert plan.argv[plan.argv.index("--model") + 1] == str(tmp_path / "tiny")
+    assert json.loads(plan.argv[-1])["model"] == str(tmp_path / "tiny")
     assert plan.model == "tiny"
 
 

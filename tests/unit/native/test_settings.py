@@ -1,4 +1,4 @@
-"""Settings survive the way through a command line, and the command offers each of them."""
+"""Settings survive the way to a child process, and the command offers each of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ import pytest
 import typer
 from pydantic import ValidationError
 
-from servers.cli.options import validation_sentence
+from servers.cli.options import from_argument, to_argument, validation_sentence
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.native.command import serve_native
-from servers.native.settings import NativeSettings, from_argv, to_argv
+from servers.native.settings import NativeSettings
 
 
-def test_arguments_bring_back_the_same_settings(monkeypatch):
+def test_the_argument_brings_back_the_same_settings(monkeypatch):
     settings = NativeSettings(http_port=1234, engine="null", artefact=Path("/x/model.onnx"), added_delay_ms=2.5)
     monkeypatch.setenv("ABSERVE_NATIVE_HTTP_PORT", "4321")
-    assert from_argv(to_argv(settings)) == settings
-    assert from_argv([]).http_port == 4321
+    assert from_argument(NativeSettings, [to_argument(settings)]) == settings
+    assert from_argument(NativeSettings, []).http_port == 4321
+
+
+def test_an_argument_that_is_not_a_json_object_is_one_sentence() -> None:
+    for argument in ("--http-port", "[]"):
+        with pytest.raises(ValidationError) as caught:
+            from_argument(NativeSettings, [argument])
+        assert validation_sentence(caught.value).startswith(f"settings {argument}: ")
 
 
 def test_every_field_is_an_option_with_its_help_variable_and_default():
@@ -88,7 +95,7 @@ def test_each_engine_process_has_its_device_and_its_share():
         ("cuda:0", 171, 5),
         ("cuda:2", 171, 5),
     ]
-    assert from_argv(to_argv(settings)) == settings
+    assert from_argument(NativeSettings, [to_argument(settings)]) == settings
     one = NativeSettings(device="cuda:1")
     assert one.of_engines() == [one]
 
