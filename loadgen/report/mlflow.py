@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from loadgen.documents import is_stored, one_line, stored_path
 from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
+from loadgen.metrics.registry import METRICS
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.records.run import Environment
 from loadgen.verdict.result import FILE_NAME, Result
@@ -126,21 +128,25 @@ def _arms(result: Result) -> Iterator[NestedRun]:
             "server_version": arm.server_version, **{f"in_effect.{name}": v for name, v in arm.in_effect.items()},
         }  # fmt: skip
         metrics: list[LoggedMetric] = []
-        for summary in (summary for summary in result.summaries if summary.label == arm.label):
-            where = summary.workload
-            if summary.throughput_per_s is not None:
-                limits = summary.throughput_ci95 or (None, None)
-                metrics += _bounds(f"throughput_per_s.{where}", summary.throughput_per_s, *limits)
-            latency = summary.latency
-            for name, value in (("p50_ms", latency.p50_ms), ("p90_ms", latency.p90_ms), ("p99_ms", latency.p99_ms)):
-                metrics += [] if value is None else [LoggedMetric(f"{name}.{where}", value)]
-            metrics.append(LoggedMetric(f"errors.{where}", float(summary.errors)))
+        for summary in result.summaries:
+            metrics += _figures(summary) if summary.label == arm.label else []
         for record in () if evidence is None else evidence.records:
             gpu = record.inputs.gpu
             joules = None if gpu is None or record.control or record.no_energy is not None else gpu.joules_per_item
             if record.label == arm.label and joules is not None:
                 metrics.append(LoggedMetric(f"joules_per_item.{record.workload or 'all'}", joules))
         yield NestedRun(f"{arm.label} {arm.title}", params, metrics)
+
+
+def _figures(summary: WorkloadSummary) -> Iterator[LoggedMetric]:
+    """The figures of the metrics that are compared or counted, each once, with its interval."""
+    logged = set[str]()
+    for metric in METRICS.values():
+        name, value = metric.field.rpartition(".")[2] or metric.name, figure_of(summary, metric)
+        if value is not None and name not in logged and (metric.compared_in is not None or metric.is_count):
+            logged.add(name)
+            limits = interval_of(summary, metric) or (None, None)
+            yield from _bounds(f"{name}.{summary.workload}", float(value), *limits)
 
 
 def _cell(cell: CellResult) -> Iterator[LoggedMetric]:
