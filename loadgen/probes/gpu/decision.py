@@ -469,7 +469,7 @@ def _no_energy(
 
 
 def judge_witness(witness: Witness, thresholds: Thresholds) -> bool | None:
-    """C: True if the CPU worked per request as in the CPU control run, and the arm was no faster than that allows."""
+    """True if the CPU worked per request as in the CPU control run, and the arm was no faster than that allows."""
     if (
         witness.cpu_s_per_request is None
         or witness.requests_per_s is None

@@ -140,7 +140,7 @@ class TimeSpan(Record, frozen=True, kw_only=True):
 
 
 class Placement(Record, frozen=True, kw_only=True):
-    """S: where the runtime says the model is, from decisive signals only."""
+    """Where the runtime says the model is, from decisive signals only."""
 
     result: PlacementResult
     cpu_share: float | None
@@ -209,7 +209,7 @@ class Gpu(Record, frozen=True, kw_only=True):
 
 
 class Attribution(Record, frozen=True, kw_only=True):
-    """A: whether the arm caused the activity. None if a way could not be tried."""
+    """Whether the arm caused the activity. None if a way could not be tried."""
 
     pid_resolved: bool | None
     """One of the server's processes is in the device's process list."""
@@ -230,7 +230,7 @@ class Attribution(Record, frozen=True, kw_only=True):
 
 
 class Witness(Record, frozen=True, kw_only=True):
-    """C: whether the CPU worked as it does when it executes the model. Both runs are of the same workload."""
+    """Whether the CPU worked as it does when it executes the model. Both runs are of the same workload."""
 
     cpu_s_per_request: float | None
     requests_per_s: float | None
