@@ -60,7 +60,7 @@ from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.inputs import InputError
 from loadgen.client.pacer import OPEN_LEAD_NS, Pacer
 from loadgen.client.traffic import LoadWindow
-from loadgen.experiment.arrivals import endless_offsets_ns
+from loadgen.experiment.schedule import endless_offsets_ns
 from loadgen.locust.metrics import export_load
 from loadgen.locust.session import InferenceUser, LoadOptions, Session, idle_traffic
 from loadgen.locust.workers import MasterSide, WorkerSide, share_of

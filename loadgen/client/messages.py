@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.client.endpoint import Signature
-from loadgen.experiment.arrivals import Offsets, arrival_count, due_offsets_ns
+from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
 
 CONNECT_SECONDS = 30.0

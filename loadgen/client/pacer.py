@@ -21,7 +21,7 @@ import gevent
 from gevent.queue import SimpleQueue
 
 from loadgen.client.traffic import LoadWindow
-from loadgen.experiment.arrivals import drain_ns
+from loadgen.experiment.schedule import drain_ns
 
 _CLOCK_MONOTONIC = 1
 _TFD_NONBLOCK, _TFD_CLOEXEC, _TFD_TIMER_ABSTIME = 0o4000, 0o2000000, 1

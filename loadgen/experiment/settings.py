@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.headers import read_headers
 from loadgen.records.payloads import DEFAULT_MODEL, Payload
 from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Record, Scenario, Transport

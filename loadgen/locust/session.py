@@ -32,7 +32,7 @@ from loadgen.client.inputs import (
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.traffic import Traffic
 from loadgen.client.transports import TRANSPORTS, InferenceTarget, PreparedBodies, prepare_bodies
-from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.headers import HeaderError, read_headers
 from loadgen.locust.workers import WorkerFile
 from loadgen.records.payloads import DEFAULT_NAME, PAYLOADS, implied_payload, inputs_in_words, reference, served_name

@@ -33,7 +33,7 @@ from heapq import heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.experiment.arrivals import arrival_count
+from loadgen.experiment.schedule import arrival_count
 from loadgen.quantities import number, per_second
 from loadgen.records.run import Record, Scenario, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms

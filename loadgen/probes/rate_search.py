@@ -19,8 +19,7 @@ import msgspec
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.experiment.arrivals import arrival_count, schedule_seed
-from loadgen.experiment.schedule import ScheduledBlock, closed_loop, search_schedule
+from loadgen.experiment.schedule import ScheduledBlock, arrival_count, closed_loop, schedule_seed, search_schedule
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import measured_answers, throughput_per_s
 from loadgen.probes.rate_search_analysis import (

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal
 
-from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import SATURATION, SLO_RATE
 from loadgen.records.run import Figure, Found, Label, Record, Workload

@@ -168,7 +168,7 @@ def body_count(batch_size: int) -> int:
 class Workload(Record, frozen=True, kw_only=True):
     """A workload: one scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is
     later, and never after more than `max_seconds` (requests in flight are finished and counted). In an open loop that
-    is the time during which requests fall due; see `loadgen.experiment.arrivals` for overdue ones."""
+    is the time during which requests fall due; see `loadgen.experiment.schedule` for overdue ones."""
 
     scenario: Scenario
     batch_size: int

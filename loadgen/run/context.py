@@ -23,7 +23,6 @@ from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import InputError
 from loadgen.client.messages import BlockOutcome
-from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import closed_loop, schedule
 from loadgen.launch.deployment import DeploymentError
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
@@ -34,7 +33,7 @@ from loadgen.run.errors import LoadError
 from loadgen.run.gpu_recording import GpuStage
 from loadgen.run.load_runner import LoadRunner
 from loadgen.run.preparation import READY_SECONDS, Inputs, make_deployment
-from loadgen.run.progress import RunProgress
+from loadgen.run.progress import Forecast, RunProgress
 from loadgen.run.storage import RunStore, StoredBlock
 
 OBSTACLES = (

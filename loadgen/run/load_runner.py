@@ -11,9 +11,7 @@ from typing import Any
 
 from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.messages import BlockOutcome, Open
-from loadgen.experiment.arrivals import schedule_seed
-from loadgen.experiment.forecast import Forecast
-from loadgen.experiment.schedule import ScheduledBlock, closed_loop
+from loadgen.experiment.schedule import ScheduledBlock, closed_loop, schedule_seed
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
@@ -22,7 +20,7 @@ from loadgen.run.errors import LoadError
 from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.machine import utc_now
 from loadgen.run.machine_watch import MachineWatch
-from loadgen.run.progress import RunProgress
+from loadgen.run.progress import Forecast, RunProgress
 from loadgen.run.storage import RunStore, StorageError, StoredBlock, read_block, storage_sentence
 
 OPEN_WARM_UP_USERS = 8

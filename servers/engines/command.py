@@ -1,3 +1,3 @@
-"""`abserve engine` for installations whose entry points are older than `servers.measuring`."""
+"""For installed metadata of before the move to `servers.measuring`; goes when the package is installed again."""
 
 from servers.measuring.command import engine as engine

@@ -109,7 +109,7 @@ class JaxEngine(Engine):
         import jax
         import torch
 
-        from servers.engines.torch.towers import check_datatypes, expected_answers
+        from servers.engines.torch.forms import check_datatypes, expected_answers
         from servers.models.uint8_module import executed_module, to_precision
 
         check_datatypes(specification)

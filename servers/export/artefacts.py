@@ -354,7 +354,7 @@ def _original(
         with _loaded(specification, weights, file, PLAIN) as engine:
             yield None, read_user_file(file).bytes, engine.infer
         return
-    from servers.engines.torch.towers import expected_answers
+    from servers.engines.torch.forms import expected_answers
 
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)

@@ -441,7 +441,7 @@ def references_of(
         ]
     import torch
 
-    from servers.engines.torch.towers import expected_answers
+    from servers.engines.torch.forms import expected_answers
     from servers.models.modules import count_flops
     from servers.models.uint8_module import executed_module
 

@@ -33,14 +33,14 @@ from servers.engines.torch.device import (
     resolve_device,
     set_fp32_products,
 )
-from servers.engines.torch.towers import (
+from servers.engines.torch.forms import (
     FAILURES,
-    DeviceTower,
+    ModelForm,
     as_specified,
     check_datatypes,
     expected_answers,
-    fast_tower,
-    module_tower,
+    fast_form,
+    plain_form,
     reason_of,
 )
 from servers.models.files import for_library
@@ -57,7 +57,7 @@ class TorchEngine(RunnerEngine):
 
     _mode = ""
     _mode_reason: str | None = None
-    _tower: DeviceTower | None = None
+    _form: ModelForm | None = None
     _shared_memory: frozenset[int] = frozenset()
     _checked: Disagreement | None = None
 
@@ -106,18 +106,18 @@ class TorchEngine(RunnerEngine):
             expected = proof.expected(partial(expected_answers, specification, reference))
         if mode in GRAPH_MODES:
             fp8, compiled = self._settings.precision == "fp8", mode == "compile"
-            tower = fast_tower(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
+            form = fast_form(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
             rows = bucket_sizes(largest, self._settings.buckets, halves=mode == "graph")
             sizes, at_load = self._axis_buckets()
-            self._start(tower.build, rows, device, sizes=sizes, at_load=at_load)
+            self._start(form.build, rows, device, sizes=sizes, at_load=at_load)
         else:
             fp8 = self._settings.precision == "fp8"
-            tower = module_tower(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
+            form = plain_form(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
             if device.type != "cpu":
-                self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=tower.call)
-        self._tower = tower
+                self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=form.call)
+        self._form = form
         if device.type == "cpu":
-            memory = (*tower.parameters, *module.buffers())
+            memory = (*form.parameters, *module.buffers())
             self._shared_memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory)
         if mode != "eager" or device.type != "cpu" or proof.lengths:  # else it is the module that gave these answers
             with self.checking():
@@ -139,7 +139,7 @@ class TorchEngine(RunnerEngine):
 
     def _check(self, proof: Proof, expected: Mapping[str, Array]) -> None:
         """Raise `EngineError` if the answers are not those of the model's own module."""
-        assert self._tower is not None
+        assert self._form is not None
         answers = proof.without_padding(self.infer(proof.inputs))
         self._checked = disagreement(self._specification, expected, answers, self._settings.precision)
         if self._checked.fault is None:
@@ -149,7 +149,7 @@ class TorchEngine(RunnerEngine):
         if self._settings.precision == "fp32" and self._mode == "eager":
             remedy = "check the padding values of its axis" if proof.lengths else "use device cpu"
         raise EngineError(
-            f"{self._tower.kernels} on {self._device} does not compute the model: {self._checked.fault}, for {shapes}, "
+            f"{self._form.kernels} on {self._device} does not compute the model: {self._checked.fault}, for {shapes}, "
             f"compared with its own module in FP32 on each item alone; {remedy}"
         )
 
@@ -160,7 +160,7 @@ class TorchEngine(RunnerEngine):
         """
         if self._runner is not None:
             return super().infer(inputs)
-        if self._tower is None:
+        if self._form is None:
             raise self._not_loaded()
         check_sizes(self._specification, inputs)
         tensors = [_as_tensor(inputs[tensor.name]) for tensor in self._specification.inputs]
@@ -168,7 +168,7 @@ class TorchEngine(RunnerEngine):
         answers: dict[str, Array] = {}
         try:
             with torch.inference_mode():
-                outputs = as_specified(self._specification, self._tower.call(tensors))
+                outputs = as_specified(self._specification, self._form.call(tensors))
                 for tensor, output in zip(self._specification.outputs, outputs, strict=True):
                     answer = output.contiguous()
                     if (address := answer.untyped_storage().data_ptr()) in shared or address in self._shared_memory:
@@ -181,21 +181,21 @@ class TorchEngine(RunnerEngine):
 
     def describe(self) -> EngineDescription:
         """Read back from the parameters, torch's own settings and the captured graphs."""
-        if (tower := self._tower) is None:
+        if (form := self._form) is None:
             raise self._not_loaded()
-        parameters = tower.parameters
+        parameters = form.parameters
         floating = [p for p in parameters if p.is_floating_point()]
-        # Of the largest: a tower in FP16 may keep a few small parameters in FP32.
-        dtype = max(floating, key=torch.Tensor.numel).dtype if floating else tower.dtype
+        # Of the largest: a vision tower in FP16 may keep a few small parameters in FP32.
+        dtype = max(floating, key=torch.Tensor.numel).dtype if floating else form.dtype
         details: dict[str, object] = {
             "parameters": sum(p.numel() for p in parameters),
             "parameters_by_device": dict(Counter(str(p.device) for p in parameters)),
             "parameters_by_dtype": dict(Counter(str(p.dtype).removeprefix("torch.") for p in parameters)),
             **device_details(self._device),
-            "kernels": tower.kernels,
+            "kernels": form.kernels,
         }
-        if tower.fp8_layers:
-            details["fp8_layers"] = tower.fp8_layers
+        if form.fp8_layers:
+            details["fp8_layers"] = form.fp8_layers
         if self._mode_reason is not None:
             details["mode_reason"] = self._mode_reason
         if self._checked is not None:
@@ -203,11 +203,11 @@ class TorchEngine(RunnerEngine):
         if (runner := self._runner) is not None:
             graphs, axis = self._mode in GRAPH_MODES, self._specification.padded_axis
             details |= {
-                "gelu": tower.gelu,
+                "gelu": form.gelu,
                 "compiled": self._mode == "compile",
                 "cuda_graphs": graphs,
                 "buckets": list(runner.rows) if graphs else None,
-                "plans": dict(tower.plans()),
+                "plans": dict(form.plans()),
                 "fp32_products": fp32_products(),
             }
             if graphs and axis is not None:
@@ -215,7 +215,7 @@ class TorchEngine(RunnerEngine):
         threads = torch.get_num_threads() if self._device.type == "cpu" else None
         return self._description(
             version=torch.__version__,
-            precision="fp8" if tower.fp8_layers else _precision_in_effect(self._device, dtype),
+            precision="fp8" if form.fp8_layers else _precision_in_effect(self._device, dtype),
             mode=self._mode,
             device=str(self._device),
             threads=threads,
@@ -224,7 +224,7 @@ class TorchEngine(RunnerEngine):
         )
 
     def close(self) -> None:
-        self._tower = None
+        self._form = None
         super().close()
 
 
@@ -258,17 +258,17 @@ class AOTInductorEngine(TorchEngine):
         if not path.is_file():
             command = export_command(self._specification, self._settings.kind)
             raise EngineError(f"no package for {self._specification.name} at {path.name}; run: {command}")
-        self._tower = _package_tower(path)
+        self._form = _package_form(path)
 
     def describe(self) -> EngineDescription:
         """As in the torch engine; the parameters are in the package, and its metadata is shown instead."""
         description = super().describe()
-        assert self._tower is not None  # see TorchEngine.describe
+        assert self._form is not None  # see TorchEngine.describe
         details = {name: value for name, value in description.details.items() if not name.startswith("parameters")}
-        return replace(description, details={**details, "package": dict(self._tower.plans())})
+        return replace(description, details={**details, "package": dict(self._form.plans())})
 
 
-def _package_tower(path: Path) -> DeviceTower:
+def _package_form(path: Path) -> ModelForm:
     from torch._inductor import aoti_load_package, config
 
     try:
@@ -279,4 +279,4 @@ def _package_tower(path: Path) -> DeviceTower:
     except FAILURES as exc:
         raise EngineError(f"torch cannot load {path.name}: {reason_of(exc)}; delete it and export it again") from exc
     kernels = "AOTInductor package of the model's own module"
-    return DeviceTower(package, (), torch.float32, kernels, plans=lambda: {**metadata})
+    return ModelForm(package, (), torch.float32, kernels, plans=lambda: {**metadata})

@@ -16,7 +16,7 @@ from servers.engines.batches import random_inputs
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.engines.torch.engine import TorchEngine
-from servers.engines.torch.towers import expected_answers
+from servers.engines.torch.forms import expected_answers
 from servers.measuring.measurement import MeasuredEngine, Reference
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification

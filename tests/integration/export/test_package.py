@@ -14,7 +14,7 @@ from servers.engines.batches import random_inputs
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
-from servers.engines.torch.towers import expected_answers
+from servers.engines.torch.forms import expected_answers
 from servers.export import torch_export
 from servers.export.artefacts import Artefact, ensure_artefact, executed_file
 from servers.export.manifest import PACKAGE, ExportError, FileForm

@@ -16,7 +16,7 @@ from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import write_synthetic
 from loadgen.client.messages import BlockOutcome, Open, Prepare
-from loadgen.experiment.arrivals import due_offsets_ns
+from loadgen.experiment.schedule import due_offsets_ns
 from tests.integration.loadgen.conftest import await_true
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
+from loadgen.experiment.schedule import due_offsets_ns, schedule_seed
 from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Workload
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from servers.engines.batches import random_inputs
-from servers.engines.torch.towers import expected_answers
+from servers.engines.torch.forms import expected_answers
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
 from tests.integration.native.conftest import Server, free_port, wait_until

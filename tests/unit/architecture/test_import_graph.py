@@ -57,7 +57,7 @@ LOADGEN = (
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "stats", "records.run", "metrics", "verdict", "experiment.schedule", "experiment.arrivals", *ANALYSES,
+    "stats", "records.run", "metrics", "verdict", "experiment.schedule", *ANALYSES,
     "ranking.analyse", "engine_matrix.analyse",
 )  # fmt: skip
 IMPURE = {

@@ -19,8 +19,8 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import engine as torch_engine
 from servers.engines.torch.engine import TorchEngine
+from servers.engines.torch.forms import ModelForm, expected_answers, plain_form
 from servers.engines.torch.runner import Enqueue, GraphRunner
-from servers.engines.torch.towers import DeviceTower, expected_answers, module_tower
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.errors import InvalidRequestError
@@ -195,13 +195,13 @@ def test_padding_that_changes_answers_is_found_at_load() -> None:
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the first input that the model has executed."""
-    call, shapes = DeviceTower.call, list[tuple[int, ...]]()
+    call, shapes = ModelForm.call, list[tuple[int, ...]]()
 
-    def recorded(tower: DeviceTower, inputs: Any) -> Any:
+    def recorded(tower: ModelForm, inputs: Any) -> Any:
         shapes.append(tuple(inputs[0].shape))
         return call(tower, inputs)
 
-    monkeypatch.setattr(DeviceTower, "call", recorded)
+    monkeypatch.setattr(ModelForm, "call", recorded)
     return shapes
 
 
@@ -276,7 +276,7 @@ def test_a_cpu_is_warm_after_each_batch_size_and_each_length_once(monkeypatch: p
 def test_wrong_graphs_are_refused_at_load(
     graph_engine: Callable[..., TorchEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = DeviceTower.build
+    build = ModelForm.build
 
     def scaled(tower: Any, bucket: Bucket) -> Enqueue:
         enqueue = build(tower, bucket)
@@ -287,7 +287,7 @@ def test_wrong_graphs_are_refused_at_load(
 
         return run
 
-    monkeypatch.setattr(DeviceTower, "build", scaled)
+    monkeypatch.setattr(ModelForm, "build", scaled)
     with pytest.raises(EngineError, match="does not compute the model: hidden has a relative error of 99"):
         graph_engine(encoder())
 
@@ -311,7 +311,7 @@ def test_a_runner_executes_with_and_without_graphs() -> None:
         inputs=(TensorSpec("x", "FP32", (-1, 3)),),
         outputs=(TensorSpec("y", "FP32", (-1, 2)),),
     )
-    tower = module_tower(specification.load_module(RandomWeights(0)), specification, CPU, torch.float32)
+    tower = plain_form(specification.load_module(RandomWeights(0)), specification, CPU, torch.float32)
     for runner in (
         GraphRunner(specification, CPU, (1, 2, 4), build=tower.build, copies=HostCopies()),
         GraphRunner(specification, CPU, (1, 2, 4), call=tower.call, copies=HostCopies()),

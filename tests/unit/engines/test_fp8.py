@@ -7,7 +7,7 @@ from torch import nn
 
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
-from servers.engines.torch.towers import check_capability, has_fp8_product
+from servers.engines.torch.forms import check_capability, has_fp8_product
 
 
 def test_fp8_needs_a_gpu_that_has_it() -> None:

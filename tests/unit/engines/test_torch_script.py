@@ -13,8 +13,8 @@ from servers.engines.batches import Bucket
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import KINDS, EngineSettings
-from servers.engines.torch import towers
-from servers.engines.torch.towers import APIS, OWN_MODULE, module_tower, to_torchscript
+from servers.engines.torch import forms
+from servers.engines.torch.forms import APIS, OWN_MODULE, plain_form, to_torchscript
 from servers.export.parity import corpus_pixels
 from servers.models.images import normalise
 from servers.models.registry import get_variant
@@ -101,11 +101,11 @@ class _Embedding(torch.nn.Module):
 @pytest.mark.parametrize("mode", APIS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_half_tower_gets_pixels_that_were_normalised_in_fp32(mode: str, dtype: torch.dtype) -> None:
-    """On a device `module_tower` does just this."""
+    """On a device `plain_form` does just this."""
     variant = get_variant("openclip_vit_b32", "uint8")
     raw = torch.randint(0, 256, (5, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
     tower = _Embedding().eval().requires_grad_(False)
-    built = module_tower(tower, variant, torch.device("cpu"), dtype, 8, mode=mode)
+    built = plain_form(tower, variant, torch.device("cpu"), dtype, 8, mode=mode)
     expected = to_precision(UInt8Images(tower, variant.preprocessing).eval(), dtype)(raw)
     assert (expected.dtype, {p.dtype for p in built.parameters}) == (dtype, {dtype})
     assert built.kernels == f"{APIS[mode]} of {OWN_MODULE}"
@@ -165,7 +165,7 @@ def test_one_image_at_a_time_is_optimised_at_load_too(mode: str) -> None:
 
 
 def test_a_fuser_that_fails_is_left_out_and_the_description_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(towers, "FUSED", [("NO SUCH KIND", 1)])
+    monkeypatch.setattr(forms, "FUSED", [("NO SUCH KIND", 1)])
     script, kernels = to_torchscript(_Pointwise().eval(), "traced", rows_of, 8, title="it")
     assert kernels.startswith("torch.jit.trace of it, without its fuser, which failed: ")
     assert "\n" not in kernels

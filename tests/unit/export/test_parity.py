@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from servers.engines.agreement import Answer
-from servers.engines.torch.towers import expected_answers
+from servers.engines.torch.forms import expected_answers
 from servers.export.manifest import ParityError
 from servers.export.parity import BATCHES, assert_parity, corpus_pixels, measure_parity
 from servers.models.images import normalise

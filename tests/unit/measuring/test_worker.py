@@ -342,7 +342,7 @@ def test_engines_prepare_only_the_sizes_that_were_asked_for(monkeypatch: pytest.
         def _check(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr("servers.engines.torch.engine.fast_tower", lambda *_, **__: Tower)
+    monkeypatch.setattr("servers.engines.torch.engine.fast_form", lambda *_, **__: Tower)
     monkeypatch.setattr("servers.engines.torch.engine.expected_answers", lambda *_: {"y": np.zeros((1, 1), np.float32)})
     monkeypatch.setattr("servers.engines.torch.engine.executed_module", lambda _, module: module)
     Recording(specification, settings)._prepare(torch.nn.Linear(1, 1), torch.device("cpu"), torch.float32)

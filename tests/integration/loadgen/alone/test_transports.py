@@ -22,7 +22,7 @@ from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
 from loadgen.client.messages import BlockOutcome, Open, Prepare
 from loadgen.client.transports import TRANSPORTS, InferenceTarget, prepare, read_answer
-from loadgen.experiment.arrivals import due_offsets_ns
+from loadgen.experiment.schedule import due_offsets_ns
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.run import Transport

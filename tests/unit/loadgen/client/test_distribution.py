@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import loadgen.client.generator
 from loadgen.client.generator import LOST_MESSAGE, Contribution, merge, shares, worker_path
 from loadgen.client.messages import BlockOutcome, Open
-from loadgen.experiment.arrivals import arrival_count, due_offsets_ns, endless_offsets_ns
+from loadgen.experiment.schedule import arrival_count, due_offsets_ns, endless_offsets_ns
 from loadgen.locust.workers import WorkerReport, merge_reports
 from loadgen.records.run import Arrivals
 from loadgen.records.samples import SAMPLE_DTYPE, SampleWriter, read_samples, store_samples

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.experiment.arrivals import arrival_count, drain_ns, due_offsets_ns, schedule_seed
 from loadgen.experiment.plan import make_workloads
+from loadgen.experiment.schedule import arrival_count, drain_ns, due_offsets_ns, schedule_seed
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import Arrivals, Workload
 

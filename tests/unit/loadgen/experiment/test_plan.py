@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.options import parse_options
 from loadgen.experiment.plan import PRESETS, PlanError, ignored_settings, make_arm, make_arms, make_workloads, sized
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.run.progress import Forecast
 from loadgen.stats.percentiles import late_allowed
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadgen.experiment.arrivals import due_offsets_ns
+from loadgen.experiment.schedule import due_offsets_ns
 from loadgen.metrics.registry import (
     OpenLoopSummary,
     count_backlogs,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from servers.engines.batches import Bucket
+from servers.engines.torch.forms import OWN_MODULE, fast_form, plain_form
 from servers.engines.torch.runner import Build
-from servers.engines.torch.towers import OWN_MODULE, fast_tower, module_tower
 from servers.engines.torch.vit_fused import CUBLAS, hopper_plan, portable_plans
 from servers.engines.torch.vit_tower import TowerShape
 from servers.models.registry import get_variant
@@ -41,8 +41,8 @@ def test_every_tower_computes_the_model(variant: ModelSpecification) -> None:
     pixels = raw if variant.payload == "uint8" else torch.randn(2, 3, 224, 224)
     owner = UInt8Images(module, variant.preprocessing) if variant.payload == "uint8" else module
     expected = owner(pixels)
-    own = module_tower(module, variant, CPU, torch.float32)
-    fast = fast_tower(module, variant, CPU, torch.float32, 2, compiled=False)
+    own = plain_form(module, variant, CPU, torch.float32)
+    fast = fast_form(module, variant, CPU, torch.float32, 2, compiled=False)
     assert own.kernels == OWN_MODULE
     assert fast.kernels.startswith("lean tower")
     assert fast.gelu == "erf"
@@ -57,13 +57,13 @@ def test_a_model_that_is_no_plain_tower_runs_as_its_own_module(specification: Mo
             image_size=64, patch_size=32, width=64, layers=1, heads=1, mlp_ratio=4.0, output_dim=16, pool_type="avg"
         ).requires_grad_(False),
     ):
-        assert fast_tower(module, specification, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
+        assert fast_form(module, specification, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
 
 
 def test_only_a_specification_that_names_it_gets_the_lean_tower(specification: ModelSpecification) -> None:
     plain = replace(specification, fused_tower=False)
     module = plain.load_module(RandomWeights(0))
-    assert fast_tower(module, plain, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
+    assert fast_form(module, plain, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
 
 
 @pytest.mark.parametrize("images", [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128])

@@ -61,7 +61,7 @@ is missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceTower:
+class ModelForm:
     """The executable form of a model on a device, and its description."""
 
     module: Callable[..., Any]
@@ -146,7 +146,7 @@ def expected_answers(
     return {tensor.name: answer.clone().numpy() for tensor, answer in zip(specification.outputs, answers, strict=True)}
 
 
-def module_tower(
+def plain_form(
     module: nn.Module,
     specification: ModelSpecification,
     device: torch.device,
@@ -155,7 +155,7 @@ def module_tower(
     *,
     mode: str = "eager",
     fp8: bool = False,
-) -> DeviceTower:
+) -> ModelForm:
     """`module` (FP32, as from `load_module`), executed eagerly or by TorchScript (`traced`, `scripted`).
 
     Raises `EngineError` for a module that TorchScript, or with `fp8` torchao, does not take.
@@ -165,10 +165,10 @@ def module_tower(
         if mode in APIS:
             raise EngineError(f"TorchScript does not take FP8 weights; use mode graph, compile or eager, not {mode}")
         layers, kernels = to_fp8(executed, device, title=OWN_MODULE)
-        return DeviceTower(executed, tuple(executed.parameters()), dtype, kernels, fp8_layers=layers)
-    tower = DeviceTower(executed, tuple(executed.parameters()), dtype, OWN_MODULE)
+        return ModelForm(executed, tuple(executed.parameters()), dtype, kernels, fp8_layers=layers)
+    form = ModelForm(executed, tuple(executed.parameters()), dtype, OWN_MODULE)
     if mode not in APIS:
-        return tower
+        return form
 
     def examples(rows: int) -> tuple[Tensor, ...]:
         inputs = proof_batch(specification, rows, rows, PROOF_SHARES.get(rows, 1.0)).inputs
@@ -177,10 +177,10 @@ def module_tower(
 
     script, kernels = to_torchscript(executed, mode, examples, max_batch_size, title=OWN_MODULE)
     # A frozen module has no parameters left: they are its constants, in the same memory.
-    return replace(tower, module=script, kernels=kernels)
+    return replace(form, module=script, kernels=kernels)
 
 
-def fast_tower(
+def fast_form(
     module: nn.Module,
     specification: ModelSpecification,
     device: torch.device,
@@ -189,24 +189,24 @@ def fast_tower(
     *,
     compiled: bool,
     fp8: bool = False,
-) -> DeviceTower:
+) -> ModelForm:
     """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower.
 
     With `fp8` it is the model's own module, whose linear layers torchao knows.
     """
     lean = None if fp8 else _lean_tower(module, specification)
     if lean is None:
-        tower = module_tower(module, specification, device, dtype, fp8=fp8)
-        return _compiled(tower) if compiled else tower
+        form = plain_form(module, specification, device, dtype, fp8=fp8)
+        return _compiled(form) if compiled else form
     if not compiled and dtype == torch.float16 and find_spec("triton") is not None:
         try:
-            return _fused_tower(lean, specification, device, max_batch_size)
+            return _fused_form(lean, specification, device, max_batch_size)
         except UnsupportedTowerError:
             pass
     lean = lean.to(device=device, dtype=dtype)
     gelu = "x·sigmoid(1.702·x)" if lean.shape.quick_gelu else "erf"
-    tower = DeviceTower(lean, tuple(lean.parameters()), dtype, "lean tower, scaled dot-product attention", gelu)
-    return _compiled(tower) if compiled else tower
+    form = ModelForm(lean, tuple(lean.parameters()), dtype, "lean tower, scaled dot-product attention", gelu)
+    return _compiled(form) if compiled else form
 
 
 def _lean_tower(module: nn.Module, specification: ModelSpecification) -> LeanVisionTower | None:
@@ -219,18 +219,18 @@ def _lean_tower(module: nn.Module, specification: ModelSpecification) -> LeanVis
         return None
 
 
-def _compiled(tower: DeviceTower) -> DeviceTower:
+def _compiled(form: ModelForm) -> ModelForm:
     import torch._dynamo
 
     # One specialised version per bucket; beyond its limit dynamo would quietly execute the module eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    module = torch.compile(tower.module, dynamic=False)
-    return replace(tower, module=module, kernels=f"torch.compile of {tower.kernels}")
+    module = torch.compile(form.module, dynamic=False)
+    return replace(form, module=module, kernels=f"torch.compile of {form.kernels}")
 
 
-def _fused_tower(
+def _fused_form(
     lean: LeanVisionTower, specification: ModelSpecification, device: torch.device, max_batch_size: int
-) -> DeviceTower:
+) -> ModelForm:
     from servers.engines.torch.vit_fused import FusedVisionTower, FusedWeights, PlanChooser, TilePlan, Workspace
 
     weights = FusedWeights(lean, device)
@@ -252,7 +252,7 @@ def _fused_tower(
 
     gelu = "x·sigmoid(1.702·x)" if lean.shape.quick_gelu else "erf or tanh, as the plans say"
     kernels = "fused Triton kernels and cuBLAS"
-    return DeviceTower(lean, weights.tensors, torch.float16, kernels, gelu, enqueue, plans)
+    return ModelForm(lean, weights.tensors, torch.float16, kernels, gelu, enqueue, plans)
 
 
 def to_torchscript(
