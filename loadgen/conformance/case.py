@@ -200,34 +200,34 @@ _LONGEST_SHOWN = 110
 def judge(case: Case, seen: Seen, extra: Iterable[Fact] = ()) -> tuple[CaseVerdict, str, str, tuple[str, ...]]:
     """The verdict, a description of the results, the reasons against the server, and the facts not observed."""
     seen = list(seen)
-    answers = [observed for observed in seen if isinstance(observed, Response)]
+    responses = [observed for observed in seen if isinstance(observed, Response)]
     own_facts = [observed for observed in seen if isinstance(observed, Fact)]
     facts = [*own_facts, *extra]
-    reasons = list(dict.fromkeys(problem for answer in answers for problem in problems(case, answer)))
+    reasons = list(dict.fromkeys(problem for response in responses for problem in problems(case, response)))
     reasons += [f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is False]
     not_observed = tuple(f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is None)
     # The text shown for a status is that of a wrong answer, if there is one.
-    worst_first = sorted(answers, key=lambda answer: not problems(case, answer))
+    worst_first = sorted(responses, key=lambda response: not problems(case, response))
     got = describe(worst_first) or "; ".join(f"{fact.name}: {fact.seen}" for fact in own_facts)
-    if not reasons and not answers and not any(fact.ok for fact in own_facts):
+    if not reasons and not responses and not any(fact.ok for fact in own_facts):
         return CaseVerdict.NOT_APPLICABLE, got, "nothing could be observed", not_observed
     return (CaseVerdict.DEVIATES if reasons else CaseVerdict.CONFORMS), got, "; ".join(reasons), not_observed
 
 
-def problems(case: Case, answer: Response) -> list[str]:
+def problems(case: Case, response: Response) -> list[str]:
     """Every way in which the answer is wrong; empty when it is as expected."""
     faults = []
-    if case.expected and answer.status not in case.statuses:
-        faults.append(f"{answer.status} instead of {case.expected}")
-    if not answer.received:
+    if case.expected and response.status not in case.statuses:
+        faults.append(f"{response.status} instead of {case.expected}")
+    if not response.received:
         return faults
-    faults += [f"no {name} header" for name in case.headers if name.lower() not in answer.headers]
-    if answer.succeeded:
+    faults += [f"no {name} header" for name in case.headers if name.lower() not in response.headers]
+    if response.succeeded:
         return faults
-    text, problem = error_sentence(answer)
+    text, problem = error_sentence(response)
     if case.check_words and problem:
         faults.append(problem)
-    if answer.status in case.statuses:
+    if response.status in case.statuses:
         if case.naming and not any(word.lower() in text.lower() for word in case.naming):
             faults.append(f"the error does not name {case.naming[0]}")
         if len(set(_NUMBER.findall(text))) < case.numbers:
@@ -235,20 +235,20 @@ def problems(case: Case, answer: Response) -> list[str]:
     return faults + leaks(text, case.secrets)
 
 
-def error_sentence(answer: Response) -> tuple[str, str | None]:
+def error_sentence(response: Response) -> tuple[str, str | None]:
     """The error's text, and how it breaks the protocol (None if it does not)."""
-    if answer.message is not None:
-        return answer.message, _sentence_problem(answer.message)
-    text = answer.body.decode("utf-8", "replace")
-    if not answer.body:
+    if response.message is not None:
+        return response.message, _sentence_problem(response.message)
+    text = response.body.decode("utf-8", "replace")
+    if not response.body:
         return "", "the error has no body"
     try:
-        document = json.loads(answer.body)
+        document = json.loads(response.body)
     except (ValueError, RecursionError):
         return text, "the error is not JSON"
     if not isinstance(document, dict) or not isinstance(document.get("error"), str):
         return text, 'the error is not {"error": text}'
-    if not answer.headers.get("content-type", "").startswith("application/json"):
+    if not response.headers.get("content-type", "").startswith("application/json"):
         return document["error"], "the error's Content-Type is not application/json"
     if set(document) != {"error"}:
         return text, "the error has members besides error"
@@ -267,16 +267,16 @@ def leaks(text: str, secrets: Iterable[str]) -> list[str]:
     return faults
 
 
-def describe(answers: Iterable[Response]) -> str:
+def describe(responses: Iterable[Response]) -> str:
     """Each distinct status with its first error, most frequent first."""
     counts: Counter[str] = Counter()
     words: dict[str, str] = {}
-    for answer in answers:
-        counts[answer.status] += 1
-        if answer.received and not answer.succeeded:
-            line = " ".join(error_sentence(answer)[0].split())
+    for response in responses:
+        counts[response.status] += 1
+        if response.received and not response.succeeded:
+            line = " ".join(error_sentence(response)[0].split())
             shown = line if len(line) <= _LONGEST_SHOWN else line[: _LONGEST_SHOWN - 1] + "…"
-            words.setdefault(answer.status, shown)
+            words.setdefault(response.status, shown)
     parts = []
     for status, count in counts.most_common():
         text = f"{count}×{status}" if counts.total() > 1 else status

@@ -38,8 +38,8 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One answer. `status` is an HTTP status or the name of a gRPC code. Without an answer it is "closed" (end of
-    stream), "reset", "refused" or "silent" (nothing until the deadline)."""
+    """The server's answer to one request. `status` is an HTTP status or the name of a gRPC code; without an answer it
+    is "closed" (end of stream), "reset", "refused" or "silent" (nothing until the deadline)."""
 
     status: str
     headers: Mapping[str, str] = field(default_factory=dict)

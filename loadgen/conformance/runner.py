@@ -29,7 +29,7 @@ RECOVERY_SECONDS = 30.0
 SAMPLE_SECONDS = 0.02
 SETTLE_SECONDS = 3.0
 HEARTBEAT_SECONDS = 0.1
-ANSWER_SECONDS = 10.0
+RESPONSE_SECONDS = 10.0
 
 
 class CaseRun:
@@ -165,8 +165,8 @@ class Watch:
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            answer = self._subject.http("GET", "/v2/health/live", deadline_s=ANSWER_SECONDS)
-            self._slowest_s = max(self._slowest_s, answer.elapsed_s)
+            response = self._subject.http("GET", "/v2/health/live", deadline_s=RESPONSE_SECONDS)
+            self._slowest_s = max(self._slowest_s, response.elapsed_s)
 
 
 def _result(case: Case, verdict: CaseVerdict, *, seconds: float = 0.0, **columns: Any) -> CaseResult:

@@ -33,7 +33,7 @@ from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
 
 GOLDEN_TOLERANCE = 1e-5
-ANSWER_SECONDS = 20.0
+RESPONSE_SECONDS = 20.0
 READY_SECONDS = 330.0
 _MOST_MODELS = 100
 """Models of a server that are checked for an image input."""
@@ -85,7 +85,7 @@ class Subject:
     def raw(
         self,
         data: bytes | Iterable[bytes],
-        deadline_s: float = ANSWER_SECONDS,
+        deadline_s: float = RESPONSE_SECONDS,
         *,
         head_only: bool = False,
         url: str | None = None,
@@ -104,13 +104,13 @@ class Subject:
         *,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
-        deadline_s: float = ANSWER_SECONDS,
+        deadline_s: float = RESPONSE_SECONDS,
     ) -> Response:
         """One well-formed request."""
         head = request_head(method, path, self.authority, headers or {}, None if body is None else len(body))
         return self.raw(head + (body or b""), deadline_s, head_only=method == "HEAD")
 
-    def infer(self, body: Body, *, path: str | None = None, deadline_s: float = ANSWER_SECONDS) -> Response:
+    def infer(self, body: Body, *, path: str | None = None, deadline_s: float = RESPONSE_SECONDS) -> Response:
         """One inference request to the model, or to another route."""
         path = path or self.model.path
         return self.http("POST", path, headers=body.headers, body=body.content, deadline_s=deadline_s)
@@ -133,10 +133,10 @@ class Subject:
         """How the golden answer has changed; None if it is bit-identical or within 1e-5 relative."""
         if self.golden is None:
             return "there was no golden answer to compare with"
-        answer = self.ask_golden()
-        if answer.status != "200":
-            return f"the golden inference got {answer.status}"
-        return output_difference(self.golden, answer, GOLDEN_TOLERANCE)
+        response = self.ask_golden()
+        if response.status != "200":
+            return f"the golden inference got {response.status}"
+        return output_difference(self.golden, response, GOLDEN_TOLERANCE)
 
     def statistics(self) -> dict[str, int]:
         """`inference_count`, `execution_count`, `success` and `fail` of the model; raises `NotApplicableError`."""
@@ -151,8 +151,8 @@ class Subject:
         if self.metrics_url is None:
             return None
         parts = urlsplit(self.metrics_url)
-        answer = self.raw(request_head("GET", parts.path, parts.netloc, {}, None), url=self.metrics_url)
-        return parse_metrics(answer.body.decode("utf-8", "replace")) if answer.status == "200" else None
+        response = self.raw(request_head("GET", parts.path, parts.netloc, {}, None), url=self.metrics_url)
+        return parse_metrics(response.body.decode("utf-8", "replace")) if response.status == "200" else None
 
     def live(self, seconds: float = 2.0) -> bool:
         """Whether health/live answers 200 in that time."""
@@ -226,7 +226,7 @@ def output_difference(first: Response, second: Response, tolerance: float) -> st
     """How two binary answers differ by more than `tolerance` of the largest value; None when they do not."""
     header = HEADER.lower()
     try:
-        left, right = (read_body(memoryview(answer.body), answer.headers[header]) for answer in (first, second))
+        left, right = (read_body(memoryview(response.body), response.headers[header]) for response in (first, second))
     except (DocumentError, KeyError):
         return "an answer has no binary outputs"
     if left.keys() != right.keys():

@@ -22,7 +22,7 @@ from loadgen.conformance.model import InferenceRequest
 from loadgen.conformance.records import Response
 
 RECEIVE_BYTES = 1 << 16
-MAXIMAL_ANSWER_BYTES = 1 << 28
+MAXIMAL_RESPONSE_BYTES = 1 << 28
 CONNECT_SECONDS = 5.0
 _KERNEL_TABLE = Path("/proc/net/tcp")
 SERVICE = "inference.GRPCInferenceService"
@@ -79,10 +79,10 @@ class RawConnection:
                 for _, events in selector.select(left):
                     if events & selectors.EVENT_READ:
                         ended = self._read()
-                        answer = parse_answer(bytes(self._received), ended is not None, head_only=head_only)
-                        if answer is not None or ended is not None:
-                            answer = answer or Response(ended or "closed")
-                            return replace(answer, elapsed_s=perf_counter() - started)
+                        response = parse_response(bytes(self._received), ended is not None, head_only=head_only)
+                        if response is not None or ended is not None:
+                            response = response or Response(ended or "closed")
+                            return replace(response, elapsed_s=perf_counter() - started)
                     elif sending:
                         try:
                             pending = pending[self._socket.send(pending) :]
@@ -138,7 +138,7 @@ class RawConnection:
             return None
         except OSError:
             return "reset"
-        if not data or len(self._received) > MAXIMAL_ANSWER_BYTES:
+        if not data or len(self._received) > MAXIMAL_RESPONSE_BYTES:
             return "closed"
         self._received += data
         return None
@@ -176,7 +176,7 @@ def request_head(method: str, path: str, host: str, headers: Mapping[str, str], 
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-def parse_answer(data: bytes, ended: bool, *, head_only: bool = False) -> Response | None:
+def parse_response(data: bytes, ended: bool, *, head_only: bool = False) -> Response | None:
     """The first final answer in `data`; None when it is not complete."""
     while True:
         head, separator, rest = data.partition(b"\r\n\r\n")

@@ -19,7 +19,7 @@ from loadgen.engine_matrix.records import (
     Winner,
 )
 from loadgen.quantities import counted, items, join, measured, measured_interval, number, ratio, ratio_interval, share
-from loadgen.report.sections.conditions import environment_rows, gpu_text
+from loadgen.report.sections.conditions import environment_rows, fact_table, gpu_text
 
 LONG_NS = 2e6
 """Batches of which the host's launch and wait are a small share; sustained times include both."""
@@ -223,13 +223,12 @@ def method(matrix: Matrix) -> doc.Section | None:
         *([("weights", "; ".join(weights))] if weights else []),
         ("settings", f"sha256 {plan.sha256}"),
     ]
-    return doc.section("Method", doc.Table((*doc.names(""), *doc.texts("")), rows), on=doc.PAGES, half=True)
+    return fact_table("Method", rows)
 
 
 def environment(matrix: Matrix) -> doc.Section | None:
     """Host, GPU and versions."""
-    rows = environment_rows(matrix.environment)
-    return doc.section("Environment", doc.Table((*doc.names(""), *doc.texts("")), rows), on=doc.PAGES, half=True)
+    return fact_table("Environment", environment_rows(matrix.environment))
 
 
 def reproduce(matrix: Matrix) -> doc.Section | None:

@@ -16,7 +16,7 @@ from loadgen.conformance.cases.queueing import wait_for
 from loadgen.conformance.model import ServedModel, claiming_jpeg, flat_jpeg, flat_png
 from loadgen.conformance.records import Protocol, SkippedError
 from loadgen.conformance.servers import SMALL_BODIES, SMALL_QUEUES, is_loopback
-from loadgen.conformance.wire import RawConnection, all_read, parse_answer
+from loadgen.conformance.wire import RawConnection, all_read, parse_response
 
 FUZZ = 16
 MODEL = ServedModel("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)
@@ -95,15 +95,15 @@ def test_settings_become_options_or_a_reason() -> None:
         (b"HTTP/1.1 500 No\r\n\r\nuntil the end", True, "500", b"until the end"),
     ],
 )
-def test_answers_are_read(data: bytes, ended: bool, status: str, body: bytes) -> None:
-    answer = parse_answer(data, ended)
-    assert answer is not None
-    assert (answer.status, answer.body) == (status, body)
+def test_responses_are_read(data: bytes, ended: bool, status: str, body: bytes) -> None:
+    response = parse_response(data, ended)
+    assert response is not None
+    assert (response.status, response.body) == (status, body)
 
 
 @pytest.mark.parametrize("data", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhi"])
-def test_half_an_answer_is_none(data: bytes) -> None:
-    assert parse_answer(data, False) is None
+def test_half_a_response_is_none(data: bytes) -> None:
+    assert parse_response(data, False) is None
 
 
 @pytest.mark.parametrize(

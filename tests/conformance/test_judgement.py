@@ -22,7 +22,7 @@ def test_one_sentence_has_no_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("response", "words"),
     [
         (refusal("no", "500"), "500 instead of 400"),
         (Response("closed"), "closed instead of 400"),
@@ -40,9 +40,9 @@ def test_one_sentence_has_no_problem() -> None:
         (refusal("cannot map /secret_key"), "key"),
     ],
 )
-def test_each_problem_is_named(answer: Response, words: str) -> None:
+def test_each_problem_is_named(response: Response, words: str) -> None:
     case = Case("1", "t", (), "400", secrets=("secret_key",))
-    assert words in "; ".join(problems(case, answer))
+    assert words in "; ".join(problems(case, response))
 
 
 def test_words_numbers_and_headers_are_checked() -> None:
@@ -53,9 +53,9 @@ def test_words_numbers_and_headers_are_checked() -> None:
 
 
 def test_errors_of_the_rpc_library_may_say_anything() -> None:
-    answer = Response("INTERNAL", message="")
-    assert problems(Case("1", "t", (), "INTERNAL"), answer) == ["the error is empty"]
-    assert problems(Case("1", "t", (), "INTERNAL", check_words=False), answer) == []
+    response = Response("INTERNAL", message="")
+    assert problems(Case("1", "t", (), "INTERNAL"), response) == ["the error is empty"]
+    assert problems(Case("1", "t", (), "INTERNAL", check_words=False), response) == []
 
 
 def test_a_case_that_could_not_be_observed_never_conforms() -> None:
@@ -66,14 +66,14 @@ def test_a_case_that_could_not_be_observed_never_conforms() -> None:
     assert not_observed == ("memory growth: cannot be read",)
 
 
-def test_one_bad_answer_among_many_decides_and_is_shown() -> None:
-    answers = (refusal("fine"), refusal("two\nlines"), refusal("also fine"))
-    verdict, got, reason, _ = judge(BAD, answers)
+def test_one_bad_response_among_many_decides_and_is_shown() -> None:
+    responses = (refusal("fine"), refusal("two\nlines"), refusal("also fine"))
+    verdict, got, reason, _ = judge(BAD, responses)
     assert verdict is CaseVerdict.DEVIATES
     assert got == "3×400 two lines"
     assert reason == "the error is more than one line"
 
 
-def test_answers_are_counted_by_status() -> None:
-    answers = [Response("200"), Response("closed"), Response("200")]
-    assert describe(answers) == "2×200; 1×closed"
+def test_responses_are_counted_by_status() -> None:
+    responses = [Response("200"), Response("closed"), Response("200")]
+    assert describe(responses) == "2×200; 1×closed"

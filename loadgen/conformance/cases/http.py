@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from loadgen.conformance.case import Case, Condition, Send, Theme, changes, filled_in, grpc, http, infers, raw
-from loadgen.conformance.cases.tensors import answer_json
+from loadgen.conformance.cases.tensors import response_json
 from loadgen.conformance.model import HEADER, Body, InferenceRequest
 from loadgen.conformance.records import MIB, Fact, NotApplicableError, Protocol, Response, Seen
 from loadgen.conformance.servers import (
@@ -119,9 +119,9 @@ def _malformed_gzip(subject: Subject, _: Protocol) -> Seen:
 def in_chunks(subject: Subject, _: Protocol, count: int, requests: int) -> Seen:
     """Requests in this many chunks each, until the server is gone."""
     for _request in range(requests):
-        answer = subject.raw(chunks(subject, count))
-        yield answer
-        if answer.status == "refused" or (not answer.received and subject.failure() is not None):
+        response = subject.raw(chunks(subject, count))
+        yield response
+        if response.status == "refused" or (not response.received and subject.failure() is not None):
             break
 
 
@@ -296,24 +296,24 @@ def load_outside(path: str) -> Send:
 def echoed(identifier: str) -> Condition:
     """Whether an answer of 200 echoes the identifier unchanged; a refusal need not."""
 
-    def observe(_: Subject, answers: Sequence[Response]) -> Fact:
-        name, answer = "the id comes back unchanged", answers[0]
-        if not answer.succeeded:
-            return Fact(name, True, f"refused with {answer.status}")
+    def observe(_: Subject, responses: Sequence[Response]) -> Fact:
+        name, response = "the id comes back unchanged", responses[0]
+        if not response.succeeded:
+            return Fact(name, True, f"refused with {response.status}")
         back: Any = None
-        if answer.status == "OK":
-            back = messages.ModelInferResponse.FromString(answer.body).id
+        if response.status == "OK":
+            back = messages.ModelInferResponse.FromString(response.body).id
         else:
             with suppress(ValueError, RecursionError, AttributeError):
-                back = answer_json(answer).get("id")
+                back = response_json(response).get("id")
         return Fact(name, back == identifier, "yes" if back == identifier else f"came back as {str(back)[:40]!r}")
 
     return observe
 
 
-def no_forged_header(_: Subject, answers: Sequence[Response]) -> Fact:
+def no_forged_header(_: Subject, responses: Sequence[Response]) -> Fact:
     """Whether the identifier has become a header of an answer."""
-    return Fact("no header made by the id", f"x-{MARK.lower()}" not in answers[0].headers, "a header was injected")
+    return Fact("no header made by the id", f"x-{MARK.lower()}" not in responses[0].headers, "a header was injected")
 
 
 def log_escaped(subject: Subject, _: Sequence[Response]) -> Fact:

@@ -38,7 +38,7 @@ ALLOWED_5XX = frozenset({"501", "503", "505"})
 FUZZ_SECONDS = 5.0
 BOUND_BYTES = 100_000_000
 SETTLE_SECONDS = 0.5
-ANSWER_SECONDS = 60.0
+RESPONSE_SECONDS = 60.0
 
 
 def make_request(seed: int, index: int, model: ServedModel, authority: str) -> bytes:
@@ -93,12 +93,12 @@ def fuzz(subject: Subject, count: int, seed: int) -> Iterator[Fact]:
         data = make_request(seed, index, subject.model, subject.authority)
         try:
             with subject.connect() as connection:
-                answer = connection.request(data, FUZZ_SECONDS, head_only=data.startswith(b"HEAD "), end=True)
+                response = connection.request(data, FUZZ_SECONDS, head_only=data.startswith(b"HEAD "), end=True)
         except OSError:
             break
-        counts[answer.status] += 1
-        if answer.status.startswith("5") and answer.status not in ALLOWED_5XX:
-            faults.append(f"{answer.status} to request {index}")
+        counts[response.status] += 1
+        if response.status.startswith("5") and response.status not in ALLOWED_5XX:
+            faults.append(f"{response.status} to request {index}")
     sent = counts.total()
     seen = ", ".join(f"{number}×{status}" for status, number in counts.most_common())
     silent = f"{counts['silent']} unanswered after {FUZZ_SECONDS:g} s"
@@ -158,9 +158,9 @@ def _round(subject: Subject, request: bytes, plan: GrowthPlan) -> Counter[bool]:
             with subject.connect() as connection:
                 received = True
                 while received and perf_counter() < end:
-                    answer = connection.request(request, ANSWER_SECONDS)
-                    received = answer.received
-                    counts[answer.succeeded] += 1
+                    response = connection.request(request, RESPONSE_SECONDS)
+                    received = response.received
+                    counts[response.succeeded] += 1
         except OSError:
             counts[False] += 1
         return counts

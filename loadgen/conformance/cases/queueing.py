@@ -24,7 +24,7 @@ MOST_REQUESTS = 64
 FEWEST_REQUESTS = 5
 """A server may take the next batches out of its queue before it executes them; those must be the blocker's."""
 SHORTEST_SECONDS = 0.4
-ANSWER_SECONDS = 60.0
+RESPONSE_SECONDS = 60.0
 READ_SECONDS = 20.0
 CALL_SECONDS = 30.0
 ABANDONED = 4
@@ -43,14 +43,14 @@ class StartedRequest:
     def __init__(self, subject: Subject, data: bytes) -> None:
         self.sent = threading.Event()
         self.connection: RawConnection | None = None
-        self._answer = Response("silent")
+        self._response = Response("silent")
         self._thread = threading.Thread(target=self._run, args=(subject, data), daemon=True)
         self._thread.start()
 
     def wait(self) -> Response:
         """The answer; "silent" when it has not come in 60 s."""
-        self._thread.join(ANSWER_SECONDS)
-        return self._answer
+        self._thread.join(RESPONSE_SECONDS)
+        return self._response
 
     @property
     def done(self) -> bool:
@@ -62,12 +62,12 @@ class StartedRequest:
             yield data
             self.sent.set()
 
-        answer = Response("refused")
+        response = Response("refused")
         started = perf_counter()
         with suppress(OSError), subject.connect() as self.connection:
-            answer = self.connection.request(pieces(), ANSWER_SECONDS)
+            response = self.connection.request(pieces(), RESPONSE_SECONDS)
         self.sent.set()
-        self._answer = replace(answer, elapsed_s=perf_counter() - started)
+        self._response = replace(response, elapsed_s=perf_counter() - started)
 
 
 class StartedCall:
@@ -103,10 +103,10 @@ class EngineBlocker:
         self._subject = subject
         self.rows = subject.model.rows(1 << 30)
         self._data = subject.infer_bytes(subject.model.binary(self.rows))
-        answer = subject.raw(self._data, ANSWER_SECONDS)
-        if answer.status != "200":
-            raise NotApplicableError(f"a request of {self.rows} rows got {answer.status}")
-        self._one_s = answer.elapsed_s
+        response = subject.raw(self._data, RESPONSE_SECONDS)
+        if response.status != "200":
+            raise NotApplicableError(f"a request of {self.rows} rows got {response.status}")
+        self._one_s = response.elapsed_s
         self._count = min(limit, max(FEWEST_REQUESTS, round(BUSY_SECONDS / self._one_s)))
         if self._count * self._one_s < SHORTEST_SECONDS:
             raise NotApplicableError(
@@ -197,14 +197,14 @@ def _abandoned(subject: Subject, abandon: Callable[[], list[Response]]) -> Seen:
     blocker = EngineBlocker(subject)
     before = _settled_rows(subject)
     with blocker:
-        answers = abandon()
+        responses = abandon()
         in_time = blocker.busy
     executed = _settled_rows(subject) - before - blocker.rows_executed
     if not in_time:
         raise NotApplicableError("the queue was empty before the clients gave up; use a slower engine")
     # Fewer rows than were answered would mean that the statistics are unreliable.
     seen = f"{executed} of {ABANDONED} abandoned requests executed"
-    return [*answers, Fact("dropped before the engine", None if executed < 0 else executed == 0, seen)]
+    return [*responses, Fact("dropped before the engine", None if executed < 0 else executed == 0, seen)]
 
 
 def _settled_rows(subject: Subject) -> int:
@@ -229,13 +229,13 @@ def _flood(subject: Subject, protocol: Protocol) -> Seen:
         while blocker.busy and protocol is Protocol.HTTP:
             health += [subject.http("GET", f"/v2/health/{kind}", deadline_s=5.0) for kind in ("live", "ready")]
             sleep(0.02)
-        answers = [request.wait() for request in flood]
-    refused = [answer for answer in answers if not answer.succeeded]
+        responses = [request.wait() for request in flood]
+    refused = [response for response in responses if not response.succeeded]
     yield from refused
     yield Fact("some are refused", bool(refused), f"{len(refused)} of {FLOOD}")
     if protocol is Protocol.HTTP:
-        slowest = max((answer.elapsed_s for answer in refused), default=0.0)
-        bad = [answer for answer in health if answer.status != "200" or answer.elapsed_s > 1.0]
+        slowest = max((response.elapsed_s for response in refused), default=0.0)
+        bad = [response for response in health if response.status != "200" or response.elapsed_s > 1.0]
         yield Fact("at once", slowest < PROMPT_SECONDS, f"slowest {slowest * 1e3:.0f} ms")
         yield Fact("health requests answered", not bad, f"{len(bad)} of {len(health)} refused or slow")
 
@@ -245,10 +245,10 @@ def _queue_timeout(subject: Subject, protocol: Protocol) -> Seen:
         request.document["parameters"] |= {"timeout": TIMEOUT_US}
 
     with EngineBlocker(subject) as blocker:
-        answer = infer(with_timeout)(subject, protocol)
-        ok = blocker.busy and answer.elapsed_s < TIMEOUT_US / 1e6 + PROMPT_SECONDS
-    seen = f"after {answer.elapsed_s * 1e3:.0f} ms with a timeout of {TIMEOUT_US / 1e3:g} ms"
-    return answer, Fact("promptly", ok, seen)
+        response = infer(with_timeout)(subject, protocol)
+        ok = blocker.busy and response.elapsed_s < TIMEOUT_US / 1e6 + PROMPT_SECONDS
+    seen = f"after {response.elapsed_s * 1e3:.0f} ms with a timeout of {TIMEOUT_US / 1e3:g} ms"
+    return response, Fact("promptly", ok, seen)
 
 
 def _nan_in_a_batch(subject: Subject, _: Protocol) -> Seen:
@@ -310,8 +310,8 @@ def _new_server(subject: Subject, *, ready: bool) -> Iterator[Subject]:
 def _rows_of_a_second(subject: Subject) -> int:
     """The number of rows that this machine computes in about 1 s: six such requests end well within 30 s."""
     most = subject.model.rows(1 << 30)
-    answer = subject.infer(subject.model.binary(most), deadline_s=EXIT_SECONDS)
-    return max(1, min(most, round(most / max(answer.elapsed_s, 1e-3))))
+    response = subject.infer(subject.model.binary(most), deadline_s=EXIT_SECONDS)
+    return max(1, min(most, round(most / max(response.elapsed_s, 1e-3))))
 
 
 def _terminate(server: Subject) -> Callable[[], Fact]:
@@ -367,30 +367,30 @@ def _idle(subject: Subject, _: Protocol) -> Seen:
 
 def _before_ready(subject: Subject, protocol: Protocol) -> Seen:
     """Inference until the server is ready. An answer counts only if the server is not ready before and after it."""
-    answers: list[Response] = []
+    responses: list[Response] = []
     with _new_server(subject, ready=False) as server:
         begun = perf_counter()
         while perf_counter() - begun < LOADING_SECONDS and not (ready := _ready(server, protocol)):
             if ready is False:
-                answer = infer(lambda _: None)(server, protocol)
+                response = infer(lambda _: None)(server, protocol)
                 if _ready(server, protocol) is False:
-                    answers.append(answer)
+                    responses.append(response)
             if server.failure() is not None:
                 raise NotApplicableError("the server ended while it was loading")
             sleep(0.05)
-    if not answers:
+    if not responses:
         kind = "calls" if protocol is Protocol.GRPC else "connections"
         raise NotApplicableError(f"it accepts no {kind} before it is ready")
-    return answers
+    return responses
 
 
 def _ready(subject: Subject, protocol: Protocol) -> bool | None:
     """Whether the server reports that it is ready; None when nothing answers."""
     if protocol is Protocol.GRPC:
-        answer = subject.grpc_client().call("ServerReady", b"", 2.0)
-        return bool(answer.body) if answer.succeeded else None  # ready: true takes two bytes, false takes no bytes
-    answer = subject.http("GET", "/v2/health/ready", deadline_s=5.0)
-    return answer.succeeded if answer.received else None
+        response = subject.grpc_client().call("ServerReady", b"", 2.0)
+        return bool(response.body) if response.succeeded else None  # ready: true takes two bytes, false takes no bytes
+    response = subject.http("GET", "/v2/health/ready", deadline_s=5.0)
+    return response.succeeded if response.received else None
 
 
 OWN: dict[str, Any] = {"setting": OWN_SERVERS}

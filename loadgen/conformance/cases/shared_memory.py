@@ -44,12 +44,12 @@ def _registered(subject: Subject, protocol: Protocol, key: str, offset: int, siz
         register = grpc("SystemSharedMemoryRegister", {"name": REGION, **fields})
     else:
         register = http(f"POST /v2/systemsharedmemory/region/{REGION}/register", fields)
-    answer = register(subject, protocol)
-    assert isinstance(answer, Response)
+    response = register(subject, protocol)
+    assert isinstance(response, Response)
     try:
-        yield answer
+        yield response
     finally:
-        if answer.succeeded:
+        if response.succeeded:
             subject.http("POST", f"/v2/systemsharedmemory/region/{REGION}/unregister", body=b"")
 
 
@@ -66,8 +66,8 @@ def from_region(request: InferenceRequest, /, region: str, offset: int = 0, more
 
 
 def _by_default(subject: Subject, protocol: Protocol) -> Seen:
-    with _segment(KEY, 4096), _registered(subject, protocol, KEY, 0, 4096) as answer:
-        yield answer
+    with _segment(KEY, 4096), _registered(subject, protocol, KEY, 0, 4096) as response:
+        yield response
         if protocol is Protocol.HTTP:
             yield from_region(REGION)(subject, protocol)
 
@@ -77,8 +77,8 @@ def registering(subject: Subject, protocol: Protocol, places: tuple[tuple[str, i
     _check_allowed(subject)
     with _segment(KEY, 4096), _segment(RESERVED_KEY, 4096):
         for place in places:
-            with _registered(subject, protocol, *place) as answer:
-                yield answer
+            with _registered(subject, protocol, *place) as response:
+                yield response
 
 
 def reading(subject: Subject, protocol: Protocol, requests: tuple[Any, ...], first: bytes = b"", size: int = 0) -> Seen:
@@ -88,9 +88,9 @@ def reading(subject: Subject, protocol: Protocol, requests: tuple[Any, ...], fir
     with _segment(KEY, count) as path:
         with path.open("r+b") as file:
             file.write(first)
-        with _registered(subject, protocol, KEY, 0, count) as answer:
-            if not answer.succeeded:
-                raise NotApplicableError(f"a valid region cannot be registered ({answer.status})")
+        with _registered(subject, protocol, KEY, 0, count) as response:
+            if not response.succeeded:
+                raise NotApplicableError(f"a valid region cannot be registered ({response.status})")
             for send in requests:
                 yield send(subject, protocol)
 

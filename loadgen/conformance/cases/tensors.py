@@ -43,12 +43,12 @@ def first_value(request: InferenceRequest, value: float) -> Body:
 
 
 @changes
-def special_values(request: InferenceRequest, *, binary_answer: bool) -> None:
+def special_values(request: InferenceRequest, *, binary_response: bool) -> None:
     """NaN and the infinities as the first values of a binary tensor."""
     values = np.frombuffer(request.blobs[0], NUMPY_TYPES[_float_entry(request)["datatype"]]).copy()
     values[: len(SPECIAL)] = SPECIAL[: values.size]
     request.blobs[0] = values.tobytes()
-    request.document["parameters"] = {"binary_data_output": binary_answer}
+    request.document["parameters"] = {"binary_data_output": binary_response}
 
 
 @changes
@@ -83,19 +83,19 @@ def raw_body(request: InferenceRequest, content: bytes | None, applies: Callable
     return Body({**OCTETS, HEADER: "0"}, request.blobs[0][prefix:] if content is None else content)
 
 
-def parseable(_: Subject, answers: Sequence[Response]) -> Fact:
+def parseable(_: Subject, responses: Sequence[Response]) -> Fact:
     """Whether the answer is valid JSON."""
     try:
-        answer_json(answers[0])
+        response_json(responses[0])
     except (ValueError, RecursionError) as exc:
         return Fact("the answer is valid JSON", False, str(exc)[:80])
     return Fact("the answer is valid JSON", True, "yes")
 
 
-def answer_json(answer: Response) -> Any:
+def response_json(response: Response) -> Any:
     """The JSON of an answer, with or without tensors behind it. Raises `ValueError`, `RecursionError`."""
-    length = answer.headers.get(HEADER.lower())
-    return json.loads(answer.body[: int(length)] if length else answer.body)
+    length = response.headers.get(HEADER.lower())
+    return json.loads(response.body[: int(length)] if length else response.body)
 
 
 def _float_entry(request: InferenceRequest) -> dict[str, Any]:
@@ -145,10 +145,10 @@ JSON = (
     Case("2c", f"JSON nested {DEEPEST:,} deep, closed properly", infers(b'{"inputs": ' + OPEN + CLOSE + b"}"), "400",
          **HARM),
     Case("3a", "NaN and Infinity in a request's JSON", tuple(first_value(value) for value in SPECIAL), "200"),
-    Case("3b", "NaN and Inf in a binary tensor, outputs in JSON", special_values(binary_answer=False), "200",
+    Case("3b", "NaN and Inf in a binary tensor, outputs in JSON", special_values(binary_response=False), "200",
          note="valid JSON", facts=(parseable,)),
-    Case("3c", "NaN and Inf in a binary tensor, outputs in binary", special_values(binary_answer=True), "200"),
-    Case("3d", "NaN and Inf in raw_input_contents", special_values(binary_answer=True), "OK"),
+    Case("3c", "NaN and Inf in a binary tensor, outputs in binary", special_values(binary_response=True), "200"),
+    Case("3d", "NaN and Inf in raw_input_contents", special_values(binary_response=True), "OK"),
 )
 
 BINARY = (

@@ -52,10 +52,11 @@ def _in_effect(result: Result, arm: ArmRecord) -> dict[str, str]:
 
 def experiment(result: Result) -> doc.Section | None:
     """The settings that all arms share."""
-    return _rows("Experiment", experiment_rows(result))
+    return fact_table("Experiment", experiment_rows(result))
 
 
-def _rows(title: str, rows: list[tuple[str, str]]) -> doc.Section | None:
+def fact_table(title: str, rows: list[tuple[str, str]]) -> doc.Section | None:
+    """A section of (name, value) rows, half as wide as a page."""
     return doc.section(title, doc.Table((*doc.names(""), *doc.texts("")), rows), on=doc.PAGES, half=True)
 
 
@@ -99,7 +100,7 @@ def environment(result: Result) -> doc.Section | None:
     recorded = result.environment
     if recorded is None:
         return doc.section("Environment", doc.Text("Not recorded."), on=doc.HTML, half=True)
-    return _rows("Environment", environment_rows(recorded))
+    return fact_table("Environment", environment_rows(recorded))
 
 
 def reproduce(result: Result) -> doc.Section | None:
