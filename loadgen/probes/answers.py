@@ -15,17 +15,15 @@ if TYPE_CHECKING:
     from loadgen.run.context import RunContext
 
 
-class AnswersProbe(Probe):
-    """Whether the answers under load are right. The checks judge what it stores."""
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether there is any load."""
-        return has_load(experiment) or bool(search_schedule(experiment))
-
-    def measure(self, context: RunContext) -> None:
-        """Compare and store the answers kept under load. Raises `StorageError`."""
-        context.enter("comparing answers under load")
-        context.answers.compare(context.arms, context.signatures, context.inputs, context.restart)
+def wanted(experiment: Experiment) -> bool:
+    """Whether there is any load."""
+    return has_load(experiment) or bool(search_schedule(experiment))
 
 
-PROBE = AnswersProbe()
+def measure(context: RunContext) -> None:
+    """Compare and store the answers kept under load; the checks judge them. Raises `StorageError`."""
+    context.enter("comparing answers under load")
+    context.answers.compare(context.arms, context.signatures, context.inputs, context.restart)
+
+
+PROBE = Probe(wanted=wanted, measure=measure)

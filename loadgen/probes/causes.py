@@ -81,35 +81,14 @@ SERVER_SECONDS = 15.0
 BETWEEN_BLOCKS_SECONDS = 0.5
 
 
-class CausesProbe(Probe):
-    """Why the arms differ: what each ablation saves."""
-
-    finding = CausesFound
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether ablations are requested, and there is load to explain."""
-        return experiment.explain and has_load(experiment)
-
-    def measure(self, context: RunContext) -> None:
-        """Run the ablations once all blocks are done. Raises `StorageError`."""
-        if context.last:
-            context.enter("explaining the differences")
-            _run_ablations(context)
-
-    def analyse(self, facts: Facts) -> CausesFound:
-        """The causes in every workload that was explained."""
-        return analyse(facts)
-
-    def conclude(self, finding: CausesFound, facts: Facts) -> CausesFound:
-        """The causes with sentences that follow the verdicts of the leading comparisons."""
-        return with_verdicts(finding, facts.run.experiment, leading_comparisons(facts.comparisons))
-
-    def sections(self, result: Result) -> Mapping[str, Sequence[doc.Section | None]]:
-        """The reasons, the causes and the latency breakdown."""
-        return {"Why": (why(result),)}
+def wanted(experiment: Experiment) -> bool:
+    """Whether ablations are requested, and there is load to explain."""
+    return experiment.explain and has_load(experiment)
 
 
-PROBE = CausesProbe()
+def conclude(finding: CausesFound, facts: Facts) -> CausesFound:
+    """The causes with sentences that follow the verdicts of the leading comparisons."""
+    return with_verdicts(finding, facts.run.experiment, leading_comparisons(facts.comparisons))
 
 
 def plan_ablations(
@@ -291,8 +270,11 @@ def changed_settings(settings: Mapping[str, str], variant: Variant) -> dict[str,
     return unchanged | {name: value for name, value in variant.settings.items() if value}
 
 
-def _run_ablations(context: RunContext) -> None:
-    """Run every ablation for which the time lasts; each is stored."""
+def measure(context: RunContext) -> None:
+    """Run every ablation for which the time lasts, once all blocks are done; each is stored. Raises `StorageError`."""
+    if not context.last:
+        return
+    context.enter("explaining the differences")
     context.enter("explaining the differences")
     experiment = context.experiment
     run = read_run(context.store.directory)
@@ -702,3 +684,13 @@ def _interval(bounds: tuple[float, float] | None) -> str:
 
 def _signed(value: float, decimals: int) -> str:
     return f"{value:+.{decimals}f} ms".replace("-", "−")
+
+
+PROBE = Probe(
+    wanted=wanted,
+    measure=measure,
+    finding=CausesFound,
+    analyse=analyse,
+    conclude=conclude,
+    sections={"Why": (why,)},
+)

@@ -151,17 +151,17 @@ def difference(pairs: Pairs) -> MeanDifference | None:
 def combine(parts: Iterable[tuple[float, MeanDifference]]) -> MeanDifference:
     """Σ weight · difference of independent differences; without parts it is known to be 0."""
     mean, variance, denominator, pairs = 0.0, 0.0, 0.0, 0
-    known = True
+    has_variance = True
     for weight, part in parts:
         mean += weight * part.mean_ms
         pairs = max(pairs, part.pairs)
         if part.variance is None:
-            known = False
+            has_variance = False
         elif (weighted := weight * weight * part.variance) > 0.0:
             variance += weighted
             denominator += weighted * weighted / part.degrees
     degrees = variance * variance / denominator if denominator > 0.0 else math.inf
-    return MeanDifference(mean, variance if known else None, degrees if math.isfinite(degrees) else 1e9, pairs)
+    return MeanDifference(mean, variance if has_variance else None, degrees if math.isfinite(degrees) else 1e9, pairs)
 
 
 def mean_pairs(workload: str, blocks: Sequence[BlockSummary], pairing: Pairing) -> list[tuple[float, float]]:
@@ -346,8 +346,8 @@ def _sentence(causes: WorkloadCauses, workload: Workload, leading: Comparison | 
     else:
         no_verdict = leading is None or leading.verdict == "invalid"
         means = f"{number(causes.baseline_ms)} ms on {base} and {number(causes.arm_ms)} ms on {arm}"
-        said = "No verdict" if no_verdict else "No winner" if winner is None else f"{shown(winner)} wins"
-        lead = f"{said} {place(workload)}; requests took {means} on average"
+        outcome = "No verdict" if no_verdict else "No winner" if winner is None else f"{shown(winner)} wins"
+        lead = f"{outcome} {place(workload)}; requests took {means} on average"
     return lead + _shares(causes.causes, causes.unattributed_share)
 
 

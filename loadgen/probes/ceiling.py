@@ -15,7 +15,6 @@ import msgspec
 
 import loadgen.report.document as doc
 from loadgen.child_process import ChildProcess, ProcessError
-from loadgen.metrics.facts import Facts
 from loadgen.probes.ceiling_analysis import (
     NAMED,
     SECONDS_A_SIZE,
@@ -46,39 +45,18 @@ SIZE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 
 
-class CeilingProbe(Probe):
-    """How much of its engine's throughput each arm serves."""
-
-    finding = CeilingsFound
-    after_servers = True
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether ceilings are requested, and there is load to compare with them."""
-        return wants_ceilings(experiment)
-
-    def measure(self, context: RunContext) -> None:
-        """Measure the engine of every arm. Raises `StorageError`."""
-        context.enter("measuring the engines alone")
-        measure_ceilings(
-            context.experiment,
-            context.records,
-            context.store,
-            context.progress,
-            context.work,
-            context.abserve,
-            lengths={length for samples in context.inputs.values() for length in samples.lengths},
-        )
-
-    def analyse(self, facts: Facts) -> CeilingsFound:
-        """The share of every arm and workload whose engine was measured."""
-        return analyse(facts)
-
-    def sections(self, result: Result) -> Mapping[str, Sequence[doc.Section | None]]:
-        """The shares as a table."""
-        return {"Detail": (ceilings(result),)}
-
-
-PROBE = CeilingProbe()
+def measure(context: RunContext) -> None:
+    """Measure the engine of every arm. Raises `StorageError`."""
+    context.enter("measuring the engines alone")
+    measure_ceilings(
+        context.experiment,
+        context.records,
+        context.store,
+        context.progress,
+        context.work,
+        context.abserve,
+        lengths={length for samples in context.inputs.values() for length in samples.lengths},
+    )
 
 
 def measure_ceilings(
@@ -202,3 +180,13 @@ def ceilings(result: Result) -> doc.Section | None:
         doc.Table(columns, rows, caption=caption, grouped=True),
         doc.Items([doc.Item(text) for text in sentences]),
     )
+
+
+PROBE = Probe(
+    wanted=wants_ceilings,
+    measure=measure,
+    after_servers=True,
+    finding=CeilingsFound,
+    analyse=analyse,
+    sections={"Detail": (ceilings,)},
+)

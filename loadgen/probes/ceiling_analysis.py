@@ -174,18 +174,18 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord, length
         return f"every request exceeds its largest batch, {largest}"
     if len(lengths) > 1 and not experiment.lengths:
         return DIFFERENT_LENGTHS
-    asked = {setting_key(name): value for name, value in request.settings.items()}
+    requested = {setting_key(name): value for name, value in request.settings.items()}
     takes_tensors = experiment.payload_of(request) in OWN_TENSORS
-    weights = asked.get("weights", None if experiment.weights == MODEL_WEIGHTS else experiment.weights)
+    weights = requested.get("weights", None if experiment.weights == MODEL_WEIGHTS else experiment.weights)
     options: dict[str, str] = {
         "engine": kind,
         **{name: str(effect[name]) for name in ("precision", "mode", "device") if effect.get(name)},
         **({} if takes_tensors else {"payload": "uint8"}),  # a JPEG is decoded to bytes
         "model": reference(experiment.reference_of(request)),
         **({} if weights is None else {"weights": weights}),
-        "threads": str(effect.get("threads") or asked.get("threads", experiment.threads)),
+        "threads": str(effect.get("threads") or requested.get("threads", experiment.threads)),
         "max-batch-size": str(largest),
-        **{name: asked[name] for name in ("artefacts", "spinning") if name in asked},
+        **{name: requested[name] for name in ("artefacts", "spinning") if name in requested},
         **({"sequence-length": ",".join(map(str, lengths))} if lengths else {}),
     }
     arguments = tuple(f"--{name}={value}" for name, value in options.items())

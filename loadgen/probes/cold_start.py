@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import loadgen.report.charts as charts
@@ -59,35 +58,19 @@ class ColdStartsFound(Found, frozen=True, kw_only=True):
         ]
 
 
-class ColdStartProbe(Probe):
-    """How long the servers take to start."""
+def measure(context: RunContext) -> None:
+    """Start every arm that abserve launches, several times. Raises `StorageError`, `DeploymentError`."""
+    from loadgen.probes.cold_start_measurement import measure_cold_starts
 
-    finding = ColdStartsFound
-    after_servers = True
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether cold starts are requested."""
-        return repetitions_of(experiment) > 0
-
-    def measure(self, context: RunContext) -> None:
-        """Start every arm that abserve launches, several times. Raises `StorageError`, `DeploymentError`."""
-        from loadgen.probes.cold_start_measurement import measure_cold_starts
-
-        if any(arm.deployment.launched for arm in context.arms.values()):
-            context.enter("cold starts")
-            measure_cold_starts(context, repetitions_of(context.experiment))
-
-    def analyse(self, facts: Facts) -> ColdStartsFound:
-        """The starts as they were stored; their ratios are comparisons like any other."""
-        run = facts.run
-        return ColdStartsFound(starts=run.records_of(ServerStart), containers=run.records_of(ContainerStart))
-
-    def sections(self, result: Result) -> Mapping[str, Sequence[doc.Section | None]]:
-        """The starts, and those of the containers step by step."""
-        return {"Detail": (cold_starts(result), container_starts(result))}
+    if any(arm.deployment.launched for arm in context.arms.values()):
+        context.enter("cold starts")
+        measure_cold_starts(context, repetitions_of(context.experiment))
 
 
-PROBE = ColdStartProbe()
+def analyse(facts: Facts) -> ColdStartsFound:
+    """The starts as they were stored; their ratios are comparisons like any other."""
+    run = facts.run
+    return ColdStartsFound(starts=run.records_of(ServerStart), containers=run.records_of(ContainerStart))
 
 
 def repetitions_of(experiment: Experiment) -> int:
@@ -172,3 +155,13 @@ def _row(start: ContainerStart, sizes: list[int]) -> tuple[str, ...]:
         *("–" if ns is None else f"{ns / 1e9:.2f} s" for ns in (*steps, start.ready_ns, start.first_answer_ns)),
         *("–" if ns is None else f"{number(ns / 1e6)} ms" for ns in answers),
     )
+
+
+PROBE = Probe(
+    wanted=lambda experiment: repetitions_of(experiment) > 0,
+    measure=measure,
+    after_servers=True,
+    finding=ColdStartsFound,
+    analyse=analyse,
+    sections={"Detail": (cold_starts, container_starts)},
+)

@@ -27,7 +27,7 @@ from loadgen.probes.registry import Probe
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import mapping, whole
 from loadgen.records.probes import ArmConditions, CacheProbe, Conditions, GpuCondition
-from loadgen.records.run import ArmRecord, Experiment, Label
+from loadgen.records.run import ArmRecord, Label
 from loadgen.run.machine import utc_now
 from loadgen.run.storage import read_run
 from loadgen.verdict.checks.registry import check_before_load
@@ -51,30 +51,19 @@ _MOST_SECONDS = 30.0
 _LEAST_GROUPS = 6
 
 
-class FairnessProbe(Probe):
-    """Whether the arms are alike and the machine is idle. The checks judge what it stores."""
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether there is load."""
-        return has_load(experiment)
-
-    def measure(self, context: RunContext) -> None:
-        """Store the readings, show the checks on them, and look for caches. Raises `StorageError`."""
-        if context.restart:
-            return
-        context.enter("checking fairness")
-        context.progress.now("nothing is sent while the machine is checked")
-        context.store.write(read_conditions(context.arms, context.records))
-        context.progress.fairness_checked(check_before_load(Facts(read_run(context.store.directory))))
-        context.progress.now("new and repeated requests to every server, to find caches")
-        timed = [
-            probe_cache(arm, context.inputs[arm.payload], context.signatures[label])
-            for label, arm in context.arms.items()
-        ]
-        context.store.write_all(CacheProbe, timed)
-
-
-PROBE = FairnessProbe()
+def measure(context: RunContext) -> None:
+    """Store the readings, show the checks on them, and look for caches. Raises `StorageError`."""
+    if context.restart:
+        return
+    context.enter("checking fairness")
+    context.progress.now("nothing is sent while the machine is checked")
+    context.store.write(read_conditions(context.arms, context.records))
+    context.progress.fairness_checked(check_before_load(Facts(read_run(context.store.directory))))
+    context.progress.now("new and repeated requests to every server, to find caches")
+    timed = [
+        probe_cache(arm, context.inputs[arm.payload], context.signatures[label]) for label, arm in context.arms.items()
+    ]
+    context.store.write_all(CacheProbe, timed)
 
 
 def read_conditions(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> Conditions:
@@ -226,3 +215,6 @@ def _probe_times(
     finally:
         connection.close()
     return fresh, repeated
+
+
+PROBE = Probe(wanted=has_load, measure=measure)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from loadgen.experiment.schedule import closed_loop, has_load, interleave, load_workloads
-from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.handicap_analysis import (
     BESIDE,
@@ -51,33 +50,22 @@ MOST_SETTINGS = 8
 OPEN_USERS = 16
 
 
-class HandicapProbe(Probe):
-    """Whether an arm that abserve starts is slower than the same server with its own defaults."""
-
-    finding = HandicapsFound
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether there is load, and the user did not switch the check off."""
-        return experiment.handicap_check and has_load(experiment)
-
-    def measure(self, context: RunContext) -> None:
-        """Load every arm beside its plain server at the first start of the servers. Raises `StorageError`."""
-        if context.restart:
-            return
-        context.enter("comparing each arm with its server's defaults")
-        record = HandicapRecord(arms=tuple(_tuning(context, label) for label in context.arms))
-        context.store.write(record)
-        loads = probe_loads(load_workloads(context.experiment.workloads))
-        for arm in record.arms:
-            if arm.settings and arm.reason is None:
-                record = _measure_arm(context, arm, loads, record)
-
-    def analyse(self, facts: Facts) -> HandicapsFound:
-        """The handicap of every arm and load."""
-        return analyse(facts)
+def wanted(experiment: Experiment) -> bool:
+    """Whether there is load, and the user did not switch the check off."""
+    return experiment.handicap_check and has_load(experiment)
 
 
-PROBE = HandicapProbe()
+def measure(context: RunContext) -> None:
+    """Load every arm beside its plain server at the first start of the servers. Raises `StorageError`."""
+    if context.restart:
+        return
+    context.enter("comparing each arm with its server's defaults")
+    record = HandicapRecord(arms=tuple(_tuning(context, label) for label in context.arms))
+    context.store.write(record)
+    loads = probe_loads(load_workloads(context.experiment.workloads))
+    for arm in record.arms:
+        if arm.settings and arm.reason is None:
+            record = _measure_arm(context, arm, loads, record)
 
 
 def _tuning(context: RunContext, label: Label) -> ArmTuning:
@@ -175,3 +163,6 @@ def _server(context: RunContext, label: Label, tuning: str, name: str) -> Abstra
     request = msgspec.structs.replace(arm.request, settings=arm.request.settings | {"tuning": tuning})
     work = context.work / f"handicap-{label}-{name}"
     return context.second_server(replace(arm, request=request), context.experiment, context.store, work)
+
+
+PROBE = Probe(wanted=wanted, measure=measure, finding=HandicapsFound, analyse=analyse)

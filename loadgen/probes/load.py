@@ -29,7 +29,7 @@ from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of, summarise_blocks, without_field_in
 from loadgen.probes.registry import Probe
 from loadgen.quantities import counted, items, join, measured, number, share
-from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Workload, item_of, shown
+from loadgen.records.run import Found, Label, Pairing, Record, Workload, item_of, shown
 from loadgen.run.storage import StoredBlock
 from loadgen.verdict.result import Result
 
@@ -67,50 +67,34 @@ class LoadFound(Found, frozen=True, kw_only=True):
     """One entry per arm and workload."""
 
 
-class LoadProbe(Probe):
-    """The load, and whether the servers merged requests into batches."""
+def measure(context: RunContext) -> None:
+    """Run this restart's share of the rounds, or rounds until the time is up or all is decided."""
+    experiment = context.experiment
+    title = "load" if experiment.restarts == 1 else f"load, restart {context.restart + 1} of {experiment.restarts}"
+    rounds = None
+    if experiment.until_decided or experiment.minutes is not None:
+        rounds = Rounds(context, context.done, context.load_deadline())
+        title += f", {rounds.forecast()}"
+    context.enter(title)
+    context.forecast.load_begins()
+    if rounds is not None:
+        rounds.run()
+        return
+    planned = schedule(experiment)
+    blocks = [block for block in planned if block.restart == context.restart]
+    context.load_runner().run(blocks, context.forecast, planned=len(planned))
 
-    finding = LoadFound
 
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether there is load."""
-        return has_load(experiment)
-
-    def measure(self, context: RunContext) -> None:
-        """Run this restart's share of the rounds, or rounds until the time is up or all is decided."""
-        experiment = context.experiment
-        title = "load" if experiment.restarts == 1 else f"load, restart {context.restart + 1} of {experiment.restarts}"
-        rounds = None
-        if experiment.until_decided or experiment.minutes is not None:
-            rounds = Rounds(context, context.done, context.load_deadline())
-            title += f", {rounds.forecast()}"
-        context.enter(title)
-        context.forecast.load_begins()
-        if rounds is not None:
-            rounds.run()
-            return
-        planned = schedule(experiment)
-        blocks = [block for block in planned if block.restart == context.restart]
-        context.load_runner().run(blocks, context.forecast, planned=len(planned))
-
-    def analyse(self, facts: Facts) -> LoadFound:
-        """The executed batches of every arm and workload with requests."""
-        loads = {workload.name: workload for workload in facts.run.experiment.workloads if workload.has_blocks}
-        return LoadFound(
-            executed_batches=tuple(
-                _judge(loads[summary.workload], summary)
-                for summary in facts.summaries
-                if summary.requests and summary.workload in loads
-            )
+def analyse(facts: Facts) -> LoadFound:
+    """The executed batches of every arm and workload with requests."""
+    loads = {workload.name: workload for workload in facts.run.experiment.workloads if workload.has_blocks}
+    return LoadFound(
+        executed_batches=tuple(
+            _judge(loads[summary.workload], summary)
+            for summary in facts.summaries
+            if summary.requests and summary.workload in loads
         )
-
-    def sections(self, result: Result) -> Mapping[str, Sequence[doc.Section | None]]:
-        """The latencies, the throughputs, the batches, and every block."""
-        makers = (latency, batch_sizes, sequence_lengths, open_loops, executed_batches, measurements, blocks)
-        return {"Detail": [make(result) for make in makers]}
-
-
-PROBE = LoadProbe()
+    )
 
 
 def _judge(workload: Workload, summary: WorkloadSummary) -> ExecutedBatches:
@@ -714,3 +698,12 @@ def open_loops(result: Result) -> doc.Section | None:
         "was sent, in the worst block; the generator's own lag excludes waiting for a busy connection."
     )
     return doc.section("Open loops", doc.Table(columns, rows, caption=caption, grouped=True))
+
+
+PROBE = Probe(
+    wanted=has_load,
+    measure=measure,
+    finding=LoadFound,
+    analyse=analyse,
+    sections={"Detail": (latency, batch_sizes, sequence_lengths, open_loops, executed_batches, measurements, blocks)},
+)

@@ -8,7 +8,6 @@ then adds noise to a found rate and no bias.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from itertools import count, groupby
 from random import Random
 from statistics import fmean
@@ -20,7 +19,6 @@ import msgspec
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.experiment.schedule import ScheduledBlock, arrival_count, closed_loop, schedule_seed, search_schedule
-from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import measured_answers, throughput_per_s
 from loadgen.probes.rate_search_analysis import (
     RampFound,
@@ -52,61 +50,46 @@ _PILOT_SECONDS = 0.5
 _PILOT_REQUESTS = 12
 
 
-class RateSearchProbe(Probe):
-    """The highest rate within a latency bound, and the throughput at saturation."""
-
-    finding = RatesFound
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether any search or ramp is requested."""
-        return bool(search_schedule(experiment))
-
-    def measure(self, context: RunContext) -> None:
-        """Run the searches and ramps of this start of the servers, in order. Raises `LoadError`, `StorageError`."""
-        schedule = search_schedule(context.experiment)
-        to_come = [entry.workload for entry in schedule if entry.restart >= context.restart and entry.position == 0]
-        planned = [entry for entry in schedule if entry.restart == context.restart]
-        took: dict[str, list[float]] = {}
-        rates: dict[tuple[str, Label], float] = {}
-        """The rates found at this start of the servers."""
-        context.forecast.load_begins()
-        for (workload, _), pair in groupby(planned, key=lambda entry: (entry.workload, entry.round)):
-            entries, began = list(pair), monotonic()
-            if workload.scenario == "slo":
-                context.enter(f"searching for the highest rate with p99 ≤ {workload.latency_bound_ms:g} ms")
-                users = min(workload.concurrency, WARM_UP_USERS)
-                context.warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
-                for entry in entries:
-                    key = workload.name, entry.label
-                    rate = search_rate(
-                        context,
-                        context.arms[entry.label],
-                        workload,
-                        round_number=entry.round,
-                        position=entry.position,
-                        earlier_rate=rates.get(key),
-                    )
-                    if rate is not None:
-                        rates[key] = rate
-            else:
-                context.enter("adding users until the servers are saturated")
-                _climb(context, entries)
-            to_come.remove(workload)
-            took.setdefault(workload.name, []).append(monotonic() - began)
-            seen = [seconds for many in took.values() for seconds in many]
-            context.forecast.searches_take(sum(fmean(took.get(left.name, seen)) for left in to_come))
-            context.progress.plan(context.forecast.remaining_s())
-
-    def analyse(self, facts: Facts) -> RatesFound:
-        """The stored trials and the result of each search and ramp."""
-        return analyse(facts)
-
-    def sections(self, result: Result) -> Mapping[str, Sequence[doc.Section | None]]:
-        """The searches and the ramps."""
-        return {"Detail": (rate_search(result), ramp(result))}
+def wanted(experiment: Experiment) -> bool:
+    """Whether any search or ramp is requested."""
+    return bool(search_schedule(experiment))
 
 
-PROBE = RateSearchProbe()
+def measure(context: RunContext) -> None:
+    """Run the searches and ramps of this start of the servers, in order. Raises `LoadError`, `StorageError`."""
+    schedule = search_schedule(context.experiment)
+    to_come = [entry.workload for entry in schedule if entry.restart >= context.restart and entry.position == 0]
+    planned = [entry for entry in schedule if entry.restart == context.restart]
+    took: dict[str, list[float]] = {}
+    rates: dict[tuple[str, Label], float] = {}
+    """The rates found at this start of the servers."""
+    context.forecast.load_begins()
+    for (workload, _), pair in groupby(planned, key=lambda entry: (entry.workload, entry.round)):
+        entries, began = list(pair), monotonic()
+        if workload.scenario == "slo":
+            context.enter(f"searching for the highest rate with p99 ≤ {workload.latency_bound_ms:g} ms")
+            users = min(workload.concurrency, WARM_UP_USERS)
+            context.warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
+            for entry in entries:
+                key = workload.name, entry.label
+                rate = search_rate(
+                    context,
+                    context.arms[entry.label],
+                    workload,
+                    round_number=entry.round,
+                    position=entry.position,
+                    earlier_rate=rates.get(key),
+                )
+                if rate is not None:
+                    rates[key] = rate
+        else:
+            context.enter("adding users until the servers are saturated")
+            _climb(context, entries)
+        to_come.remove(workload)
+        took.setdefault(workload.name, []).append(monotonic() - began)
+        durations = [seconds for many in took.values() for seconds in many]
+        context.forecast.searches_take(sum(fmean(took.get(left.name, durations)) for left in to_come))
+        context.progress.plan(context.forecast.remaining_s())
 
 
 def search_rate(
@@ -462,3 +445,8 @@ def _ramp_note(ramp: RampFound) -> str:
     if ramp.saturation_per_s is None:
         return "cut short"
     return "" if ramp.saturated else "not saturated: throughput still grew in the last step"
+
+
+PROBE = Probe(
+    wanted=wanted, measure=measure, finding=RatesFound, analyse=analyse, sections={"Detail": (rate_search, ramp)}
+)

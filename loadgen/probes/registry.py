@@ -10,7 +10,8 @@ The checks and the verdict stand below the probes. What they read of one is in `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -32,37 +33,28 @@ MODULES = tuple(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One question about a run; a probe overrides the parts that it has.
+    """One question about a run, as the functions that answer it.
 
     `Any` stands for types of the rooms above this module: a `RunContext`, `Facts`, a `Result`, a report's `Section`.
     """
 
-    finding: type[Found] | None = None
-    """What `analyse` returns; None without an analysis."""
+    wanted: Callable[[Experiment], bool]
+    """Whether an experiment measures it."""
+    measure: Callable[[Any], None]
+    """Measures and stores, given the run's context: at every start of the servers, when they are up and warm and give
+    the same answers, or once after they are stopped."""
     after_servers: bool = False
     """Whether it measures when all servers are stopped, once per run."""
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether this experiment measures it."""
-        raise NotImplementedError
-
-    def measure(self, context: Any) -> None:
-        """Measure and store. Called at every start of the servers, when they are up and warm and give the same answers,
-        or once after they are stopped."""
-        raise NotImplementedError
-
-    def analyse(self, facts: Any) -> Found:
-        """The finding, computed from the records alone."""
-        raise NotImplementedError
-
-    def conclude(self, finding: Any, facts: Any) -> Any:  # noqa: ARG002 (for probes that need the verdicts)
-        """The finding with what follows from the verdicts of the comparisons, which `facts` now hold."""
-        return finding
-
-    def sections(self, result: Any) -> Mapping[str, Sequence[Any]]:  # noqa: ARG002 (for probes with sections)
-        """Its sections of the report, or None in place of one without content, by chapter: Why, Detail or Proof."""
-        return {}
+    finding: type[Found] | None = None
+    """What `analyse` returns; None without an analysis."""
+    analyse: Callable[[Any], Found] | None = None
+    """Computes the finding from the facts of a run, which are its records alone."""
+    conclude: Callable[[Any, Any], Found] | None = None
+    """Adds to the finding what follows from the verdicts of the comparisons, which the facts then hold."""
+    sections: Mapping[str, Sequence[Callable[[Any], Any]]] = field(default_factory=dict)
+    """By chapter of the report (Why, Detail or Proof): functions that make one section of a result each, or None."""
 
 
 def probes() -> list[Probe]:

@@ -38,15 +38,13 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
 def result_document(result: Result) -> doc.Document:
     """The chapters and sections of a result in their order, for all formats."""
     base, *others = titles(result).values()
-    of_probes = [probe.sections(result) for probe in probes()]
+    measured = probes()
 
     def sections(title: str, makers: Sequence[MakeSection | None]) -> Iterator[doc.Section]:
         for make in makers:
-            if make is PROBES:
-                made = [section for chapters in of_probes for section in chapters.get(title, ())]
-            else:
-                made = [make(result)]
-            yield from (section for section in made if section is not None)
+            of_probes = (maker for probe in measured for maker in probe.sections.get(title, ()))
+            chosen = of_probes if make is PROBES else [make]
+            yield from (section for maker in chosen if (section := maker(result)) is not None)
 
     what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(

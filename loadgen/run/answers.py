@@ -126,10 +126,10 @@ def _alone(arms: Mapping[Label, ParityTarget], lengths: Collection[int]) -> dict
     (baseline, first), *others = arms.items()
     each: Sequence[int | None] = sorted(lengths) or [None]
     groups = list(chain.from_iterable(map(first.inputs.groups, each)))
-    wanted = [item for items in zip_longest(*groups) for item in items if item is not None and item < count]
+    items_to_send = [item for items in zip_longest(*groups) for item in items if item is not None and item < count]
     answers: dict[int, Answer] = {}
     ends_s = monotonic() + PARITY_SECONDS
-    for item in wanted:
+    for item in items_to_send:
         if len(answers) >= max(LEAST_PARITY_ITEMS, len(groups)) and monotonic() > ends_s:
             break
         [answers[item]] = _ask_all(baseline, first, [(item,)], at_once=1)
@@ -150,8 +150,8 @@ def _cases(
         for label, arm in arms.items()
     }
     first, *others = arms
-    asked, count = len(alone[first]), arms[first].inputs.count
-    title_alone = "each input alone" if asked == count else f"each of {asked} of {count} inputs alone"
+    sent_count, count = len(alone[first]), arms[first].inputs.count
+    title_alone = "each input alone" if sent_count == count else f"each of {sent_count} of {count} inputs alone"
     cases = []
     for label in others:
         of = "" if len(others) == 1 else f"{label}: "
@@ -193,10 +193,10 @@ def mixed_batches(groups: Sequence[Sequence[int]], max_batch_size: int) -> list[
     last."""
     batches = []
     following = [0] * len(groups)
-    for place, wanted in enumerate(_MIXED_SIZES):
+    for place, planned_size in enumerate(_MIXED_SIZES):
         chosen = place % len(groups)
         group = groups[chosen]
-        size = min(wanted, max_batch_size, len(group))
+        size = min(planned_size, max_batch_size, len(group))
         batches.append(tuple(group[(following[chosen] + offset) % len(group)] for offset in range(size)))
         following[chosen] += size
     return batches
@@ -344,19 +344,19 @@ class AnswersUnderLoad:
         for label, arm in arms.items():
             reference = first if arms[first].payload == arm.payload else label
             of_arm = [sample for sample in self.samples if sample.label == label]
-            asked = ParityTarget(
+            target = ParityTarget(
                 arms[reference].target, signatures[reference], inputs[arm.payload], arm.request_timeout_s
             )
             error: str | None = None
             expected: list[list[Answer]] = []
             try:
-                variation = find_variation(asked.inputs, asked.signature)
-                expected = [_ask_alone(asked, variation, self.seed, sample) for sample in of_arm]
+                variation = find_variation(target.inputs, target.signature)
+                expected = [_ask_alone(target, variation, self.seed, sample) for sample in of_arm]
             except (AnswerError, ConnectionRefused, InputError) as exc:
                 error = f"arm {reference} does not answer the inputs of the load again: {exc}"
             alone = list(chain.from_iterable(expected))
             typical = _typical(alone) if alone else {}
-            rules = asked.rules(self.tolerance)
+            rules = target.rules(self.tolerance)
             for workload in dict.fromkeys(sample.workload.name for sample in of_arm):
                 record = AnswersCompared(
                     workload=workload, label=label, restart=restart, answers=0, items=0, wrong=0, relative_max=None,

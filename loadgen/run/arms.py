@@ -122,22 +122,22 @@ def ensemble_totals(ensemble: StageTotals, steps: Sequence[tuple[StepRecord, Sta
         )
         for step, totals in steps
     ]  # fmt: skip
-    known = [totals for _, totals in steps if totals is not None]
-    if len(known) < len(reported):
+    measured = [totals for _, totals in steps if totals is not None]
+    if len(measured) < len(reported):
         unknown = dict.fromkeys(("executions", "queue_ns", *_COMPUTE, "decode_ns"))
         return msgspec.structs.replace(ensemble, **unknown, batches={}, steps=tuple(reported))
     computing = [step for step in reported if not step.decodes]
     longest = max(computing, key=lambda step: (step.totals and step.totals.compute_infer_ns) or 0)
     place = reported.index(longest)
-    executed = known[place]
+    executed = measured[place]
     reported[place] = msgspec.structs.replace(longest, executes=True)
-    decoders = [totals for step, totals in zip(reported, known, strict=True) if step.decodes]
-    executors = [totals for step, totals in zip(reported, known, strict=True) if not step.decodes]
+    decoders = [totals for step, totals in zip(reported, measured, strict=True) if step.decodes]
+    executors = [totals for step, totals in zip(reported, measured, strict=True) if not step.decodes]
     return msgspec.structs.replace(
         ensemble,
         executions=executed.executions,
         batches=executed.batches,
-        queue_ns=_sum(known, "queue_ns"),
+        queue_ns=_sum(measured, "queue_ns"),
         decode_ns=_sum(decoders, *_COMPUTE) if decoders else None,
         **{name: _sum(executors, name) for name in _COMPUTE},
         steps=tuple(reported),

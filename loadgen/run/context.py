@@ -237,6 +237,6 @@ def used_share(
         rate = min(rate, load.rate_per_s)
     ceiling = (outcome.requests + outcome.cool_down) / (outcome.cpu_ns / 1e9)
     if calibration is not None:
-        known = ceiling_images_per_s(calibration, experiment.transport, payload, load.batch_size)
-        ceiling = ceiling if known is None else known / load.batch_size
+        calibrated = ceiling_images_per_s(calibration, experiment.transport, payload, load.batch_size)
+        ceiling = ceiling if calibrated is None else calibrated / load.batch_size
     return rate / (of * ceiling)

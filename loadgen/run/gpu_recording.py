@@ -66,9 +66,9 @@ class GpuRecording:
 
     def processes(self, label: Label, pids: Collection[int], unknown: str | None) -> None:
         """Add processes of an arm's server; those that end stay in the set. `unknown`: why there are none."""
-        known = self.pids.setdefault(label, set())
-        known.update(pids)
-        if known:
+        arm_pids = self.pids.setdefault(label, set())
+        arm_pids.update(pids)
+        if arm_pids:
             self.processes_unknown.pop(label, None)
         else:
             self.processes_unknown[label] = unknown or "they cannot be seen"

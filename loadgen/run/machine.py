@@ -52,8 +52,8 @@ def read_environment(gpu: dict[str, object], inputs: dict[str, str | int]) -> En
 
 def command_line() -> str:
     """The command that runs, without the values of headers; bytes that are not UTF-8 become escapes."""
-    given = shlex.join([Path(sys.argv[0]).name, *without_secrets(sys.argv[1:])])
-    return given.encode("utf-8", "backslashreplace").decode()
+    command = shlex.join([Path(sys.argv[0]).name, *without_secrets(sys.argv[1:])])
+    return command.encode("utf-8", "backslashreplace").decode()
 
 
 def read_host() -> dict[str, str | int | float | None]:
@@ -133,15 +133,15 @@ def fingerprint(
 ) -> str:
     """12 hexadecimal digits of SHA-256 over the MACHINE fields of `host` (an `Environment.host`), the given versions
     of packages, and the driver and devices of `gpu` (a `/gpu-info` document)."""
-    known: dict[str, Any] = {"host": {name: host.get(name) for name in MACHINE}}
+    properties: dict[str, Any] = {"host": {name: host.get(name) for name in MACHINE}}
     if packages is not None:
-        known["packages"] = dict(sorted(packages.items()))
+        properties["packages"] = dict(sorted(packages.items()))
     devices = [device for device in (gpu or {}).get("devices") or [] if isinstance(device, Mapping)]
     if devices:
         nvml = (gpu or {}).get("nvml")
-        known["driver"] = nvml.get("driver_version") if isinstance(nvml, Mapping) else None
-        known["devices"] = [{name: device.get(name) for name in DEVICE} for device in devices]
-    return hashlib.sha256(msgspec.json.encode(known, order="sorted")).hexdigest()[:12]
+        properties["driver"] = nvml.get("driver_version") if isinstance(nvml, Mapping) else None
+        properties["devices"] = [{name: device.get(name) for name in DEVICE} for device in devices]
+    return hashlib.sha256(msgspec.json.encode(properties, order="sorted")).hexdigest()[:12]
 
 
 def cache_path(kind: str, digest: str) -> Path:

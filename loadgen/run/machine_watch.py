@@ -78,7 +78,7 @@ def machine_load(before: ProcessorReading, after: ProcessorReading, servers: Seq
     """The difference of two readings. `servers` are processes besides this one's descendants; None if unknown."""
     roots = (os.getpid(), *(servers or ()))
     own_before, own_after = descendants(before.processes, roots), descendants(after.processes, roots)
-    known = _all_ticks(after, own_after) - _all_ticks(before, own_before)
+    our_ticks = _all_ticks(after, own_after) - _all_ticks(before, own_before)
     stolen, waited_ns = None, None
     if before.steal_ticks is not None and after.steal_ticks is not None:
         stolen = (after.steal_ticks - before.steal_ticks) * TICK_NS
@@ -88,7 +88,7 @@ def machine_load(before: ProcessorReading, after: ProcessorReading, servers: Seq
         total_ns=(after.total_ticks - before.total_ticks) * TICK_NS,
         steal_ns=stolen,
         busy_ns=(after.busy_ticks - before.busy_ticks) * TICK_NS,
-        known_ns=None if servers is None else known * TICK_NS,
+        known_ns=None if servers is None else our_ticks * TICK_NS,
         others=() if servers is None else _busiest(before, after, own_after),
         runnable=before.runnable,
         waited_ns=waited_ns,

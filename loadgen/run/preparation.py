@@ -94,8 +94,8 @@ def model_name(arm: ArmRequest, experiment: Experiment, deployments: Mapping[Lab
         for other in experiment.arms
         if other.model == arm.model and experiment.payload_of(other) == experiment.payload_of(arm)
     )
-    known = (deployments[other.label].model for other in alike if other.label in deployments)
-    return experiment.model_of(arm) or next(filter(None, known), experiment.model)
+    names = (deployments[other.label].model for other in alike if other.label in deployments)
+    return experiment.model_of(arm) or next(filter(None, names), experiment.model)
 
 
 def export_artefacts(
@@ -103,7 +103,7 @@ def export_artefacts(
 ) -> None:
     """Run `abserve export` for the arms that need it, once per file, and pass its output lines on. A model that is a
     file itself needs none. Raises `PreparationError`."""
-    wanted = {
+    exports = {
         (
             reference(experiment.reference_of(arm)),
             arm.settings.get("artefacts", ""),
@@ -113,7 +113,7 @@ def export_artefacts(
         for arm in experiment.arms
         if needs_artefact(arm) and not _is_file(experiment.reference_of(arm))
     }  # a JPEG variant executes the file of the UINT8 one, TF32 that of FP32; the export knows the default precision
-    for model, place, payload, precision in sorted(wanted):
+    for model, place, payload, precision in sorted(exports):
         argv = [*abserve, "export", "--model", model]
         argv += ["--weights", experiment.weights] if experiment.weights != MODEL_WEIGHTS else []
         argv += ["--payload", payload] if payload else []
@@ -187,9 +187,9 @@ def prepare_inputs(
     signature = signature_of(place, experiment.payload_of(experiment.baseline))
     if signature is None:
         return padded, None
-    given = make_inputs(experiment, folder, signature)
+    by_payload = make_inputs(experiment, folder, signature)
     try:
-        return padded, {payload: as_model_inputs(inputs, samples, place) for payload, inputs in given.items()}
+        return padded, {payload: as_model_inputs(inputs, samples, place) for payload, inputs in by_payload.items()}
     except InputError as exc:
         raise InputError(f"--inputs {experiment.inputs}: {exc}") from exc
 
@@ -197,9 +197,9 @@ def prepare_inputs(
 def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -> Experiment:
     """The experiment with the sizes to which servers pad. Raises `InputError` for settings that the model has no axis
     for, and for lengths that the samples do not have."""
-    asked = [("--sequence-length", experiment.sequence_length), ("--pad-to", experiment.pad_to)]
+    options = [("--sequence-length", experiment.sequence_length), ("--pad-to", experiment.pad_to)]
     if samples.axis is None:
-        if option := next((option for option, value in asked if value), None):
+        if option := next((option for option, value in options if value), None):
             raise InputError(f"{experiment.model} has no inputs of variable length; leave {option} out")
         return msgspec.structs.replace(experiment, pad_to=None, cannot_pad={})
     largest = largest_length(folder)

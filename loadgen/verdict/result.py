@@ -118,8 +118,7 @@ def analyse_run(run: StoredRun) -> Result:
         )
     )
     facts = Facts(run, blocks, summaries, breakdowns)
-    analyses = {probe.finding.STUDY: probe for probe in probes() if probe.finding is not None}
-    findings = {name: probe.analyse(facts) for name, probe in analyses.items()}
+    findings = {probe.finding.STUDY: probe.analyse(facts) for probe in probes() if probe.finding and probe.analyse}
     facts = replace(facts, findings=findings)
     requests = PooledRequests(run.blocks).by_block
     drafts = compare_all(run.experiment, blocks, facts.figures, requests, facts.item)
@@ -131,8 +130,12 @@ def analyse_run(run: StoredRun) -> Result:
     checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
     facts = replace(facts, comparisons=comparisons)
-    findings = {name: probe.conclude(findings[name], facts) for name, probe in analyses.items()}
-    facts = replace(facts, findings=findings)
+    concluded = {
+        probe.finding.STUDY: probe.conclude(findings[probe.finding.STUDY], facts)
+        for probe in probes()
+        if probe.finding and probe.conclude
+    }
+    facts = replace(facts, findings=findings | concluded)
     titles = {request.label: request.target for request in run.experiment.arms}
     titles |= {arm.label: arm.title for arm in run.arms}
     verdict = reach_verdict(facts, titles, checks)

@@ -500,7 +500,7 @@ class Batcher:
         complete = []
         for request, answer in zip(batch.requests, answers, strict=True):
             try:
-                for name, window in request.output_windows.items():
+                for name, window in request.output_windows.items() if request.output_windows else ():
                     memory = request.borrowed_outputs.get(name)
                     if memory is None:
                         window.write(answer[name])
@@ -602,7 +602,7 @@ def _open_device_memory(request: QueuedRequest, device: int | None) -> None:
     used = []
     try:
         for borrowed, windows in ((inputs, request.input_windows), (outputs, request.output_windows)):
-            for name, window in windows.items():
+            for name, window in windows.items() if windows else ():
                 if window.on(device):
                     borrowed[name] = window.borrow()
                     used.append(window)

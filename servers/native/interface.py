@@ -71,8 +71,8 @@ class QueuedRequest:
     front_end: FrontEnd | None = None
     engine: EngineLink | None = None
     number: int = 0
-    input_windows: Mapping[str, CudaWindow] = field(default_factory=lambda: _NOTHING)
-    output_windows: Mapping[str, CudaWindow] = field(default_factory=lambda: _NOTHING)
+    input_windows: Mapping[str, CudaWindow] | None = None
+    output_windows: Mapping[str, CudaWindow] | None = None
     borrowed: Sequence[CudaWindow] = ()  # the windows that the engine uses itself, as the two below, until it is done
     borrowed_inputs: Mapping[str, DeviceMemory] = field(default_factory=lambda: _NOTHING)
     borrowed_outputs: Mapping[str, DeviceMemory] = field(default_factory=lambda: _NOTHING)
@@ -87,7 +87,7 @@ class QueuedRequest:
         self.inputs = _NOTHING
         for window in self.borrowed:
             window.release()
-        self.device_inputs, self.input_windows, self.borrowed_inputs, self.borrowed = _NOTHING, _NOTHING, _NOTHING, ()
+        self.device_inputs, self.input_windows, self.borrowed_inputs, self.borrowed = _NOTHING, None, _NOTHING, ()
 
 
 class Waiter(Protocol):

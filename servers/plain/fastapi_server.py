@@ -7,7 +7,6 @@ Inference-Header-Content-Length is the length of the JSON. The response has the 
 import asyncio
 import json
 import math
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,10 +18,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from servers.cli.options import from_argument
 from servers.models.specification import ModelSpecification
 from servers.plain.report import DTYPES, Report, check_input, check_values, module_of, read_runtime
-from servers.plain.settings import PlainSettings
+from servers.plain.settings import PlainSettings, of_process
 from servers.protocol.tensors import Array
 
 LENGTH = "Inference-Header-Content-Length"
@@ -135,7 +133,7 @@ def add_routes(app: FastAPI, spec: ModelSpecification, report: Report) -> None:
 
 
 def main() -> None:
-    model = PlainModel(settings := from_argument(PlainSettings, sys.argv[1:]))
+    model = PlainModel(settings := of_process())
     runtime = read_runtime(settings, model.module, model.infer)
     batcher, app = PlainBatcher(model, settings.max_queue_delay_us), FastAPI()
     add_routes(app, model.spec, Report("fastapi", settings, lambda: runtime))

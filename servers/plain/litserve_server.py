@@ -8,21 +8,19 @@ rows. So the worker executes at most the model's largest batch at once.
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import MutableMapping
 from typing import Annotated, Any
 
 import litserve
 from fastapi import Depends, Request, Response
 
-from servers.cli.options import from_argument
 from servers.gpu.info import Runtime
 from servers.plain.fastapi_server import LENGTH, PlainModel, add_routes, decode, encode
 from servers.plain.report import Report, read_runtime
-from servers.plain.settings import PlainSettings
+from servers.plain.settings import PlainSettings, of_process
 from servers.protocol.tensors import Array
 
-SETTINGS = from_argument(PlainSettings, sys.argv[1:])
+SETTINGS = of_process()
 SPEC = SETTINGS.specification()
 Decoded = tuple[list[Array], dict[str, Any]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from pydantic_settings import BaseSettings
 
 from servers.cli import defaults
 from servers.cli.defaults import ALL
-from servers.cli.options import OptionTraits, Tuning, settings_of
+from servers.cli.options import OptionTraits, Tuning, from_argument, settings_of
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 
@@ -54,3 +55,8 @@ class PlainSettings(BaseSettings):
         if variants[0].file is not None:
             raise UnknownModelError(f"a plain server executes torch modules, and {variants[0].label} is a file")
         return replace(variants[0], max_batch_size=self.max_batch_size or variants[0].max_batch_size)
+
+
+def of_process() -> PlainSettings:
+    """The settings of this process, from its argument."""
+    return from_argument(PlainSettings, sys.argv[1:])

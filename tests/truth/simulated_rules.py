@@ -171,7 +171,7 @@ def play(ending: Ending, machine: Machine, rng: np.random.Generator, *, tails: b
     with patch.multiple(
         load_probe, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledRequests=lambda _: unread
     ):
-        load_probe.PROBE.measure(load)  # type: ignore[arg-type]
+        load_probe.measure(load)  # type: ignore[arg-type]
     return compare_all(plan, load.blocks, requests=latencies(load.blocks, rng) if tails else None)
 
 

@@ -211,8 +211,12 @@ def _health(
     uuid = None if device is None else device.uuid
     drivers = {h.driver_version for h in readings.headers} | {e.driver_version for e in readings.edges}
     drivers.discard(None)
-    known = [{d.uuid for d in header.devices} for header in readings.headers if header.devices]
-    changed = any(uuids != known[0] for uuids in known[1:]) if uuid is None else any(uuid not in k for k in known)
+    device_sets = [{d.uuid for d in header.devices} for header in readings.headers if header.devices]
+    changed = (
+        any(uuids != device_sets[0] for uuids in device_sets[1:])
+        if uuid is None
+        else any(uuid not in k for k in device_sets)
+    )
     backwards = device is not None and bool((np.diff(device.energy_joules) < 0).any())
     return Health(
         status=readings.status,

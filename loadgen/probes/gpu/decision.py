@@ -128,14 +128,14 @@ class EnergyCurve:
     def total(self, windows: Sequence[TimeSpan]) -> float | None:
         """Energy over all windows; None if one is unknown or there are no windows."""
         parts = [self.between(window) for window in windows]
-        known = [part for part in parts if part is not None]
-        return sum(known) if parts and len(known) == len(parts) else None
+        joules = [part for part in parts if part is not None]
+        return sum(joules) if parts and len(joules) == len(parts) else None
 
     def coverage(self, windows: Sequence[TimeSpan]) -> float:
         """Share of the windows' time with a known energy."""
         whole = sum(window.seconds for window in windows)
-        known = sum(window.seconds for window in windows if self.between(window) is not None)
-        return known / whole if whole > 0 else 0.0
+        covered = sum(window.seconds for window in windows if self.between(window) is not None)
+        return covered / whole if whole > 0 else 0.0
 
     def _at(self, at_ns: int) -> float | None:
         after = int(np.searchsorted(self.at_ns, at_ns))
@@ -185,9 +185,9 @@ def measure_gpu(
     load, idle = busy(device, windows, thresholds), busy(device, gaps, thresholds)
     curve = energy_curve(device, thresholds)
     energy = curve.total(windows)
-    known = [(joules, gap.seconds) for gap in gaps if (joules := curve.between(gap)) is not None]
-    known_s = sum(seconds for _, seconds in known)
-    idle_power = sum(joules for joules, _ in known) / known_s if known_s > 0 else None
+    gap_energies = [(joules, gap.seconds) for gap in gaps if (joules := curve.between(gap)) is not None]
+    gaps_s = sum(seconds for _, seconds in gap_energies)
+    idle_power = sum(joules for joules, _ in gap_energies) / gaps_s if gaps_s > 0 else None
     excess = None if energy is None or idle_power is None else energy - idle_power * load.window_s
     idle_bins = bins(gaps, thresholds.bin_s)
     idle_watts = [joules / part.seconds for part in idle_bins if (joules := curve.between(part)) is not None]

@@ -15,7 +15,6 @@ import msgspec
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.experiment.schedule import ScheduledBlock, has_load
-from loadgen.metrics.facts import Facts
 from loadgen.probes.gpu.analysis import ControlRun, GpuFound, analyse, assess_run
 from loadgen.probes.gpu.records import EvidenceRecord, GpuFinding, ReadingsError
 from loadgen.probes.registry import Probe
@@ -42,40 +41,20 @@ CAPTION = (
 )
 
 
-class GpuProbe(Probe):
-    """Which processor did the work?"""
-
-    finding = GpuFound
-
-    def wanted(self, experiment: Experiment) -> bool:
-        """Whether there is load."""
-        return has_load(experiment)
-
-    def measure(self, context: RunContext) -> None:
-        """Judge, run the control, judge again with it. The first judgement survives an interrupt."""
-        recording = context.gpu.recording
-        if recording is None:
-            return
-        context.gpu.note_processes()  # of this restart: they have ended by the time they are judged
-        if not context.last:
-            return
-        context.enter("verifying where the model ran")
-        _judge(context, recording, {})
-        controls = _run_controls(context, recording)
-        recording.stop()
-        _judge(context, recording, controls)
-        context.gpu.close()
-
-    def analyse(self, facts: Facts) -> GpuFound:
-        """The evidence as it was stored with the run, and the readings behind it."""
-        return analyse(facts)
-
-    def sections(self, result: Result) -> Mapping[str, Sequence[doc.Section | None]]:
-        """The findings, and the GPU's activity over the run."""
-        return {"Proof": (gpu_verification(result),)}
-
-
-PROBE = GpuProbe()
+def measure(context: RunContext) -> None:
+    """Judge, run the control, judge again with it. The first judgement survives an interrupt."""
+    recording = context.gpu.recording
+    if recording is None:
+        return
+    context.gpu.note_processes()  # of this restart: they have ended by the time they are judged
+    if not context.last:
+        return
+    context.enter("verifying where the model ran")
+    _judge(context, recording, {})
+    controls = _run_controls(context, recording)
+    recording.stop()
+    _judge(context, recording, controls)
+    context.gpu.close()
 
 
 def _judge(context: RunContext, recording: GpuRecording, controls: Mapping[Label, ControlRun]) -> None:
@@ -335,3 +314,8 @@ def _shading(result: Result) -> list[doc.Figure]:
         {**shape, "x0": charts.rounded(start / 60.0), "x1": charts.rounded(end / 60.0), "fillcolor": fill}
         for start, end, fill in spans
     ]
+
+
+PROBE = Probe(
+    wanted=has_load, measure=measure, finding=GpuFound, analyse=analyse, sections={"Proof": (gpu_verification,)}
+)

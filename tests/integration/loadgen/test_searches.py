@@ -9,7 +9,7 @@ import pytest
 from loadgen.probes import registry
 from loadgen.probes.rate_search import search_rate
 from loadgen.probes.rate_search_analysis import RatesFound
-from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.records.run import ArmRequest, Workload
 from loadgen.report.files import write_reports
 from loadgen.run.context import RunContext
 from loadgen.run.progress import RunProgress
@@ -84,26 +84,19 @@ SEARCHED = Workload(
 )  # fmt: skip
 
 
-class TunerProbe(registry.Probe):
-    """Searches one arm by itself, with a workload that the experiment does not name."""
-
-    def __init__(self) -> None:
-        self.rates: list[float | None] = []
-
-    def wanted(self, experiment: Experiment) -> bool:
-        return True
-
-    def measure(self, context: RunContext) -> None:
-        self.rates.append(search_rate(context, context.arms["b"], SEARCHED))
-
-
 def test_a_run_may_search_with_a_workload_that_its_experiment_does_not_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe = TunerProbe()
-    monkeypatch.setattr("loadgen.run.runner.probes", lambda: [*registry.probes(), probe])
+    """As a search for settings would: one arm by itself."""
+    rates: list[float | None] = []
+
+    def measure(context: RunContext) -> None:
+        rates.append(search_rate(context, context.arms["b"], SEARCHED))
+
+    tuner = registry.Probe(wanted=lambda _: True, measure=measure)
+    monkeypatch.setattr("loadgen.run.runner.probes", lambda: [*registry.probes(), tuner])
     result = run(tmp_path / "run", RAMP, 10, 4, 4)
-    (rate,) = probe.rates
+    (rate,) = rates
     assert rate is not None
     assert read_run(tmp_path / "run").added_workloads == (SEARCHED,)
     (found,) = result.of(RatesFound).rates

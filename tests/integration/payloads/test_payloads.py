@@ -20,7 +20,7 @@ from servers.models.images import UInt8Array, normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array
-from servers.triton.config import MODEL_PY, ensemble_config, preprocess_config, preprocess_name
+from servers.triton.config import ensemble_config, preprocess_config, preprocess_files, preprocess_name
 from servers.triton.repository import PlacedModel
 from tests.cosines import row_cosines
 
@@ -237,7 +237,7 @@ def test_native_backends_get_jpeg_through_an_ensemble(
     def add_ensemble(models: Path) -> None:
         ensemble = f"{JPEG.name}_onnx"
         for name, config, code in (
-            (preprocess_name(JPEG), preprocess_config(JPEG), MODEL_PY),
+            (preprocess_name(JPEG), preprocess_config(JPEG), preprocess_files(JPEG)["model.py"]),
             (ensemble, ensemble_config(JPEG, ensemble, UINT8.name), None),
         ):
             (models / name / "1").mkdir(parents=True)

@@ -17,7 +17,7 @@ from loadgen.run.context import RunContext
 from loadgen.run.storage import RunStore
 from loadgen.verdict.result import ResultError, analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
-from tests.unit.loadgen.probes.toy_probe import TemperatureFound, TemperatureProbe
+from tests.unit.loadgen.probes.toy_probe import TemperatureFound
 
 TOY = "tests.unit.loadgen.probes.toy_probe"
 
@@ -28,7 +28,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wanted_toys(experiment: Experiment) -> list[registry.Probe]:
-    return [probe for probe in registry.probes() if isinstance(probe, TemperatureProbe) and probe.wanted(experiment)]
+    return [probe for probe in registry.probes() if probe.finding is TemperatureFound and probe.wanted(experiment)]
 
 
 def measured(directory: Path) -> Path:

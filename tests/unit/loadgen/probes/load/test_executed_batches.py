@@ -9,7 +9,7 @@ import pytest
 
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import WorkloadSummary
-from loadgen.probes.load import PROBE, ExecutedBatches, LoadFound
+from loadgen.probes.load import ExecutedBatches, LoadFound, analyse
 from loadgen.run.storage import read_run
 from loadgen.verdict.result import analyse as analyse_run
 from tests.golden.synthetic_run import Plan, write_run
@@ -27,7 +27,7 @@ def judged(directory: Path, mean: float | None) -> ExecutedBatches:
         return msgspec.structs.replace(summary, executed_batch_mean=mean, executed_batches={})
 
     summaries = [changed(summary) for summary in analyse_run(directory).summaries]
-    found = PROBE.analyse(Facts(read_run(directory), summaries=summaries))
+    found = analyse(Facts(read_run(directory), summaries=summaries))
     return next(one for one in found.executed_batches if one.workload == "batched(4)")
 
 
