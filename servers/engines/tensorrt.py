@@ -15,8 +15,8 @@ import torch
 
 from servers.engines.batches import Bucket, axis_buckets, bucket_sizes, has_buckets
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
-from servers.engines.torch.device import RunnerEngine, device_details, resolve_device
-from servers.engines.torch.runner import Enqueue
+from servers.engines.torch.device import device_details, resolve_device
+from servers.engines.torch.runner import Enqueue, RunnerEngine
 
 ELEMENT_TYPES = {
     **{name: name for name in ("BOOL", "UINT8", "INT8", "INT32", "INT64")},

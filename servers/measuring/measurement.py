@@ -604,8 +604,7 @@ def matrix_tflops(device: str, precision: str) -> float | None:
         import torch
     except ImportError:
         return None
-    from servers.engines.torch.device import set_fp32_products
-    from servers.engines.torch.runner import event_pair
+    from servers.engines.torch.device import event_pair, set_fp32_products
 
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,23 +1,18 @@
-"""Engines on a CUDA device through torch: the device, the precision of products, and the kernel probe."""
+"""A CUDA device through torch: which it is, the precision of products, the time between events, the kernel probe."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from servers.engines.batches import valid_inputs
-from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, Request, first_line
-from servers.engines.padding import Padding
+from servers.engines.interface import EngineError
 from servers.engines.processors import cuda_index
-from servers.engines.torch.copies import CudaCopies
-from servers.engines.torch.runner import FLIGHTS, Build, Call, GraphRunner, event_pair
-from servers.gpu.cuda_library import CudaError, device_uuid
-from servers.protocol.tensors import Array
+from servers.gpu.cuda_library import device_uuid
 
 TOP_KERNELS = 8
 """How many kernels a kernel probe lists by name."""
@@ -74,113 +69,9 @@ def device_details(device: torch.device) -> dict[str, object]:
     return details
 
 
-class RunnerEngine(Engine):
-    """An engine whose batches go through a `GraphRunner`."""
-
-    _runner: GraphRunner | None = None
-    _device: torch.device
-
-    def _start(
-        self,
-        build: Build | None,
-        rows: Sequence[int],
-        device: torch.device,
-        *,
-        call: Call | None = None,
-        sizes: Sequence[int] = (),
-        at_load: Sequence[int] | None = None,
-        copies: CudaCopies | None = None,
-    ) -> None:
-        self._device = device
-        try:
-            self._runner = GraphRunner(
-                self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load, copies=copies
-            )
-        except CudaError as exc:
-            raise EngineError(f"{device} cannot be used: {exc}") from exc
-        self.flights = FLIGHTS
-        self.device_index = device.index if device.type == "cuda" else None
-        self.takes_addresses = self._runner.takes_addresses
-
-    def start(
-        self,
-        requests: Sequence[Request],
-        padding: Padding | None = None,
-        outputs: Sequence[Mapping[str, DeviceMemory]] = (),
-    ) -> Finish:
-        """See `Engine`; `ValueError` is for a batch beyond the largest bucket, too."""
-        if self._runner is None:
-            return super().start(requests, padding, outputs)
-        try:
-            started = self._runner.start(requests, padding, outputs)
-        except (RuntimeError, CudaError) as exc:
-            raise self._failed(exc) from exc
-
-        def finish() -> list[dict[str, Array]]:
-            try:
-                return started()
-            except (RuntimeError, CudaError) as exc:
-                raise self._failed(exc) from exc
-
-        return finish
-
-    def prepare_no_more(self) -> None:
-        if self._runner is not None:
-            self._runner.prepare_no_more()
-
-    def _failed(self, exc: Exception) -> EngineError:
-        return EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}")
-
-    def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Execute one batch; raises `ValueError` for one beyond the largest bucket."""
-        if self._runner is None:
-            raise self._not_loaded()
-        (answer,) = self.start([inputs])()
-        return answer
-
-    def executed_rows(self, rows: int) -> int:
-        return rows if self._runner is None else self._runner.executed_rows(rows)
-
-    def pin(self, address: int, byte_size: int) -> bool:
-        return self._runner is not None and self._runner.copies.pin(address, byte_size)
-
-    def unpin(self, address: int) -> None:
-        if self._runner is not None:
-            self._runner.copies.unpin(address)
-
-    def ready(self) -> bool:
-        return self._runner is None or self._runner.ready()
-
-    def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
-        return None if (runner := self._ready_to_repeat(rows)) is None else runner.execution_ns(rows, repeats)
-
-    def run_only(self, rows: int) -> bool:
-        if (runner := self._ready_to_repeat(rows)) is not None:
-            runner.run_only(rows)
-        return runner is not None
-
-    def _ready_to_repeat(self, rows: int) -> GraphRunner | None:
-        if self._runner is not None and not self._runner.has_executed(rows):
-            self.infer(valid_inputs(self._specification, rows))
-        return self._runner
-
-    def probe_kernels(self) -> Mapping[str, object] | None:
-        """Profile one inference of one row by torch's profiler, which lists every kernel of the process."""
-        if (runner := self._runner) is None:
-            return None
-        inputs = valid_inputs(self._specification, 1)
-        return probe_kernels(lambda: runner.infer(inputs), self._device)
-
-    def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
-            if self.device_index is not None:
-                with torch.cuda.device(self.device_index):  # for the same reason as in `TorchEngine.load`
-                    torch.cuda.empty_cache()
-
-    def _not_loaded(self) -> EngineError:
-        return EngineError(f"the {self._settings.kind} engine is not loaded")
+def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Two events that measure the device time between them."""
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def probe_kernels(infer: Callable[[], object], device: torch.device) -> dict[str, object]:

@@ -27,7 +27,6 @@ from servers.engines.interface import EngineDescription, EngineError, export_com
 from servers.engines.processors import openmp_spinning, thread_count
 from servers.engines.settings import PARAMETER_TYPES
 from servers.engines.torch.device import (
-    RunnerEngine,
     device_details,
     fp32_products,
     resolve_device,
@@ -43,6 +42,7 @@ from servers.engines.torch.forms import (
     plain_form,
     reason_of,
 )
+from servers.engines.torch.runner import RunnerEngine
 from servers.models.files import for_library
 from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError

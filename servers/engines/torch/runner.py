@@ -1,4 +1,7 @@
-"""Executes batches on a device over fixed memory: by the CUDA graph of a bucket, or each in its own shape."""
+"""Executes batches on a device over fixed memory: by the CUDA graph of a bucket, or each in its own shape.
+
+`GraphRunner` executes, `RunnerEngine` is the engine around it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
-from servers.engines.interface import DeviceMemory, Finish, HostMemory, Request
+from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs, valid_inputs
+from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, HostMemory, Request, first_line
 from servers.engines.padding import Padding, divide, fill_rows, pad_to_text
 from servers.engines.torch.copies import CudaCopies, cut_copy
+from servers.engines.torch.device import event_pair, probe_kernels
 from servers.gpu.cuda_library import CudaError
 from servers.models.specification import Axis, ModelSpecification
 from servers.protocol.errors import InvalidRequestError
@@ -43,11 +47,6 @@ COPIED_BYTES = 2**18
 
 The allocator of pinned memory takes longer than a small copy, and a large copy longer than the allocator.
 """
-
-
-def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Two events that measure the device time between them."""
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def new_host_bytes(size: int, *, pinned: bool) -> Array:
@@ -607,3 +606,112 @@ class GraphRunner:
             self._outputs_of(flight, shapes)
         else:
             self._graphs[bucket].replay()
+
+
+class RunnerEngine(Engine):
+    """An engine whose batches go through a `GraphRunner`."""
+
+    _runner: GraphRunner | None = None
+    _device: torch.device
+
+    def _start(
+        self,
+        build: Build | None,
+        rows: Sequence[int],
+        device: torch.device,
+        *,
+        call: Call | None = None,
+        sizes: Sequence[int] = (),
+        at_load: Sequence[int] | None = None,
+        copies: CudaCopies | None = None,
+    ) -> None:
+        self._device = device
+        try:
+            self._runner = GraphRunner(
+                self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load, copies=copies
+            )
+        except CudaError as exc:
+            raise EngineError(f"{device} cannot be used: {exc}") from exc
+        self.flights = FLIGHTS
+        self.device_index = device.index if device.type == "cuda" else None
+        self.takes_addresses = self._runner.takes_addresses
+
+    def start(
+        self,
+        requests: Sequence[Request],
+        padding: Padding | None = None,
+        outputs: Sequence[Mapping[str, DeviceMemory]] = (),
+    ) -> Finish:
+        """See `Engine`; `ValueError` is for a batch beyond the largest bucket, too."""
+        if self._runner is None:
+            return super().start(requests, padding, outputs)
+        try:
+            started = self._runner.start(requests, padding, outputs)
+        except (RuntimeError, CudaError) as exc:
+            raise self._failed(exc) from exc
+
+        def finish() -> list[dict[str, Array]]:
+            try:
+                return started()
+            except (RuntimeError, CudaError) as exc:
+                raise self._failed(exc) from exc
+
+        return finish
+
+    def prepare_no_more(self) -> None:
+        if self._runner is not None:
+            self._runner.prepare_no_more()
+
+    def _failed(self, exc: Exception) -> EngineError:
+        return EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}")
+
+    def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Execute one batch; raises `ValueError` for one beyond the largest bucket."""
+        if self._runner is None:
+            raise self._not_loaded()
+        (answer,) = self.start([inputs])()
+        return answer
+
+    def executed_rows(self, rows: int) -> int:
+        return rows if self._runner is None else self._runner.executed_rows(rows)
+
+    def pin(self, address: int, byte_size: int) -> bool:
+        return self._runner is not None and self._runner.copies.pin(address, byte_size)
+
+    def unpin(self, address: int) -> None:
+        if self._runner is not None:
+            self._runner.copies.unpin(address)
+
+    def ready(self) -> bool:
+        return self._runner is None or self._runner.ready()
+
+    def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
+        return None if (runner := self._ready_to_repeat(rows)) is None else runner.execution_ns(rows, repeats)
+
+    def run_only(self, rows: int) -> bool:
+        if (runner := self._ready_to_repeat(rows)) is not None:
+            runner.run_only(rows)
+        return runner is not None
+
+    def _ready_to_repeat(self, rows: int) -> GraphRunner | None:
+        if self._runner is not None and not self._runner.has_executed(rows):
+            self.infer(valid_inputs(self._specification, rows))
+        return self._runner
+
+    def probe_kernels(self) -> Mapping[str, object] | None:
+        """Profile one inference of one row by torch's profiler, which lists every kernel of the process."""
+        if (runner := self._runner) is None:
+            return None
+        inputs = valid_inputs(self._specification, 1)
+        return probe_kernels(lambda: runner.infer(inputs), self._device)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+            if self.device_index is not None:
+                with torch.cuda.device(self.device_index):  # for the same reason as in `TorchEngine.load`
+                    torch.cuda.empty_cache()
+
+    def _not_loaded(self) -> EngineError:
+        return EngineError(f"the {self._settings.kind} engine is not loaded")

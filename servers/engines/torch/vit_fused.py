@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from servers.engines.torch import vit_kernels as kernels
 from servers.engines.torch.copies import capture
-from servers.engines.torch.runner import event_pair
+from servers.engines.torch.device import event_pair
 from servers.engines.torch.vit_tower import LeanVisionTower, TowerShape, UnsupportedTowerError
 
 

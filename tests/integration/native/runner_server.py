@@ -23,7 +23,7 @@ from servers.cli.launch import bind
 from servers.engines.batches import Bucket, bucket_sizes
 from servers.engines.interface import EngineDescription, Finish, Request
 from servers.engines.settings import EngineSettings
-from servers.engines.torch.device import RunnerEngine
+from servers.engines.torch.runner import RunnerEngine
 from servers.native.server import configure_logs, serve
 from servers.native.settings import NativeSettings
 from servers.protocol.tensors import Array

@@ -18,7 +18,7 @@ from servers.cli.launch import bind
 from servers.engines.batches import Bucket
 from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
-from servers.engines.torch.device import RunnerEngine
+from servers.engines.torch.runner import RunnerEngine
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.settings import NativeSettings

@@ -20,8 +20,7 @@ from servers.engines.interface import DeviceMemory, EngineDescription, EngineErr
 from servers.engines.padding import Padding
 from servers.engines.settings import EngineSettings
 from servers.engines.torch.copies import CudaCopies, page_locked
-from servers.engines.torch.device import RunnerEngine
-from servers.engines.torch.runner import COPIED_BYTES
+from servers.engines.torch.runner import COPIED_BYTES, RunnerEngine
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
 from servers.measuring.measurement import SLOT_BYTES, flight_rate

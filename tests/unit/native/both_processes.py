@@ -15,7 +15,7 @@ import torch
 from servers.engines.batches import bucket_sizes
 from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
-from servers.engines.torch.device import RunnerEngine
+from servers.engines.torch.runner import RunnerEngine
 from servers.models.specification import ModelSpecification
 from servers.native.engine_link import EngineClient
 from servers.native.engine_process import EngineServer

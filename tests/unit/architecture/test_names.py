@@ -1,0 +1,46 @@
+"""One idea has one name: no class name stands twice, and variables are named after what they hold."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def counting() -> ModuleType:
+    """The script that counts, which is in no package."""
+    spec = spec_from_file_location("count_code", ROOT / ".ci/count_code.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COUNT = counting()
+TREES = {name: ast.parse(text) for name, text in COUNT.tree_sources()}
+
+
+def test_no_class_name_stands_twice() -> None:
+    places = defaultdict(list)
+    for name, tree in TREES.items():
+        for class_name in COUNT.class_names(tree):
+            places[class_name].append(name)
+    assert {class_name: names for class_name, names in places.items() if len(names) > 1} == {}
+
+
+def test_few_variables_have_a_name_that_says_nothing() -> None:
+    counts = {name: number for name, tree in TREES.items() if (number := COUNT.empty_names(tree))}
+    assert sum(counts.values()) <= 100, sorted(counts.items(), key=lambda count: -count[1])[:20]
+
+
+def test_what_is_counted() -> None:
+    tree = ast.parse(
+        "class A:\n    class B: ...\ndef f(one, found=1, *own):\n    x = [one for one in found]\n    own.one = 2"
+    )
+    assert COUNT.class_names(tree) == ["A", "B"]
+    assert COUNT.empty_names(tree) == 4
