@@ -170,7 +170,7 @@ def test_thresholds_decide_the_exit_status_of_a_valid_run_and_stand_in_its_files
     """B takes 20 ms longer; of a p99.9 there are too few samples to say anything."""
     written = tmp_path / "experiment.yaml"
     written.write_text(
-        "scenarios: single\npayload: uint8\nrounds: 2\nb: {options: {added-delay-ms: 20}}\n"
+        "scenarios: single\npayload: uint8\nrounds: 2\nhandicap_check: false\nb: {options: {added-delay-ms: 20}}\n"
         "fail_if: [b.p50 > 1e9, b.p99_9 > 1e9]\n"
     )
     formats = ["--junit", str(tmp_path / "j.xml"), "--csv", str(tmp_path / "c.csv")]
