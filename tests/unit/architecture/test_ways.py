@@ -37,9 +37,8 @@ def test_a_latency_has_eight_representations_in_six_packages_at_most() -> None:
             node
         )
     for start, by, end in way:
-        text = MODULES[by].read_text()
         for side in (start, end):
-            assert sees(by, side.partition(":")[0]) or side.partition(":")[2] in text, (by, side)
+            assert sees(by, side.partition(":")[0]), (by, side)
     modules = {part.partition(":")[0] for arrow in way for part in arrow}
     assert len(nodes) <= 8
     assert len({".".join(module.split(".")[:2]) for module in modules}) <= 6

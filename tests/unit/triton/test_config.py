@@ -43,6 +43,16 @@ def parse(text: str) -> Any:
     return text_format.Parse(text, pb.ModelConfig())
 
 
+def generated_configs(specification: ModelSpecification) -> list[str]:
+    """The configuration for each backend."""
+    batching = BatchingSettings(max_batch_size=specification.max_batch_size)
+    return [
+        onnxruntime_config(specification),
+        tensorrt_config(specification),
+        python_config(specification, batching, "cpu", {}),
+    ]
+
+
 def test_the_checked_in_repository_is_the_generated_one(tmp_path: Path) -> None:
     generated = {p.relative_to(tmp_path): p.read_text() for p in write_model_repository(tmp_path, SPECIFICATION_LIST)}
     checked_in = {
@@ -61,12 +71,7 @@ def test_a_folder_is_named_after_its_model(path: Path) -> None:
 
 @pytest.mark.parametrize("specification", EXECUTED, ids=lambda s: s.name)
 def test_every_config_has_the_models_signature(specification: ModelSpecification) -> None:
-    batching = BatchingSettings(max_batch_size=specification.max_batch_size)
-    for text in (
-        onnxruntime_config(specification),
-        tensorrt_config(specification),
-        python_config(specification, batching, "cpu", {}),
-    ):
+    for text in generated_configs(specification):
         config = parse(text)
         for tensors, wanted in ((config.input, specification.inputs), (config.output, specification.outputs)):
             found = [(t.name, pb.DataType.Name(t.data_type), tuple(t.dims)) for t in tensors]
@@ -198,12 +203,7 @@ ANY = [get_specification("transformers:bert-base-uncased"), get_specification("t
 
 @pytest.mark.parametrize("specification", ANY, ids=lambda s: s.name)
 def test_any_model_has_a_config_that_triton_reads(specification: ModelSpecification) -> None:
-    batching = BatchingSettings(max_batch_size=specification.max_batch_size)
-    for text in (
-        onnxruntime_config(specification),
-        tensorrt_config(specification),
-        python_config(specification, batching, "cpu", {}),
-    ):
+    for text in generated_configs(specification):
         config = parse(text)
         for tensors, wanted in ((config.input, specification.inputs), (config.output, specification.outputs)):
             for found, tensor in zip(tensors, wanted, strict=True):
