@@ -30,29 +30,24 @@ from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.native.batcher import Batcher, LoopBatcher
 from servers.native.errors import (
-    EXPIRED,
-    SHUTTING_DOWN,
     FailureLog,
-    NotReadyError,
-    RequestExpiredError,
-    ShuttingDownError,
+    expired,
 )
 from servers.native.inference import signature_of
 from servers.native.interface import (
     ApplyStatus,
     CheckCuda,
+    CloseRegions,
+    ControlModel,
     EngineOperation,
     FrontEnd,
     FrontEndOpened,
     FrontEndOperation,
-    LoadModel,
     ModelState,
     ModelStatus,
+    OpenRegion,
     QueuedRequest,
-    RegisterCudaMemory,
-    RegisterSystemMemory,
-    UnloadModel,
-    UnregisterMemory,
+    check_ready,
 )
 from servers.native.ipc import (
     FAILED,
@@ -63,19 +58,18 @@ from servers.native.ipc import (
     Control,
     ControlDone,
     Form,
-    FrameReader,
     Message,
     ReceivedForm,
     RequestDone,
     Submit,
-    SubmitMany,
+    SubmittedInput,
     UnusableMessage,
-    done_many_message,
     done_message,
     encode_all,
     error_of,
     failed,
     failure_of,
+    read_frames,
     unusable_of,
 )
 from servers.native.memory import Arena
@@ -159,7 +153,7 @@ class ModelHost:
         """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
         with self._control:
             if self.state not in (ModelState.UNLOADED, ModelState.FAILED):
-                self._check_ready()
+                check_ready(self.signature.name, self.state)
                 return
             self._finish()
             self._on_failure = lambda: None  # the client gets the error, and the server goes on
@@ -174,14 +168,14 @@ class ModelHost:
         """Refuse new requests, finish the accepted ones and free the engine. Raises `ContractError`."""
         with self._control:
             if self.state not in (ModelState.UNLOADED, ModelState.FAILED):
-                self._check_ready()
+                check_ready(self.signature.name, self.state)
             self._change(ModelState.UNLOADED, wait=True)
             self._finish()
 
     def submit(self, queued: QueuedRequest) -> None:
         """Queue a checked request. Raises `UnavailableError`."""
         if self._batcher is None:
-            self._check_ready()
+            check_ready(self.signature.name, self.state)
         else:
             self._batcher.submit(queued)
 
@@ -200,12 +194,6 @@ class ModelHost:
         if self._batcher is None:
             return self._thread is None or not loading
         return self._batcher.stop(0 if loading else timeout)
-
-    def _check_ready(self) -> None:
-        if self.state is ModelState.STOPPING:
-            raise ShuttingDownError(SHUTTING_DOWN)
-        if self.state is not ModelState.READY:
-            raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
 
     def _finish(self) -> None:
         if self._batcher is not None and not self._batcher.stop(UNLOAD_SECONDS):
@@ -352,24 +340,22 @@ class EngineSide:
 
     def threads(self, operation: EngineOperation) -> ThreadPoolExecutor:
         """Where `execute` may block. A model is loaded and unloaded in one thread, however many ask for that."""
-        if isinstance(operation, LoadModel | UnloadModel):
+        if isinstance(operation, ControlModel):
             return self._loading[operation.model]
         return self._blocking
 
     def execute(self, operation: EngineOperation) -> None:
         """Execute an operation for a front end; blocks. Raises `ContractError`."""
         match operation:
-            case LoadModel(model=model):
+            case ControlModel(model=model, load=True):
                 self.hosts[model].load()
                 self._changed(True)  # front ends were notified of READY without waiting
-            case UnloadModel(model=model):
+            case ControlModel(model=model):
                 self.hosts[model].unload()
-            case RegisterSystemMemory(name=name, key=key, offset=offset, byte_size=byte_size):
-                self.regions.register_system(name, key, offset, byte_size)
-            case RegisterCudaMemory(name=name, handle=handle, device=device, byte_size=byte_size):
-                self.regions.register_cuda(name, handle, device, byte_size)
-            case UnregisterMemory(on_device=on_device, name=name):
-                self.regions.unregister(on_device, name)
+            case OpenRegion():
+                self.regions.open(operation)
+            case CloseRegions():
+                self.regions.close(operation)
             case CheckCuda():
                 self.regions.check_cuda()
             case _:
@@ -468,7 +454,7 @@ class FrontEndChannel:
     def __init__(self, connected: socket.socket, arena: Arena, epoll: select.epoll) -> None:
         connected.setblocking(False)
         self.socket = connected
-        self.reader = FrameReader()
+        self.unread = bytearray()
         self.forms: dict[int, ReceivedForm] = {}
         self.groups: dict[int, list[int]] = {}
         """By the number of the first: the numbers of requests that were queued as one."""
@@ -496,7 +482,7 @@ class FrontEndChannel:
                 self._add_done(done, queued)
             except Exception as error:  # it must not stop the thread of an engine
                 log_limited.exception("an answer could not be sent")
-                done.append(RequestDone(queued.number, [], failure_of(error)))
+                done.append(RequestDone([queued.number], [], failure_of(error)))
         self.send(done)
 
     def _add_done(self, done: list[Message], queued: QueuedRequest) -> None:
@@ -504,15 +490,11 @@ class FrontEndChannel:
         if numbers is None:
             _, _, room = self.requests.pop(queued.number)
             if not self._ended:  # else the room may belong to another request by now
-                done.append(done_message(queued, self._arena, room))
+                done.append(done_message([queued.number], queued, self._arena, room))
             return
         for number in numbers:
             del self.requests[number]
-        if queued.error is None:
-            done.append(done_many_message(numbers, queued.outputs or {}))
-        else:
-            failure = failure_of(queued.error)
-            done += [RequestDone(number, [], failure) for number in numbers]
+        done.append(done_message(numbers, queued, self._arena))
 
     def notify(self, operation: FrontEndOperation) -> Future[None]:
         """See `FrontEnd`; one that has ended has done everything."""
@@ -679,7 +661,7 @@ class EngineServer:
         if count == 0:
             self._remove(channel)
             return
-        for message in channel.reader.feed(memoryview(self._buffer)[:count]):
+        for message in read_frames(channel.unread, memoryview(self._buffer)[:count]):
             try:
                 self._handle(channel, message)
             except Exception:  # it must not end the process: others wait for theirs
@@ -689,8 +671,6 @@ class EngineServer:
     def _handle(self, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Submit):
             self._submit(channel, message)
-        elif isinstance(message, SubmitMany):
-            self._submit_many(channel, message)
         elif isinstance(message, Form):
             channel.forms[message.number] = ReceivedForm(message, self._side.hosts[message.model].padding)
         elif isinstance(message, Cancel):
@@ -704,40 +684,17 @@ class EngineServer:
             channel.fail(message, sent=False)
 
     def _submit(self, channel: FrontEndChannel, message: Submit) -> None:
+        """Queue several requests as one object if the engine takes addresses: that costs as little as a single one."""
         form = channel.form(message.form, message.rows)
         if form is None:
-            channel.send([RequestDone(message.number, [], FORM_UNKNOWN)])
-            return
-        try:
-            inputs: Mapping[str, Array | HostMemory]
-            if self._side.hosts[form.model].takes_addresses and not message.device_inputs:
-                inputs = form.addresses([message.data], self._arena)
-            else:
-                inputs = form.arrays(message.data, self._arena)
-            queued = QueuedRequest(inputs, message.rows, form.key, message.deadline_ns, None)
-            queued.front_end, queued.number = channel, message.number
-            if message.device_inputs or message.device_outputs:
-                queued.device_inputs, queued.device_outputs = message.device_inputs or {}, message.device_outputs or {}
-            channel.requests[message.number] = queued, form.model, message.room
-            self._side.submit(form.model, queued)
-        except Exception as error:
-            if not isinstance(error, ContractError):
-                log_limited.exception("a request could not be queued")
-            channel.requests.pop(message.number, None)
-            channel.send([RequestDone(message.number, [], failure_of(error))])
-
-    def _submit_many(self, channel: FrontEndChannel, message: SubmitMany) -> None:
-        """Queue the group as one object if the engine accepts addresses: that costs as little as a single request."""
-        form = channel.form(message.form, message.rows)
-        if form is None:
-            channel.send([RequestDone(number, [], FORM_UNKNOWN) for number in message.numbers])
-            return
-        if len(message.numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
-            for number, data in zip(message.numbers, message.data, strict=True):
-                self._submit(channel, Submit(number, message.form, message.rows, None, list(data)))
+            channel.send([RequestDone(message.numbers, [], FORM_UNKNOWN)])
             return
         if len(message.numbers) != len(message.data):
-            raise ValueError("not every request of a group has its data")
+            raise ValueError("not every request has its data")
+        if len(message.numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
+            for number, data in zip(message.numbers, message.data, strict=True):
+                self._submit_single(channel, form, message, number, data)
+            return
         queued = self._group(channel, form, message.rows, message.numbers, message.data)
         try:
             self._side.submit(form.model, queued)
@@ -745,8 +702,34 @@ class EngineServer:
             queued.error = error
             channel.complete([queued])
 
+    def _submit_single(
+        self, channel: FrontEndChannel, form: ReceivedForm, message: Submit, number: int, data: Sequence[SubmittedInput]
+    ) -> None:
+        try:
+            inputs: Mapping[str, Array | HostMemory]
+            if self._side.hosts[form.model].takes_addresses and not message.device_inputs:
+                inputs = form.addresses([data], self._arena)
+            else:
+                inputs = form.arrays(data, self._arena)
+            queued = QueuedRequest(inputs, message.rows, form.key, message.deadline_ns, None)
+            queued.front_end, queued.number = channel, number
+            if message.device_inputs or message.device_outputs:
+                queued.device_inputs, queued.device_outputs = message.device_inputs or {}, message.device_outputs or {}
+            channel.requests[number] = queued, form.model, message.room
+            self._side.submit(form.model, queued)
+        except Exception as error:
+            if not isinstance(error, ContractError):
+                log_limited.exception("a request could not be queued")
+            channel.requests.pop(number, None)
+            channel.send([RequestDone([number], [], failure_of(error))])
+
     def _group(
-        self, channel: FrontEndChannel, form: ReceivedForm, rows: int, numbers: list[int], data: list[list[int]]
+        self,
+        channel: FrontEndChannel,
+        form: ReceivedForm,
+        rows: int,
+        numbers: list[int],
+        data: Sequence[Sequence[SubmittedInput]],
     ) -> QueuedRequest:
         """One queued request for all of these, each of `rows` rows."""
         count = len(numbers)
@@ -781,7 +764,7 @@ class EngineServer:
             leaving, after = leaving.split(1)
             remaining.append(after)
         if self._side.hosts[model].withdraw(queued, remaining):
-            leaving.error = RequestExpiredError(EXPIRED)
+            leaving.error = expired()
             channel.complete([leaving])
 
     def _execute(self, channel: FrontEndChannel, number: int, operation: EngineOperation) -> None:

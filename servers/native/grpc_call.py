@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from servers.native import http2
-from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError
+from servers.native.errors import HOLDS_ENOUGH, RefusedError, shutting_down
 from servers.native.http2 import TRAILERS_OK, CallHead, CallStatus, status_of
 from servers.native.memory import GrpcMessage
 from servers.native.settings import NativeSettings
@@ -357,21 +357,21 @@ class Call(http2.OutgoingStream):
             if pressed:
                 longest_s = min(longest_s, PRESSED_S, settings.read_timeout_s)
             if now > self._begun + longest_s or now > self._last_arrival:
-                self.refuse(SlowClientError("the message did not arrive in time"))
+                self.refuse(RefusedError("slow_client", "the message did not arrive in time"))
         elif self.answering is None and now > self._idle + settings.keep_alive_timeout_s:
-            self.refuse(SlowClientError("the next message did not arrive in time"))
+            self.refuse(RefusedError("slow_client", "the next message did not arrive in time"))
 
     def shut_down(self) -> None:
         """The server is told to stop: end a stream that waits for its client, let everything else go on for a while."""
         if self.arriving:
             self._last_arrival = time.monotonic() + PRESSED_S
         elif self.answering is None:
-            self.refuse(ShuttingDownError(SHUTTING_DOWN))
+            self.refuse(shutting_down())
 
     def give_up(self) -> None:
         """The server's time to finish is over."""
         self._stop_answering("shutting_down")
-        self.refuse(ShuttingDownError(SHUTTING_DOWN))
+        self.refuse(shutting_down())
 
     def _stop_answering(self, reason: str) -> None:
         answering, self.answering = self.answering, None

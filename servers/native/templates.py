@@ -10,7 +10,7 @@ threads read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Self, TypeVar
@@ -20,7 +20,7 @@ import orjson
 
 from servers.engines.padding import BatchKey, Padding, batch_key
 from servers.native.inference import INLINE_READ_BYTES
-from servers.native.interface import QueuedRequest, Waiter
+from servers.native.interface import QueuedRequest
 from servers.protocol.codec import HEADER_LENGTH, encode_response, write_output
 from servers.protocol.records import (
     FindWindow,
@@ -92,7 +92,12 @@ class Template:
         return cls(rows, key, inputs, outputs)
 
     def queued(
-        self, content: memoryview, offset: int, find: FindWindow, deadline_ns: int | None, waiter: Waiter | None
+        self,
+        content: memoryview,
+        offset: int,
+        find: FindWindow,
+        deadline_ns: int | None,
+        waiter: Callable[[QueuedRequest], None] | None,
     ) -> QueuedRequest:
         """The request with the values of `content`, of which its arrays are views; `offset`: see `Repeated`.
 

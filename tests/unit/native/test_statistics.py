@@ -9,7 +9,7 @@ from typing import Any, cast
 from prometheus_client.parser import text_string_to_metric_families
 
 from servers.native.documents import render
-from servers.native.errors import FAILURE_REASONS, QueueFullError, failure_reason
+from servers.native.errors import FAILURE_REASONS, RefusedError, failure_reason
 from servers.native.inference import InferenceService
 from servers.native.statistics import DURATION_BOUNDS_NS, RequestTimes, Statistics, row_width
 
@@ -38,7 +38,7 @@ def test_success_failure_and_disconnect_are_kept_apart():
     statistics = Statistics(8)
     start_ns = time.perf_counter_ns() - 1_000_000
     statistics.record_success(RequestTimes(start_ns, 1, 2, 3))
-    statistics.record_failure(failure_reason(QueueFullError("full")), start_ns)
+    statistics.record_failure(failure_reason(RefusedError("queue_full", "full")), start_ns)
     statistics.record_disconnect()
     snapshot = statistics.snapshot()
     model: Any = snapshot.as_model_stats("m", "1")
