@@ -35,7 +35,7 @@ def chunked(*chunks: bytes) -> bytes:
     return head + b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
 
 
-def requests(one: RequestParser, stream: bytes, cuts: list[int]) -> list[tuple[str, bytes]]:
+def requests(connection: RequestParser, stream: bytes, cuts: list[int]) -> list[tuple[str, bytes]]:
     """As a connection reads them: into the body's own memory where that is offered, else through a buffer."""
     found: list[tuple[str, bytes]] = []
     unparsed = bytearray()
@@ -77,7 +77,7 @@ def test_every_cut_of_a_stream_gives_the_same_requests_and_holds_nothing_afterwa
 ) -> None:
     stream = b"".join(post(body) if isinstance(body, bytes) else chunked(*body) for body in bodies)
     connection, budget = parser()
-    assert requests(one, stream, cuts) == [
+    assert requests(connection, stream, cuts) == [
         (INFER, body if isinstance(body, bytes) else b"".join(body)) for body in bodies
     ]
     assert budget.held == 0
