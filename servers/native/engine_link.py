@@ -87,7 +87,7 @@ class LocalLink:
         self._side.submit(model, queued)
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
-        return self._side.hosts[model].withdraw(queued)
+        return self._side.withdraw(model, queued)
 
     async def control(self, operation: EngineOperation) -> None:
         """See `EngineLink`; goes on when the caller is cancelled."""

@@ -208,12 +208,11 @@ class PendingGrpcRequest:
     def _read(self, content: memoryview) -> tuple[InferRequest, list[RawInput]]:
         """The request and its raw inputs; any thread. Raises `ContractError`."""
         front_end = self._front_end
-        parsed = parse_message(content)
-        message = parsed.message
+        parsed = message, raw, _ = parse_message(content)
         self._service = service = front_end.models.find(message.model_name, message.model_version or None)
         service.check_accepting()
         request = decode_message(parsed, front_end.regions.find, service.signature, front_end.allocate)
-        return request, parsed.raw
+        return request, raw
 
     def _succeed(self, pieces: list[bytes]) -> None:
         self._message.release()

@@ -43,10 +43,15 @@ class ModelState(Enum):
 
 def check_ready(model: str, state: ModelState) -> None:
     """Raises `RefusedError` unless a model in this state can answer now, and every front end knows."""
-    if state is ModelState.STOPPING:
-        raise shutting_down()
     if state is not ModelState.READY:
-        raise RefusedError("not_ready", f"model '{model}' is not ready: {state.value}")
+        raise not_ready(model, state)
+
+
+def not_ready(model: str, state: ModelState) -> RefusedError:
+    """Why a model in this state cannot answer."""
+    if state is ModelState.STOPPING:
+        return shutting_down()
+    return RefusedError("not_ready", f"model '{model}' is not ready: {state.value}")
 
 
 # Requests

@@ -24,8 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import structlog
 
-from servers.native.cuda_memory import CudaAccess, CudaRegion, CudaWindow
+from servers.gpu.cuda_library import CudaError
+from servers.native.cuda_memory import CudaDriver, CudaRegion, CudaWindow, open_region
 from servers.native.interface import (
     CheckCuda,
     CloseRegions,
@@ -42,10 +44,14 @@ from servers.protocol.errors import (
     NotFoundError,
     TooLargeError,
     UnavailableError,
+    UnsupportedError,
 )
 from servers.protocol.records import MAX_REGION_NAME_CHARACTERS, RegionReference, RegionWindow, shown
 from servers.protocol.tensors import Array
 
+log = structlog.get_logger("abserve.cuda")
+
+NO_CUDA_MEMORY = "this server does not offer CUDA shared memory; use system shared memory or send the data"
 MAX_ADDRESS = 2**64
 MAX_DEVICE = 2**31 - 1
 
@@ -277,7 +283,9 @@ class RegionRegister:
         self._openings: dict[str, OpenRegion] = {}
         self._of_system: dict[str, SystemRegion] = {}  # open for front ends to come, whose clients may unlink the names
         self._on_device: dict[str, CudaRegion] = {}
-        self._cuda = CudaAccess()
+        self._cuda: CudaDriver | None = None
+        self._cuda_lock = threading.Lock()
+        self._without_cuda = ""  # why, as it is logged once
 
     @property
     def openings(self) -> list[OpenRegion]:
@@ -294,7 +302,7 @@ class RegionRegister:
                 if self._others_come:
                     self._of_system[opening.name] = region
                 return
-            on_device = self._cuda.open(opening.name, opening.handle, opening.device, opening.byte_size)
+            on_device = open_region(self.cuda(), opening.name, opening.handle, opening.device, opening.byte_size)
             try:
                 self._offer(msgspec.structs.replace(opening, handle=b""))
             except ContractError:
@@ -320,9 +328,21 @@ class RegionRegister:
             for region in [self._on_device.pop(name) for name in names if name in self._on_device]:
                 region.close()
 
-    def check_cuda(self) -> None:
-        """Raises `ContractError` unless a device answers."""
-        self._cuda.driver()
+    def cuda(self) -> CudaDriver:
+        """The driver, which is loaded at its first use; blocks for up to a second then.
+
+        Raises `UnsupportedError` unless a device answers.
+        """
+        with self._cuda_lock:
+            if self._cuda is None:
+                try:
+                    self._cuda = CudaDriver()
+                except CudaError as exc:
+                    if not self._without_cuda:
+                        self._without_cuda = str(exc)
+                        log.info("CUDA shared memory is not offered", reason=self._without_cuda)
+                    raise UnsupportedError(NO_CUDA_MEMORY) from exc
+            return self._cuda
 
     def window(self, name: str, offset: int, byte_size: int, like: Array | None) -> CudaWindow:
         """The piece of a region on a GPU for a tensor like this one. Raises `NotFoundError`."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import orjson
@@ -42,12 +42,9 @@ _KEPT_ANSWERS = 8
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class _InputPlace(NamedTuple):
-    name: str
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
-    place: int | RegionReference
-    """Where its bytes begin in the request's content, counted as `Repeated` says, or its piece of shared memory."""
+_InputPlace = tuple[str, np.dtype[np.generic], tuple[int, ...], int | RegionReference]
+"""An input's name, dtype and shape, and where its bytes begin in the request's content, counted as `Repeated` says, or
+its piece of shared memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,9 +77,7 @@ class Template:
         rows, _ = signature.validate(request)
         left = iter(starts)
         inputs = tuple(
-            _InputPlace(
-                item.name, item.data.dtype, item.shape, next(left) if item.window is None else item.window.reference
-            )
+            (item.name, item.data.dtype, item.shape, next(left) if item.window is None else item.window.reference)
             for item in request.inputs
         )
         outputs = tuple(

@@ -28,7 +28,7 @@ from servers.native.interface import (
     ModelState,
     QueuedRequest,
 )
-from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, UnavailableError
@@ -66,7 +66,7 @@ class BothProcesses:
 
     def __init__(self, engine: type[Engine]) -> None:
         settings = NativeSettings(fronts=1, max_batch_size=8, max_queue_delay_us=0)
-        arena = Arena(Layout.of(1, HELD, HELD))
+        arena = Arena(1, HELD, HELD)
         self.memory = RequestMemory(arena, ByteBudget(HELD))
         self._loop = asyncio.new_event_loop()
         supervisor, at_engine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

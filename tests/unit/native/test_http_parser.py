@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from servers.native.errors import HttpError, RefusedError, failure_reason
 from servers.native.http_parser import HeadReader, HttpRequest, RequestHead, RequestParser
-from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, NotFoundError, UnavailableError
 
 INFER = "/v2/models/m/infer"
 SETTINGS = NativeSettings(max_body_bytes=5000)
-ARENA = Arena(Layout.of(1, 10_000, SETTINGS.max_body_bytes + ALIGNMENT))
+ARENA = Arena(1, 10_000, SETTINGS.max_body_bytes + ALIGNMENT)
 
 
 def parser(budget: ByteBudget | None = None, refusal: ContractError | None = None) -> tuple[RequestParser, ByteBudget]:

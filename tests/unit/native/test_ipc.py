@@ -44,14 +44,14 @@ from servers.native.ipc import (
     read_frames,
     submit_message,
 )
-from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, RequestMemory
 from servers.protocol import errors as protocol_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 HELD = 2**20
-ARENA = Arena(Layout.of(1, HELD, HELD))
+ARENA = Arena(1, HELD, HELD)
 ERRORS = [
     *(
         kind("what a client is told: ü")

@@ -44,7 +44,7 @@ def submit(both: BothProcesses, value: float, rows: int = 1) -> QueuedRequest:
 
 
 def batcher_of(both: BothProcesses) -> Batcher:
-    batcher = both.server._side.hosts[0]._batcher
+    batcher = both.server._side.hosts[0].batcher
     assert batcher is not None
     return batcher
 

@@ -108,7 +108,7 @@ def test_a_model_whose_engine_cannot_be_used_fails(monkeypatch: pytest.MonkeyPat
     assert failed.wait(10)
     assert side.failed
     with pytest.raises(RefusedError, match="is not ready"):
-        side.hosts[0].submit(QueuedRequest({}, 1, (), None, None))
+        side.submit(0, QueuedRequest({}, 1, (), None, None))
     assert side.stop(10)
 
 
