@@ -41,7 +41,7 @@ class Resources:
         self._cuda, self._uuid = cuda_index(device), None
         self._gpu: int | None = None
         self._others: frozenset[int] = frozenset()
-        self._joules: Read = _RaplCounter().joules
+        self._joules = rapl_counter()
         if self._cuda is None:
             return
         from servers.gpu.nvml import NvmlReader
@@ -139,24 +139,25 @@ def _next_step(read: Read, before: float, run: Callable[[], object]) -> tuple[fl
     return now, runs
 
 
-class _RaplCounter:
-    """The energy of all CPU packages, from the kernel's counters, which wrap around."""
+def rapl_counter(folder: Path = RAPL) -> Read:
+    """A reader of the energy of all CPU packages since its first call, from the kernel's counters, which wrap around;
+    it gives None if this user may not read them."""
+    packages = sorted(folder.glob("intel-rapl:[0-9]")) + sorted(folder.glob("intel-rapl:[0-9][0-9]"))
+    last: list[int] = []
+    total_uj = 0
 
-    def __init__(self, folder: Path = RAPL) -> None:
-        self._packages = sorted(folder.glob("intel-rapl:[0-9]")) + sorted(folder.glob("intel-rapl:[0-9][0-9]"))
-        self._last: list[int] = []
-        self._total = 0
-
-    def joules(self) -> float | None:
-        """Joules since the first call; None if this user may not read them."""
+    def joules() -> float | None:
+        nonlocal last, total_uj
         try:
-            now = [int((package / "energy_uj").read_text()) for package in self._packages]
-            ranges = [int((package / "max_energy_range_uj").read_text()) for package in self._packages]
+            now = [int((package / "energy_uj").read_text()) for package in packages]
+            ranges = [int((package / "max_energy_range_uj").read_text()) for package in packages]
         except (OSError, ValueError):
             return None
         if not now:
             return None
-        for new, old, largest in zip(now, self._last or now, ranges, strict=True):
-            self._total += new - old if new >= old else new + largest - old
-        self._last = now
-        return self._total / 1e6
+        for new, old, largest in zip(now, last or now, ranges, strict=True):
+            total_uj += new - old if new >= old else new + largest - old
+        last = now
+        return total_uj / 1e6
+
+    return joules

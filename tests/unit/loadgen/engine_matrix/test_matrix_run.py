@@ -236,12 +236,12 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import sys, msgspec; from pathlib import Path\n"
         "from loadgen.engine_matrix.records import MatrixPlan\n"
-        "from loadgen.engine_matrix.worker_process import EngineProcess\n"
+        "from loadgen.engine_matrix.worker_process import WorkerProcess\n"
         "plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=MatrixPlan)\n"
         "one = plan.configurations[0]\n"
         "request = {**{name: getattr(one, name) for name in ('model', 'engine', 'precision', 'mode', 'threads')},"
         " 'artefacts': plan.settings['artefacts']}\n"
-        "process = EngineProcess(request, one, Path(sys.argv[1]).with_name('log'), worker=sys.argv[2:])\n"
+        "process = WorkerProcess(sys.argv[2:], [request], Path(sys.argv[1]).with_name('log'))\n"
         "print(process._process.pid, flush=True); sys.stdin.read()\n"
     )
     parent = subprocess.Popen(
