@@ -30,6 +30,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -64,6 +65,7 @@ from loadgen.stats.ratios import (
 
 MOST_WAITING = 2.0
 """Times its latency that a batch may take while its energy is measured."""
+N = TypeVar("N", int, float)
 NO_MARGIN = 1.0
 """`estimate_ratio` also tests for equivalence, which is not used here."""
 PATHS: Mapping[str, str] = {
@@ -175,22 +177,17 @@ def reason_against(plan: MatrixPlan, measured: Sequence[Measured]) -> str | None
     return None
 
 
-def worst(values: Iterable[float | None], choose: Callable[[Iterable[float]], float]) -> float | None:
+def worst(values: Iterable[N | None], choose: Callable[[Iterable[N]], N]) -> N | None:
     """The lowest or highest of the values that were measured; None without any."""
     measured = [value for value in values if value is not None]
     return choose(measured) if measured else None
-
-
-def _largest(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
     """Geometric mean of positive values over rounds with its 95 % t interval on logs; None without values."""
     if not values:
         return None
-    low, high = interval_of_mean(values) or (None, None)
-    return Estimate(value=geometric_mean(values), low=low, high=high)
+    return Estimate.of(geometric_mean(values), interval_of_mean(values))
 
 
 def ratios(over: CellRounds, under: CellRounds) -> list[float]:
@@ -241,7 +238,7 @@ def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None
         latency_ns=latency,
         call_ns=call,
         p99_ns=None if p99_ns is None else round(p99_ns),
-        items_per_second=_rate(cell.batch, latency),
+        items_per_second=latency.inverted(cell.batch * 1e9),
         speedup=None if baseline is None or fault else estimate(ratios(cell, baseline)),
         tflops=None if flops is None else cell.batch * flops / latency.value / 1e3,
         first_call_seconds=first_call_ns / 1e9,
@@ -250,21 +247,14 @@ def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None
         relative_error=worst((m.relative_error for m in measured), max),
         fault=fault,
         excluded=cell.excluded,
-        allocated_bytes=_largest(m.allocated_bytes for m in measured),
-        reserved_bytes=_largest(m.reserved_bytes for m in measured),
-        process_device_bytes=_largest(m.process_device_bytes for m in measured),
-        rss_bytes=_largest(m.rss_bytes for m in measured),
+        allocated_bytes=worst((m.allocated_bytes for m in measured), max),
+        reserved_bytes=worst((m.reserved_bytes for m in measured), max),
+        process_device_bytes=worst((m.process_device_bytes for m in measured), max),
+        rss_bytes=worst((m.rss_bytes for m in measured), max),
         joules_per_item=None if waited else energy,
         sustained_ns=sustained,
         kernels=next((m.kernels for m in measured if m.kernels), ()),
     )
-
-
-def _rate(batch: int, latency: Estimate) -> Estimate:
-    def per_second(ns: float | None) -> float | None:
-        return None if not ns else batch / ns * 1e9
-
-    return Estimate(value=batch / latency.value * 1e9, low=per_second(latency.high), high=per_second(latency.low))
 
 
 def _configuration(plan: MatrixPlan, place: int, visits: Sequence[Visit]) -> ConfigurationResult:
@@ -333,7 +323,7 @@ def _winner(plan: MatrixPlan, cells: Sequence[CellRounds]) -> tuple[Winner, floa
         length=best.length,
         configuration=best.configuration,
         runner_up=runner_up,
-        ratio=None if runner_up is None else as_estimate(tested[runner_up]),
+        ratio=None if runner_up is None else Estimate.of(tested[runner_up].ratio or 0.0, tested[runner_up].ci95),
         certain=False,
         unbeaten=unbeaten,
     )
@@ -351,12 +341,6 @@ def _over(cell: CellRounds, other: CellRounds) -> float:
     """How much faster one cell is in the rounds that both have; 0 without such a round."""
     shared = ratios(cell, other)
     return geometric_mean(shared) if shared else 0.0
-
-
-def as_estimate(test: RatioEstimate) -> Estimate:
-    """The ratio of a test with its interval."""
-    low, high = test.ci95 or (None, None)
-    return Estimate(value=test.ratio or 0.0, low=low, high=high)
 
 
 def path_of(configuration: Configuration) -> str:

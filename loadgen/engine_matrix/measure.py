@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import select
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -33,14 +33,8 @@ MOST_FAILURES = 2
 """Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
 
 
-class MatrixProgress:
-    """Listens to the measurement of a matrix and shows nothing. Calls come in order, from one thread."""
-
-    def now(self, text: str) -> None:
-        """The current step."""
-
-    def visit_done(self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
-        """One visit is stored; `seconds_left` is estimated from those of this run."""
+VisitDone = Callable[[Configuration, Visit, int, int, float], object]
+"""Hears of a stored visit: how many of how many are done, and the seconds left, estimated from those of this run."""
 
 
 def described(configuration: Configuration) -> str:
@@ -50,10 +44,17 @@ def described(configuration: Configuration) -> str:
 
 
 def run_matrix(
-    plan: MatrixPlan, store: MatrixStore, progress: MatrixProgress, *, worker: Sequence[str], limits: Limits = LIMITS
+    plan: MatrixPlan,
+    store: MatrixStore,
+    *,
+    worker: Sequence[str],
+    limits: Limits = LIMITS,
+    now: Callable[[str], object] = lambda _: None,
+    visit_done: VisitDone = lambda *_: None,
 ) -> RunState:
-    """Make every visit that is not stored yet; the folder is open. Raises `StorageError`."""
-    run = _MatrixRun(plan, store, progress, limits, worker)
+    """Make every visit that is not stored yet; the folder is open. `now` gets each step in a few words. Raises
+    `StorageError`."""
+    run = _MatrixRun(plan, store, worker, limits, now, visit_done)
     state = RunState(state="running", phase="measuring")
     try:
         with interruptible():
@@ -80,10 +81,16 @@ class _MatrixRun:
     """The state of one run: what is done, what has failed, and the processes that are kept."""
 
     def __init__(
-        self, plan: MatrixPlan, store: MatrixStore, progress: MatrixProgress, limits: Limits, worker: Sequence[str]
+        self,
+        plan: MatrixPlan,
+        store: MatrixStore,
+        worker: Sequence[str],
+        limits: Limits,
+        now: Callable[[str], object],
+        visit_done: VisitDone,
     ) -> None:
-        self._plan, self._store, self._progress = plan, store, progress
-        self._limits, self._worker = limits, worker
+        self._plan, self._store, self._worker, self._limits = plan, store, worker, limits
+        self._now, self._visit_done = now, visit_done
         stored = {(visit.round, visit.configuration) for visit in store.visits() if visit.error is None}
         self._visits = schedule(plan)
         self._left = [planned for planned in self._visits if (planned.round, planned.configuration) not in stored]
@@ -128,7 +135,7 @@ class _MatrixRun:
                 continue
             if len(loading) >= LOADED_SIDE_BY_SIDE:
                 self._wait_for_one(loading)
-            self._progress.now(f"starting {described(configuration)}")
+            self._now(f"starting {described(configuration)}")
             try:
                 self._processes[place] = process = self._start(place, configuration)
                 loading[process] = place
@@ -189,7 +196,7 @@ class _MatrixRun:
             )
             if len(self._preparing) >= MADE_SIDE_BY_SIDE:
                 self._finish_preparation()
-            self._progress.now(f"preparing {key[0]} for {key[1]} in {key[2]}")
+            self._now(f"preparing {key[0]} for {key[1]} in {key[2]}")
             try:
                 log_path = self._store.log_path(f"{place:03d}-{key[1]}-prepare")
                 arguments = ["--prepare", self._request(configuration)]
@@ -215,7 +222,7 @@ class _MatrixRun:
         configuration = self._plan.configurations[planned.configuration]
         if self._failures.get(planned.configuration, 0) >= MOST_FAILURES:
             return
-        self._progress.now(f"round {planned.round + 1} of {self._plan.rounds}: {described(configuration)}")
+        self._now(f"round {planned.round + 1} of {self._plan.rounds}: {described(configuration)}")
         visit = self._measured(planned, configuration)
         self._store.write_visit(planned.number, visit)
         self._failures[planned.configuration] = 0 if visit.cells else self._failures.get(planned.configuration, 0) + 1
@@ -224,7 +231,7 @@ class _MatrixRun:
         loads = max(self._loading, default=0.0) * len(later - {configuration.model})
         left = per_visit * (len(self._left) - done - 1) + loads
         stored = len(self._visits) - len(self._left)
-        self._progress.visit_done(configuration, visit, stored + done + 1, len(self._visits), left)
+        self._visit_done(configuration, visit, stored + done + 1, len(self._visits), left)
 
     def _measured(self, planned: PlannedVisit, configuration: Configuration) -> Visit:
         """The visit, with its error if there is one and the cells that were measured before or beside it."""
@@ -236,7 +243,7 @@ class _MatrixRun:
             return msgspec.structs.replace(base, error=broken or str(prepared))
         cells: list[Measured] = []
         energy = self._plan.processes == "fresh" or planned.round == self._plan.rounds - 1
-        error: str | None = None
+        seconds, error = float(self._plan.settings.get("seconds", 1.0)), None
         keeps, process = self._plan.processes == "kept", self._processes.get(planned.configuration)
         try:
             if process is None:
@@ -247,7 +254,7 @@ class _MatrixRun:
             base = self._with_costs(base, planned.configuration, process, prepared)
             for cell in planned.cells:
                 try:
-                    cells.append(process.measure(cell, self._seconds, energy=energy))
+                    cells.append(process.measure(cell, seconds, energy=energy))
                 except CellError as exc:
                     error = error or f"{_shape(cell)}: {exc}"
             if self._plan.settings.get("profile") and planned.round == self._plan.rounds - 1 and cells:
@@ -284,10 +291,6 @@ class _MatrixRun:
             process.stop()
         self._processes.pop(place, None)
         self._current = None
-
-    @property
-    def _seconds(self) -> float:
-        return float(self._plan.settings.get("seconds", 1.0))
 
     def _request(self, configuration: Configuration) -> dict[str, Any]:
         plan = self._plan

@@ -21,18 +21,13 @@ BATCHES = {"cpu": (1, 4, 8), "cuda": (1, 8, 32, 128)}
 BASELINE_PRECISION = "fp32"
 
 
-class EngineOffer(msgspec.Struct, frozen=True):
-    """The modes and precisions of an engine by kind of device, cpu or cuda."""
-
-    modes: dict[str, tuple[str, ...]]
-    precisions: dict[str, tuple[str, ...]]
-
-
 class Offers(msgspec.Struct, frozen=True):
-    """What this machine offers: the device in effect, all engines, and the GPUs as gpu-info shows them."""
+    """What this machine offers: the device in effect, and the GPUs as gpu-info shows them."""
 
     device: str
-    engines: dict[str, EngineOffer]
+    modes: dict[str, dict[str, tuple[str, ...]]]
+    """By engine and by kind of device, cpu or cuda."""
+    precisions: dict[str, dict[str, tuple[str, ...]]]
     gpu: dict[str, Any]
 
     @property
@@ -68,15 +63,13 @@ def expand(settings: MatrixSettings, offers: Offers) -> dict[Configuration, bool
 
     Raises `PlanError` for a name that no engine knows.
     """
-    kind, offered = offers.place, offers.engines
-    modes = {mode for offer in offered.values() for of_kind in offer.modes.values() for mode in of_kind}
-    precisions = {name for offer in offered.values() for of_kind in offer.precisions.values() for name in of_kind}
+    kind, offered = offers.place, offers.modes
+    modes = {mode for offer in offers.modes.values() for of_kind in offer.values() for mode in of_kind}
+    precisions = {name for offer in offers.precisions.values() for of_kind in offer.values() for name in of_kind}
     _check("--engines", settings.engines, (*offered, ALL))
     _check("--modes", settings.modes, (AUTO, ALL, *sorted(modes)))
     _check("--precisions", settings.precisions, (AUTO, ALL, *sorted(precisions)))
-    engines = _with_all(
-        settings.engines, (name for name in offered if kind in offered[name].modes and name != NO_MODEL)
-    )
+    engines = _with_all(settings.engines, (name for name in offered if kind in offered[name] and name != NO_MODEL))
     threads = settings.threads if kind == "cpu" else (0,)
     combinations: dict[Configuration, bool] = {}
 
@@ -87,15 +80,14 @@ def expand(settings: MatrixSettings, offers: Offers) -> dict[Configuration, bool
         combinations.setdefault(combination, asked)
 
     for model, engine in product(settings.models, engines):
-        offer = offered[engine]
-        axis_precisions = _with_all(settings.precisions, offer.precisions.get(kind, (AUTO,)))
-        axis_modes = _with_all(settings.modes, offer.modes.get(kind, (AUTO,)))
+        axis_precisions = _with_all(settings.precisions, offers.precisions[engine].get(kind, (AUTO,)))
+        axis_modes = _with_all(settings.modes, offers.modes[engine].get(kind, (AUTO,)))
         for precision, mode, count in product(axis_precisions, axis_modes, threads):
             add(model, engine, precision, mode, count, asked=True)
     if settings.baseline != NO_BASELINE:
         engine, _, mode = settings.baseline.partition("/")
         _check("--baseline", (engine,), tuple(offered))
-        _check("--baseline", (mode,), sorted({mode for modes in offered[engine].modes.values() for mode in modes}))
+        _check("--baseline", (mode,), sorted({mode for modes in offered[engine].values() for mode in modes}))
         for model, count in product(settings.models, threads):
             add(model, engine, BASELINE_PRECISION, mode, count, asked=False)
     return combinations
@@ -235,5 +227,5 @@ def _first_mode(combination: Configuration, offers: Offers) -> str:
     """The mode of a refused combination, where the engine's first was asked for."""
     if combination.mode != AUTO:
         return combination.mode
-    modes = offers.engines[combination.engine].modes
+    modes = offers.modes[combination.engine]
     return next(iter(modes.get(offers.place) or next(iter(modes.values()), ())), AUTO)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from servers.engines.processors import cuda_index
 from servers.gpu.cuda_library import device_uuid
@@ -26,12 +26,8 @@ Read = Callable[[], float | None]
 """Reads a counter of joules; None if it cannot be read."""
 
 
-class Energy(NamedTuple):
-    """The energy of a device for a number of runs; `seconds_per_run` is of runs without readings between them."""
-
-    joules: float
-    runs: int
-    seconds_per_run: float
+Energy = tuple[float, int, float]
+"""Joules of a device, the number of runs that took them, and the seconds of one run without readings in between."""
 
 
 class Resources:
@@ -127,7 +123,7 @@ def joules_of(read: Read, run: Callable[[], object], seconds: float) -> Energy |
     per_run = (perf_counter() - began) / runs
     before = read()
     end, further = (None, 0) if before is None else _next_step(read, before, run)
-    return None if start is None or end is None or end <= start else Energy(end - start, runs + further, per_run)
+    return None if start is None or end is None or end <= start else (end - start, runs + further, per_run)
 
 
 def _next_step(read: Read, before: float, run: Callable[[], object]) -> tuple[float | None, int]:

@@ -269,6 +269,7 @@ def measured_cell(
     resources.begin()
     times = measured.measure(batch, reference, command.seconds, in_rounds=True)
     energy = resources.energy(measured.run(batch, reference)) if command.energy else None
+    joules, runs, seconds_per_run = energy or (None, 0, None)
     null = measured.engine.describe().kind == "null"
     comparison = None if null else times.comparison
     fault = None if comparison is None else comparison.fault
@@ -284,9 +285,9 @@ def measured_cell(
         "fault": "the null engine computes no model" if null else fault,
         "flops_per_item": reference.flops_per_item,
         **resources.memory(),
-        "energy_joules": None if energy is None else energy.joules,
-        "energy_items": 0 if energy is None else energy.runs * batch,
-        "sustained_ns": None if energy is None else round(energy.seconds_per_run * 1e9),
+        "energy_joules": joules,
+        "energy_items": runs * batch,
+        "sustained_ns": None if seconds_per_run is None else round(seconds_per_run * 1e9),
     }
     return cell, times
 
