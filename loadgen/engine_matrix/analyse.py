@@ -5,20 +5,8 @@ these values with a 95 % t interval on logs. The round is the unit of replicatio
 and ratios are paired by round, and a round that only one of two cells has is left out. A cell whose answers are wrong,
 or whose cosine or top-1 agreement is below the plan's limits, is shown and never wins.
 
-The break-even says after how many items a conversion has paid for itself:
-
-    start            = load + what the first calls of all shapes took beyond ordinary calls
-    one-time seconds = conversions + start − start of the baseline
-    gain per item    = seconds per item of the baseline − seconds per item after the conversion
-    items            = one-time seconds ÷ gain per item
-
-Conversions are the export, also quantised or packaged, and the build of a file, each with the seconds that it took when
-it was made, also where this run found it. The start is that of a process which serves all shapes of the matrix: some
-engines prepare them while they load, others in the first calls. The baseline starts in any case, so only the difference
-counts; a path that starts sooner and runs faster pays from the first item. The baseline is in the precision of the
-path where that was measured, or else the gain of the precision would count as one of the conversion.
-
-The interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which start and latency are
+The break-even says after how many items a conversion has paid for itself: docs/engine-matrix.md defines it. The
+interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which start and latency are
 measured together; a kept process starts once, so there it is of the latency alone. Where the interval of the gain
 includes 0, the conversion may never pay, and the number has no upper bound. A path without a measured gain has no
 number. Cells with wrong or too inaccurate answers have no break-even: they do not compute the same.
@@ -49,6 +37,7 @@ from loadgen.engine_matrix.records import (
     Shape,
     Visit,
     Winner,
+    shape_text,
 )
 from loadgen.quantities import number
 from loadgen.records.run import Environment, RunState
@@ -87,7 +76,8 @@ PATHS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class CellRounds:
-    """One configuration at one batch size and length, with its measurement in every round that has timed calls."""
+    """One configuration at one batch size and length, with its measurement in every round that has timed calls, in
+    their order."""
 
     configuration: int
     batch: int
@@ -101,11 +91,6 @@ class CellRounds:
     @property
     def shape(self) -> Shape:
         return self.batch, self.length
-
-    @property
-    def measured(self) -> tuple[Measured, ...]:
-        """Its measurements in the order of the rounds."""
-        return tuple(self.rounds.values())
 
 
 Cells = Mapping[tuple[int, Shape], CellRounds]
@@ -214,7 +199,7 @@ def baseline_cell(
 
 
 def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None) -> CellResult:
-    measured = cell.measured
+    measured = tuple(cell.rounds.values())
     latency = estimate(list(cell.latencies_ns.values()))
     call = estimate([float(median(m.calls_ns)) for m in measured])
     assert latency is not None  # a cell has at least one round with calls
@@ -263,7 +248,7 @@ def _configuration(plan: MatrixPlan, place: int, visits: Sequence[Visit]) -> Con
     described = next(iter(started), None)
     timed = {cell.shape for visit in visits for cell in visit.cells if cell.calls_ns}
     untimed = dict.fromkeys(
-        f"batch {cell.batch}{'' if cell.length is None else f', length {cell.length}'}: {cell.fault or 'no timed call'}"
+        f"{shape_text(cell.shape)}: {cell.fault or 'no timed call'}"
         for visit in visits
         for cell in visit.cells
         if cell.shape not in timed
@@ -443,9 +428,9 @@ def items_until(costs: Sequence[float], gains: Sequence[float]) -> Estimate | No
 
 def parity(cell: CellRounds) -> str:
     """The evidence that the cell computes what the model computes in FP32."""
-    cosine = worst((measured.cosine_min for measured in cell.measured), min)
-    top1 = worst((measured.top1 for measured in cell.measured), min)
-    error = worst((measured.relative_error for measured in cell.measured), max)
+    rounds = cell.rounds.values()
+    cosine, top1 = worst((each.cosine_min for each in rounds), min), worst((each.top1 for each in rounds), min)
+    error = worst((each.relative_error for each in rounds), max)
     proofs = [
         *([] if cosine is None else [f"cosine at least {cosine:.6f}"]),
         *([] if top1 is None else [f"top-1 agreement {number(100.0 * top1)} %"]),

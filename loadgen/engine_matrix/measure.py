@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from loadgen.engine_matrix.plan import PlannedVisit, request_of, schedule
-from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Shape, Visit
+from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Visit, shape_text
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import LIMITS, CellError, Limits, WorkerError, WorkerProcess
 from loadgen.quantities import counted
@@ -256,7 +256,7 @@ class _MatrixRun:
                 try:
                     cells.append(process.measure(cell, seconds, energy=energy))
                 except CellError as exc:
-                    error = error or f"{_shape(cell)}: {exc}"
+                    error = error or f"{shape_text(cell)}: {exc}"
             if self._plan.settings.get("profile") and planned.round == self._plan.rounds - 1 and cells:
                 cells = _with_kernels(cells, process)
         except WorkerError as exc:
@@ -312,8 +312,3 @@ def _files_of(configuration: Configuration) -> _Files:
 def _with_kernels(cells: Sequence[Measured], process: WorkerProcess) -> list[Measured]:
     profiles = process.profile([cell.shape for cell in cells])
     return [msgspec.structs.replace(cell, kernels=kernels) for cell, kernels in zip(cells, profiles, strict=True)]
-
-
-def _shape(shape: Shape) -> str:
-    batch, length = shape
-    return f"batch {batch}" if length is None else f"batch {batch}, length {length}"

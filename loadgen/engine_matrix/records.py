@@ -22,9 +22,15 @@ from loadgen.quantities import Interval, counted
 from loadgen.records.run import Environment, Record, RunState
 
 Shape = tuple[int, int | None]
-"""A batch size and a length."""
+"""A batch size and a length; the length is None for a model without an axis of variable size."""
 NO_MODEL = "null"
 """The engine that computes no model, so that `all` leaves it out and its answers are not compared."""
+
+
+def shape_text(shape: Shape) -> str:
+    """batch 8, length 128"""
+    batch, length = shape
+    return f"batch {batch}" if length is None else f"batch {batch}, length {length}"
 
 
 class Scope(NamedTuple):
@@ -150,7 +156,6 @@ class Measured(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Its batch size and length."""
         return self.batch, self.length
 
 
@@ -241,7 +246,6 @@ class CellResult(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Its batch size and length."""
         return self.batch, self.length
 
 
@@ -284,16 +288,11 @@ class Winner(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Its batch size and length."""
         return self.batch, self.length
 
 
 class BreakEven(Record, frozen=True, kw_only=True):
-    """How many items a conversion has to serve before it pays, at one batch and length.
-
-    items = one-time seconds ÷ (seconds per item of the baseline − seconds per item after the conversion); the one-time
-    seconds are those of a process that serves all shapes of the matrix.
-    """
+    """How many items a conversion has to serve before it pays, at one batch and length; see docs/engine-matrix.md."""
 
     configuration: int
     baseline: int
@@ -302,6 +301,7 @@ class BreakEven(Record, frozen=True, kw_only=True):
     batch: int
     length: int | None
     one_time_seconds: float
+    """Of a process that serves all shapes of the matrix."""
     gain_seconds_per_item: Estimate
     items: Estimate | None
     """None where it never pays. Only `high` None: it may never pay. Both bounds None: no interval, see `Estimate`."""
@@ -310,7 +310,6 @@ class BreakEven(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Its batch size and length."""
         return self.batch, self.length
 
 

@@ -20,6 +20,7 @@ from loadgen.engine_matrix.records import (
     Matrix,
     Scope,
     Winner,
+    shape_text,
 )
 from loadgen.quantities import counted, items, join, measured, measured_interval, number, ratio, ratio_interval, share
 from loadgen.report.sections.conditions import environment_rows, fact_table, gpu_text
@@ -176,7 +177,7 @@ def _sentence(matrix: Matrix, scope: Scope, cells: Sequence[CellResult]) -> str:
     if not at.certain:
         lead = f"no certain winner; {name} measured the highest throughput at {shapes}"
     rate = f"{value(cell.items_per_second)} {items(matrix.configurations[most].item)}/s"
-    return f"{lead}. At {shape_text(at.batch, at.length)}: {rate}{', ' if over else ''}{join(over)}."
+    return f"{lead}. At {shape_text(at.shape)}: {rate}{', ' if over else ''}{join(over)}."
 
 
 def _charts(matrix: Matrix) -> doc.Section | None:
@@ -256,11 +257,6 @@ def _format(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def shape_text(batch: int, length: int | None) -> str:
-    """batch 8, length 128"""
-    return f"batch {batch}" + ("" if length is None else f", length {length}")
-
-
 def _doubt(matrix: Matrix, winner: Winner) -> str:
     if winner.unbeaten in (None, winner.runner_up):
         return "not certain"
@@ -323,7 +319,7 @@ def break_even_table(matrix: Matrix) -> doc.Section | None:
             continue
         length, batch = shown_length(cells), max(cell.batch for cell in cells)
         main = [_break_even_row(matrix, result) for result in results if result.shape == (batch, length)]
-        title = f"{label}, {shape_text(batch, length)}"
+        title = f"{label}, {shape_text((batch, length))}"
         shown.append(doc.Table(PAYS, main, title=title, grouped=True, on=doc.PAGES))
         shapes = [(*_break_even_row(matrix, result), result.batch, result.length or "") for result in results]
         table = doc.Table((*PAYS, *doc.numbers("batch", "length")), shapes, grouped=True)
@@ -537,7 +533,7 @@ def kernels(matrix: Matrix) -> doc.Section | None:
                 for kernel in cell.kernels[:MANY]
             ]
             columns = (doc.Column("kernel", "text"), *doc.numbers("calls", "ms", "share"))
-            shape = shape_text(cell.batch, cell.length)
+            shape = shape_text(cell.shape)
             label = f"{scope_title(matrix, configuration.scope)}, {configuration.title}, {shape}"
             folds.append(doc.Fold(label, (doc.Table(columns, rows),), on=doc.HTML))
     return doc.section("Where the time goes", *folds, on=doc.HTML)

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from loadgen.engine_matrix.analyse import has_copies
-from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix
+from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix, shape_text
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.ranking.records import (
@@ -143,7 +143,7 @@ def from_matrix(name: str, matrix: Matrix) -> RankInput:
                 if reason is None and not cell.items_per_second.value > 0.0:
                     reason = "no throughput was measured"
                 if reason is not None:
-                    what = f"{option}, {configuration.model}, batch {cell.batch}{_at(length)}"
+                    what = f"{option}, {configuration.model}, {shape_text(cell.shape)}"
                     left_out.append(LeftOut(result=name, what=what, reason=reason))
                     continue
                 points.append(
@@ -178,10 +178,6 @@ def from_matrix(name: str, matrix: Matrix) -> RankInput:
 
 def _weights_of(configured: ConfigurationResult, matrix: Matrix) -> str:
     return str(configured.description.get("weights") or matrix.plan.settings.get("weights") or NOT_REPORTED)
-
-
-def _at(length: int | None) -> str:
-    return "" if length is None else f", length {length}"
 
 
 def from_result(name: str, result: Result) -> RankInput:

@@ -122,7 +122,13 @@ def triton_repo(
 def _form(settings: ExportSettings) -> tuple[str, FileForm]:
     """The precision of the engine that executes the file, and the form of the ONNX file."""
     if settings.to == "aotinductor":
-        return _package_form(settings)
+        from servers.export.torch_export import package_target
+
+        if settings.operators:
+            raise ExportError("a package of AOTInductor has no ONNX operators; leave --operators out")
+        requested = EngineSettings("aotinductor", settings.precision)
+        requested.check_here()
+        return requested.precision, executed_form("aotinductor", requested.precision, package_target())
     if settings.operators and settings.operators not in OPSETS:
         raise ExportError(f"--operators {settings.operators}: {choose_from(settings.operators, OPSETS)}")
     if settings.to == "tensorrt" and settings.operators == FUSED:
@@ -133,16 +139,6 @@ def _form(settings: ExportSettings) -> tuple[str, FileForm]:
         raise ExportError("abserve builds no INT8 plan for TensorRT; use --precision fp16, or --to onnx")
     stored = "fp32" if engine == "tensorrt" and precision == "tf32" else precision
     return precision, FileForm(stored, settings.operators or executed_form(engine, precision).operators)
-
-
-def _package_form(settings: ExportSettings) -> tuple[str, FileForm]:
-    from servers.export.torch_export import package_target
-
-    if settings.operators:
-        raise ExportError("a package of AOTInductor has no ONNX operators; leave --operators out")
-    requested = EngineSettings("aotinductor", settings.precision)
-    requested.check_here()
-    return requested.precision, executed_form("aotinductor", requested.precision, package_target())
 
 
 def _build_plan(

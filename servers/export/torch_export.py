@@ -224,17 +224,14 @@ CONFIGURATION = {"cpp.dynamic_threads": True}
 
 
 def package_target() -> str:
-    """This kind of CPU, by its vector instructions."""
+    """This kind of CPU: its vector instructions, and a short hash of all instruction sets, which the compiler uses
+    (-march=native)."""
     import torch
 
-    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}-{_instructions()}"
-
-
-def _instructions() -> str:
-    """A short hash of the processor's instruction sets: the compiler uses all of them (-march=native)."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(" ".join(sorted(flags.partition(":")[2].split())).encode()).hexdigest()[:8]
+    instructions = hashlib.sha256(" ".join(sorted(flags.partition(":")[2].split())).encode()).hexdigest()[:8]
+    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}-{instructions}"
 
 
 def write_package(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> float:
