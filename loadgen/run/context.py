@@ -29,15 +29,14 @@ from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_im
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
-from loadgen.run.errors import LoadError
 from loadgen.run.gpu_recording import GpuStage
 from loadgen.run.load_runner import LoadRunner
 from loadgen.run.preparation import READY_SECONDS, Inputs, make_deployment
 from loadgen.run.progress import Forecast, RunProgress
-from loadgen.run.storage import RunStore, StoredBlock
+from loadgen.run.storage import RunError, RunStore, StoredBlock
 
 OBSTACLES = (
-    AddressError, DeploymentError, EndpointError, GeneratorError, InputError, LoadError, ProcessError,
+    AddressError, DeploymentError, EndpointError, GeneratorError, InputError, ProcessError, RunError,
 )  # fmt: skip
 """Errors that cost one step of a probe; a full disk ends the run, as everywhere."""
 GPU_CONTROL_SECONDS = 45.0
@@ -158,7 +157,7 @@ class RunContext:
 
     def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
         """Run every load shape of these workloads on every arm. Returns by name how many seconds a request takes on the
-        slowest arm. Raises `LoadError`."""
+        slowest arm. Raises `RunError`."""
         return self.load_runner().warm_up(workloads)
 
 
@@ -170,7 +169,7 @@ _MOST_PROCESSES = 64
 
 
 def size_generator(context: RunContext, calibration: Calibration | None, batch_sizes: Sequence[int]) -> int:
-    """Restart the generator with as many processes as the load needs, and return their number. Raises `LoadError`,
+    """Restart the generator with as many processes as the load needs, and return their number. Raises `RunError`,
     `GeneratorError`."""
     loads = pilot_loads(context.experiment.workloads)
     limit = most_processes(loads)
