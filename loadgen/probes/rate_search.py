@@ -63,13 +63,13 @@ def measure(context: RunContext) -> None:
     took: dict[str, list[float]] = {}
     rates: dict[tuple[str, Label], float] = {}
     """The rates found at this start of the servers."""
-    context.forecast.load_begins()
+    context.forecast.before_load_s = 0.0
     for (workload, _), pair in groupby(planned, key=lambda entry: (entry.workload, entry.round)):
         entries, began = list(pair), monotonic()
         if workload.scenario == "slo":
             context.enter(f"searching for the highest rate with p99 ≤ {workload.latency_bound_ms:g} ms")
             users = min(workload.concurrency, WARM_UP_USERS)
-            context.warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
+            context.load_runner().warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
             for entry in entries:
                 key = workload.name, entry.label
                 rate = search_rate(
@@ -88,7 +88,7 @@ def measure(context: RunContext) -> None:
         to_come.remove(workload)
         took.setdefault(workload.name, []).append(monotonic() - began)
         durations = [seconds for many in took.values() for seconds in many]
-        context.forecast.searches_take(sum(fmean(took.get(left.name, durations)) for left in to_come))
+        context.forecast.searches_s = sum(fmean(took.get(left.name, durations)) for left in to_come)
         context.progress.plan(context.forecast.remaining_s())
 
 
@@ -178,7 +178,7 @@ def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
         rung = closed_loop(
             users, max(workload.requests, 4 * users), seconds=workload.seconds, max_seconds=workload.max_seconds
         )
-        context.warm_up([rung])
+        context.load_runner().warm_up([rung])
         for entry in turns if step % 2 == 0 else turns[::-1]:
             context.progress.now(f"{shown(entry.label)} with {users} users")
             arm = context.arms[entry.label]

@@ -29,7 +29,7 @@ from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_im
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
-from loadgen.run.gpu_recording import GpuStage
+from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.load_runner import LoadRunner
 from loadgen.run.preparation import READY_SECONDS, Inputs, make_deployment
 from loadgen.run.progress import Forecast, RunProgress
@@ -70,7 +70,7 @@ class RunContext:
         self.progress = progress
         self.abserve = tuple(abserve)
         self.forecast = Forecast(experiment, schedule(experiment))
-        self.gpu = GpuStage(store, abserve, sampler)
+        self.gpu = GpuRecording(store, abserve, sampler)
         self.arms: dict[Label, Arm] = {}
         self.restart = 0
         """The number of this start of the servers, from 0."""
@@ -96,7 +96,7 @@ class RunContext:
         what follows the load, is shared equally among this restart and those to come."""
         if self.experiment.minutes is None:
             return monotonic() + 60.0 * (self.experiment.time_limit_minutes or 0.0)
-        after = self.forecast.after_load_s() + (GPU_CONTROL_SECONDS if self.gpu.recording is not None else 0.0)
+        after = self.forecast.after_load_s() + (GPU_CONTROL_SECONDS if self.gpu.running else 0.0)
         left = self.began_s + 60.0 * self.experiment.minutes - after - monotonic()
         return monotonic() + max(0.0, left) / (self.experiment.restarts - self.restart)
 
@@ -115,7 +115,7 @@ class RunContext:
             self.generator,
             self.store if store is None else store,
             RunProgress() if quiet else self.progress,
-            self.gpu.recording if watched else None,
+            self.gpu if watched and self.gpu.running else None,
             self.experiment.seed,
             self.answers if arms is None else None,
         )
@@ -154,11 +154,6 @@ class RunContext:
         except expected as exc:
             return str(exc)
         return None
-
-    def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
-        """Run every load shape of these workloads on every arm. Returns by name how many seconds a request takes on the
-        slowest arm. Raises `RunError`."""
-        return self.load_runner().warm_up(workloads)
 
 
 USED_SHARE = 0.8 * CEILING_SHARE_LIMIT

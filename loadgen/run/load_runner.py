@@ -102,7 +102,7 @@ class LoadRunner:
             current_round = block.round
             self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.workload.name}")
             started = monotonic()
-            record = self._block(block)
+            record = self.measure(block)
             forecast.block_took(block, monotonic() - started)
             stored = read_block(self.store.directory, record, {block.workload.name: block.workload})
             done.append(stored)
@@ -111,10 +111,6 @@ class LoadRunner:
         if last:
             self.idle()
         return done
-
-    def measure(self, block: ScheduledBlock) -> BlockRecord:
-        """Run and store one block outside the schedule. Raises as `run` does."""
-        return self._block(block)
 
     def _gap_due(self) -> bool:
         gaps = () if self.gpu is None else self.gpu.gaps
@@ -183,8 +179,8 @@ class LoadRunner:
         except GeneratorError as exc:
             raise RunError(f"{title}: {exc}{arm.failure_message()}") from exc
 
-    def _block(self, block: ScheduledBlock) -> BlockRecord:
-        """Run and store one block, with readings of the server, the machine and the GPU."""
+    def measure(self, block: ScheduledBlock) -> BlockRecord:
+        """Run and store one block, with readings of the server, the machine and the GPU. Raises as `run` does."""
         arm, workload = self.arms[block.label], block.workload
         path = self.store.samples_path(block.index)
         arrivals_seed = schedule_seed(self.seed, workload.name, block.round)

@@ -118,7 +118,7 @@ def _run_phases(context: RunContext) -> None:
         context.enter("starting the servers")
         started = monotonic()
         start_servers(context)
-        context.forecast.start_takes(monotonic() - started)
+        context.forecast.start_s = monotonic() - started
         if restart == 0:
             context.inputs = inputs or make_inputs(
                 experiment, context.samples_folder, context.signatures[experiment.baseline.label]
@@ -152,7 +152,7 @@ def _make_work_folder(context: RunContext) -> None:
             f"cannot make a temporary folder: {exc.strerror or exc}; set TMPDIR to a folder that can be written"
         ) from exc
     context.samples_folder = context.work / "samples"
-    context.resources.callback(context.gpu.close)
+    context.resources.callback(context.gpu.stop)
 
 
 def _stop_servers(context: RunContext) -> None:
@@ -172,12 +172,12 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     batch_sizes = [workload.batch_size for workload in workloads] or [1]
     if first:
         context.prepare_bodies(batch_sizes)
-    took = context.warm_up(workloads)
+    took = context.load_runner().warm_up(workloads)
     alone_s = min(
         (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
         default=0.0,
     )
-    context.forecast.checks_take(len(context.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s)
+    context.forecast.checks_s = len(context.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s
     if first:
         calibration = own_calibration()
         if calibration is not None:
@@ -188,7 +188,7 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
             processes=context.experiment.processes or size_generator(context, calibration, batch_sizes),
         )
         context.store.write(context.experiment)
-        context.forecast.blocks_are(schedule(context.experiment))
+        context.forecast.blocks = list(schedule(context.experiment))
     context.gpu.start(context.arms, context.records)
     for probe in measured:
         probe.measure(context)

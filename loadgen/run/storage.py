@@ -330,25 +330,19 @@ def _read_partial(directory: Path, complete: set[str]) -> dict[str, int]:
 
 @contextmanager
 def running(directory: Path) -> Iterator[None]:
-    """Hold the lock; child processes do not inherit it."""
-    try:
-        file = _lock_file(directory)
-    except OSError:  # writing the first record reports it
-        yield
-        return
-    with file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Hold the lock, and remove its file at the end."""
+    with only_run(directory):
         try:
             yield
         finally:
-            (directory / LOCK_NAME).unlink(missing_ok=True)
+            with suppress(OSError):
+                (directory / LOCK_NAME).unlink()
 
 
 @contextmanager
 def only_run(directory: Path) -> Iterator[bool]:
-    """Hold the lock like `running`, and tell whether no other process holds it. The file stays, so that all processes
-    lock the same one."""
+    """Hold the lock, which child processes do not inherit; false if another process holds it. The file stays, so that
+    all processes lock the same one."""
     try:
         file = _lock_file(directory)
     except OSError:  # writing the first record reports it
