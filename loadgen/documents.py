@@ -30,7 +30,7 @@ _MOST_WORDS = 300
 
 
 class DocumentError(ValueError):
-    """A document cannot be used; the message says why, but not which document."""
+    """A document cannot be used; the message says why, but not which document, unless a function says so."""
 
 
 def one_line(words: str, most: int = _MOST_WORDS) -> str:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from loadgen.documents import one_line
+from loadgen.documents import DocumentError, one_line
 from loadgen.experiment.plan import PlanError, unknown
 from loadgen.experiment.settings import (
     DEFAULT_TARGETS,
@@ -37,7 +37,7 @@ from loadgen.experiment.settings import (
     gather_arms,
 )
 from loadgen.headers import HIDDEN
-from loadgen.strict_yaml import YamlError, read_mapping
+from loadgen.strict_yaml import read_mapping
 
 _LAST_SHOWN = "c"
 """The last arm in the help, which shows no options for it but says that there are more arms."""
@@ -206,7 +206,7 @@ def read_file(path: Path | None, kind: str, example: str) -> dict[str, Any]:
     messages. Raises `PlanError`."""
     try:
         return {} if path is None else read_mapping(path, kind, example)
-    except YamlError as exc:
+    except DocumentError as exc:
         raise PlanError(str(exc)) from exc
 
 

@@ -18,13 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.child_process import ChildProcess
+from loadgen.child_process import OWN_MODULE, ChildProcess
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.generator import GeneratorError, GeneratorProcess
 from loadgen.client.messages import BlockOutcome, Open, Prepare
 from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.client.transports import TRANSPORTS
-from loadgen.invocation import OWN_MODULE
 from loadgen.launch.work_folder import work_folder
 from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError

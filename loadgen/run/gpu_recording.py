@@ -11,9 +11,8 @@ from time import perf_counter_ns, sleep
 
 import msgspec
 
-from loadgen.child_process import ChildProcess, ProcessError
+from loadgen.child_process import OWN_MODULE, ChildProcess, ProcessError
 from loadgen.documents import read_json
-from loadgen.invocation import OWN_MODULE
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS, TimeSpan
 from loadgen.records.machine import used_gpu
 from loadgen.records.run import ArmRecord, Label

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.child_process import ChildProcess
+from loadgen.child_process import ABSERVE, ChildProcess
 from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import (
     GIVEN,
@@ -24,7 +24,6 @@ from loadgen.client.inputs import (
     write_samples,
 )
 from loadgen.experiment.plan import default_sizes, has_mixed_lengths
-from loadgen.invocation import ABSERVE
 from loadgen.launch.compose import PROJECT, ComposeDeployment
 from loadgen.launch.deployment import Deployment, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment

@@ -17,10 +17,10 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.child_process import ABSERVE
 from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.experiment.plan import padding_in_words, sized
 from loadgen.experiment.schedule import load_workloads, schedule
-from loadgen.invocation import ABSERVE
 from loadgen.launch.compose import ComposeDeployment, require_one_way
 from loadgen.launch.deployment import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
