@@ -47,6 +47,7 @@ def rank(
     Exit status: 0 something is ranked, 1 nothing can be ranked (each reason is named) or DIR cannot be written, 2 a
     result, the price file or an option is wrong.
     """
+    from loadgen.documents import DocumentError
     from loadgen.experiment.plan import unknown
     from loadgen.ranking import analyse
     from loadgen.ranking.records import EXAMPLES, read_prices
@@ -54,7 +55,6 @@ def rank(
     from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.strict_yaml import YamlError
     from loadgen.verdict.result import ResultError, readable
 
     if spot and reserved:
@@ -76,7 +76,7 @@ def rank(
                 example_prices=prices is None,
             )
             document = ranking_document(ranking)
-    except (ResultError, StoredRunError, YamlError) as exc:
+    except (DocumentError, ResultError, StoredRunError) as exc:
         fail(str(exc))
     render = formats(ranking, document)
     output = "json" if as_json else output
