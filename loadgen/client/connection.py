@@ -104,6 +104,10 @@ class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branc
     """No connection could be made; nothing was sent."""
 
 
+class ResponseError(Exception):
+    """A response cannot be used, and its connection cannot be used any more; the message is the sample's error."""
+
+
 class TlsRefused(ConnectionRefused):
     """No connection could be made because of TLS; trying again does not help."""
 
@@ -259,6 +263,18 @@ class Deadline:
 
 
 Pieces = tuple[bytes | memoryview, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedRequest:
+    """One request over HTTP or gRPC: the head, then the body, `payload_bytes` of which are tensors. Requests to several
+    servers share the body, and one that is not for a certain server yet has no head. Over gRPC the head is what comes
+    before the message in its stream. `pieces` are the body's if a part of it varies."""
+
+    head: bytes
+    body: bytes = b""
+    payload_bytes: int = 0
+    pieces: Pieces = ()
 
 
 def split_at(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:

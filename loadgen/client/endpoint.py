@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from loadgen.client.connection import Address, ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest
+from loadgen.client.http import HttpConnection, request_head
 from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 

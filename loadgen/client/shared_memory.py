@@ -25,8 +25,8 @@ import msgspec
 import tritonclient.http as triton_http
 
 from loadgen.client.bodies import RawTensor
-from loadgen.client.connection import Address, ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest
+from loadgen.client.http import HttpConnection, request_head
 from loadgen.client.inputs import Array, elements_end
 from loadgen.client.outputs import byte_size, read_document, read_tensor
 from loadgen.documents import DocumentError, one_line

@@ -29,18 +29,15 @@ from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
 from gevent.queue import Queue
 
-from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
+from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import ClientConnection, ConnectionRefused, failure_message
 from loadgen.client.inputs import InputError, read_inputs
 from loadgen.client.messages import (
     CONNECT_SECONDS,
     Abort,
-    Alive,
     BlockOutcome,
     Command,
-    CommandDone,
-    CommandRefusal,
-    GeneratorMessage,
+    CommandReply,
     Go,
     Open,
     Prepare,
@@ -48,7 +45,7 @@ from loadgen.client.messages import (
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
-from loadgen.client.traffic import Claim, Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
+from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.records.samples import NS_PER_S, SampleWriter
 
@@ -285,7 +282,7 @@ class Block:
                     return
             elif (claim := window.claim(perf_counter_ns())) is None:
                 return
-            exchange, fault = traffic.infer(connection, number, intended_ns, measured=claim is not Claim.COOL_DOWN)
+            exchange, fault = traffic.infer(connection, number, intended_ns, measured=claim != "cool-down")
             window.answered(fault is None, 0 if intended_ns is None else exchange.end_ns - intended_ns, claim)
 
 
@@ -294,7 +291,7 @@ class BlockRunner:
 
     def __init__(self) -> None:
         self._prepared: dict[str, tuple[Prepare, dict[BodyShape, PreparedBodies]]] = {}
-        self._numbers = FreshNumbers()
+        self._numbers = fresh_numbers()
         self._block: Block | None = None
         self._counts: Counts | None = None
         """Memory that this process shares with the others of its generator."""
@@ -309,7 +306,7 @@ class BlockRunner:
                 case Go():
                     return self._go(command)
         except (BlockError, InputError, OSError, ValueError) as exc:
-            return CommandRefusal(reason=str(exc))
+            return CommandReply(refusal=str(exc))
 
     def abort(self, reason: str) -> None:
         """End the running block early, if there is one."""
@@ -322,7 +319,7 @@ class BlockRunner:
             self._block.discard()
             self._block = None
 
-    def _prepare(self, command: Prepare) -> CommandDone:
+    def _prepare(self, command: Prepare) -> CommandReply:
         self._prepared.pop(command.key, None)
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
         variation = find_variation(inputs, signature)
@@ -331,9 +328,9 @@ class BlockRunner:
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
         self._prepared[command.key] = command, bodies
-        return CommandDone()
+        return CommandReply()
 
-    def _open(self, command: Open) -> CommandDone:
+    def _open(self, command: Open) -> CommandReply:
         self.close()
         prepared, bodies = self._prepared.get(command.key, (None, {}))
         if prepared is None or (command.batch_size, command.length) not in bodies:
@@ -347,7 +344,7 @@ class BlockRunner:
         except BlockError:
             self._block = None
             raise
-        return CommandDone()
+        return CommandReply()
 
     def _go(self, command: Go) -> BlockOutcome:
         if self._block is None:
@@ -382,7 +379,7 @@ def main() -> None:
     def say_alive() -> None:
         while True:
             gevent.sleep(_ALIVE_SECONDS)
-            _send(replies, Alive())
+            _send(replies, None)
 
     gevent.spawn(listen)
     try:
@@ -396,7 +393,7 @@ def main() -> None:
         generator.close()
 
 
-def _send(descriptor: int, message: GeneratorMessage) -> None:
+def _send(descriptor: int, message: Reply | None) -> None:
     line = memoryview(msgspec.json.encode(message) + b"\n")
     while line:
         line = line[os.write(descriptor, line) :]

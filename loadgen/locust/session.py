@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from locust import User
 
-from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
+from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, Signature
 from loadgen.client.grpc import parse_grpc_address
@@ -203,7 +203,7 @@ class Session:
         self._inputs: SampleInputs | None = None
         self._model_of_samples: str | None = None
         """The model's name on our servers, by the samples."""
-        self._numbers = FreshNumbers()
+        self._numbers = fresh_numbers()
 
     @property
     def model(self) -> str:
@@ -313,7 +313,7 @@ class Session:
 
 def idle_traffic() -> Traffic:
     """The traffic of users that cannot send, or cannot send yet: it has no requests, and its address is never used."""
-    bodies = PreparedBodies((), (), None, FreshNumbers())
+    bodies = PreparedBodies((), (), None, fresh_numbers())
     return Traffic(InferenceTarget("http", "http://127.0.0.1", ""), bodies, 1, SampleWriter(None))
 
 

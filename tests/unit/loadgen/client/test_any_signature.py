@@ -12,10 +12,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
-from loadgen.client.bodies import PreparedBody, raw_tensors
-from loadgen.client.connection import GRPC_STATUS, Address, Exchange
+from loadgen.client.bodies import for_server, raw_tensors
+from loadgen.client.connection import GRPC_STATUS, Address, Exchange, PreparedRequest
 from loadgen.client.endpoint import Endpoint, Signature, TensorSignature
-from loadgen.client.grpc import GrpcRequest
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import NUMPY_TYPES, InputError, SampleInputs, read_given
 from loadgen.client.outputs import ExpectedOutputs, read_message
@@ -144,11 +143,11 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
         server.answers.update(unbatched(None, [3, 4]))
         signature = Endpoint(server.url).signature("m")
         body, message = (prepare(transport, inputs, signature, (1,)) for transport in ("http", "grpc"))
-        assert isinstance(body, PreparedBody)
-        assert isinstance(message, GrpcRequest)
-        head = json.loads(body.body[: body.json_bytes])
-        assert (head["inputs"][0]["shape"], body.body[body.json_bytes :]) == ([3, 4], items[1].tobytes())
-        assert list(service_pb2.ModelInferRequest.FromString(message.message).inputs[0].shape) == [3, 4]
+        assert isinstance(body, PreparedRequest)
+        assert isinstance(message, PreparedRequest)
+        head, tensors = json.loads(body.body[: -body.payload_bytes]), body.body[-body.payload_bytes :]
+        assert (head["inputs"][0]["shape"], tensors) == ([3, 4], items[1].tobytes())
+        assert list(service_pb2.ModelInferRequest.FromString(message.body).inputs[0].shape) == [3, 4]
         with pytest.raises(InputError, match="no batch dimension"):
             prepare("http", inputs, signature, (0, 1))
         output = {"name": "y", "datatype": "FP32", "shape": [3, 4], "parameters": {"binary_data_size": 48}}
@@ -158,7 +157,7 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
         )  # fmt: skip
         address = Address.parse(server.url)
         connection = HttpConnection(address)
-        exchange = connection.send(body.request(address, "m"))
+        exchange = connection.send(for_server(body, address, "m"))
         assert ExpectedOutputs("http", signature, 1).fault(exchange) is None
         np.testing.assert_array_equal(read_answer(connection, exchange, batched=signature.batched)["y"], items[1:])
         connection.close()
@@ -269,9 +268,9 @@ def test_one_value_per_item_becomes_a_list_of_one_where_the_server_takes_lists()
     inputs = SampleInputs({"x": np.arange(3, dtype="<f4")}, "synthetic")
     for shape in ((-1, 1), (-1,)):
         body = prepare("http", inputs, Signature("m", (TensorSignature("x", "FP32", shape),), ()), (0, 2))
-        assert isinstance(body, PreparedBody)
-        assert json.loads(body.body[: body.json_bytes])["inputs"][0]["shape"] == [2, *shape[1:]]
-        assert np.frombuffer(body.body[body.json_bytes :], "<f4").tolist() == [0.0, 2.0]
+        assert isinstance(body, PreparedRequest)
+        assert json.loads(body.body[: -body.payload_bytes])["inputs"][0]["shape"] == [2, *shape[1:]]
+        assert np.frombuffer(body.body[-body.payload_bytes :], "<f4").tolist() == [0.0, 2.0]
 
 
 def test_arms_share_requests_only_if_their_metadata_agree() -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.client.connection import Address, ConnectionRefused
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address, ConnectionRefused, PreparedRequest
+from loadgen.client.http import HttpConnection, request_head
 
 Handler = Callable[[socket.socket], None]
 GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nInference-Header-Content-Length: 3\r\n\r\nhello"
