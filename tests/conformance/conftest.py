@@ -12,7 +12,7 @@ import pytest
 from loadgen.conformance.cases import select
 from loadgen.conformance.records import CaseResult
 from loadgen.conformance.runner import CaseRun
-from loadgen.conformance.servers import LaunchedSession, Launcher
+from loadgen.conformance.servers import LaunchedSession
 
 TOY = (sys.executable, str(Path(__file__).with_name("toy_server.py")))
 
@@ -29,8 +29,7 @@ def sessions(tmp_path: Path) -> Iterator[Sessions]:
             named = {name.replace("_", "-"): value for name, value in options.items()}
             if faults:
                 named["fault"] = ",".join(faults)
-            launcher = Launcher("native", "toy", named, tmp_path, abserve=TOY)
-            return stack.enter_context(closing(LaunchedSession(launcher)))
+            return stack.enter_context(closing(LaunchedSession("native", "toy", named, tmp_path, abserve=TOY)))
 
         yield start
 
@@ -50,6 +49,6 @@ def run_cases(sessions: Sessions) -> RunCases:
 @pytest.fixture(scope="module")
 def native_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedSession]:
     """The native server without a model: only its front end is tested."""
-    launcher = Launcher("native", "openclip_vit_b32", {"engine": "null"}, tmp_path_factory.mktemp("native"))
-    with closing(LaunchedSession(launcher)) as session:
+    folder = tmp_path_factory.mktemp("native")
+    with closing(LaunchedSession("native", "openclip_vit_b32", {"engine": "null"}, folder)) as session:
         yield session

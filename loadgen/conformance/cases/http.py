@@ -241,7 +241,7 @@ SIZES = (
     Case("9a", f"{CHUNK_LIMIT + 1:,} chunks", TOO_MANY_CHUNKS, "400", **HARM),
     Case("9b", f"{MANY_CHUNKS:,} chunks, {MANY_CHUNK_REQUESTS} requests",
          partial(in_chunks, count=MANY_CHUNKS, requests=MANY_CHUNK_REQUESTS), "400",
-         warm_up=lambda subject: list(in_chunks(subject, Protocol.HTTP, CHUNK_LIMIT + 1, 3)), retained_mib=1, **HARM),
+         warm_up=lambda subject: list(in_chunks(subject, "http", CHUNK_LIMIT + 1, 3)), retained_mib=1, **HARM),
 )
 
 PARSING = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,6 @@ from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import NUMPY_TYPES
 from loadgen.client.outputs import AnswerError
 from loadgen.client.shared_memory import (
-    ClientRegion,
     RequestSlot,
     SharedMemoryConnection,
     SharedMemoryRequest,
@@ -124,8 +124,8 @@ def grpc(body: bytes) -> None:
 
 def test_any_json_over_shared_memory() -> None:
     request = SharedMemoryRequest((RawTensor("in", "FP32", (1,), bytes(4)),), {"out": 16})
-    pool, region = SlotPool(Address("127.0.0.1", 1), "model", (request,)), ClientRegion("slots", 128)
-    pool.give_back(RequestSlot(region, 0))
+    pool, memory = SlotPool(Address("127.0.0.1", 1), "model", (request,)), mmap.mmap(-1, 128)
+    pool.give_back(RequestSlot("slots", memory, 0))
     connection = SharedMemoryConnection(pool)
     connection._slot = pool.take(request)
 
@@ -139,7 +139,7 @@ def test_any_json_over_shared_memory() -> None:
         good = {"outputs": [{"name": "out", "datatype": "FP32", "shape": [2]}]}
         assert set(outcome(http(json.dumps(good).encode()), connection)) == {"out"}
     finally:
-        region.close()
+        memory.close()
 
 
 def answer(*outputs: dict[str, Any], binary: bytes = b"") -> Mapping[str, Any] | str:
