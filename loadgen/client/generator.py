@@ -28,6 +28,7 @@ from loadgen.client.messages import (
     BlockOutcome,
     Command,
     CommandReply,
+    GeneratorError,
     Go,
     Open,
     Prepare,
@@ -49,10 +50,6 @@ _ABORT_SECONDS = 10.0
 _LEAD_NS = 150_000_000
 """Time from the command to the common start of several processes, which must have read it by then."""
 _DECODER = msgspec.json.Decoder(Reply | None)
-
-
-class GeneratorError(Exception):
-    """The load generator refused a command, gave an unexpected answer or has ended."""
 
 
 class GeneratorProcess:

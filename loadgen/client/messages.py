@@ -23,6 +23,10 @@ SETTLING_FACTOR = 4.0
 after another."""
 
 
+class GeneratorError(Exception):
+    """The load generator refuses a command, gave an unexpected answer or has ended."""
+
+
 class GeneratorMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages."""
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from loadgen.client.endpoint import Endpoint
-from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true
 
 

@@ -18,9 +18,9 @@ import pytest
 
 from loadgen.client.connection import ConnectionRefused
 from loadgen.client.endpoint import Endpoint
-from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
-from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.client.transports import TRANSPORTS, InferenceTarget, prepare, read_answer
 from loadgen.experiment.schedule import due_offsets_ns
 from loadgen.launch.embedded import EmbeddedDeployment
