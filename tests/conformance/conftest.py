@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,19 @@ Sessions = Callable[..., LaunchedSession]
 RunCases = Callable[..., dict[str, CaseResult]]
 
 
-@pytest.fixture
-def sessions(tmp_path: Path) -> Iterator[Sessions]:
-    """`sessions("fault", …, row_ms="20")`: a session over toys with these faults and options."""
+@pytest.fixture(scope="session")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sessions]:
+    """`sessions("fault", …, row_ms="20")`: a session over toys with these faults and options. Tests that want the same
+    one share it; it starts its server again after `close`."""
     with ExitStack() as stack:
 
+        @cache
         def start(*faults: str, **options: str) -> LaunchedSession:
             named = {name.replace("_", "-"): value for name, value in options.items()}
             if faults:
                 named["fault"] = ",".join(faults)
-            return stack.enter_context(closing(LaunchedSession("native", "toy", named, tmp_path, abserve=TOY)))
+            folder = tmp_path_factory.mktemp("toy")
+            return stack.enter_context(closing(LaunchedSession("native", "toy", named, folder, abserve=TOY)))
 
         yield start
 

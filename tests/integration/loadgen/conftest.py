@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -164,8 +165,8 @@ def no_process_left() -> Iterator[None]:
     await_true(lambda: descendants() <= before, f"processes left: {descendants() - before}", 5.0)
 
 
-@pytest.fixture
-def fake_url() -> Iterator[Callable[..., str]]:
+@contextmanager
+def fake_servers() -> Iterator[Callable[..., str]]:
     """Starts fake servers with options; returns their URL once they listen."""
     running: list[subprocess.Popen[bytes]] = []
 
@@ -182,6 +183,13 @@ def fake_url() -> Iterator[Callable[..., str]]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+@pytest.fixture
+def fake_url() -> Iterator[Callable[..., str]]:
+    """Starts fake servers for one test."""
+    with fake_servers() as start:
+        yield start
 
 
 @pytest.fixture
