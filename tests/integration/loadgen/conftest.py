@@ -199,7 +199,9 @@ def unused_url() -> str:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(tmp_path / "images")], check=True)
-    return tmp_path / "images"
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of samples, which no test changes."""
+    folder = tmp_path_factory.mktemp("samples") / "images"
+    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(folder)], check=True)
+    return folder
