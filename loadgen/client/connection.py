@@ -381,14 +381,16 @@ class ClientConnection(Protocol):
 
     @property
     def reconnects(self) -> int:
-        """Connections that the server had closed and that were made again for a request, inside its latency."""
+        """Connections that the server had closed, while idle or with its last response, and that were made again for a
+        request, inside its latency."""
 
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
 
     def send(self, request: Any, patches: Sequence[bytes] = (), /) -> Exchange:
         """Send one prepared request of this transport, with the patches at the places that vary, and wait for the
-        response; a failure is in the result. Raises `ConnectionRefused` when nothing could be sent."""
+        response; a failure is in the result. Raises `ConnectionRefused`, before anything is sent, when a connection is
+        needed and cannot be made."""
 
     def close(self) -> None:
         """Free everything. Idempotent."""

@@ -97,7 +97,7 @@ def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
 
 
 class Http2Connection:
-    """One connection. After an `ResponseError`, an `OSError` or a `TimeoutError` it can only be closed."""
+    """One connection. After a `ResponseError`, an `OSError` or a `TimeoutError` it can only be closed."""
 
     def __init__(self, connection: AnySocket, *, timeout_s: float, most_bytes: int) -> None:
         """Takes over a connected socket. `timeout_s` bounds the greeting and each request, `most_bytes` a response.
@@ -145,7 +145,6 @@ class Http2Connection:
             self.receive()
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         self._socket.close()
 
     def usable(self) -> bool:
@@ -365,7 +364,6 @@ class GrpcConnection:
         self.timeout_s = timeout_s
         self._most_bytes = most_bytes
         self.reconnects = 0
-        """Connections that the server had closed and that were made again for a request, inside its latency."""
         self._peer = peer = parse_grpc_address(address, access)
         self._connection: Http2Connection | None = None
         self._exchange = Exchange()
@@ -396,14 +394,12 @@ class GrpcConnection:
             raise ConnectionRefused(f"the server at {self.address} does not speak gRPC: {words}") from None
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
-        """Call `ModelInfer` once, with the patches at the places that vary. Raises `ConnectionRefused` when the server
-        accepts no connection."""
+        """Call `ModelInfer` once."""
         pieces = assemble(request.head, request.pieces or (memoryview(request.body),), patches)
         due_ns = perf_counter_ns()
         if self._connection is not None and not self._connection.usable():

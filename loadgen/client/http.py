@@ -62,15 +62,13 @@ def request_head(
 
 
 class HttpConnection:
-    """One keep-alive connection. `timeout_s` bounds connecting and, separately, a whole request (see `Deadline`); a
-    response of more than `most_bytes` is a failure."""
+    """One keep-alive connection; see `ClientConnection`. `timeout_s` bounds connecting and, separately, a whole request
+    (see `Deadline`); a response of more than `most_bytes` is a failure."""
 
     def __init__(self, address: Address, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.reconnects = 0
-        """Connections that the server had closed, while idle or with its last response, and that were made again for a
-        request. That time is in the request's latency."""
         self._server_closed = False
         """Whether the server has closed the connection with its last response."""
         self._deadline = Deadline(timeout_s)
@@ -85,20 +83,16 @@ class HttpConnection:
         self._last_lower, self._last_status, self._last_end = b"", 0, 0
 
     def connect(self) -> None:
-        """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
         if self._socket is None:
             self._socket = open_socket(self.address, self.timeout_s)
             self._deadline.reset()
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
-        """Send one request, with the patches at the places that vary, and read its response; a failure is in the
-        result. Raises `ConnectionRefused`, before anything is sent, when a connection is needed and cannot be made."""
         parts = assemble(request.head, request.pieces or ((request.body,) if request.body else ()), patches)
         due_ns = perf_counter_ns()  # before connecting again: a server that closes its connections makes users wait
         if self._socket is not None and self._closed_while_idle(self._socket):

@@ -130,7 +130,7 @@ class Pacer:
                 self._due.put(None)
 
     def close(self) -> None:
-        """Free the timer. Idempotent."""
+        """Idempotent."""
         self.timer.close()
 
     def _hand_out(self, offsets_ns: Iterable[int], start_ns: int) -> int:

@@ -232,7 +232,6 @@ class SharedMemoryConnection:
 
     @property
     def reconnects(self) -> int:
-        """Reconnects of the HTTP connection."""
         return self._http.reconnects
 
     def connect(self) -> None:
