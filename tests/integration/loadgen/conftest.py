@@ -127,22 +127,22 @@ def start_runner(experiment: Experiment, out: Path, patch: str = "") -> subproce
 
 def descendants() -> set[str]:
     """Command lines of everything that this test process has started and that still lives."""
-    found = set()
+    lines = set()
     for process in psutil.Process().children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.add(" ".join(process.cmdline()))
+                lines.add(" ".join(process.cmdline()))
         except psutil.NoSuchProcess:
             continue
-    return found
+    return lines
 
 
 def regions_of_load() -> list[str]:
     """Names of the generators' shared memory, without that of another run on this machine that is still alive."""
-    own = {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}
-    others = set(psutil.pids()) - own
-    found = [path.name for path in Path("/dev/shm").glob("abserve-load-*")]
-    return [name for name in found if int(name.split("-")[2]) not in others]
+    ours = {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}
+    others = set(psutil.pids()) - ours
+    names = [path.name for path in Path("/dev/shm").glob("abserve-load-*")]
+    return [name for name in names if int(name.split("-")[2]) not in others]
 
 
 @pytest.fixture

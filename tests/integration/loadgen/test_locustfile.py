@@ -250,8 +250,9 @@ def test_page_and_channel_listen_on_loopback_unless_told_otherwise(fake_url: Cal
 
         def both_listen() -> bool:
             assert process.poll() is None
-            found = psutil.Process(process.pid).net_connections("inet")
-            listening.update({one.laddr.port: one.laddr.ip for one in found if one.status == "LISTEN"})
+            connections = psutil.Process(process.pid).net_connections("inet")
+            addresses = [connection.laddr for connection in connections if connection.status == "LISTEN"]
+            listening.update({address.port: address.ip for address in addresses})
             return {page, channel} <= set(listening)
 
         try:

@@ -47,9 +47,9 @@ def message_of(datatype: str, values: Any, shape: tuple[int, ...] = (1, 2)) -> A
 @pytest.mark.parametrize("datatype", FIELDS)
 def test_typed_contents_are_read_and_expected(datatype: str) -> None:
     message = message_of(datatype, values_of(datatype))
-    found = read_message(message)["y"]
-    assert (found.shape, found.ravel().tolist()) == ((1, 2), values_of(datatype))
-    assert datatype == "BYTES" or found.dtype == NUMPY_TYPES[datatype]
+    output = read_message(message)["y"]
+    assert (output.shape, output.ravel().tolist()) == ((1, 2), values_of(datatype))
+    assert datatype == "BYTES" or output.dtype == NUMPY_TYPES[datatype]
     signature = Signature("m", (), (TensorSignature("y", datatype, (-1, 2)),))
     exchange = Exchange()
     exchange.status, exchange.body = GRPC_STATUS, memoryview(message.SerializeToString())
@@ -96,9 +96,9 @@ def test_texts_and_variable_sizes_come_back_through_shared_memory() -> None:
     ]  # fmt: skip
     exchange = Exchange()
     exchange.status, exchange.body = 200, memoryview(json.dumps({"outputs": described}).encode())
-    found = connection.read_outputs(exchange, (request, bytes(memory)))
-    assert found["y"].tolist() == TEXTS.tolist()
-    np.testing.assert_array_equal(found["z"], hidden.reshape(2, 5, 3))
+    outputs = connection.read_outputs(exchange, (request, bytes(memory)))
+    assert outputs["y"].tolist() == TEXTS.tolist()
+    np.testing.assert_array_equal(outputs["z"], hidden.reshape(2, 5, 3))
     memory[start_y : start_y + 4] = b"\xff\xff\xff\x7f"
     with pytest.raises(DocumentError, match="output y is not in the shared memory"):
         connection.read_outputs(exchange, (request, bytes(memory)))
@@ -132,8 +132,8 @@ def test_whether_the_first_dimension_is_a_batch(
     configuration a variable first dimension is the batch."""
     with hostile_server() as server:
         server.answers.update(unbatched(config, shape))
-        found = Endpoint(server.url).signature("m")
-        assert (found.batched, found.inputs[0].shape) == (batched, tuple(shape) if batched else (-1, *shape))
+        signature = Endpoint(server.url).signature("m")
+        assert (signature.batched, signature.inputs[0].shape) == (batched, tuple(shape) if batched else (-1, *shape))
 
 
 def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:

@@ -115,7 +115,7 @@ def windows(
     counts: tuple[Counts, Counts], requests: int = 1, seconds: float = 2.0, **bound: int
 ) -> tuple[LoadWindow, LoadWindow]:
     first, second = (
-        LoadWindow(requests, seconds, 10.0, counts=own, part=part, **bound) for part, own in enumerate(counts)
+        LoadWindow(requests, seconds, 10.0, counts=mapped, part=part, **bound) for part, mapped in enumerate(counts)
     )
     first.start(100 * SECOND)
     second.start(100 * SECOND)
