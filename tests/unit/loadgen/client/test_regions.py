@@ -37,7 +37,7 @@ def test_without_room_the_error_says_what_to_do_and_nothing_is_left() -> None:
 def test_only_the_objects_of_the_killed_process_are_swept() -> None:
     program = (
         "import os, signal; from loadgen.client.shared_memory import named_memory;"
-        "named_memory(10).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+        "region = named_memory(10); region.__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.Popen([sys.executable, "-P", "-c", program])
     killed.wait(30)
