@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadgen.child_process import ENGINE_WORKER
 from loadgen.cli.output import (
     analysis_of,
     check_export,
@@ -32,7 +33,6 @@ from loadgen.experiment.options import (
 )
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
-from loadgen.invocation import ENGINE_WORKER
 
 if TYPE_CHECKING:
     from loadgen.engine_matrix.records import Matrix, MatrixPlan

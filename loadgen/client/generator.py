@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.child_process import ChildProcess
+from loadgen.child_process import OWN_MODULE, ChildProcess
 from loadgen.client.messages import (
     CONNECT_SECONDS,
     Abort,
@@ -37,7 +37,6 @@ from loadgen.client.messages import (
 from loadgen.client.shared_memory import sweep
 from loadgen.client.traffic import counts_bytes
 from loadgen.headers import secret_of
-from loadgen.invocation import OWN_MODULE
 from loadgen.records.run import WorkerRecord
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, part_path, read_samples, store_samples, with_errors_of
 

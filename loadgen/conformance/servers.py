@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadgen.child_process import ABSERVE
 from loadgen.client.connection import Address, AddressError
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.outputs import read_body
@@ -28,7 +29,6 @@ from loadgen.conformance.model import HEADER, Body, ServedModel
 from loadgen.conformance.records import NotApplicableError, Response, SkippedError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
-from loadgen.invocation import ABSERVE
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
 

@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from loadgen.documents import one_line, printable
+from loadgen.documents import DocumentError, one_line, printable
 from loadgen.engine_matrix.records import Estimate
 from loadgen.records.run import Record
-from loadgen.strict_yaml import YamlError, read_mapping
+from loadgen.strict_yaml import read_mapping
 
 Kind = Literal["on-demand", "spot", "reserved"]
 Source = Literal["engines", "comparison"]
@@ -211,7 +211,7 @@ def read_prices(path: Path) -> tuple[Price, ...]:
     try:
         content = read_mapping(path, "a price file", "prices: []")
         file: PriceFile = msgspec.convert(_printable(content), PriceFile)
-    except YamlError as exc:
+    except DocumentError as exc:
         raise PriceError(str(exc)) from exc
     except msgspec.ValidationError as exc:
         raise PriceError(f"{path}: {one_line(str(exc))}; docs/rank.md describes every key") from exc
