@@ -127,8 +127,9 @@ class EngineClient(asyncio.Protocol):
         self._on_end = on_end
         self._numbers = itertools.count()
         self._forms = SentForms()
-        # With the memory that is kept, and whether the last of it is a room for the answer.
-        self._waiting: dict[int, tuple[QueuedRequest, list[Array], bool]] = {}
+        self._answers_of_forms: dict[int, int] = {}  # bytes of the last answer to a form, where no signature says them
+        # With the memory that is kept, whether the last of it is a room for the answer, and the form.
+        self._waiting: dict[int, tuple[QueuedRequest, list[Array], bool, int]] = {}
         self._controls: dict[int, asyncio.Future[None]] = {}
         self._execute: Execute | None = None
         self._outgoing: list[Message] = []
@@ -153,15 +154,18 @@ class EngineClient(asyncio.Protocol):
         if self._ended:
             raise UnavailableError(ENGINE_ENDED)
         number = next(self._numbers)
-        answer_bytes = self._answer_bytes[model] * queued.rows
         number_of_form, form = self._forms.number(model, queued.inputs)
-        if form is not None:
-            self._groups.pop(number_of_form, None)  # those before it had another form of this number
+        if form is not None:  # those before it had another form of this number
+            self._groups.pop(number_of_form, None)
+            self._answers_of_forms.pop(number_of_form, None)
             self._send(form)
+        answer_bytes = self._answer_bytes[model] * queued.rows
+        if not answer_bytes:
+            answer_bytes = self._answers_of_forms.setdefault(number_of_form, 0)
         message, memory = submit_message(number, number_of_form, queued, self._memory, answer_bytes)
         queued.engine, queued.number = self, number
         self.rows += queued.rows
-        self._waiting[number] = queued, memory, message.room is not None
+        self._waiting[number] = queued, memory, message.room is not None, number_of_form
         plain = message.deadline_ns is None and message.room is None and not message.device_outputs
         if plain and all([isinstance(place, int) for place in message.data[0]]):  # noqa: C419  faster
             group = self._groups.get(number_of_form)
@@ -204,7 +208,7 @@ class EngineClient(asyncio.Protocol):
         self._ended = True
         self._on_end()
         waiting, self._waiting = self._waiting, {}
-        for queued, _, _ in waiting.values():
+        for queued, *_ in waiting.values():
             queued.error = InternalError(ENGINE_ENDED)
             self._wake(queued)
         for done in self._controls.values():
@@ -252,16 +256,25 @@ class EngineClient(asyncio.Protocol):
                     self._end(number)
         elif len(message.numbers) > 1:
             for number, outputs in divided(message):
-                self._waiting[number][0].outputs = outputs
-                self._end(number)
+                self._succeed(number, outputs)
         else:
             (number,) = message.numbers
-            queued, memory, has_room = self._waiting[number]
-            queued.outputs = outputs_of(message, self._memory.arena, memory[-1] if has_room else None)
-            self._end(number)
+            _, memory, has_room, _ = self._waiting[number]
+            self._succeed(number, outputs_of(message, self._memory.arena, memory[-1] if has_room else None))
+
+    def _succeed(self, number: int, outputs: dict[str, Array]) -> None:
+        queued, _, _, form = self._waiting[number]
+        queued.outputs = outputs
+        if form in self._answers_of_forms:
+            self._answers_of_forms[form] = sum(
+                array.nbytes
+                for name, array in outputs.items()
+                if name not in queued.device_outputs and not array.dtype.hasobject
+            )
+        self._end(number)
 
     def _end(self, number: int) -> None:
-        queued, _, _ = self._waiting.pop(number)
+        queued, *_ = self._waiting.pop(number)
         queued.drop_inputs()
         self._wake(queued)
 

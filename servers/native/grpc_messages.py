@@ -434,7 +434,7 @@ class MessageTemplate(Template):
         self, outputs: Mapping[str, Array], targets: Mapping[str, RegionWindow], request_id: bytes, *, streamed: bool
     ) -> list[bytes]:
         """The response's message in pieces, with its prefix. Raises `ContractError`."""
-        data = self.data(outputs, targets)
+        data = self.data(outputs, targets, np.ndarray.tobytes, b"")
         shapes = streamed, self.shapes(outputs)
         between: _ResponseParts | None = self._answers.get(shapes)
         if between is None:

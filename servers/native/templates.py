@@ -46,6 +46,8 @@ _InputPlace = tuple[str, np.dtype[np.generic], tuple[int, ...], int | RegionRefe
 """An input's name, dtype and shape, and where its bytes begin in the request's content, counted as `Repeated` says, or
 its piece of shared memory."""
 
+C = TypeVar("C")
+
 
 @dataclass(eq=False, slots=True)
 class Template:
@@ -124,19 +126,25 @@ class Template:
             queued.device_outputs = on_device
         return windows
 
-    def data(self, outputs: Mapping[str, Array], targets: Mapping[str, RegionWindow]) -> list[bytes]:
-        """Each output's bytes, none for those in shared memory, to which they are written.
+    def data(
+        self,
+        outputs: Mapping[str, Array],
+        targets: Mapping[str, RegionWindow],
+        content: Callable[[Array], C],
+        nothing: C,
+    ) -> list[C]:
+        """Each output's `content`; `nothing` for those in shared memory, to which they are written.
 
         Raises `ContractError`.
         """
         pieces = []
         for name, reference in self._outputs:
             if reference is None:
-                pieces.append(outputs[name].tobytes())
+                pieces.append(content(outputs[name]))
                 continue
             if not targets[name].on_device:
                 write_output(targets[name], outputs[name])
-            pieces.append(b"")
+            pieces.append(nothing)
         return pieces
 
     def shapes(self, outputs: Mapping[str, Array]) -> Shapes:
@@ -174,6 +182,7 @@ def _is_long(window: RegionWindow | None) -> bool:
     return window is not None and not window.on_device and window.reference.byte_size > INLINE_READ_BYTES
 
 
+VIEW_FROM_BYTES = 16 * 1024
 _OK_LINE = b"HTTP/1.1 200 OK\r\n"
 _ID_KEY = b'"id"'
 _ID = re.compile(rb'"id"\s*:\s*"([ !#-\[\]-~]+)"')
@@ -194,7 +203,7 @@ class RequestTemplate(Template):
         request_id: bytes,
     ) -> bytes:
         """The bytes of the response, with the header lines `common`. Raises `ContractError`."""
-        data = self.data(outputs, targets)
+        data: list[bytes | memoryview] = self.data(outputs, targets, _content, b"")
         shapes = self.shapes(outputs)
         surroundings = self._answers.get(shapes)
         if surroundings is None:
@@ -209,6 +218,13 @@ class RequestTemplate(Template):
                 json_bytes += len(member)
             prefix = b"".join([_head(json_bytes, size + len(member)), b"{", member, document[1:]])
         return b"".join([_OK_LINE, common, prefix, *data])
+
+
+def _content(array: Array) -> bytes | memoryview:
+    """An array's bytes, as a view where copying them costs more than that."""
+    if array.nbytes >= VIEW_FROM_BYTES and array.flags.c_contiguous:
+        return array.data.cast("B")
+    return array.tobytes()
 
 
 def _head(json_bytes: int | None, size: int) -> bytes:
