@@ -23,8 +23,8 @@ def plan(transports=None, payloads=None, *, a=None, b=None, others=(), model=MOD
     arms = [a or arm(), b or arm("b", "triton"), *others]
     asked = {"model": model, "transport": transports, "payload": payloads, "matrix": matrix}
     combinations = plan_combinations(arms, ExperimentSettings.model_validate(asked))
-    for arm, combination in product(arms, combinations):
-        check_reachable(arm, combination.transport)
+    for request, combination in product(arms, combinations):
+        check_reachable(request, combination.transport)
     return [combination.folder for combination in combinations]
 
 
