@@ -166,7 +166,7 @@ def test_a_step_of_a_version_is_asked_for_that_version(server: HostileServer) ->
     put(server, f"{of_version}/stats", {"model_stats": [{"inference_count": 7}]})
     source = arm_of(server, "outer").statistics()
     snapshot = source.read()
-    assert (source.steps[0].version, snapshot and snapshot.steps) == ("3", ({"inference_count": 7},))
+    assert (source.steps[0].version, snapshot and snapshot[1]) == ("3", ({"inference_count": 7},))
 
 
 def step(name: str, infer_ns: int, executions: int) -> tuple[StepRecord, StageTotals]:
