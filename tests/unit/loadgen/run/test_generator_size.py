@@ -12,6 +12,7 @@ from loadgen.experiment.schedule import closed_loop
 from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.run import Workload
 from loadgen.run.context import RunContext, most_processes, pilot_loads, size_generator, used_share
+from loadgen.run.progress import RunProgress
 from tests.integration.loadgen.conftest import make_experiment
 
 CEILING_PER_S = 1000.0
@@ -89,6 +90,7 @@ class Server:
         self.rate_per_s = rate_per_s
         self.processes = 1
         self.generator = self
+        self.progress = RunProgress()
         self.payload = "fp32"
         self.arms = {"a": self}
 
@@ -96,7 +98,7 @@ class Server:
         assert not watched, "an idle gap of the GPU is not due"
         return self
 
-    def pilot(self, _label: str, _load: Workload) -> BlockOutcome:
+    def unstored(self, _title: str, _label: str, _load: Workload) -> BlockOutcome:
         return outcome(min(self.rate_per_s, self.processes * CEILING_PER_S))
 
     def stop(self) -> None:
