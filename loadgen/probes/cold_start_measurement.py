@@ -18,10 +18,10 @@ from random import Random
 
 import msgspec
 
-from loadgen.client.bodies import PreparedBody, choose_items, prepare_body
-from loadgen.client.connection import Address, ConnectionRefused, failure_message
+from loadgen.client.bodies import choose_items, for_server, prepare_body
+from loadgen.client.connection import Address, ConnectionRefused, PreparedRequest, failure_message
 from loadgen.client.http import HttpConnection
-from loadgen.client.transports import Body, prepare
+from loadgen.client.transports import Request, prepare
 from loadgen.experiment.schedule import arm_orders
 from loadgen.launch.compose import ComposeDeployment, LogLine, wall_to_monotonic_ns
 from loadgen.launch.deployment import DeploymentError
@@ -97,7 +97,7 @@ def cold_start_order(labels: Sequence[Label], repetitions: int, seed: int) -> li
     return [(repetition, label) for repetition, order in enumerate(orders) for label in order]
 
 
-def _start_process(arm: Arm, repetition: int, first: Body) -> ServerStart:
+def _start_process(arm: Arm, repetition: int, first: Request) -> ServerStart:
     """Start, wait for live and ready, connect by the arm's transport, send one request, stop."""
     if isinstance(arm.deployment, EmbeddedDeployment):
         arm.deployment.environment |= WITHOUT_PROFILE
@@ -182,7 +182,7 @@ def _as_server_start(context: RunContext, start: ContainerStart, deployment: Com
 def measure_container_cold_start(
     deployment: ComposeDeployment,
     model: str,
-    bodies: Mapping[int, PreparedBody],
+    bodies: Mapping[int, PreparedRequest],
     *,
     label: Label,
     repetition: int,
@@ -228,7 +228,7 @@ def milestones(log: Sequence[LogLine], shift_ns: int) -> dict[str, int]:
 
 
 def _first_answers(
-    url: str, model: str, bodies: Mapping[int, PreparedBody], timeout_s: float
+    url: str, model: str, bodies: Mapping[int, PreparedRequest], timeout_s: float
 ) -> tuple[int, dict[int, int]]:
     """When the first request was answered, and the latency of the first request of each batch size."""
     address = Address.parse(url)
@@ -237,7 +237,7 @@ def _first_answers(
     first_ns = 0
     try:
         for size in sorted(bodies):
-            exchange = connection.send(bodies[size].request(address, model))
+            exchange = connection.send(for_server(bodies[size], address, model))
             if exchange.status != 200:
                 raise DeploymentError(f"the first request of batch {size}: {failure_message(exchange)}")
             first_ns = first_ns or exchange.end_ns

@@ -20,8 +20,8 @@ import numpy as np
 
 from loadgen.child_process import OWN_MODULE, ChildProcess
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.generator import GeneratorError, GeneratorProcess
-from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.generator import GeneratorProcess
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.client.transports import TRANSPORTS
 from loadgen.launch.work_folder import work_folder

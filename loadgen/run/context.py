@@ -21,9 +21,9 @@ from time import monotonic
 from loadgen.child_process import ProcessError
 from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import EndpointError, Signature
-from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import InputError
-from loadgen.client.messages import BlockOutcome
+from loadgen.client.messages import BlockOutcome, GeneratorError
 from loadgen.experiment.schedule import closed_loop, schedule
 from loadgen.launch.deployment import DeploymentError
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s

@@ -10,8 +10,8 @@ from pathlib import Path
 from time import monotonic, perf_counter_ns, sleep, time_ns
 from typing import Any, TypeVar
 
-from loadgen.client.generator import GeneratorError, GeneratorProcess
-from loadgen.client.messages import BlockOutcome, Open
+from loadgen.client.generator import GeneratorProcess
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop, schedule_seed
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import BlockRecord, Label, Record, StageTotals, Workload, shown

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.client.grpc import GrpcConnection, GrpcRequest
+from loadgen.client.grpc import GrpcConnection, grpc_request
 from loadgen.entry import build
 from loadgen.records.machine import Calibration, ceiling_images_per_s
 from loadgen.run.calibrate import SinkProcesses, calibrate
@@ -61,7 +61,7 @@ def test_the_sink_keeps_requests_as_long_as_it_is_told(tmp_path: Path) -> None:
         assert sink.held_ns() == []
         connection = GrpcConnection(sink.grpc_address)
         for size in (1, 602_112, 20_000_000):
-            exchange = connection.send(GrpcRequest(bytes(size), size))
+            exchange = connection.send(grpc_request(bytes(size), size))
             assert exchange.failure is None
             assert len(exchange.body) > 2048
             assert exchange.end_ns - exchange.send_ns > 2_900_000
