@@ -19,7 +19,7 @@ from servers.engines.settings import EngineSettings
 from servers.engines.torch.forms import expected_answers
 from servers.export import quantisation
 from servers.export.artefacts import ensure_artefact, executed_file
-from servers.export.manifest import ExportError, FileForm, ParityError, executed_form
+from servers.export.manifest import ExportError, FileForm, executed_form
 from servers.export.parity import corpus_pixels
 from servers.models.files import file_sha256
 from servers.models.images import normalise
@@ -88,9 +88,13 @@ def test_images_are_executed_in_int8_by_both_engines(
     assert made.manifest.quantisation.startswith("static QDQ of 1 Conv, 1 Gemm: INT8 weights per channel")
     assert made.manifest.quantisation.endswith("from 8 photographs")
     # Rounding to 8 bits shows: the parity is measured, and is not that of the FP32 file.
-    assert all(1e-3 < (one.relative_error or 0) < 0.3 for one in made.manifest.parity)
+    assert all(1e-3 < (measurement.relative_error or 0) < 0.3 for measurement in made.manifest.parity)
     assert not ensure_artefact(model, WEIGHTS, root, form=INT8).made_now
-    weights = {one.data_type for one in onnx.load(made.path).graph.initializer if one.name.endswith("weight_quantized")}
+    weights = {
+        tensor.data_type
+        for tensor in onnx.load(made.path).graph.initializer
+        if tensor.name.endswith("weight_quantized")
+    }
     assert weights == {onnx.TensorProto.INT8}
 
     pixels = corpus_pixels(model, 3)
@@ -98,7 +102,7 @@ def test_images_are_executed_in_int8_by_both_engines(
     expected = expected_answers(model, model.load_module(WEIGHTS), {"pixel_values": images})
     counts = {}
     for kind in EXECUTORS:
-        assert executed_file(kind, "int8", model, WEIGHTS, root).path == made.path
+        assert executed_file(kind, "int8", model, WEIGHTS, root)[0] == made.path
         engine = loaded(kind, "int8", model, made.path)
         answers = engine.infer({"pixel_values": pixels if payload == "uint8" else images})
         assert disagreement(model, expected, answers, "int8").fault is None
@@ -113,16 +117,16 @@ def test_text_of_any_length_is_executed_in_int8(bert: ModelSpecification, root: 
     made = ensure_artefact(bert, WEIGHTS, root, form=INT8)
     assert made.manifest.quantisation is not None
     assert "from 32 random items" in made.manifest.quantisation
-    assert [one.padded for one in made.manifest.parity] == [False, False, False, True]
+    assert [measurement.padded for measurement in made.manifest.parity] == [False, False, False, True]
     module = bert.load_module(WEIGHTS)
     for kind in EXECUTORS:
         engine = loaded(kind, "int8", bert, made.path)
         for rows, length in ((1, 5), (3, 128), (2, 17)):
             given = random_inputs(bert, rows, 7, {"sequence": length})
-            found = disagreement(bert, expected_answers(bert, module, given), engine.infer(given), "int8")
-            assert found.fault is None
-            assert found.cosine_min is not None
-            assert found.cosine_min > 0.99
+            agreement = disagreement(bert, expected_answers(bert, module, given), engine.infer(given), "int8")
+            assert agreement.fault is None
+            assert agreement.cosine_min is not None
+            assert agreement.cosine_min > 0.99
         products = engine.describe().details["executed_products"]
         assert isinstance(products, dict)
         in_int8 = {name: count for name, count in products.items() if name[0] == "Q" or name in ("u8", "i8")}
@@ -138,7 +142,7 @@ def test_an_answer_does_not_depend_on_the_rest_of_the_batch(bert: ModelSpecifica
     together = engine.infer(given)
     alone = engine.infer({name: array[2:3].copy() for name, array in given.items()})
     for name, array in together.items():
-        single, row = (np.asarray(one, np.float64) for one in (alone[name], array[2:3]))
+        single, row = (np.asarray(answer, np.float64) for answer in (alone[name], array[2:3]))
         np.testing.assert_allclose(single, row, atol=1e-5)
     engine.close()
 
@@ -160,7 +164,7 @@ def test_a_users_file_is_quantised_as_a_copy_and_a_quantised_one_is_executed_unc
     assert made.path.is_relative_to(tmp_path / "artefacts")
     assert len(made.manifest.parity) == 3
     quantised = of(made.path)
-    assert executed_file("openvino", "int8", quantised, WEIGHTS, tmp_path).path == made.path
+    assert executed_file("openvino", "int8", quantised, WEIGHTS, tmp_path)[0] == made.path
     loaded("openvino", "int8", quantised, made.path).close()
     with pytest.raises(ExportError, match="holds int8; use --precision int8"):
         executed_file("onnxruntime", "fp32", quantised, WEIGHTS, tmp_path)
@@ -177,11 +181,12 @@ def test_a_garbage_quantisation_is_not_kept(
         """Ranges so small that every activation saturates."""
         batches, described = original(specification)
         return [
-            {name: np.asarray(array, np.float32) * np.float32(1e-3) for name, array in one.items()} for one in batches
+            {name: np.asarray(array, np.float32) * np.float32(1e-3) for name, array in batch.items()}
+            for batch in batches
         ], described
 
     monkeypatch.setattr(quantisation, "calibration", narrow)
-    with pytest.raises(ParityError, match="no artefact was kept"):
+    with pytest.raises(ExportError, match="no artefact was kept"):
         ensure_artefact(small[0], WEIGHTS, tmp_path, form=INT8)
     assert not list(tmp_path.rglob("*int8*.onnx"))
 

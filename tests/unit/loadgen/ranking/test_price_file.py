@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.ranking.records import EXAMPLES, PriceError, read_prices
+from loadgen.documents import DocumentError
+from loadgen.ranking.records import EXAMPLES, read_prices
 
 GOOD = """prices:
   - {machine: m, match: {}, price_per_hour: 1.5, currency: EUR, kind: reserved, term: 1 year, provider: P,
@@ -58,19 +59,19 @@ def test_what_is_wrong_is_named(old: str, new: str, message: str, tmp_path: Path
     if "&x" in new:  # an anchor alone changes nothing
         assert read_prices(path)[0].machine == "m"
         return
-    with pytest.raises(PriceError) as error:
+    with pytest.raises(DocumentError) as error:
         read_prices(path)
     assert str(path) in str(error.value)
     assert message in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PriceError, match="give the path of a price file"):
+    with pytest.raises(DocumentError, match="give the path of a price file"):
         read_prices(tmp_path / "none.yaml")
 
 
 def test_the_examples_are_dated_and_have_a_source() -> None:
-    found = read_prices(EXAMPLES)
-    assert {price.kind for price in found} == {"on-demand", "spot", "reserved"}
-    assert all(price.source.startswith("https://") for price in found)
+    prices = read_prices(EXAMPLES)
+    assert {price.kind for price in prices} == {"on-demand", "spot", "reserved"}
+    assert all(price.source.startswith("https://") for price in prices)
     assert "EXAMPLES, not offers" in EXAMPLES.read_text().splitlines()[0]
