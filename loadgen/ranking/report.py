@@ -19,7 +19,7 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv
 from loadgen.run.storage import StoredRunError
-from loadgen.verdict.result import FILE_NAME, ResultError, read_result, readable, stored_result
+from loadgen.verdict.result import FILE_NAME, read_result, readable, stored_result
 
 MOST_NAMES = 6
 """Names that are listed of what one reason left out; rank.json has them all."""
@@ -91,7 +91,7 @@ def _read(path: Path) -> RankInput:
                 return from_matrix(name, read_matrix(path))
             if schema.startswith("abserve.result/"):
                 return from_result(name, read_result(path))
-    except (StoredRunError, ResultError) as exc:
+    except StoredRunError as exc:
         raise UnreadableError(str(exc)) from exc
     raise UnreadableError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
 

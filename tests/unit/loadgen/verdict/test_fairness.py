@@ -87,7 +87,7 @@ def ensemble(*configs: dict[str, Any] | None, **changes: Any) -> ArmRecord:
     """A JPEG ensemble with these steps, as a run records it."""
     steps = tuple(StepRecord(model=f"step_{place}", config=config) for place, config in enumerate(configs))
     config = {"name": "m_jpeg_onnx", "platform": "ensemble", "max_batch_size": 32}
-    return arm(config, in_effect=read_triton(config, None, steps).settings, steps=steps, **changes)
+    return arm(config, in_effect=read_triton(config, steps), steps=steps, **changes)
 
 
 def native(config: dict[str, Any] | None = None) -> ArmRecord:
