@@ -148,8 +148,8 @@ def ranking_document(ranking: RankResult) -> doc.Document:
         _left_out(ranking),
         _csv(ranking),
     ]
-    shown = tuple(section for section in sections if section is not None)
-    return doc.Document("Engines and machines, ranked", (doc.Chapter("", shown),), about="abserve rank")
+    chapters = {"": [section for section in sections if section is not None]}
+    return doc.Document("Engines and machines, ranked", chapters, about="abserve rank")
 
 
 def describe_work(work: Work) -> str:

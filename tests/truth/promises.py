@@ -154,7 +154,7 @@ def two_stages(trials: int, effect: float) -> tuple[Share, Share]:
             PairedMetric(one, THROUGHPUT, Pairing("a", "b"), tuple(Pair(1.0, math.exp(value)) for value in values))
             for one, values in zip(plan.workloads, logs, strict=True)
         ]
-        shared = shared_correlation(paired).plausible
+        shared, _ = shared_correlation(paired)
         found = [estimate_pairs(one, plan, shared)[1] for one in paired]
         covered += sum((one.ci95 or (0, 0))[0] <= effect <= (one.ci95 or (0, 0))[1] for one in found)
         named += any((p or 1.0) < SIGNIFICANCE for p in adjust_holm([one.p_value for one in found]))
@@ -268,7 +268,7 @@ def _stop(series: Sequence[Sequence[float]]) -> tuple[int, RatioEstimate] | None
     scenario."""
     for count in range(4, len(series[0]) + 1):
         ratios = [np.exp(logs[:count]).tolist() for logs in series]
-        correlation = plausible_correlation([(count, lag_one(own) or 0.0) for own in ratios]).plausible
+        correlation, _ = plausible_correlation([(count, lag_one(own) or 0.0) for own in ratios])
         estimate = estimate_anytime(ratios[0], 0.05, correlation)
         p = None if estimate.p_value is None else min(1.0, estimate.p_value * len(series) / LEADING_SHARE)
         if judge(estimate.ci95, p, 0.05, higher_is_better=True) != "inconclusive":

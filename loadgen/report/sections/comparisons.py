@@ -271,11 +271,11 @@ def _cases(result: Result) -> doc.Table:
     """Test cases for CI: a comparison passes with any verdict, is skipped if inconclusive, and fails if invalid."""
     rows, outcomes = [], []
     for comparison in result.comparisons:
-        text, outcome = claim(comparison), doc.RowOutcome("passed")
+        text, outcome = claim(comparison), ("passed", "")
         if comparison.verdict == "invalid":
-            text, outcome = f"no verdict: {comparison.reason}", doc.RowOutcome("failure", "invalid")
+            text, outcome = f"no verdict: {comparison.reason}", ("failure", "invalid")
         elif comparison.verdict == "inconclusive":
-            text, outcome = f"inconclusive: {comparison.reason}", doc.RowOutcome("skipped")
+            text, outcome = f"inconclusive: {comparison.reason}", ("skipped", "")
         which = f" of {_arms(result, comparison)}" if several(result) else ""
         rows.append((f"{METRICS[comparison.metric].title}{which} [{comparison.scenario}]", text))
         outcomes.append(outcome)
@@ -304,7 +304,7 @@ def thresholds(result: Result) -> doc.Section | None:
             ],
             name="thresholds",
             outcomes=[
-                doc.RowOutcome("passed") if threshold.state == "kept" else doc.RowOutcome("failure", threshold.state)
+                ("passed", "") if threshold.state == "kept" else ("failure", threshold.state)
                 for threshold in result.thresholds
             ],
             on=doc.JUNIT,

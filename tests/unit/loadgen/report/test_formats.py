@@ -109,10 +109,8 @@ def test_the_runs_of_a_matrix_are_suites_of_one_file_and_one_that_stored_nothing
 
 
 def test_what_xml_cannot_hold_is_replaced() -> None:
-    table = doc.Table(
-        doc.names("name", "text"), [("a", "a\x00b\x1b[31m\ud800 é <&>")], "t", outcomes=[doc.RowOutcome("passed")]
-    )
-    document = doc.Document("", (doc.Chapter("", (doc.Section("", (table,)),)),))
+    table = doc.Table(doc.names("name", "text"), [("a", "a\x00b\x1b[31m\ud800 é <&>")], "t", outcomes=[("passed", "")])
+    document = doc.Document("", {"": [doc.Section("", (table,))]})
     (shown,) = parsed(render_junit({"": document}), timestamp=False).iter("system-out")
     assert shown.text == "a�b�[31m� é <&>"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.stats.agreement import agree, all_alike, rule_of, rules_of, tolerance_of
+from loadgen.stats.agreement import agree, all_alike, tolerance_for, tolerance_of, tolerances_for
 
 RANDOM = np.random.default_rng(7)
 LOGITS = RANDOM.standard_normal((8, 1000)).astype("f4")
@@ -18,7 +18,7 @@ def rounded(array: np.ndarray, error: float) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["embedding", "logits", "tensor"])
 def test_rounding_agrees_and_a_wrong_size_does_not(kind: str) -> None:
-    rule = rule_of(kind, "FP32", FP16)
+    rule = tolerance_for(kind, "FP32", FP16)
     assert agree(LOGITS, rounded(LOGITS, 1.5e-3), rule).fault is None
     for wrong in (100 * LOGITS, LOGITS / 3, -LOGITS, np.zeros_like(LOGITS)):
         assert "relative error" in str(agree(LOGITS, wrong, rule).fault)
@@ -27,7 +27,7 @@ def test_rounding_agrees_and_a_wrong_size_does_not(kind: str) -> None:
 
 
 def test_another_top_class_is_wrong_only_beyond_what_rounding_explains() -> None:
-    rule = rule_of("logits", "FP32", FP16)
+    rule = tolerance_for("logits", "FP32", FP16)
     near = np.tile(np.linspace(0.0, 1.0, 10, dtype="f4"), (4, 1))
     near[:, 8] = near[:, 9] - 0.002
     swapped = near.copy()
@@ -43,7 +43,7 @@ def test_another_top_class_is_wrong_only_beyond_what_rounding_explains() -> None
 
 
 def test_the_top_five_are_compared_where_there_are_more_classes() -> None:
-    rule = rule_of("logits", "FP32", FP16)
+    rule = tolerance_for("logits", "FP32", FP16)
     six = np.array([[6.0, 5.0, 4.0, 3.0, 2.0, 1.9995]], "f4")
     other = six.copy()
     other[0, 4:] = 1.9995, 2.0
@@ -59,31 +59,31 @@ def test_a_short_embedding_keeps_its_direction() -> None:
     vectors[3] *= 0.002
     turned = vectors.copy()
     turned[3] = -vectors[3]
-    assert agree(vectors, turned, rule_of("tensor", "FP32", FP16)).relative < 0.01
-    assert "cosine of -1.0" in str(agree(vectors, turned, rule_of("embedding", "FP32", FP16)).fault)
+    assert agree(vectors, turned, tolerance_for("tensor", "FP32", FP16)).relative < 0.01
+    assert "cosine of -1.0" in str(agree(vectors, turned, tolerance_for("embedding", "FP32", FP16)).fault)
 
 
 def test_each_vector_of_a_sequence_counts_by_itself() -> None:
     tokens = RANDOM.standard_normal((1, 2000, 32)).astype("f4")
     one_token = tokens.copy()
     one_token[0, 77] *= 1.02
-    assert agree(tokens, one_token, rule_of("tensor", "FP32", FP16)).fault is None
-    assert agree(tokens, one_token, rule_of("embedding", "FP32", FP16)).fault is not None
+    assert agree(tokens, one_token, tolerance_for("tensor", "FP32", FP16)).fault is None
+    assert agree(tokens, one_token, tolerance_for("embedding", "FP32", FP16)).fault is not None
 
 
 def test_labels_integers_and_texts_are_equal_or_wrong() -> None:
     labels = np.array([[3], [5]])
     for kind, datatype in (("labels", "INT64"), (None, "INT64"), ("tensor", "BOOL"), ("labels", "FP32")):
-        assert rule_of(kind, datatype, FP16).kind == "labels"
-    found = agree(labels, labels + 1, rule_of(None, "INT64", FP16))
+        assert tolerance_for(kind, datatype, FP16).kind == "labels"
+    found = agree(labels, labels + 1, tolerance_for(None, "INT64", FP16))
     assert (found.fault, found.absolute) == ("is 4 instead of 3", 1.0)
-    assert agree(labels, labels.copy(), rule_of(None, "INT64", FP16)).fault is None
-    assert rule_of("logits", "BYTES", FP16).kind == "labels"
-    assert rule_of("embedding", "INT8", FP16).kind == "embedding"
+    assert agree(labels, labels.copy(), tolerance_for(None, "INT64", FP16)).fault is None
+    assert tolerance_for("logits", "BYTES", FP16).kind == "labels"
+    assert tolerance_for("embedding", "INT8", FP16).kind == "embedding"
 
 
 def test_an_output_of_fewer_bits_may_be_rounded_once_more_on_each_side() -> None:
-    rules = rules_of({"a": "FP32", "b": "FP16", "c": "BF16", "d": "INT32"}, {"a": "logits", "e": "labels"}, FP32)
+    rules = tolerances_for({"a": "FP32", "b": "FP16", "c": "BF16", "d": "INT32"}, {"a": "logits", "e": "labels"}, FP32)
     assert {name: rule.kind for name, rule in rules.items()} == {
         "a": "logits", "b": "tensor", "c": "tensor", "d": "labels",
     }  # fmt: skip
@@ -91,7 +91,7 @@ def test_an_output_of_fewer_bits_may_be_rounded_once_more_on_each_side() -> None
     halves = values.astype("f2").astype("f4")
     assert agree(values, halves, rules["b"]).fault is None
     assert agree(values, halves, rules["a"]).fault is not None
-    assert rules["c"].tolerance.relative == pytest.approx(1e-4 + 2 * 2.0**-8)
+    assert rules["c"].relative == pytest.approx(1e-4 + 2 * 2.0**-8)
 
 
 @pytest.mark.parametrize("kind", ["embedding", "logits", "labels", "tensor"])
@@ -99,7 +99,7 @@ def test_an_output_of_fewer_bits_may_be_rounded_once_more_on_each_side() -> None
 def test_what_is_not_finite_never_agrees(kind: str, value: float) -> None:
     broken = np.where(np.arange(1000) == 3, value, LOGITS)
     for expected, actual in ((LOGITS, broken), (broken, LOGITS), (broken, broken.copy())):
-        assert agree(expected, actual, rule_of(kind, "FP32", FP16)).fault == "holds NaN or infinite values"
+        assert agree(expected, actual, tolerance_for(kind, "FP32", FP16)).fault == "holds NaN or infinite values"
 
 
 def test_answers_that_are_alike() -> None:
