@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,16 +41,9 @@ _REMEDY = (
 )
 
 
-class UnreadableError(Exception):
-    """A result cannot be read; the message names it."""
-
-
-class _SchemaOnly(msgspec.Struct):
-    schema: str = ""
-
-
 def read_all(paths: list[Path]) -> list[RankInput]:
-    """Everything that can be ranked in these files and folders, each once. Raises `UnreadableError`."""
+    """Everything that can be ranked in these files and folders, each once. Raises `StoredRunError` and
+    `StoredRunError`."""
     results: dict[Path, Path] = {}
     for path in paths:
         for result in _results_in(path):
@@ -60,7 +54,7 @@ def read_all(paths: list[Path]) -> list[RankInput]:
 def _results_in(path: Path) -> Iterator[Path]:
     """A file, the result of a folder, or those of the folders in it."""
     if not path.exists():
-        raise UnreadableError(f"{path} does not exist; {_REMEDY}")
+        raise StoredRunError(f"{path} does not exist; {_REMEDY}")
     if not path.is_dir():
         yield path.resolve() if path.is_symlink() else path  # a link that the user gives is followed
         return
@@ -68,7 +62,7 @@ def _results_in(path: Path) -> Iterator[Path]:
     inner = map(_result_of, sorted(path.rglob("*/"))) if result is None else ()
     results = [each for each in (result, *inner) if each is not None]
     if not results:
-        raise UnreadableError(f"{path} holds no result; {_REMEDY}")
+        raise StoredRunError(f"{path} holds no result; {_REMEDY}")
     yield from results
 
 
@@ -82,28 +76,25 @@ def _result_of(folder: Path) -> Path | None:
 
 def _read(path: Path) -> RankInput:
     name = str(path.parent if path.name in (Matrix.FILE, FILE_NAME) else path)
-    schema = "" if path.is_dir() else _schema(path)
-    try:
-        with readable(path):
-            if path.is_dir():
-                return from_result(name, stored_result(path))
-            if schema.startswith("abserve.engines/"):
-                return from_matrix(name, read_matrix(path))
-            if schema.startswith("abserve.result/"):
-                return from_result(name, read_result(path))
-    except StoredRunError as exc:
-        raise UnreadableError(str(exc)) from exc
-    raise UnreadableError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
+    with readable(path):
+        if path.is_dir():
+            return from_result(name, stored_result(path))
+        schema = _schema(path)
+        if schema.startswith("abserve.engines/"):
+            return from_matrix(name, read_matrix(path))
+        if schema.startswith("abserve.result/"):
+            return from_result(name, read_result(path))
+    raise StoredRunError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
 
 
 def _schema(path: Path) -> str:
     try:
-        document: _SchemaOnly = decode_json(read_stored(path), _SchemaOnly, most_bytes=MOST_RECORD_BYTES)
+        document: dict[str, Any] = decode_json(read_stored(path), dict[str, Any], most_bytes=MOST_RECORD_BYTES)
     except OSError as exc:
-        raise UnreadableError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
+        raise StoredRunError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
     except DocumentError as exc:
-        raise UnreadableError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
-    return document.schema
+        raise StoredRunError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+    return str(document.get("schema"))
 
 
 def encode(ranking: RankResult) -> str:
