@@ -42,8 +42,7 @@ _REMEDY = (
 
 
 def read_all(paths: list[Path]) -> list[RankInput]:
-    """Everything that can be ranked in these files and folders, each once. Raises `StoredRunError` and
-    `StoredRunError`."""
+    """Everything that can be ranked in these files and folders, each once. Raises `StoredRunError`."""
     results: dict[Path, Path] = {}
     for path in paths:
         for result in _results_in(path):
