@@ -83,8 +83,8 @@ class RunsCollector(Collector):
             for row in listed(result.get("comparisons")):
                 bounds = listed(mapping(row).get("ci95"))
                 low, high = bounds if len(bounds) == 2 else (None, None)
-                values = {"ratio": mapping(row).get("ratio"), "ratio_low": low, "ratio_high": high}
-                for name, value in values.items():
+                ends = {"ratio": mapping(row).get("ratio"), "ratio_low": low, "ratio_high": high}
+                for name, value in ends.items():
                     if isinstance(value, int | float):
                         show(float(value), f"abserve_comparison_{name}", run, *_texts(row, *_COMPARED[1:]))
             for finding in listed(self._read(folder, "evidence.json").get("records")):
