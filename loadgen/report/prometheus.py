@@ -89,8 +89,8 @@ class RunsCollector(Collector):
                         show(float(value), f"abserve_comparison_{name}", run, *_texts(row, *_COMPARED[1:]))
             for finding in listed(self._read(folder, "evidence.json").get("records")):
                 if not mapping(finding).get("control"):
-                    arm, scenario, *found = _texts(finding, "label", "workload", "finding", "code")
-                    show(1.0, "abserve_run_gpu_evidence", run, arm, scenario or "all", *found)
+                    arm, scenario, *outcome = _texts(finding, "label", "workload", "finding", "code")
+                    show(1.0, "abserve_run_gpu_evidence", run, arm, scenario or "all", *outcome)
         for name, (text, label_names) in GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=label_names)
             for (metric, *values), value in samples.items():
