@@ -24,8 +24,8 @@ WORKLOAD = Workload(scenario="single", batch_size=1, concurrency=1, requests=9, 
 
 def pairs(rng: np.random.Generator, count: int, first: float, second: float) -> list[tuple[float, float]]:
     level = np.exp(WEATHER * rng.standard_normal(count) - WEATHER**2 / 2)
-    own = np.exp(NOISE * rng.standard_normal((2, count)) - NOISE**2 / 2)
-    return [(float(a), float(b)) for a, b in zip(first * level * own[0], second * level * own[1], strict=True)]
+    noise = np.exp(NOISE * rng.standard_normal((2, count)) - NOISE**2 / 2)
+    return [(float(a), float(b)) for a, b in zip(first * level * noise[0], second * level * noise[1], strict=True)]
 
 
 def measured(rng: np.random.Generator, name: CauseName, label: Label, count: int, saved_ms: float) -> MeasuredEffect:
@@ -45,7 +45,7 @@ def test_intervals_cover_and_what_is_no_cause_stays_unnamed(count: int) -> None:
     for _ in range(TRIALS):
         real = [measured(rng, "transfer", label, count, SAVED_MS[label]) for label in ("a", "b")]
         none = [measured(rng, name, label, count, 0.0) for name in NAMES[1:] for label in ("a", "b")]
-        total = combine([(1.0 if one.effect.label == "b" else -1.0, one.saved) for one in real])
+        total = combine([(1.0 if cause.effect.label == "b" else -1.0, cause.saved) for cause in real])
         low, high = total.ci95_ms or (0.0, 0.0)
         covered += low <= SAVED_MS["b"] - SAVED_MS["a"] <= high
         causes = rank_causes(WORKLOAD, Pairing("a", "b"), pairs(rng, 12, 10.0, 20.0), [*real, *none], [], None)

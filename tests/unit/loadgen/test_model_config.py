@@ -65,8 +65,8 @@ def test_what_a_configuration_implies(
 
 def test_the_settings_in_effect() -> None:
     graphs = {"cuda": {"graphs": True}, **accelerated("cuda", use_tf32="0")["optimization"]}
-    found = read_triton({**ONNX, "optimization": graphs})
-    assert found == {
+    settings = read_triton({**ONNX, "optimization": graphs})
+    assert settings == {
         "cudnn_conv_algo_search": "1", "backend": "onnxruntime", "max_batch_size": 32, "dynamic_batching": True,
         "max_queue_delay_us": 2000, "instances": 2, "device": "cuda:0",
         "optimization": "CUDA graphs, cuda accelerator (use_tf32=0)",
@@ -153,20 +153,24 @@ def test_an_ensembles_settings_are_those_of_the_step_that_executes() -> None:
 
 def test_steps_that_differ_leave_a_setting_open_and_the_delays_add_up() -> None:
     many = {**ONNX, "instance_group": [{**GPU_0[0], "count": 3}]}
-    found = read_triton(ENSEMBLE, steps(ONNX, many))
-    assert (found["max_queue_delay_us"], found["backend"], "instances" in found) == (4000, "onnxruntime", False)
-    thrice = [msgspec.structs.replace(one, calls=3) for one in steps(ONNX)]
+    settings = read_triton(ENSEMBLE, steps(ONNX, many))
+    assert (settings["max_queue_delay_us"], settings["backend"], "instances" in settings) == (
+        4000,
+        "onnxruntime",
+        False,
+    )
+    thrice = [msgspec.structs.replace(step, calls=3) for step in steps(ONNX)]
     assert read_triton(ENSEMBLE, thrice)["max_queue_delay_us"] == 6000
     alone = {name: value for name, value in ONNX.items() if name != "dynamic_batching"}
-    found = read_triton(ENSEMBLE, steps(alone, alone))
-    assert (found["dynamic_batching"], "max_queue_delay_us" in found) == (False, False)
+    settings = read_triton(ENSEMBLE, steps(alone, alone))
+    assert (settings["dynamic_batching"], "max_queue_delay_us" in settings) == (False, False)
 
 
 @pytest.mark.parametrize("unknown", [steps(DECODER, None), steps(None, ONNX), steps(ONNX, None), []])
 def test_a_step_that_cannot_be_read_leaves_open_what_depends_on_it(unknown: list[StepRecord]) -> None:
-    found = read_triton(ENSEMBLE, unknown)
-    assert not {"dynamic_batching", "max_queue_delay_us", "instances", "backend"} & set(found)
-    assert (found["platform"], found["max_batch_size"]) == ("ensemble", 16)
+    settings = read_triton(ENSEMBLE, unknown)
+    assert not {"dynamic_batching", "max_queue_delay_us", "instances", "backend"} & set(settings)
+    assert (settings["platform"], settings["max_batch_size"]) == ("ensemble", 16)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +191,7 @@ def test_a_step_that_decodes_turns_bytes_into_numbers_or_pixels(
         "input": [{"data_type": f"TYPE_{takes}"}], "output": [{"data_type": f"TYPE_{returns}", "dims": dims}],
     }  # fmt: skip
     decoding, executing = split_steps(steps(config, ONNX))
-    assert ([one.model for one in decoding], len(executing)) == (["step_0"] if decodes else [], 1 if decodes else 2)
+    assert ([step.model for step in decoding], len(executing)) == (["step_0"] if decodes else [], 1 if decodes else 2)
     assert split_steps(steps(config)) == ([], steps(config)), "something executes"
 
 

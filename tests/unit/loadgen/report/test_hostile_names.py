@@ -23,9 +23,9 @@ from tests.hostile_names import HOSTILE, check_reports
 def spoilt(value: object, words: tuple[str, ...]) -> object:
     """With the hostile name in place of these texts and of all that begin with one of them."""
     if isinstance(value, dict):
-        return {key: spoilt(one, words) for key, one in value.items()}
+        return {key: spoilt(child, words) for key, child in value.items()}
     if isinstance(value, list):
-        return [spoilt(one, words) for one in value]
+        return [spoilt(part, words) for part in value]
     return HOSTILE if isinstance(value, str) and value.startswith(words) else value
 
 

@@ -22,8 +22,8 @@ def test_rounding_agrees_and_a_wrong_size_does_not(kind: str) -> None:
     assert agree(LOGITS, rounded(LOGITS, 1.5e-3), rule).fault is None
     for wrong in (100 * LOGITS, LOGITS / 3, -LOGITS, np.zeros_like(LOGITS)):
         assert "relative error" in str(agree(LOGITS, wrong, rule).fault)
-    one, seven = np.full((4, 1), 1.1, "f4"), np.full((4, 1), 7.0, "f4")
-    assert agree(one, seven, rule).fault is not None
+    near_one, seven = np.full((4, 1), 1.1, "f4"), np.full((4, 1), 7.0, "f4")
+    assert agree(near_one, seven, rule).fault is not None
 
 
 def test_another_top_class_is_wrong_only_beyond_what_rounding_explains() -> None:
@@ -32,14 +32,14 @@ def test_another_top_class_is_wrong_only_beyond_what_rounding_explains() -> None
     near[:, 8] = near[:, 9] - 0.002
     swapped = near.copy()
     swapped[0, 8] += 0.004
-    found = agree(near, swapped, rule)
-    assert (found.fault, found.top1, found.top5) == (None, 0.75, 1.0)
+    agreement = agree(near, swapped, rule)
+    assert (agreement.fault, agreement.top1, agreement.top5) == (None, 0.75, 1.0)
     far, other = LOGITS.copy(), LOGITS.copy()
     far[0, 3:5], other[0, 3:5] = (10.0, 9.7), (9.84, 9.86)
-    found = agree(far, other, rule)
-    assert found.relative < FP16.relative, "in the length of the vector it is hardly seen"
-    assert found.top1 == 7 / 8
-    assert "class 4 in the top 1, which the reference puts 0.3 below it; rounding explains 0.16" in str(found.fault)
+    agreement = agree(far, other, rule)
+    assert agreement.relative < FP16.relative, "in the length of the vector it is hardly seen"
+    assert agreement.top1 == 7 / 8
+    assert "class 4 in the top 1, which the reference puts 0.3 below it; rounding explains 0.16" in str(agreement.fault)
 
 
 def test_the_top_five_are_compared_where_there_are_more_classes() -> None:
@@ -47,8 +47,8 @@ def test_the_top_five_are_compared_where_there_are_more_classes() -> None:
     six = np.array([[6.0, 5.0, 4.0, 3.0, 2.0, 1.9995]], "f4")
     other = six.copy()
     other[0, 4:] = 1.9995, 2.0
-    found = agree(six, other, rule)
-    assert (found.fault, found.top1, found.top5) == (None, 1.0, 0.0)
+    agreement = agree(six, other, rule)
+    assert (agreement.fault, agreement.top1, agreement.top5) == (None, 1.0, 0.0)
     assert agree(six[:, :5], six[:, :5], rule).top5 is None
     assert agree(six[:, :1], six[:, :1], rule).top1 is None
 
@@ -75,8 +75,8 @@ def test_labels_integers_and_texts_are_equal_or_wrong() -> None:
     labels = np.array([[3], [5]])
     for kind, datatype in (("labels", "INT64"), (None, "INT64"), ("tensor", "BOOL"), ("labels", "FP32")):
         assert tolerance_for(kind, datatype, FP16).kind == "labels"
-    found = agree(labels, labels + 1, tolerance_for(None, "INT64", FP16))
-    assert (found.fault, found.absolute) == ("is 4 instead of 3", 1.0)
+    agreement = agree(labels, labels + 1, tolerance_for(None, "INT64", FP16))
+    assert (agreement.fault, agreement.absolute) == ("is 4 instead of 3", 1.0)
     assert agree(labels, labels.copy(), tolerance_for(None, "INT64", FP16)).fault is None
     assert tolerance_for("logits", "BYTES", FP16).kind == "labels"
     assert tolerance_for("embedding", "INT8", FP16).kind == "embedding"

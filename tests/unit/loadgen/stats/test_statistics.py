@@ -131,9 +131,9 @@ def test_few_rounds_that_strongly_resemble_each_other_do_not_hide_a_large_differ
 
 @given(RATIOS.filter(lambda ratios: len(ratios) >= 3))
 def test_a_correlation_is_between_minus_one_and_one(ratios: list[float]) -> None:
-    found = lag_one(ratios)
-    assert found is not None
-    assert -1.0 <= found <= 1.0
+    correlation = lag_one(ratios)
+    assert correlation is not None
+    assert -1.0 <= correlation <= 1.0
 
 
 def test_the_expected_correlation_and_its_spread_are_those_of_few_pairs() -> None:
