@@ -52,7 +52,7 @@ def write_relu(path: Path) -> None:
     onnx.save(model, path, save_as_external_data=True, location="b.data", size_threshold=0)
 
 
-@pytest.mark.parametrize(("name", "file"), zip(FOLDERS, cycle(("m.onnx", "modül.onnx"))))
+@pytest.mark.parametrize(("name", "file"), list(zip(FOLDERS, cycle(("m.onnx", "modül.onnx")))))
 def test_a_users_file_is_served_from_any_folder(serve: Serve, tmp_path: Path, name: str, file: str) -> None:
     folder = tmp_path / name
     folder.mkdir(parents=True)
