@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import closing
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from tests.integration.triton.test_installed import OWN_CONFIG, OWN_MODEL
 
 pytestmark = pytest.mark.triton
 FOLDERS = ("größe", "two words", 'quo\'te "$HOME" ;', "入力/ÄÖ", "x" * 200 + "/" + "y" * 200)
+FILES = ("m1.onnx", "modül.onnx", "m2.onnx", "größe.onnx", "m3.onnx")
+"""Of different names, since a process reads a model once by its reference."""
 
 
 def infer(plan: LaunchPlan, log: Path, name: str, output: str) -> Any:
@@ -52,7 +53,7 @@ def write_relu(path: Path) -> None:
     onnx.save(model, path, save_as_external_data=True, location="b.data", size_threshold=0)
 
 
-@pytest.mark.parametrize(("name", "file"), list(zip(FOLDERS, cycle(("m.onnx", "modül.onnx")))))
+@pytest.mark.parametrize(("name", "file"), list(zip(FOLDERS, FILES, strict=True)))
 def test_a_users_file_is_served_from_any_folder(serve: Serve, tmp_path: Path, name: str, file: str) -> None:
     folder = tmp_path / name
     folder.mkdir(parents=True)
