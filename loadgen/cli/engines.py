@@ -179,7 +179,7 @@ def _run(
                 store.write(plan)
                 store.write(environment)
             with EngineProgress(console) as progress:
-                state = run_matrix(plan, store, progress, worker=ENGINE_WORKER)
+                state = run_matrix(plan, store, worker=ENGINE_WORKER, now=progress.now, visit_done=progress.visit_done)
             return _report(store, plan, environment, state, json_file, mlflow)
     except StorageError as exc:
         complain(str(exc))

@@ -35,13 +35,12 @@ from loadgen.probes.registry import Probe
 from loadgen.quantities import measured, number
 from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
-from loadgen.run.errors import LoadError
 from loadgen.run.machine import utc_now
+from loadgen.run.storage import RunError
 from loadgen.stats.percentiles import late_allowed, percentile
 from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
-    from loadgen.client.messages import BlockOutcome
     from loadgen.run.arms import Arm
     from loadgen.run.context import RunContext
 
@@ -56,20 +55,20 @@ def wanted(experiment: Experiment) -> bool:
 
 
 def measure(context: RunContext) -> None:
-    """Run the searches and ramps of this start of the servers, in order. Raises `LoadError`, `StorageError`."""
+    """Run the searches and ramps of this start of the servers, in order. Raises `RunError`, `StorageError`."""
     schedule = search_schedule(context.experiment)
     to_come = [entry.workload for entry in schedule if entry.restart >= context.restart and entry.position == 0]
     planned = [entry for entry in schedule if entry.restart == context.restart]
     took: dict[str, list[float]] = {}
     rates: dict[tuple[str, Label], float] = {}
     """The rates found at this start of the servers."""
-    context.forecast.load_begins()
+    context.forecast.before_load_s = 0.0
     for (workload, _), pair in groupby(planned, key=lambda entry: (entry.workload, entry.round)):
         entries, began = list(pair), monotonic()
         if workload.scenario == "slo":
             context.enter(f"searching for the highest rate with p99 ≤ {workload.latency_bound_ms:g} ms")
             users = min(workload.concurrency, WARM_UP_USERS)
-            context.warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
+            context.load_runner().warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
             for entry in entries:
                 key = workload.name, entry.label
                 rate = search_rate(
@@ -88,7 +87,7 @@ def measure(context: RunContext) -> None:
         to_come.remove(workload)
         took.setdefault(workload.name, []).append(monotonic() - began)
         durations = [seconds for many in took.values() for seconds in many]
-        context.forecast.searches_take(sum(fmean(took.get(left.name, durations)) for left in to_come))
+        context.forecast.searches_s = sum(fmean(took.get(left.name, durations)) for left in to_come)
         context.progress.plan(context.forecast.remaining_s())
 
 
@@ -105,7 +104,7 @@ def search_rate(
     Returns the rate in requests per second, None if none held.
 
     `position` is 0 if this arm comes first in its round. `earlier_rate`: the rate that an earlier search found on this
-    arm. Raises `LoadError`, `StorageError`.
+    arm. Raises `RunError`, `StorageError`.
     """
     if workload not in context.experiment.workloads:
         context.store.add_workload(workload)
@@ -128,7 +127,7 @@ def _pilot(context: RunContext, arm: Arm, entry: ScheduledBlock) -> float:
     outcome = context.load_runner(watched=False).load(arm, entry, load, index, "trial")
     rate = outcome.requests_per_s
     if outcome.cut_reason is not None or outcome.errors or rate is None:
-        raise LoadError(
+        raise RunError(
             f"{entry.workload.name} on arm {entry.label}: a single user gets no answers "
             f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
         )
@@ -144,26 +143,12 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
     planned = arrival_count(rate, workload.requests, workload.seconds, longest_s)
     allowed = late_allowed(planned)
     if allowed is None:
-        raise LoadError(f"{workload.name}: {planned} requests are too few for p99; a trial needs at least 459")
+        raise RunError(f"{workload.name}: {planned} requests are too few for p99; a trial needs at least 459")
     context.progress.now(
         f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
     )
     load = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
-    trial, outcome = _run_trial(context, arm, entry, step, load, late_allowed=allowed)
-    unsent = (outcome.offered or 0) - outcome.requests if outcome.cut_reason is None else 0
-    late = outcome.late + max(unsent, 0)
-    held = late <= allowed and outcome.cut_reason is None
-    trial = msgspec.structs.replace(
-        trial,
-        rate_per_s=rate,
-        planned=planned,
-        late=late,
-        late_allowed=allowed,
-        held=held,
-        note=None if outcome.late > allowed else outcome.cut_reason,
-    )
-    _store(context, arm, entry, trial, outcome)
-    return held
+    return bool(_run_trial(context, arm, entry, step, load, bound=(planned, allowed)).held)
 
 
 def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
@@ -178,22 +163,28 @@ def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
         rung = closed_loop(
             users, max(workload.requests, 4 * users), seconds=workload.seconds, max_seconds=workload.max_seconds
         )
-        context.warm_up([rung])
+        context.load_runner().warm_up([rung])
         for entry in turns if step % 2 == 0 else turns[::-1]:
             context.progress.now(f"{shown(entry.label)} with {users} users")
             arm = context.arms[entry.label]
-            trial, outcome = _run_trial(context, arm, entry, step, rung)
-            _store(context, arm, entry, trial, outcome)
-            rungs[entry.label].append(rung_of(trial))
+            rungs[entry.label].append(rung_of(_run_trial(context, arm, entry, step, rung)))
 
 
 def _run_trial(
-    context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, load: Workload, *, late_allowed: int = 0
-) -> tuple[Trial, BlockOutcome]:
-    """Run one stretch of load and return its record, which is not stored yet. Raises `LoadError`."""
+    context: RunContext,
+    arm: Arm,
+    entry: ScheduledBlock,
+    step: int,
+    load: Workload,
+    *,
+    bound: tuple[int, int] | None = None,
+) -> Trial:
+    """Run and store one step of a ramp, or with a `bound` one trial of a search: the requests planned, and how many of
+    them may be late. Raises `StorageError`, and `RunError` if anything but late answers cut it short."""
     index, path = context.store.next_numbered(Trial)
     seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
-    command = arm.load(load, path, arrivals_seed=seed, late_allowed=late_allowed)
+    planned, allowed = bound or (None, None)
+    command = arm.load(load, path, arrivals_seed=seed, late_allowed=allowed or 0)
     runner = context.load_runner(watched=False)
     started_at = utc_now()
     outcome = runner.load(arm, entry, command, index, "trial")
@@ -201,9 +192,14 @@ def _run_trial(
     is_open = outcome.offered is not None
     answered = measured_answers(samples, is_open=is_open)
     waited_ms = latencies_ms(answered)
+    unsent = max((outcome.offered or 0) - outcome.requests, 0) if outcome.cut_reason is None else 0
+    late = None if bound is None else outcome.late + unsent
     speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
-    trial = Trial(
-        **runner.common_fields(entry, started_at, outcome),
+    trial = runner.record(
+        Trial,
+        entry,
+        started_at,
+        outcome,
         index=index,
         step=step,
         concurrency=load.concurrency,
@@ -213,16 +209,16 @@ def _run_trial(
         p50_ms=percentile(waited_ms, 0.5),
         p99_ms=percentile(waited_ms, 0.99),
         send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
-        note=outcome.cut_reason,
+        rate_per_s=None if bound is None else load.rate_per_s,
+        planned=planned,
+        late=late,
+        late_allowed=allowed,
+        held=None if late is None or allowed is None else late <= allowed and outcome.cut_reason is None,
+        note=None if allowed is not None and outcome.late > allowed else outcome.cut_reason,
     )
-    return trial, outcome
-
-
-def _store(context: RunContext, arm: Arm, entry: ScheduledBlock, trial: Trial, outcome: BlockOutcome) -> None:
-    """Store a trial. Raises `StorageError`, and `LoadError` if anything but late answers cut it short."""
-    context.store.write_numbered(trial, trial.index)
-    runner = context.load_runner(watched=False)
+    context.store.write_numbered(trial, index)
     runner.require_whole(arm, entry, outcome, context.store.directory / trial.samples, trial.note)
+    return trial
 
 
 KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
@@ -448,5 +444,10 @@ def _ramp_note(ramp: RampFound) -> str:
 
 
 PROBE = Probe(
-    wanted=wanted, measure=measure, finding=RatesFound, analyse=analyse, sections={"Detail": (rate_search, ramp)}
+    wanted=wanted,
+    measure=measure,
+    records=(Trial,),
+    finding=RatesFound,
+    analyse=analyse,
+    sections={"Detail": (rate_search, ramp)},
 )

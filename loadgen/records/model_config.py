@@ -332,6 +332,11 @@ def whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
+def real(value: object) -> float | None:
+    """The value if it is a number, else None."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def mapping(value: object) -> Mapping[str, Any]:
     """The value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}

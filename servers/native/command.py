@@ -127,7 +127,7 @@ def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Pat
     """The exported file, made first when it is missing, and its manifest."""
     from servers.export.artefacts import executed_file  # not above: it imports an engine
 
-    artefact = executed_file(
+    path, manifest = executed_file(
         launch.settings.engine,
         launch.settings.precision,
         specification,
@@ -136,4 +136,4 @@ def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Pat
         progress=lambda step: typer.echo(step, err=True),
         max_batch_size=launch.settings.max_batch_size,
     )
-    return artefact.path.absolute(), None if artefact.manifest is None else artefact.manifest.to_dict()
+    return path.absolute(), None if manifest is None else manifest.to_dict()

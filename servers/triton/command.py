@@ -18,7 +18,7 @@ from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan
 from servers.cli.options import checked, fail, takes_settings
 from servers.engines.interface import EngineError
-from servers.export.manifest import ExportError
+from servers.export.manifest import ExportError, Manifest
 from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.weights import WeightsError, parse_weights, pin
@@ -78,7 +78,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.engines.factory import check_engine, environment_of
     from servers.engines.padding import padding_of, parse_pad_to
     from servers.engines.settings import engine_kind, precision_on
-    from servers.export.artefacts import ExecutedFile, current_plan, executed_file
+    from servers.export.artefacts import current_plan, executed_file
     from servers.export.tensorrt import library_version
 
     installation = find_installation(settings, announce=console.print)
@@ -126,7 +126,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
             "libnvinfer, which the tensorrt backend loads, was not found, so its version is unknown; add its folder to "
             "LD_LIBRARY_PATH, or use --backend onnxruntime"
         )
-    files: dict[str, ExecutedFile] = {}  # JPEG and UINT8 execute the same file
+    files: dict[str, tuple[Path, Manifest | None]] = {}  # JPEG and UINT8 execute the same file
     models = []
     for specification in specifications:
         executed = specification.executed
@@ -144,8 +144,8 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
                 max_batch_size=engine.max_batch_size,
                 release=release,
             )
-        file = files[executed.name]
-        models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))
+        path, manifest = files[executed.name]
+        models.append(PlacedModel(specification, path, None if manifest is None else manifest.to_dict()))
     return prepare(settings, models, weights, installation, backend)
 
 

@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from loadgen.probes.gpu.records import (
     Activity,
     Attribution,
-    Decision,
     DeviceReadings,
     EdgeLine,
     EvidenceInputs,
+    EvidenceRecord,
     Gpu,
     GpuFinding,
     InconclusiveCode,
@@ -40,7 +41,7 @@ from loadgen.probes.gpu.records import (
     Values,
     Witness,
 )
-from loadgen.records.model_config import GPU_ONLY_BACKENDS, backend_name, groups, mapping
+from loadgen.records.model_config import GPU_ONLY_BACKENDS, backend_name, groups, mapping, real
 from loadgen.records.run import Label
 
 EndedBefore = Callable[[Ns], Ns]
@@ -344,12 +345,12 @@ def judge_placement(
 def _judge(runtime: Mapping[str, Any], config: Mapping[str, Any], thresholds: Thresholds) -> Judgement:
     placement = mapping(runtime.get("placement"))
     nodes, params = mapping(placement.get("ep_nodes")), mapping(placement.get("params_by_device"))
-    if any(_number(count) is None for count in (*nodes.values(), *params.values())):
+    if any(real(count) is None for count in (*nodes.values(), *params.values())):
         return "unknown", None, "the server's counts are not numbers"
     if nodes:
         return _from_nodes(nodes, placement, thresholds)
     if params:
-        return _from_parameters(params, _number(mapping(runtime.get("kernel_probe")).get("kernel_count")))
+        return _from_parameters(params, real(mapping(runtime.get("kernel_probe")).get("kernel_count")))
     if placement.get("result") == "cpu":
         return "cpu", 1.0, "the server says that it executes on the CPU"
     if str(runtime.get("kind")).startswith("tensorrt"):
@@ -362,7 +363,7 @@ def _judge(runtime: Mapping[str, Any], config: Mapping[str, Any], thresholds: Th
 def _from_nodes(nodes: Mapping[str, Any], placement: Mapping[str, Any], thresholds: Thresholds) -> Judgement:
     on_gpu = sum(int(nodes.get(name, 0)) for name in GPU_PROVIDERS)
     on_cpu = sum(int(count) for name, count in nodes.items() if name not in GPU_PROVIDERS)
-    share = _number(placement.get("cpu_time_ratio"))
+    share = real(placement.get("cpu_time_ratio"))
     others = placement.get("cpu_non_shape_ops")
     counts = f"{on_gpu} nodes on the GPU, {on_cpu} on the CPU"
     if on_gpu == 0:
@@ -409,12 +410,11 @@ def _from_config(config: Mapping[str, Any]) -> Judgement:
     return "unreported", None, "the server does not report where its model is"
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
-    """GPU_VERIFIED, CPU_FALLBACK or INCONCLUSIVE with a code."""
+def decide(
+    label: Label, workload: str | None, inputs: EvidenceInputs, thresholds: Thresholds, *, control: bool = False
+) -> EvidenceRecord:
+    """GPU_VERIFIED, CPU_FALLBACK or INCONCLUSIVE with a code; without the energy per item where the GPU's energy must
+    not be charged to the arm."""
     placement, gpu = inputs.placement, inputs.gpu
     activity = judge_activity(gpu, inputs.load.window_s, thresholds) if gpu is not None else None
     attributed = None
@@ -437,7 +437,11 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
         code, sentence = _weigh(inputs, activity, attributed is True, witness, thresholds)
         if code is None:
             finding = GpuFinding.CPU_FALLBACK if activity == "idle" else GpuFinding.GPU_VERIFIED
-    return Decision(
+    no_energy = None if gpu is None else _no_energy(inputs, finding, activity, attributed, thresholds)
+    if gpu is not None and no_energy is not None:
+        uncharged = msgspec.structs.replace(gpu, joules_per_item=None, excess_joules_per_item=None)
+        inputs = msgspec.structs.replace(inputs, gpu=uncharged)
+    return EvidenceRecord(
         finding=finding,
         code=code,
         sentence=sentence,
@@ -445,7 +449,12 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
         activity=activity,
         attributed=attributed,
         cpu_witness=witness,
-        no_energy=None if gpu is None else _no_energy(inputs, finding, activity, attributed, thresholds),
+        no_energy=no_energy,
+        label=label,
+        workload=workload,
+        control=control,
+        inputs=inputs,
+        thresholds=thresholds,
     )
 
 

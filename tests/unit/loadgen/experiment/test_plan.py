@@ -115,7 +115,7 @@ def test_a_tritonserver_beside_urls_is_ignored_with_a_note(
     else:
         made = make_arms(settings)
         assert [arm.settings.get("tritonserver") for arm in made] == [
-            "/opt/t" if one == "triton" else None for one in arms
+            "/opt/t" if target == "triton" else None for target in arms
         ]
     assert len(ignored_settings(settings)) == noted
 
@@ -166,7 +166,7 @@ def test_the_forecast_learns(labels: str) -> None:
     blocks = schedule(experiment)
     forecast = Forecast(experiment, blocks)
     assert forecast.remaining_s() == 300
-    forecast.load_begins()
+    forecast.before_load_s = 0.0
     for block in blocks:
         forecast.block_took(block, 3.0)
     starts = 3 * len(labels)
