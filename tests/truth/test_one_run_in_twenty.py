@@ -15,8 +15,8 @@ from tests.truth.tables import RUNS
 from tests.truth.test_statistics_keep_their_promises import assert_at_most
 
 STRONGEST = LASTING[-1]
-QUICK = {"rounds": 500, "by time": 160, "until decided": 100}
-"""Trials that take a second or two."""
+QUICK = {"rounds": 300, "by time": 100, "until decided": 60}
+"""Trials that take a second."""
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=str)

@@ -176,7 +176,9 @@ def check(folder: Path, good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [*KINDS[:4], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[4:])], ids=name_of
+    "kind",
+    [pipe, endless, linked, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (device, listener, folder_of))],
+    ids=name_of,
 )
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_with_something_else_in_place_of_a_file(
