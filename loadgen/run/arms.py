@@ -30,6 +30,7 @@ from loadgen.records.model_config import (
     read_triton,
     split_steps,
     step_calls,
+    triton_title,
     whole,
 )
 from loadgen.records.run import (
@@ -304,8 +305,9 @@ class Arm:
         with suppress(EndpointError):
             gpu_info = endpoint.document("/gpu-info")
         if server.get("name") == TRITON:
-            triton = read_triton(config, _text(server.get("version")), steps := self._steps(config))
-            in_effect, title = triton.settings, one_line(triton.title, _MOST_TITLE)
+            in_effect = read_triton(config, steps := self._steps(config))
+            version, precision = _text(server.get("version")), in_effect.get("precision")
+            title = one_line(triton_title(config, version, precision, steps), _MOST_TITLE)
         else:
             in_effect, steps = effective_settings(config), ()
             title = _title(server, in_effect)

@@ -28,7 +28,7 @@ from loadgen.records.run import RunState
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import PlainConsole, print_document
-from loadgen.verdict.result import ResultError
+from loadgen.run.storage import StoredRunError
 from tests.unit.loadgen.engine_matrix.simulated_matrix import (
     BERT,
     DISTILBERT,
@@ -312,7 +312,7 @@ def test_an_unreadable_matrix_is_one_sentence(content: bytes | None, tmp_path: P
     path = tmp_path / "matrix.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ResultError, match=r"matrix\.json is not an engine matrix of this version of abserve"):
+    with pytest.raises(StoredRunError, match=r"matrix\.json is not an engine matrix of this version of abserve"):
         read_matrix(path)
 
 

@@ -62,7 +62,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(command, "ENGINE_WORKER", (sys.executable, str(offers)))
     monkeypatch.setattr("loadgen.engine_matrix.analyse.analyse", matrix_of)
     monkeypatch.setattr("loadgen.engine_matrix.files.write_reports", lambda folder, _: [folder / "report.html"])
-    monkeypatch.setattr("loadgen.engine_matrix.sections.matrix_document", lambda _: Document("matrix", ()))
+    monkeypatch.setattr("loadgen.engine_matrix.sections.matrix_document", lambda _: Document("matrix", {}))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 

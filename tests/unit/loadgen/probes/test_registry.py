@@ -15,8 +15,8 @@ from loadgen.records.run import Experiment, Record
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.run.context import RunContext
-from loadgen.run.storage import RunStore
-from loadgen.verdict.result import ResultError, analyse, encode_result, read_result
+from loadgen.run.storage import RunStore, StoredRunError
+from loadgen.verdict.result import analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.probes.toy_probe import TemperatureFound
 
@@ -71,7 +71,7 @@ def test_a_result_with_a_finding_that_nobody_knows_is_refused(tmp_path: Path) ->
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
     path = tmp_path / "result.json"
     path.write_bytes(encode_result(msgspec.structs.replace(result, studies={"temperature": TemperatureFound()})))
-    with pytest.raises(ResultError, match="there is no study 'temperature'"):
+    with pytest.raises(StoredRunError, match="there is no study 'temperature'"):
         read_result(path)
 
 

@@ -9,7 +9,7 @@ from loadgen.client.inputs import SampleInputs
 from loadgen.client.outputs import AnswerError
 from loadgen.records.run import ParityCase
 from loadgen.run.answers import batches_to_send, compare_answers, mixed_batches
-from loadgen.stats.agreement import Tolerance, rules_of, tolerance_of
+from loadgen.stats.agreement import Tolerance, tolerance_of, tolerances_for
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))
 FP32, FP16 = tolerance_of(["fp32"]), tolerance_of(["fp16", "fp32"])
@@ -23,7 +23,7 @@ def rows(name: str, array: np.ndarray) -> list[dict[str, np.ndarray]]:
 def case(
     answer: np.ndarray, reference: np.ndarray = REFERENCE, tolerance: Tolerance = FP32, kind: str = "tensor"
 ) -> ParityCase:
-    rules = rules_of({"y": DATATYPES.get(reference.dtype, "INT64")}, {"y": kind} if kind else {}, tolerance)
+    rules = tolerances_for({"y": DATATYPES.get(reference.dtype, "INT64")}, {"y": kind} if kind else {}, tolerance)
     return compare_answers("x", rows("y", reference), rows("y", answer), label="b", kind="reference", rules=rules)
 
 
@@ -136,7 +136,7 @@ def test_other_outputs_are_told() -> None:
 def test_an_item_that_was_padded_in_its_batch_is_compared_as_far_as_it_goes_alone() -> None:
     alone = REFERENCE.reshape(1, 6, 512)
     padded = np.concatenate([alone, np.ones((1, 2, 512))], axis=1)
-    rules = rules_of({"y": "FP64"}, {"y": "embedding"}, FP32)
+    rules = tolerances_for({"y": "FP64"}, {"y": "embedding"}, FP32)
     parity_case = compare_answers("x", [{"y": alone}], [{"y": padded}], label="b", kind="alone", rules=rules)
     assert parity_case.ok
     with pytest.raises(AnswerError, match="shape"):
