@@ -54,7 +54,7 @@ from servers.native.ipc import (
     unusable_of,
 )
 from servers.native.memory import RequestMemory
-from servers.protocol.errors import InternalError, InvalidRequestError, UnavailableError
+from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, UnavailableError
 from servers.protocol.records import ModelSignature, shown
 from servers.protocol.tensors import Array
 
@@ -252,30 +252,25 @@ class EngineClient(asyncio.Protocol):
                 self._forms.forget()
             for number in message.numbers:
                 if number in self._waiting:  # else it is complete already
-                    self._waiting[number][0].error = error_of(message.failure)
-                    self._end(number)
+                    self._end(number, None, error_of(message.failure))
         elif len(message.numbers) > 1:
             for number, outputs in divided(message):
-                self._succeed(number, outputs)
+                self._end(number, outputs)
         else:
             (number,) = message.numbers
             _, memory, has_room, _ = self._waiting[number]
-            self._succeed(number, outputs_of(message, self._memory.arena, memory[-1] if has_room else None))
+            self._end(number, outputs_of(message, self._memory.arena, memory[-1] if has_room else None))
 
-    def _succeed(self, number: int, outputs: dict[str, Array]) -> None:
-        queued, _, _, form = self._waiting[number]
-        queued.outputs = outputs
-        if form in self._answers_of_forms:
+    def _end(self, number: int, outputs: dict[str, Array] | None, error: ContractError | None = None) -> None:
+        queued, _, _, form = self._waiting.pop(number)
+        if form in self._answers_of_forms and outputs is not None:
             self._answers_of_forms[form] = sum(
                 array.nbytes
                 for name, array in outputs.items()
                 if name not in queued.device_outputs and not array.dtype.hasobject
             )
-        self._end(number)
-
-    def _end(self, number: int) -> None:
-        queued, *_ = self._waiting.pop(number)
         queued.drop_inputs()
+        queued.outputs, queued.error = outputs, error
         self._wake(queued)
 
     def _send(self, message: Message) -> None:
