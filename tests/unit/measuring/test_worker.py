@@ -53,7 +53,7 @@ def request(**changes: Any) -> MeasurementRequest:
 
 def test_what_can_be_measured_is_resolved() -> None:
     found = checked(request())
-    assert (found.reason, found.mode, found.precision, found.device) == (None, "eager", "fp32", "cpu")
+    assert (found.reason, found.mode, found.precision, found.device) == (None, "tuned", "fp32", "cpu")
     assert found.threads == len(os.sched_getaffinity(0))
     assert found.lengths == (None,)
     found = checked(request(model=TEXT, engine="onnxruntime", threads=3))
@@ -115,7 +115,7 @@ def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
 
 def test_offers_are_what_the_load_generator_reads() -> None:
     offered = msgspec.convert(json.loads(msgspec.json.encode(offers("cpu"))), plan_of.Offers)
-    assert offered.engines["torch"].modes["cpu"] == ("eager", "traced", "scripted")
+    assert offered.engines["torch"].modes["cpu"] == ("tuned", "eager", "traced", "scripted")
     assert offered.device == "cpu"
     with pytest.raises(EngineError, match="unknown device 'gpu'; use auto, cpu or cuda:N"):
         offers("gpu")
