@@ -135,6 +135,7 @@ class TorchEngine(RunnerEngine):
         """The form with the products that are fastest here, or without them if the answers differ then."""
         examples = proof_batch(self._specification, 1, 0).inputs
         tensors = [torch.from_numpy(examples[tensor.name]) for tensor in self._specification.inputs]
+        assert isinstance(form.module, torch.nn.Module)  # see plain_form
         try:
             products = TunedProducts(form.module, tensors, min(TYPICAL_ITEMS, self._settings.max_batch_size))
         except FAILURES as exc:

@@ -150,7 +150,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
     """oneDNN's product with a copy of `weight` [outputs, inputs] in the order that suits this number of rows."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda inputs: multiply(inputs, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+    return lambda inputs: multiply(inputs, packed, bias, "none", [], "")
 
 
 def agreeing_product(size: LinearSize, weight: Tensor, bias: Tensor | None, items: int) -> Product | None:
@@ -270,12 +270,11 @@ def attention_of(layer: nn.MultiheadAttention, into: Product | None, out: Produc
     ) -> tuple[Tensor, Tensor | None]:
         alone = query is key and key is value and query.dim() == 3 and not options.get("is_causal")
         if not alone or need_weights or key_padding_mask is not None or attn_mask is not None:
-            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-            return own(query, key, value, need_weights=need_weights, **masks, **options)
+            return own(query, key, value, key_padding_mask, need_weights, attn_mask, **options)
         tokens = query if layer.batch_first else query.transpose(0, 1)
         batch, length, width = tokens.shape
-        parts = into(tokens).view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*parts.unbind(0))
+        q, k, v = into(tokens).view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(q, k, v)
         answer = out(mixed.transpose(1, 2).reshape(batch, length, width))
         return answer if layer.batch_first else answer.transpose(0, 1), None
 

@@ -63,8 +63,9 @@ def loaded(mode: str = "tuned") -> TorchEngine:
     return engine
 
 
-def images(rows: int) -> dict[str, Any]:
-    return {"images": np.random.default_rng(rows).standard_normal((rows, 3, 4, TOKENS), np.float32)}
+def scores(engine: TorchEngine, rows: int) -> Any:
+    images = np.random.default_rng(rows).standard_normal((rows, 3, 4, TOKENS), np.float32)
+    return engine.infer({"images": images})["scores"]
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_answers_agree_with_the_modules_own_at_every_batch_size() -> None:
     assert tuned.describe().details["relative_error_to_fp32"] is not None
     assert eager.describe().details["kernels"] == "the model's own module"
     for rows in (1, 3, 8):
-        np.testing.assert_allclose(tuned.infer(images(rows))["scores"], eager.infer(images(rows))["scores"], atol=1e-5)
+        np.testing.assert_allclose(scores(tuned, rows), scores(eager, rows), atol=1e-5)
 
 
 @pytest.mark.usefixtures("always_faster")
@@ -99,7 +100,7 @@ def test_every_product_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(nn.functional, name, None)
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", None)
     monkeypatch.setattr(torch, "_native_multi_head_attention", None)
-    assert engine.infer(images(2))["scores"].shape == (2, 5)
+    assert scores(engine, 2).shape == (2, 5)
 
 
 def wrong(factor: float) -> Callable[..., Product]:
@@ -116,7 +117,7 @@ def test_a_layer_with_a_wrong_product_keeps_its_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(products, "packed_linear", wrong(factor))
     engine = loaded()
     assert engine.describe().details["kernels"] == "the model's own module, all 1 convolutions prepacked by oneDNN"
-    np.testing.assert_allclose(engine.infer(images(2))["scores"], loaded("eager").infer(images(2))["scores"], atol=1e-5)
+    np.testing.assert_allclose(scores(engine, 2), scores(loaded("eager"), 2), atol=1e-5)
 
 
 @pytest.mark.usefixtures("always_faster")
@@ -129,13 +130,18 @@ def test_a_model_with_wrong_answers_falls_back_and_says_so(monkeypatch: pytest.M
     engine = loaded()
     assert "untuned: with 7 of 7 linear products" in str(engine.describe().details["kernels"])
     assert ("scores contains NaN" if factor != 1.1 else "relative error") in str(engine.describe().details["kernels"])
-    np.testing.assert_array_equal(engine.infer(images(2))["scores"], loaded("eager").infer(images(2))["scores"])
+    np.testing.assert_array_equal(scores(engine, 2), scores(loaded("eager"), 2))
 
 
 def test_a_slow_product_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Product:
         product = PACKED_LINEAR(weight, bias, rows)
-        return lambda inputs: (time.sleep(0.02), product(inputs))[1]
+
+        def late(inputs: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return product(inputs)
+
+        return late
 
     monkeypatch.setattr(products, "packed_linear", slow)
     monkeypatch.setattr(products, "convolution_changes", lambda _shapes: [])
@@ -143,7 +149,7 @@ def test_a_slow_product_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.describe().details["kernels"] == "the model's own module, oneDNN's prepacked products are not faster"
     details: Any = engine.describe().details["products"]
     assert [size["chosen"] for size in details] == [False] * len(details) != []
-    np.testing.assert_array_equal(engine.infer(images(2))["scores"], loaded("eager").infer(images(2))["scores"])
+    np.testing.assert_array_equal(scores(engine, 2), scores(loaded("eager"), 2))
 
 
 def test_a_whole_model_that_is_slower_keeps_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,11 +206,17 @@ def test_what_the_fast_attention_does_not_do_is_the_layers_own() -> None:
 
 
 def test_times_alternate_within_their_seconds() -> None:
-    order: list[str] = []
+    order: list[float] = []
+
+    def sleeping(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            time.sleep(seconds)
+            order.append(seconds)
+
+        return call
+
     started = time.monotonic()
-    first, second = alternating_ns(
-        lambda: (time.sleep(0.001), order.append("a")), lambda: (time.sleep(0.003), order.append("b")), 0.02
-    )
-    assert order == ["a", "b"] * (len(order) // 2)
+    first, second = alternating_ns(sleeping(0.001), sleeping(0.003), 0.02)
+    assert order == [0.001, 0.003] * (len(order) // 2)
     assert 0 < first < second
     assert time.monotonic() - started < 2
