@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -129,20 +129,28 @@ class TunedProducts:
 def _measured(what: str, times: Sequence[tuple[float, float]], *, chosen: bool) -> dict[str, object]:
     own, packed = zip(*times, strict=True)
     milliseconds = {name: [round(time / 1e6, 4) for time in side] for name, side in (("own", own), ("packed", packed))}
-    return {"product": what, "own_ms": milliseconds["own"], "packed_ms": milliseconds["packed"], "chosen": chosen}
+    return {
+        "product": what,
+        "own_cpu_ms": milliseconds["own"],
+        "packed_cpu_ms": milliseconds["packed"],
+        "chosen": chosen,
+    }
 
 
 def alternating_ns(first: Callable[[], object], second: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """The median times of two functions, called in turn, so that a change of the machine's speed meets both."""
+    """The median CPU times of two functions, called in turn, so that a change of the machine's speed meets both.
+
+    The CPU time of all threads, because other programs use the cores while a server starts.
+    """
     functions, times = (first, second), (list[int](), list[int]())
     deadline_ns = perf_counter_ns() + round(seconds * 1e9)
     for function in functions:
         function()
     while not times[0] or (len(times[0]) < MOST_REPEATS and perf_counter_ns() < deadline_ns):
         for function, side in zip(functions, times, strict=True):
-            started_ns = perf_counter_ns()
+            started_ns = process_time_ns()
             function()
-            side.append(perf_counter_ns() - started_ns)
+            side.append(process_time_ns() - started_ns)
     return statistics.median(times[0]), statistics.median(times[1])
 
 

@@ -136,12 +136,7 @@ def test_a_model_with_wrong_answers_falls_back_and_says_so(monkeypatch: pytest.M
 def test_a_slow_product_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Product:
         product = PACKED_LINEAR(weight, bias, rows)
-
-        def late(inputs: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.02)
-            return product(inputs)
-
-        return late
+        return lambda inputs: [product(inputs) for _ in range(100)][-1]
 
     monkeypatch.setattr(products, "packed_linear", slow)
     monkeypatch.setattr(products, "convolution_changes", lambda _shapes: [])
@@ -206,17 +201,17 @@ def test_what_the_fast_attention_does_not_do_is_the_layers_own() -> None:
 
 
 def test_times_alternate_within_their_seconds() -> None:
-    order: list[float] = []
+    order: list[int] = []
 
-    def sleeping(seconds: float) -> Callable[[], None]:
+    def busy(count: int) -> Callable[[], None]:
         def call() -> None:
-            time.sleep(seconds)
-            order.append(seconds)
+            sum(range(count))
+            order.append(count)
 
         return call
 
     started = time.monotonic()
-    first, second = alternating_ns(sleeping(0.001), sleeping(0.003), 0.02)
-    assert order == [0.001, 0.003] * (len(order) // 2)
+    first, second = alternating_ns(busy(10_000), busy(40_000), 0.02)
+    assert order == [10_000, 40_000] * (len(order) // 2)
     assert 0 < first < second
     assert time.monotonic() - started < 2
