@@ -18,7 +18,8 @@ Made from the code by `make reference`. `abserve COMMAND --help` shows the same 
 
 def visible_commands(group: Any, words: str) -> Iterator[tuple[str, Any]]:
     """Every command that the help lists, with the words that call it; those of groups in place of the group."""
-    for name, command in group.commands.items():
+    for name in group.commands:
+        command = group.get_command(None, name)
         if not command.hidden:
             yield from (
                 visible_commands(command, f"{words} {name}")

@@ -1,4 +1,5 @@
-"""A child process that ends with its parent: its own session, its output in a file, a bounded stop."""
+"""A child process that ends with its parent: its own session, its output in a file, a bounded stop; and the command
+lines of this package's programs, which run with this interpreter."""
 
 from __future__ import annotations
 
@@ -8,12 +9,18 @@ import re
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, perf_counter_ns
 
 import psutil
+
+OWN_MODULE: tuple[str, ...] = (sys.executable, "-P", "-m")
+"""-P: a file in the current folder that has the name of a module must not be imported instead of it."""
+ABSERVE: tuple[str, ...] = (*OWN_MODULE, "loadgen.entry")
+ENGINE_WORKER: tuple[str, ...] = (*OWN_MODULE, "servers.measuring.worker")
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)

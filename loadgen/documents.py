@@ -10,11 +10,11 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import secrets
 import stat
-import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -30,7 +30,7 @@ _MOST_WORDS = 300
 
 
 class DocumentError(ValueError):
-    """A document cannot be used; the message says why, but not which document."""
+    """A document cannot be used; the message says why, but not which document, unless a function says so."""
 
 
 def one_line(words: str, most: int = _MOST_WORDS) -> str:
@@ -209,15 +209,14 @@ def _clean(value: Any, depth: int, most: int = MOST_CHARACTERS) -> Any:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write under a temporary name and rename: a reader sees the old file or the new one, whole. Raises `OSError`."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("xb") as file:  # follows no link in its place
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        part.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise

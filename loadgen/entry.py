@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points, version
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -14,8 +15,6 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS, INTERNAL = "abserve.commands", "abserve.internal_commands"
 """Entry points: the name of a command and its function or Typer group. The help leaves out the internal ones."""
-UsageError: Any = typer.BadParameter.__base__
-"""Of click, which some versions of typer import and others hold in a private module."""
 STYLE = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -43,36 +42,51 @@ class PanelledCommand(TyperCommand):
 class CommandGroup(TyperGroup):
     """Lists each command with the whole first paragraph of its help, which typer would cut after some words."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the caller passes it
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Without a command, show the help; that is a mistake."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), err=True)
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the section of the commands that are not hidden."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         listed = [
             (name, " ".join((command.help or "").partition("\n\n")[0].split()))
-            for name, command in self.commands.items()
-            if not command.hidden
+            for name, command in commands.items()
+            if command is not None and not command.hidden
         ]
         with formatter.section("Commands"):
             formatter.write_dl(listed)
 
 
-class InstalledCommands(Mapping[str, Any]):
-    """The commands of all installed packages by name, each imported when it is asked for."""
+class RootCommand(CommandGroup):
+    """The commands of all installed packages, each imported when it is asked for. A mistake in an option is one
+    sentence with exit status 2."""
 
-    def __init__(self) -> None:
-        self._points = {point.name: point for group in (INTERNAL, COMMANDS) for point in entry_points(group=group)}
-        self._loaded: dict[str, Any] = {}
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        points = (point for group in (INTERNAL, COMMANDS) for point in entry_points(group=group))
+        self.commands: Any = {point.name: point for point in sorted(points, key=lambda point: point.name)}
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            self._loaded[name] = load_command(self._points[name])
-        return self._loaded[name]
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - the caller passes it
+        """Import the command of this name; None without one."""
+        point = self.commands.get(cmd_name)
+        return point if point is None else load_command(point)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._points))
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        """Parse the options of the root."""
+        with one_sentence():
+            return super().make_context(*arguments, **settings)
 
-    def __len__(self) -> int:
-        return len(self._points)
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the options of the command and run it."""
+        with one_sentence():
+            return super().invoke(ctx)
 
 
+@cache
 def load_command(point: EntryPoint) -> Any:
     """The command of an entry point, which is a function or a `typer.Typer` with several commands."""
     target, app = point.load(), typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -87,32 +101,13 @@ def load_command(point: EntryPoint) -> Any:
     return parent.commands[point.name]
 
 
-class RootCommand(CommandGroup):
-    """The root of the command line. A mistake in an option is one sentence with exit status 2."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = InstalledCommands()  # type: ignore[assignment]  # nothing changes it
-
-    def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        """Parse the options of the root."""
-        with one_sentence():
-            return super().make_context(*arguments, **settings)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Parse the options of the command and run it."""
-        with one_sentence():
-            return super().invoke(ctx)
-
-
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Show a usage error as every other error, without the usage that click prints before it. The help that click
-    shows for no arguments stays."""
+    """Show a usage error as every other error, without the usage that typer prints before it."""
     try:
         yield
-    except UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # only a usage error has it; typer exports no class of them all
             raise
         from loadgen.cli.output import fail  # imports what only an error needs
 
@@ -131,7 +126,6 @@ def build() -> typer.Typer:
     app = typer.Typer(
         name="abserve",
         cls=RootCommand,
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,

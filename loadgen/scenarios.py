@@ -73,10 +73,8 @@ _FLUSH_SECONDS = 0.5
 logger = logging.getLogger("abserve")
 
 
-class _ClosedLoopUser(InferenceUser):
-    """Sends the next request after the answer to the last one."""
-
-    abstract = True
+class Concurrent(InferenceUser):
+    """One input per request, from many users; each sends the next request after the answer to the last one."""
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def load(self) -> None:
@@ -89,18 +87,14 @@ class _ClosedLoopUser(InferenceUser):
             gevent.sleep(_AFTER_REFUSAL_SECONDS)
 
 
-class Single(_ClosedLoopUser):
+class Single(Concurrent):
     """One input at a time from one user, whatever -u says."""
 
     fixed_count = 1
 
 
-class Batched(_ClosedLoopUser):
+class Batched(Concurrent):
     """--batch-size inputs per request."""
-
-
-class Concurrent(_ClosedLoopUser):
-    """One input per request, from many users."""
 
 
 class OpenLoop(InferenceUser):

@@ -15,10 +15,6 @@ _MOST_DEPTH = 20
 _MOST_DIGITS = 20
 
 
-class YamlError(ValueError):
-    """A file cannot be used; the message names it, with the line where that is known."""
-
-
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
     """Refuses what YAML accepts silently: equal keys, of which it takes the last; aliases; keys that are not text;
     numbers with colons, which YAML 1.1 reads to the base 60; and files with an implausible number of values."""
@@ -66,24 +62,24 @@ for _kind in ("int", "float"):
 
 def read_mapping(path: Path, kind: str, example: str) -> dict[str, Any]:
     """The mapping in a file, not validated; `kind` ("an experiment file") and `example` are for messages. Raises
-    `YamlError`."""
+    `DocumentError`, whose message names the file, with the line where that is known."""
     try:
         content = read_named(path, _MOST_BYTES)
     except OSError as exc:
-        raise YamlError(f"{path}: {exc.strerror or exc}; give the path of {kind}") from exc
+        raise DocumentError(f"{path}: {exc.strerror or exc}; give the path of {kind}") from exc
     except DocumentError as exc:
-        raise YamlError(f"{path}: {exc}; {kind} has at most {_MOST_BYTES} bytes and is a regular file") from exc
+        raise DocumentError(f"{path}: {exc}; {kind} has at most {_MOST_BYTES} bytes and is a regular file") from exc
     try:
         parsed = yaml.load(content, Loader=_StrictLoader)
     except yaml.YAMLError as exc:
         mark, problem = getattr(exc, "problem_mark", None), getattr(exc, "problem", None)
         where = f":{mark.line + 1}" if mark is not None else ""
-        raise YamlError(f"{path}{where}: {one_line(str(problem or exc))}") from exc
+        raise DocumentError(f"{path}{where}: {one_line(str(problem or exc))}") from exc
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
         # raised by PyYAML for a value that does not fit the tag before it, or for bytes that are not text.
-        raise YamlError(f"{path}: a value cannot be read: {one_line(str(exc))}") from exc
+        raise DocumentError(f"{path}: a value cannot be read: {one_line(str(exc))}") from exc
     if parsed is None:
         return {}
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
-        raise YamlError(f"{path}: write keys with values, as in: {example}")
+        raise DocumentError(f"{path}: write keys with values, as in: {example}")
     return parsed

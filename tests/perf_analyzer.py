@@ -14,7 +14,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from servers.triton.installation import TritonUnavailableError
+from servers.triton.installation import TritonError
 from servers.triton.wheel import find_wheel
 
 WHEEL = "tritonclient==2.50.0"
@@ -82,7 +82,7 @@ def _link_libraries(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         brought = find_wheel().libraries
-    except TritonUnavailableError:
+    except TritonError:
         return  # the system may have them
     assert brought is not None
     for name, pattern in LIBRARIES.items():

@@ -49,25 +49,24 @@ def calibrate(
     # After the argument checks: grpc takes half a second to import.
     from loadgen.report.contents import calibration_document
     from loadgen.report.renderers.terminal import make_console, print_document
-    from loadgen.run.calibrate import CalibrationRequest
     from loadgen.run.calibrate import calibrate as measure
     from loadgen.run.interruption import interruptible
-    from loadgen.run.machine import CalibrationError, default_path, write_calibration
+    from loadgen.run.machine import MachineRecordError, cache_path, store_record
 
-    request = CalibrationRequest(
-        transports=chosen,
-        payloads=kinds,
-        batch_sizes=sizes[:1] if quick else sizes,
-        concurrency=concurrency,
-        seconds=seconds / 10 if quick else seconds,
-    )
     errors = make_console(sys.stderr)
     try:
         with interruptible():
-            calibration = measure(request, lambda text: errors.print(text, style="dim", soft_wrap=True))
-        stored = out or default_path(calibration.fingerprint)
-        write_calibration(calibration, stored)
-    except CalibrationError as exc:
+            calibration = measure(
+                lambda text: errors.print(text, style="dim", soft_wrap=True),
+                transports=chosen,
+                payloads=kinds,
+                batch_sizes=sizes[:1] if quick else sizes,
+                concurrency=concurrency,
+                seconds=seconds / 10 if quick else seconds,
+            )
+        stored = out or cache_path("calibration", calibration.fingerprint)
+        store_record(stored, calibration, "choose another --out")
+    except MachineRecordError as exc:
         fail(str(exc), EXIT_FAILED)
     except OSError as exc:
         fail(f"no temporary files: {exc.strerror or exc}; set TMPDIR to a folder with 500 MB free", EXIT_FAILED)

@@ -14,12 +14,7 @@ STACK = ("docker", "docker-compose.yml", ".env.example", "triton_model_repo", "p
 SOURCES = ("servers", "loadgen")
 """The images are built from these packages."""
 
-compose = typer.Typer(help="Run both servers, Prometheus, Grafana and Locust in containers.", no_args_is_help=True)
-
-
-@compose.callback()
-def group() -> None:
-    """Run both servers, Prometheus, Grafana and Locust in containers."""
+compose = typer.Typer(help="Run both servers, Prometheus, Grafana and Locust in containers.")
 
 
 @compose.command("init")

@@ -64,10 +64,10 @@ def conformance(
     check_files({"--json": json_file, "--markdown": markdown_file})
     # After the argument checks, because importing grpc takes half a second.
     from loadgen.conformance.cases import select
-    from loadgen.conformance.cases.long_runs import GrowthPlan, fuzz_case, growth_case
+    from loadgen.conformance.cases.long_runs import fuzz_case, growth_case
     from loadgen.conformance.records import ConformanceReport, SkippedError
     from loadgen.conformance.runner import CaseRun, markdown, print_report
-    from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, SubjectError, is_loopback
+    from loadgen.conformance.servers import LaunchedSession, RemoteSession, SubjectError, is_loopback
     from loadgen.launch.work_folder import work_folder
     from loadgen.run.interruption import interruptible
 
@@ -75,7 +75,7 @@ def conformance(
         cases = [
             *select(only),
             *([fuzz_case(fuzz, seed)] if fuzz else []),
-            *([growth_case(GrowthPlan())] if growth else []),
+            *([growth_case()] if growth else []),
         ]
     except ValueError as exc:
         fail(str(exc))
@@ -83,9 +83,9 @@ def conformance(
         session: Session
         try:
             if launch is not None:
-                launcher = Launcher(launch, model, _options(launch_option or []), logs or temporary)
+                options = _options(launch_option or [])
                 errors.print(f"starting serve {launch}", soft_wrap=True)
-                session = LaunchedSession(launcher, image_model)
+                session = LaunchedSession(launch, model, options, logs or temporary, image_model=image_model)
             else:
                 assert url is not None
                 session = RemoteSession(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadgen.child_process import ENGINE_WORKER
 from loadgen.cli.output import (
     analysis_of,
     check_export,
@@ -32,7 +33,6 @@ from loadgen.experiment.options import (
 )
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
-from loadgen.invocation import ENGINE_WORKER
 
 if TYPE_CHECKING:
     from loadgen.engine_matrix.records import Matrix, MatrixPlan
@@ -179,7 +179,7 @@ def _run(
                 store.write(plan)
                 store.write(environment)
             with EngineProgress(console) as progress:
-                state = run_matrix(plan, store, progress, worker=ENGINE_WORKER)
+                state = run_matrix(plan, store, worker=ENGINE_WORKER, now=progress.now, visit_done=progress.visit_done)
             return _report(store, plan, environment, state, json_file, mlflow)
     except StorageError as exc:
         complain(str(exc))

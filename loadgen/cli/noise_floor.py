@@ -53,7 +53,8 @@ def noise_floor(
 
     Exit status: 0 stored, 1 not stored, 2 an option or a file is wrong, 130 interrupted.
     """
-    from loadgen.run.noise_floor import NoiseFloorError, make_floor, store_floor
+    from loadgen.run.machine import MachineRecordError
+    from loadgen.run.noise_floor import make_floor, store_floor
     from loadgen.run.storage import StoredRunError
     from loadgen.verdict.noise_floor import COMMAND
     from loadgen.verdict.result import readable
@@ -66,11 +67,11 @@ def noise_floor(
             floor = make_floor(result)
     except (PlanError, StoredRunError) as exc:
         fail(str(exc))
-    except NoiseFloorError as exc:
+    except MachineRecordError as exc:
         fail(str(exc), EXIT_INVALID)
     try:
         path = store_floor(floor)
-    except NoiseFloorError as exc:
+    except MachineRecordError as exc:
         fail(f"{exc}, then run: {COMMAND} --from {shlex.quote(str(folder))}", EXIT_INVALID)
     _print(floor)
     typer.echo(f"stored in {path}")

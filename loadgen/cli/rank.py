@@ -47,14 +47,15 @@ def rank(
     Exit status: 0 something is ranked, 1 nothing can be ranked (each reason is named) or DIR cannot be written, 2 a
     result, the price file or an option is wrong.
     """
+    from loadgen.documents import DocumentError
     from loadgen.experiment.plan import unknown
     from loadgen.ranking import analyse
-    from loadgen.ranking.records import EXAMPLES, PriceError, read_prices
-    from loadgen.ranking.report import UnreadableError, formats, ranking_document, read_all, write_ranking
+    from loadgen.ranking.records import EXAMPLES, read_prices
+    from loadgen.ranking.report import formats, ranking_document, read_all, write_ranking
     from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.result import readable
+    from loadgen.verdict.result import ResultError, readable
 
     if spot and reserved:
         fail("give --spot or --reserved, not both")
@@ -75,7 +76,7 @@ def rank(
                 example_prices=prices is None,
             )
             document = ranking_document(ranking)
-    except (UnreadableError, PriceError, StoredRunError) as exc:
+    except (DocumentError, ResultError, StoredRunError) as exc:
         fail(str(exc))
     render = formats(ranking, document)
     output = "json" if as_json else output

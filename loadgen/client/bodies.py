@@ -15,15 +15,16 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from operator import getitem
 
 import numpy as np
 import tritonclient.http as triton_http
 from tritonclient.utils import serialize_byte_tensor
 
-from loadgen.client.connection import Address, Pieces, split_at
+from loadgen.client.connection import Address, PreparedRequest, split_at
 from loadgen.client.endpoint import Signature, fits
-from loadgen.client.http import PreparedRequest, request_head
+from loadgen.client.http import request_head
 from loadgen.client.inputs import BYTES_PREFIX, SAMPLE_TYPES, Array, InputError, SampleInputs
 from loadgen.records.run import body_count
 
@@ -89,20 +90,10 @@ class Variation:
         return replace(inputs, arrays=arrays, lengths=inputs.lengths[item : item + 1], shapes={})
 
 
-class FreshNumbers:
-    """The numbers of the items that a process sends, so that no item is sent twice.
-
-    The first number is random: a server that outlives a run may remember the items of an earlier run with the same
-    seed.
-    """
-
-    def __init__(self) -> None:
-        self._next = secrets.randbits(_BITS * DIGITS)
-
-    def take(self, count: int) -> int:
-        """The first of `count` consecutive numbers."""
-        first, self._next = self._next, self._next + count
-        return first
+def fresh_numbers() -> Iterator[int]:
+    """Consecutive numbers for the items that a process sends, so that no item is sent twice. The first one is random: a
+    server that outlives a run may remember the items of an earlier run with the same seed."""
+    return count(secrets.randbits(_BITS * DIGITS))
 
 
 def find_variation(inputs: SampleInputs, signature: Signature) -> Variation | None:
@@ -255,32 +246,22 @@ def raw_tensors(
     return tuple(tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedBody:
-    """One inference request's body: JSON of `json_bytes`, then the tensors; `pieces` are its parts if some vary."""
-
-    body: bytes
-    json_bytes: int
-    pieces: Pieces = ()
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of tensors in the body."""
-        return len(self.body) - self.json_bytes
-
-    def request(self, address: Address, model: str) -> PreparedRequest:
-        """The request for one server; the body is shared, not copied."""
-        headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(self.json_bytes)}
-        path, length = f"{address.model_path(model)}/infer", len(self.body)
-        head = request_head("POST", path, address, content_length=length, headers=headers)
-        return PreparedRequest(head, self.body, self.payload_bytes, self.pieces)
+def for_server(request: PreparedRequest, address: Address, model: str) -> PreparedRequest:
+    """The request of `prepare_body` with the head for one server; the body is shared, not copied."""
+    length = len(request.body)
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "Inference-Header-Content-Length": str(length - request.payload_bytes),
+    }
+    path = f"{address.model_path(model)}/infer"
+    return replace(request, head=request_head("POST", path, address, content_length=length, headers=headers))
 
 
 def prepare_body(
     inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
-) -> PreparedBody:
-    """One request for these items, with every output requested in binary, cut at the places that vary. Raises
-    `InputError` when an input is missing or has another datatype."""
+) -> PreparedRequest:
+    """One request over HTTP for these items, without a head: JSON, then the tensors, with every output requested in
+    binary, cut at the places that vary. Raises `InputError` when an input is missing or has another datatype."""
     tensors, places, start = [], [], 0
     for raw in raw_tensors(inputs, signature, items, variation):
         tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
@@ -292,7 +273,7 @@ def prepare_body(
     encoded, json_bytes = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
     body = bytes(encoded)
     pieces = () if variation is None else split_at(body, [json_bytes + place for place in places], variation.byte_size)
-    return PreparedBody(body, json_bytes, pieces)
+    return PreparedRequest(b"", body, len(body) - json_bytes, pieces)
 
 
 def choose_items(

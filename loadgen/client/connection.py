@@ -104,6 +104,10 @@ class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branc
     """No connection could be made; nothing was sent."""
 
 
+class ResponseError(Exception):
+    """A response cannot be used, and its connection cannot be used any more; the message is the sample's error."""
+
+
 class TlsRefused(ConnectionRefused):
     """No connection could be made because of TLS; trying again does not help."""
 
@@ -261,6 +265,18 @@ class Deadline:
 Pieces = tuple[bytes | memoryview, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedRequest:
+    """One request over HTTP or gRPC: the head, then the body, `payload_bytes` of which are tensors. Requests to several
+    servers share the body, and one that is not for a certain server yet has no head. Over gRPC the head is what comes
+    before the message in its stream. `pieces` are the body's if a part of it varies."""
+
+    head: bytes
+    body: bytes = b""
+    payload_bytes: int = 0
+    pieces: Pieces = ()
+
+
 def split_at(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:
     """Views of the body: constant, varying, constant, …; `byte_size` bytes vary at each of the places."""
     view, start, pieces = memoryview(body), 0, []
@@ -365,14 +381,16 @@ class ClientConnection(Protocol):
 
     @property
     def reconnects(self) -> int:
-        """Connections that the server had closed and that were made again for a request, inside its latency."""
+        """Connections that the server had closed, while idle or with its last response, and that were made again for a
+        request, inside its latency."""
 
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
 
     def send(self, request: Any, patches: Sequence[bytes] = (), /) -> Exchange:
         """Send one prepared request of this transport, with the patches at the places that vary, and wait for the
-        response; a failure is in the result. Raises `ConnectionRefused` when nothing could be sent."""
+        response; a failure is in the result. Raises `ConnectionRefused`, before anything is sent, when a connection is
+        needed and cannot be made."""
 
     def close(self) -> None:
         """Free everything. Idempotent."""

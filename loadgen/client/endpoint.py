@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from loadgen.client.connection import Address, ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest
+from loadgen.client.http import HttpConnection, request_head
 from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
@@ -152,8 +152,13 @@ class Endpoint:
             inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
         except EndpointError as exc:
             raise EndpointError(f"model {model} at {self.address.url}: {exc}") from exc
-        config = self._config_if_any(model)
-        optional = _optional_inputs(config) & {tensor.name for tensor in inputs}
+        try:
+            config = self.config(model) or {}
+        except EndpointError:
+            config = {}
+        entries = _objects(config.get("input"))
+        left_out = {str(entry.get("name")) for entry in entries if entry.get("optional") is True}
+        optional = frozenset(left_out & {tensor.name for tensor in inputs})
         largest = config.get("max_batch_size")
         unbatched = type(largest) is int and largest == 0
         if unbatched or not all(tensor.shape and tensor.shape[0] in (-1, 1) for tensor in inputs):
@@ -161,13 +166,6 @@ class Endpoint:
                 model, _with_batch_dimension(inputs), _with_batch_dimension(outputs), version, optional, batched=False
             )
         return Signature(model, inputs, outputs, version, optional)
-
-    def _config_if_any(self, model: str) -> Mapping[str, Any]:
-        """The model's configuration; empty if the server has none that can be used."""
-        try:
-            return self.config(model) or {}
-        except EndpointError:
-            return {}
 
     def statistics(self, model: str) -> dict[str, Any] | None:
         """The model's entry in `model_stats` of the statistics extension: without a version the latest one's, which
@@ -188,11 +186,6 @@ def _version(entry: Mapping[str, Any]) -> int:
     """The version of an entry of the statistics; 0 if it is not a number."""
     version = str(entry.get("version"))
     return int(version) if version.isascii() and version.isdecimal() and len(version) < _MOST_DIGITS else 0
-
-
-def _optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
-    """The names of the inputs that Triton's configuration calls optional."""
-    return frozenset(str(entry.get("name")) for entry in _objects(config.get("input")) if entry.get("optional") is True)
 
 
 def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:

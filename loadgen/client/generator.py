@@ -21,15 +21,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.child_process import ChildProcess
+from loadgen.child_process import OWN_MODULE, ChildProcess
 from loadgen.client.messages import (
     CONNECT_SECONDS,
     Abort,
-    Alive,
     BlockOutcome,
     Command,
-    CommandDone,
-    CommandRefusal,
+    CommandReply,
+    GeneratorError,
     Go,
     Open,
     Prepare,
@@ -38,7 +37,6 @@ from loadgen.client.messages import (
 from loadgen.client.shared_memory import sweep
 from loadgen.client.traffic import counts_bytes
 from loadgen.headers import secret_of
-from loadgen.invocation import OWN_MODULE
 from loadgen.records.run import WorkerRecord
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, part_path, read_samples, store_samples, with_errors_of
 
@@ -50,11 +48,7 @@ _PREPARE_SECONDS = 300.0
 _ABORT_SECONDS = 10.0
 _LEAD_NS = 150_000_000
 """Time from the command to the common start of several processes, which must have read it by then."""
-_DECODER = msgspec.json.Decoder(Reply | Alive)
-
-
-class GeneratorError(Exception):
-    """The load generator refused a command, gave an unexpected answer or has ended."""
+_DECODER = msgspec.json.Decoder(Reply | None)
 
 
 class GeneratorProcess:
@@ -154,7 +148,7 @@ class GeneratorProcess:
 
     def _outcome(self, command: Open) -> BlockOutcome:
         self._running = False
-        refused = next((worker for worker in self._asked if isinstance(worker.reply, CommandRefusal)), None)
+        refused = next((worker for worker in self._asked if isinstance(worker.reply, CommandReply)), None)
         if len(self._parts) == 1 or refused is not None:
             worker = refused or self._asked[0]
             if not isinstance(worker.reply, BlockOutcome):
@@ -174,7 +168,7 @@ class GeneratorProcess:
 
     def _require_done(self) -> None:
         for worker in self._asked:
-            if not isinstance(worker.reply, CommandDone):
+            if not isinstance(worker.reply, CommandReply) or worker.reply.refusal is not None:
                 raise worker.error()
 
 
@@ -201,9 +195,7 @@ class _Worker:
                 self.lost = self.child.ended()
                 return
             self.heard_s = monotonic()
-            message = _DECODER.decode(line)
-            if not isinstance(message, Alive):
-                self.reply = message
+            self.reply = _DECODER.decode(line)
 
     def kill(self, reason: str) -> None:
         """End a process that is not reliable, so that it sends no more requests."""
@@ -214,14 +206,13 @@ class _Worker:
         """Why the block ends for the other processes too; None while this one works."""
         if self.lost is not None:
             return f"{self.name} was lost"
-        if isinstance(self.reply, CommandRefusal):
-            return self.reply.reason
-        return self.reply.cut_reason if isinstance(self.reply, BlockOutcome) else None
+        if isinstance(self.reply, CommandReply):
+            return self.reply.refusal
+        return None if self.reply is None else self.reply.cut_reason
 
     def error(self) -> GeneratorError:
-        if isinstance(self.reply, CommandRefusal):
-            return GeneratorError(self.reply.reason)
-        return GeneratorError(f"{self.name} {self.lost or f'answered {type(self.reply).__name__}'}")
+        refusal = self.reply.refusal if isinstance(self.reply, CommandReply) else None
+        return GeneratorError(refusal or f"{self.name} {self.lost or f'answered {type(self.reply).__name__}'}")
 
 
 @dataclass(frozen=True, slots=True)

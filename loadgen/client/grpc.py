@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from time import perf_counter_ns
 from urllib.parse import unquote
 
@@ -30,6 +29,8 @@ from loadgen.client.connection import (
     Deadline,
     Exchange,
     Pieces,
+    PreparedRequest,
+    ResponseError,
     assemble,
     is_host,
     open_socket,
@@ -85,10 +86,6 @@ _PREFIX_BYTES = 5
 """gRPC's compression flag and length before a message."""
 
 
-class Http2ConnectionError(Exception):
-    """The connection cannot be used any more; the message says why."""
-
-
 def header_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
     """These headers as a block without dynamic table entries, which any connection can send any number of times."""
     return Encoder().encode([(name, value, True) for name, value in fields], huffman=False)
@@ -100,11 +97,11 @@ def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
 
 
 class Http2Connection:
-    """One connection. After an `Http2ConnectionError`, an `OSError` or a `TimeoutError` it can only be closed."""
+    """One connection. After a `ResponseError`, an `OSError` or a `TimeoutError` it can only be closed."""
 
     def __init__(self, connection: AnySocket, *, timeout_s: float, most_bytes: int) -> None:
         """Takes over a connected socket. `timeout_s` bounds the greeting and each request, `most_bytes` a response.
-        Raises `Http2ConnectionError`, `OSError` when the server does not speak HTTP/2."""
+        Raises `ResponseError`, `OSError` when the server does not speak HTTP/2."""
         self._socket = connection
         self._deadline = Deadline(timeout_s)
         self._most_bytes = most_bytes
@@ -148,7 +145,6 @@ class Http2Connection:
             self.receive()
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         self._socket.close()
 
     def usable(self) -> bool:
@@ -160,7 +156,7 @@ class Http2Connection:
                 self.receive()
         except BlockingIOError:
             return not self.going_away and self._next_stream < _LAST_STREAM
-        except (Http2ConnectionError, OSError):
+        except (ResponseError, OSError):
             return False
         return False  # it never stops sending
 
@@ -206,11 +202,11 @@ class Http2Connection:
             self._send([frame_head(RST_STREAM, 0, stream, 4), NUMBER.pack(CANCEL)])
 
     def receive(self) -> None:
-        """Read once and process every complete frame. Raises `Http2ConnectionError`, `OSError`, `TimeoutError`."""
+        """Read once and process every complete frame. Raises `ResponseError`, `OSError`, `TimeoutError`."""
         connection = self._socket
         count = connection.recv_into(self._view[self._filled :])
         if count == 0:
-            raise Http2ConnectionError("connection closed by the server")
+            raise ResponseError("connection closed by the server")
         self._filled += count
         place = 0
         while self._filled - place >= _FRAME_HEAD_BYTES:
@@ -218,21 +214,21 @@ class Http2Connection:
             start = place + _FRAME_HEAD_BYTES
             end = start + (high << 8 | low)
             if end - start > _DEFAULT_FRAME:
-                raise Http2ConnectionError("the server does not speak HTTP/2, or sends frames larger than allowed")
+                raise ResponseError("the server does not speak HTTP/2, or sends frames larger than allowed")
             if end > self._filled:
                 break
             if not self._has_settings and kind != SETTINGS:
-                raise Http2ConnectionError("the server does not begin with HTTP/2 settings")
+                raise ResponseError("the server does not begin with HTTP/2 settings")
             if kind != DATA or start == end:
                 self._idle_frames += 1
                 if self._idle_frames > _MOST_IDLE_FRAMES:
-                    raise Http2ConnectionError(
+                    raise ResponseError(
                         f"the server sends more than {_MOST_IDLE_FRAMES:,} frames that are not a response"
                     )
             try:
                 self._process(kind, flags, stream & MOST_WINDOW, self._view[start:end])
             except (IndexError, struct.error) as exc:
-                raise Http2ConnectionError("the server sends frames that are too short for their type") from exc
+                raise ResponseError("the server sends frames that are too short for their type") from exc
             place = end
         left = self._filled - place
         if place and left:
@@ -261,19 +257,19 @@ class Http2Connection:
         elif kind == GOAWAY:
             self.going_away = True
             if not self.ended and NUMBER.unpack_from(content)[0] & MOST_WINDOW < self._stream:
-                raise Http2ConnectionError("the server closes the connection and has not processed the request")
+                raise ResponseError("the server closes the connection and has not processed the request")
 
     def _process_settings(self, content: memoryview) -> None:
         for place in range(0, len(content) - 5, SETTING.size):
             name, value = SETTING.unpack_from(content, place)
             if name == INITIAL_WINDOW_SIZE:
                 if value > MOST_WINDOW:
-                    raise Http2ConnectionError("the server sets a window that HTTP/2 does not allow")
+                    raise ResponseError("the server sets a window that HTTP/2 does not allow")
                 self._stream_window += value - self._initial_window
                 self._initial_window = value
             elif name == MAX_FRAME_SIZE:
                 if not _DEFAULT_FRAME <= value <= _LARGEST_FRAME:
-                    raise Http2ConnectionError("the server sets a frame size that HTTP/2 does not allow")
+                    raise ResponseError("the server sets a frame size that HTTP/2 does not allow")
                 self._max_frame = value
         self._has_settings = True
         self._send([frame_head(SETTINGS, ACK, 0, 0)])
@@ -285,7 +281,7 @@ class Http2Connection:
             self._unacknowledged = 0
         self._bytes_left -= len(content) + _FRAME_COST_BYTES
         if self._bytes_left < 0:
-            raise Http2ConnectionError(f"the response is larger than the limit of {self._most_bytes:,} bytes")
+            raise ResponseError(f"the response is larger than the limit of {self._most_bytes:,} bytes")
         if stream != self._stream or self.ended:
             return
         self.answered = True
@@ -304,7 +300,7 @@ class Http2Connection:
                 content = content[5:]
         self._blocks += content
         if len(self._blocks) > _MOST_HEADER_BYTES:
-            raise Http2ConnectionError(f"the server sends more than {_MOST_HEADER_BYTES:,} bytes of headers")
+            raise ResponseError(f"the server sends more than {_MOST_HEADER_BYTES:,} bytes of headers")
         if not flags & END_HEADERS or stream != self._stream or self.ended:
             return
         self.answered = True
@@ -318,7 +314,7 @@ class Http2Connection:
             try:
                 fields = dict(self._decoder.decode(block, raw=True))
             except HPACKError as exc:
-                raise Http2ConnectionError("the server's headers cannot be decoded") from exc
+                raise ResponseError("the server's headers cannot be decoded") from exc
             if len(self._decoded_blocks) < _MOST_DECODED_BLOCKS:
                 self._decoded_blocks[block] = fields
         return fields
@@ -327,16 +323,12 @@ class Http2Connection:
         try:
             send_parts(self._socket, parts, self._deadline)
         except BlockingIOError:  # in `usable`: a frame would be sent in part
-            raise Http2ConnectionError("the server does not read") from None
+            raise ResponseError("the server does not read") from None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GrpcRequest:
-    """One serialised `ModelInferRequest`. `payload_bytes` of it are tensors; `pieces` are its parts if some vary."""
-
-    message: bytes
-    payload_bytes: int
-    pieces: Pieces = ()
+def grpc_request(message: bytes, payload_bytes: int, pieces: Pieces = ()) -> PreparedRequest:
+    """The call for a serialised `ModelInferRequest`, which has `payload_bytes` of tensors."""
+    return PreparedRequest(PREFIX.pack(0, len(message)), message, payload_bytes, pieces)
 
 
 def parse_grpc_address(address: str, access: Access = DEFAULT_ACCESS) -> Address:
@@ -372,7 +364,6 @@ class GrpcConnection:
         self.timeout_s = timeout_s
         self._most_bytes = most_bytes
         self.reconnects = 0
-        """Connections that the server had closed and that were made again for a request, inside its latency."""
         self._peer = peer = parse_grpc_address(address, access)
         self._connection: Http2Connection | None = None
         self._exchange = Exchange()
@@ -397,22 +388,19 @@ class GrpcConnection:
         opened = open_socket(self._peer, self.timeout_s, "h2")
         try:
             self._connection = Http2Connection(opened, timeout_s=self.timeout_s, most_bytes=self._most_bytes)
-        except (Http2ConnectionError, OSError) as exc:
+        except (ResponseError, OSError) as exc:
             opened.close()
             words = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else failure_reason(exc)
             raise ConnectionRefused(f"the server at {self.address} does not speak gRPC: {words}") from None
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
-    def send(self, request: GrpcRequest, patches: Sequence[bytes] = ()) -> Exchange:
-        """Call `ModelInfer` once, with the patches at the places that vary. Raises `ConnectionRefused` when the server
-        accepts no connection."""
-        message = request.message
-        pieces = assemble(PREFIX.pack(0, len(message)), request.pieces or (memoryview(message),), patches)
+    def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
+        """Call `ModelInfer` once."""
+        pieces = assemble(request.head, request.pieces or (memoryview(request.body),), patches)
         due_ns = perf_counter_ns()
         if self._connection is not None and not self._connection.usable():
             self.close()
@@ -422,7 +410,7 @@ class GrpcConnection:
         connection = self._connection
         assert connection is not None
         exchange = self._exchange
-        exchange.begin(due_ns, len(message) + _PREFIX_BYTES)
+        exchange.begin(due_ns, len(request.head) + len(request.body))
         try:
             connection.request(self._head, pieces, due_ns)
             while not connection.ended:
@@ -434,7 +422,7 @@ class GrpcConnection:
             self._finish(exchange, connection)
         except TimeoutError:
             self._fail(exchange, DEADLINE_EXCEEDED, f"no complete response within {self.timeout_s:g} s", midway=True)
-        except Http2ConnectionError as exc:
+        except ResponseError as exc:
             self._fail(exchange, UNAVAILABLE, str(exc), midway=True)
         except OSError as exc:
             self._fail(exchange, UNAVAILABLE, failure_reason(exc), midway=True)

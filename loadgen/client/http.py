@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter_ns
 from urllib.parse import quote
 
@@ -24,7 +23,8 @@ from loadgen.client.connection import (
     Deadline,
     Exchange,
     GreenletSocket,
-    Pieces,
+    PreparedRequest,
+    ResponseError,
     assemble,
     find_header,
     open_socket,
@@ -46,17 +46,6 @@ _MOST_DIGITS = 10
 """Most digits of a Content-Length or a chunk size."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """One HTTP request, ready to send. Requests to several servers share `body`; `payload_bytes` of it are tensors.
-    `pieces` are the body's if a part of it varies."""
-
-    head: bytes
-    body: bytes = b""
-    payload_bytes: int = 0
-    pieces: Pieces = ()
-
-
 def request_head(
     method: str, path: str, address: Address, *, content_length: int = 0, headers: dict[str, str] | None = None
 ) -> bytes:
@@ -72,20 +61,14 @@ def request_head(
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-class _ResponseError(Exception):
-    """The request failed; the message is the sample's error."""
-
-
 class HttpConnection:
-    """One keep-alive connection. `timeout_s` bounds connecting and, separately, a whole request (see `Deadline`); a
-    response of more than `most_bytes` is a failure."""
+    """One keep-alive connection; see `ClientConnection`. `timeout_s` bounds connecting and, separately, a whole request
+    (see `Deadline`); a response of more than `most_bytes` is a failure."""
 
     def __init__(self, address: Address, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.reconnects = 0
-        """Connections that the server had closed, while idle or with its last response, and that were made again for a
-        request. That time is in the request's latency."""
         self._server_closed = False
         """Whether the server has closed the connection with its last response."""
         self._deadline = Deadline(timeout_s)
@@ -100,20 +83,16 @@ class HttpConnection:
         self._last_lower, self._last_status, self._last_end = b"", 0, 0
 
     def connect(self) -> None:
-        """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
         if self._socket is None:
             self._socket = open_socket(self.address, self.timeout_s)
             self._deadline.reset()
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
-        """Send one request, with the patches at the places that vary, and read its response; a failure is in the
-        result. Raises `ConnectionRefused`, before anything is sent, when a connection is needed and cannot be made."""
         parts = assemble(request.head, request.pieces or ((request.body,) if request.body else ()), patches)
         due_ns = perf_counter_ns()  # before connecting again: a server that closes its connections makes users wait
         if self._socket is not None and self._closed_while_idle(self._socket):
@@ -139,7 +118,7 @@ class HttpConnection:
             if not sent_whole or (exchange.head is not self._last_lower and _closes(exchange.head)):
                 self.close()
             self._server_closed = self._socket is None
-        except _ResponseError as exc:
+        except ResponseError as exc:
             self._fail(exchange, str(exc))
         except TimeoutError:
             self._fail(exchange, f"no complete response within {self.timeout_s:g} s")
@@ -186,7 +165,7 @@ class HttpConnection:
             head = bytes(self._view[:head_end]).lower()
             code = head[9:12]
             if not head.startswith(b"http/1.") or not code.isdigit():
-                raise _ResponseError("malformed response: not HTTP/1.1")
+                raise ResponseError("malformed response: not HTTP/1.1")
             status = int(code)
             if status >= 200:
                 break
@@ -194,18 +173,18 @@ class HttpConnection:
             self._view[:remaining] = bytes(self._view[head_end:filled])
             filled, head_end = self._receive_head(connection, exchange, remaining)
         else:
-            raise _ResponseError("malformed response: more than 100 interim responses")
+            raise ResponseError("malformed response: more than 100 interim responses")
         exchange.head = head
         if status in (204, 304):
             exchange.body = self._view[:0]
             exchange.response_bytes = head_end
         elif (coding := find_header(head, b"\r\ntransfer-encoding:")) is not None:
             if coding != b"chunked":
-                raise _ResponseError("malformed response: unknown transfer encoding")
+                raise ResponseError("malformed response: unknown transfer encoding")
             self._receive_chunked(connection, exchange, head_end, filled)
         elif (length := find_header(head, b"\r\ncontent-length:")) is not None:
             if not length.isdigit() or len(length) > _MOST_DIGITS:
-                raise _ResponseError("malformed response: impossible Content-Length")
+                raise ResponseError("malformed response: impossible Content-Length")
             end = head_end + int(length)
             if not _closes(head):
                 self._last_head, self._last_lower = bytes(self._view[:head_end]), head
@@ -221,7 +200,7 @@ class HttpConnection:
         while filled < end:
             filled += self._read(connection, exchange, filled)
         if filled > end:
-            raise _ResponseError("malformed response: longer than its Content-Length")
+            raise ResponseError("malformed response: longer than its Content-Length")
         exchange.body = self._view[start:end]
         exchange.response_bytes = end
 
@@ -233,7 +212,7 @@ class HttpConnection:
             if end >= 0:
                 return filled, end + 4
             if filled >= _MAX_HEAD_BYTES:
-                raise _ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes of headers")
+                raise ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes of headers")
             searched = max(0, filled - 3)
             filled += self._read(connection, exchange, filled)
 
@@ -257,7 +236,7 @@ class HttpConnection:
             nonlocal cursor, filled
             while (end := self._buffer.find(b"\r\n", cursor, filled)) < 0:
                 if filled - cursor > _MAX_HEAD_BYTES:
-                    raise _ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes before a chunk")
+                    raise ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes before a chunk")
                 filled += self._read(connection, exchange, filled)
             text = bytes(self._view[cursor:end])
             cursor = end + 2
@@ -268,11 +247,11 @@ class HttpConnection:
             try:
                 size = int(size_text, 16)
             except ValueError:
-                raise _ResponseError("malformed response: a chunk without a size") from None
+                raise ResponseError("malformed response: a chunk without a size") from None
             if size == 0:
                 break
             if size < 0 or len(size_text) > _MOST_DIGITS:
-                raise _ResponseError("malformed response: impossible chunk size")
+                raise ResponseError("malformed response: impossible chunk size")
             self._bound(cursor + size + 2)
             while filled < cursor + size + 2:
                 filled += self._read(connection, exchange, filled)
@@ -283,7 +262,7 @@ class HttpConnection:
             if not line():
                 break
         else:
-            raise _ResponseError("malformed response: more than 100 trailers")
+            raise ResponseError("malformed response: more than 100 trailers")
         exchange.body = self._view[start:body_end]
         exchange.response_bytes = cursor
 
@@ -295,13 +274,13 @@ class HttpConnection:
             exchange.first_byte_ns = perf_counter_ns() if count else 0
         if count == 0:
             moment = "in the middle of a response" if filled else "without a response"
-            raise _ResponseError(f"connection closed by the server {moment}")
+            raise ResponseError(f"connection closed by the server {moment}")
         self._deadline.check(connection)
         return count
 
     def _bound(self, needed: int) -> None:
         if needed > self._most_bytes:
-            raise _ResponseError(
+            raise ResponseError(
                 f"the response is larger than the limit of {self._most_bytes - _MAX_HEAD_BYTES:,} bytes"
             )
 

@@ -37,6 +37,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from loadgen.child_process import ABSERVE
 from loadgen.client.endpoint import MOST_VALUES, Signature, TensorSignature, fits
 from loadgen.documents import (
     one_line,
@@ -45,7 +46,6 @@ from loadgen.documents import (
     read_limited,
     read_named,
 )
-from loadgen.invocation import ABSERVE
 from loadgen.records.payloads import OWN_TENSORS
 
 Array = npt.NDArray[np.generic]

@@ -1,12 +1,11 @@
 """Commands to the load generator and its replies: one line of JSON each, the type in the field `type`.
 
-    Prepare → CommandDone     make the bodies of these batch sizes
-    Open    → CommandDone     users spawned and connected, each with one settling request answered
-    Go      → BlockOutcome    run the block: all users start together
+    Prepare → CommandReply    make the bodies of these batch sizes
+    Open    → CommandReply    users spawned and connected, each with one settling request answered
+    Go      → BlockOutcome    run the block: all users start together; a `CommandReply` if it cannot
     Abort                     end the running block early; has no reply, its outcome comes as usual
 
-While a block opens and while it runs the generator sends `Alive` every second. Any command but Abort may be answered by
-`CommandRefusal`; the generator stays usable after it.
+While a block opens and while it runs the generator sends null every second, to say that it is alive.
 """
 
 from __future__ import annotations
@@ -22,6 +21,10 @@ CONNECT_SECONDS = 30.0
 SETTLING_FACTOR = 4.0
 """How many times longer a request may take while many users settle than alone on a server that answers one request
 after another."""
+
+
+class GeneratorError(Exception):
+    """The load generator refuses a command, gave an unexpected answer or has ended."""
 
 
 class GeneratorMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -113,12 +116,10 @@ class Abort(GeneratorMessage, frozen=True, kw_only=True):
     reason: str
 
 
-class CommandDone(GeneratorMessage, frozen=True, kw_only=True):
-    """The command is done."""
+class CommandReply(GeneratorMessage, frozen=True, kw_only=True):
+    """The command is done, or a sentence says why it failed; the generator stays usable."""
 
-
-class Alive(GeneratorMessage, frozen=True, kw_only=True):
-    """A block opens or runs."""
+    refusal: str | None = None
 
 
 class KeptTensor(GeneratorMessage, frozen=True, kw_only=True):
@@ -187,11 +188,5 @@ class BlockOutcome(GeneratorMessage, frozen=True, kw_only=True):
         return requests / seconds if seconds > 0.0 and requests else None
 
 
-class CommandRefusal(GeneratorMessage, frozen=True, kw_only=True):
-    """The command failed; one sentence says why."""
-
-    reason: str
-
-
 Command = Prepare | Open | Go | Abort
-Reply = CommandDone | BlockOutcome | CommandRefusal
+Reply = CommandReply | BlockOutcome

@@ -36,14 +36,8 @@ _LATE_STEP_NS, _EARLY_STEP_NS = 1_600, 400
 approximation of a quantile; Robbins and Monro, Ann. Math. Statist. 22, 1951)."""
 _LONGEST_WAIT_NS = 100_000_000
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
-
-
-class _Itimerspec(ctypes.Structure):
-    _fields_ = (("it_interval", _Timespec), ("it_value", _Timespec))
+_Itimerspec = ctypes.c_long * 4
+"""The seconds and nanoseconds of the interval, which is 0, then those of the moment."""
 
 
 class MonotonicTimer:
@@ -60,7 +54,7 @@ class MonotonicTimer:
         """Let other greenlets run until then; returns at once for a moment in the past."""
         if moment_ns <= perf_counter_ns():
             return
-        setting = _Itimerspec(_Timespec(0, 0), _Timespec(moment_ns // _NS, moment_ns % _NS))
+        setting = _Itimerspec(0, 0, moment_ns // _NS, moment_ns % _NS)
         if _libc.timerfd_settime(self._descriptor, _TFD_TIMER_ABSTIME, ctypes.byref(setting), None) < 0:
             raise _timer_error("its timer cannot be set")
         gevent.get_hub().wait(self._ready)
@@ -136,7 +130,7 @@ class Pacer:
                 self._due.put(None)
 
     def close(self) -> None:
-        """Free the timer. Idempotent."""
+        """Idempotent."""
         self.timer.close()
 
     def _hand_out(self, offsets_ns: Iterable[int], start_ns: int) -> int:

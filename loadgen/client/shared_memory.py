@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, count
 from pathlib import Path
@@ -25,8 +25,8 @@ import msgspec
 import tritonclient.http as triton_http
 
 from loadgen.client.bodies import RawTensor
-from loadgen.client.connection import Address, ConnectionRefused, Exchange
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest
+from loadgen.client.http import HttpConnection, request_head
 from loadgen.client.inputs import Array, elements_end
 from loadgen.client.outputs import byte_size, read_document, read_tensor
 from loadgen.documents import DocumentError, one_line
@@ -73,41 +73,28 @@ def sweep(process_id: int) -> list[str]:
     return left
 
 
-class ClientRegion:
-    """One POSIX shared-memory object, mapped here. The server knows it under the same name."""
-
-    def __init__(self, kind: str, byte_size: int) -> None:
-        """Raises `ConnectionRefused` when there is no room for it."""
-        self.name = f"{prefix(os.getpid())}{next(_numbers)}-{kind}"
-        self.byte_size = max(byte_size, _ALIGNMENT)
-        self._linked = False
+@contextmanager
+def named_memory(byte_size: int) -> Iterator[tuple[str, mmap.mmap]]:
+    """A new POSIX shared-memory object, mapped here, and its name, under which a server can map it too. At the end the
+    name is removed; mappings stay. Raises `ConnectionRefused` when there is no room for it."""
+    name = f"{prefix(os.getpid())}{next(_numbers)}"
+    try:
         try:
-            descriptor = os.open(FOLDER / self.name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            self._linked = True
+            descriptor = os.open(FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 # Without this, a write to memory for which /dev/shm has no room would be a SIGBUS.
-                os.posix_fallocate(descriptor, 0, self.byte_size)
-                self.memory = mmap.mmap(descriptor, self.byte_size)
+                os.posix_fallocate(descriptor, 0, byte_size)
+                memory = mmap.mmap(descriptor, byte_size)
             finally:
                 os.close(descriptor)
         except OSError as exc:
-            self.unlink()
             raise ConnectionRefused(
-                f"no {self.byte_size:,} bytes of shared memory in {FOLDER}: {exc.strerror or exc}; enlarge it "
+                f"no {byte_size:,} bytes of shared memory in {FOLDER}: {exc.strerror or exc}; enlarge it "
                 "(docker: --shm-size) or lower the concurrency"
             ) from None
-
-    def unlink(self) -> None:
-        """Remove the name; mappings stay. Idempotent."""
-        if self._linked:
-            self._linked = False
-            with suppress(OSError):
-                (FOLDER / self.name).unlink()
-
-    def close(self) -> None:
-        """Unlink and unmap it. Idempotent."""
-        self.unlink()
-        self.memory.close()
+        yield name, memory
+    finally:
+        (FOLDER / name).unlink(missing_ok=True)
 
 
 CopiedOutputs = tuple[SharedMemoryRequest, bytes]
@@ -116,9 +103,10 @@ CopiedOutputs = tuple[SharedMemoryRequest, bytes]
 
 @dataclass(slots=True, eq=False)
 class RequestSlot:
-    """The memory of a request and its answer in a region."""
+    """The memory of a request and its answer in a region that the server knows by its name."""
 
-    region: ClientRegion
+    region: str
+    memory: mmap.mmap
     start: int
     holds: SharedMemoryRequest | None = None
     """The request whose inputs it contains."""
@@ -131,7 +119,7 @@ class RequestSlot:
     def outputs(self) -> bytes:
         """A copy of the outputs' memory."""
         assert self.holds is not None
-        return self.region.memory[self.outputs_start : self.outputs_start + self.holds.output_starts()[-1]]
+        return self.memory[self.outputs_start : self.outputs_start + self.holds.output_starts()[-1]]
 
 
 class SlotPool:
@@ -148,7 +136,7 @@ class SlotPool:
         self._requests = tuple(dict.fromkeys(requests))
         sizes = [request.input_starts()[-1] + request.output_starts()[-1] for request in self._requests]
         self._slot_bytes = max(sizes, default=0)
-        self._regions: list[ClientRegion] = []
+        self._regions: dict[str, mmap.mmap] = {}
         self._slots = self._users = 0
         self._free: dict[SharedMemoryRequest | None, list[RequestSlot]] = {}
         """The slots that no user has, by the request that they hold."""
@@ -171,19 +159,19 @@ class SlotPool:
         """The last user unregisters and unmaps everything."""
         with self._lock:
             self._users -= 1
-            regions: list[ClientRegion] = []
-            if self._users == 0:
-                regions, self._regions = self._regions, regions
-                self._free, self._slots = {}, 0
+            if self._users:
+                return
+            regions, self._regions = self._regions, {}
+            self._free, self._slots = {}, 0
         if regions:
             # On a new connection, because the users' may be in the middle of a response.
             connection = HttpConnection(self.address, timeout_s=timeout_s)
             with suppress(ConnectionRefused):
-                for region in regions:
-                    connection.send(_post(self.address, f"{_REGIONS}/{region.name}/unregister", b""))
+                for name in regions:
+                    connection.send(_post(self.address, f"{_REGIONS}/{name}/unregister", b""))
             connection.close()
-            for region in regions:
-                region.close()
+            for memory in regions.values():
+                memory.close()
 
     def take(self, request: SharedMemoryRequest) -> RequestSlot:
         """A slot that holds this request, until `give_back`."""
@@ -198,18 +186,16 @@ class SlotPool:
 
     def _add_slots(self, connection: HttpConnection, number: int) -> list[RequestSlot]:
         """Slots that hold nothing, in a new region that is registered."""
-        region = ClientRegion("slots", number * self._slot_bytes)
-        self._regions.append(region)
-        try:
-            _register(connection, self.address, region)
-        finally:
-            region.unlink()
+        byte_size = max(number * self._slot_bytes, _ALIGNMENT)
+        with named_memory(byte_size) as (name, memory):
+            self._regions[name] = memory
+            _register(connection, self.address, name, byte_size)
         self._slots += number
-        return [RequestSlot(region, place * self._slot_bytes) for place in range(number)]
+        return [RequestSlot(name, memory, place * self._slot_bytes) for place in range(number)]
 
     def _write(self, slot: RequestSlot, request: SharedMemoryRequest) -> None:
         self.writes += 1
-        memory, places = slot.region.memory, list[int]()
+        memory, places = slot.memory, list[int]()
         for raw, start in zip(request.inputs, request.input_starts(), strict=False):
             place = slot.start + start
             memory[place : place + len(raw.data)] = raw.data
@@ -222,11 +208,11 @@ class SlotPool:
         tensors, outputs = [], []
         for raw, start in zip(request.inputs, request.input_starts(), strict=False):
             tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
-            tensor.set_shared_memory(slot.region.name, len(raw.data), offset=slot.start + start)
+            tensor.set_shared_memory(slot.region, len(raw.data), offset=slot.start + start)
             tensors.append(tensor)
         for (name, size), start in zip(request.output_bytes.items(), request.output_starts(), strict=False):
             output = triton_http.InferRequestedOutput(name)
-            output.set_shared_memory(slot.region.name, size, offset=slot.outputs_start + start)
+            output.set_shared_memory(slot.region, size, offset=slot.outputs_start + start)
             outputs.append(output)
         body, _ = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
         body = body.encode() if isinstance(body, str) else bytes(body)
@@ -246,7 +232,6 @@ class SharedMemoryConnection:
 
     @property
     def reconnects(self) -> int:
-        """Reconnects of the HTTP connection."""
         return self._http.reconnects
 
     def connect(self) -> None:
@@ -272,7 +257,7 @@ class SharedMemoryConnection:
                 self._pool.give_back(slot)
             slot = self._slot = self._pool.take(request)
         if patches:
-            memory = slot.region.memory
+            memory = slot.memory
             for place, patch in zip(slot.places, patches, strict=False):
                 memory[place : place + len(patch)] = patch
         assert slot.sent is not None
@@ -314,9 +299,9 @@ class SharedMemoryConnection:
         self._http.close()
 
 
-def _register(connection: HttpConnection, address: Address, region: ClientRegion) -> None:
-    document = {"key": f"/{region.name}", "offset": 0, "byte_size": region.byte_size}
-    exchange = connection.send(_post(address, f"{_REGIONS}/{region.name}/register", msgspec.json.encode(document)))
+def _register(connection: HttpConnection, address: Address, name: str, byte_size: int) -> None:
+    document = {"key": f"/{name}", "offset": 0, "byte_size": byte_size}
+    exchange = connection.send(_post(address, f"{_REGIONS}/{name}/register", msgspec.json.encode(document)))
     if exchange.status != 200:
         words = exchange.failure or one_line(bytes(exchange.body).decode("utf-8", "replace"))
         raise ConnectionRefused(

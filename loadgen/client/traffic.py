@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Mapping
-from enum import Enum
 from functools import partial
 from itertools import count
 from random import Random
 from time import perf_counter_ns
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from loadgen.client.connection import ClientConnection, ConnectionRefused, Excha
 from loadgen.client.inputs import Array, byte_array
 from loadgen.client.messages import KeptAnswer, KeptTensor
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
-from loadgen.client.transports import InferenceTarget, PreparedBodies, Sendable, keep_answer
+from loadgen.client.transports import InferenceTarget, PreparedBodies, Request, keep_answer
 from loadgen.records.samples import SampleWriter
 
 FAILURES_IN_A_ROW = 100
@@ -50,11 +50,8 @@ GOOD = -1
 _MOST_MESSAGES = 200
 
 
-class Claim(Enum):
-    """Whether a request of a closed loop is measured."""
-
-    COUNTED = "counted"
-    COOL_DOWN = "cool-down"
+Claim = Literal["counted", "cool-down"]
+"""Whether a request of a closed loop is measured."""
 
 
 def counts_bytes(processes: int) -> int:
@@ -119,10 +116,10 @@ class LoadWindow:
                 self._under_way += 1
                 counts[row + _CLAIMED] = self.claimed
                 counts[row + _UNDER_WAY] = self._under_way
-                return Claim.COUNTED
+                return "counted"
             counts[0] = enough_since_ns = now_ns
         until_ns = enough_since_ns + int(COOL_DOWN_SHARE * (enough_since_ns - self._start_ns))
-        return Claim.COOL_DOWN if now_ns < until_ns and self._total(_UNDER_WAY) > 0 else None
+        return "cool-down" if now_ns < until_ns and self._total(_UNDER_WAY) > 0 else None
 
     def _total(self, column: int) -> int:
         """The sum over all processes."""
@@ -130,7 +127,7 @@ class LoadWindow:
 
     def answered(self, good: bool, latency_ns: int = 0, claim: Claim | None = None) -> None:
         """Report the end of a request: good or failed, its latency from the intended start, and its claim."""
-        if claim is Claim.COUNTED:
+        if claim == "counted":
             self._under_way -= 1
             self._counts[self._row + _UNDER_WAY] = self._under_way
         if self._bound_ns is not None and (not good or latency_ns > self._bound_ns):
@@ -239,7 +236,7 @@ class Traffic:
 
     def __init__(
         self, target: InferenceTarget, bodies: PreparedBodies, batch_size: int, writer: SampleWriter,
-        *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), expected: ExpectedOutputs | None = None,
+        *, timeout_s: float = 60.0, others: tuple[Request, ...] = (), expected: ExpectedOutputs | None = None,
         answers: KeptAnswers | None = None, first_body: int = 0,
     ) -> None:  # fmt: skip
         """`others` are further requests that a user may send. Without `expected` every answer with a good status is

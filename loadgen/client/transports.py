@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import get_args
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.bodies import (
-    FreshNumbers,
-    PreparedBody,
-    RawTensor,
-    Variation,
-    prepare_body,
-    raw_tensors,
+from loadgen.client.bodies import RawTensor, Variation, for_server, prepare_body, raw_tensors
+from loadgen.client.connection import (
+    MOST_ANSWER_BYTES,
+    Address,
+    ClientConnection,
+    Exchange,
+    PreparedRequest,
+    failure_message,
+    split_at,
 )
-from loadgen.client.connection import MOST_ANSWER_BYTES, Address, ClientConnection, Exchange, failure_message, split_at
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection, PreparedRequest
+from loadgen.client.grpc import GrpcConnection, grpc_request
+from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import Array, InputError, SampleInputs
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
 from loadgen.client.shared_memory import CopiedOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
@@ -34,10 +36,8 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 _ELEMENT_BYTES = 1024
 _VARIABLE_SIZE = 1024
 
-Body = PreparedBody | GrpcRequest | SharedMemoryRequest
-"""A request that does not depend on the server."""
+Request = PreparedRequest | SharedMemoryRequest
 Answer = Mapping[str, Array]
-Sendable = PreparedRequest | GrpcRequest | SharedMemoryRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class InferenceTarget:
     batched: bool = True
     """Whether its answers have a batch dimension; see `Signature`."""
 
-    def sendable(self, body: Body) -> Sendable:
-        """The request for this server; the bytes are shared."""
-        return (
-            body.request(Address.parse(self.url, self.access), self.model) if isinstance(body, PreparedBody) else body
-        )
+    def sendable(self, request: Request) -> Request:
+        """A prepared request for this server; the bytes are shared."""
+        if isinstance(request, PreparedRequest) and self.transport == "http":
+            return for_server(request, Address.parse(self.url, self.access), self.model)
+        return request
 
-    def memory(self, requests: Sequence[Sendable]) -> SlotPool | None:
+    def memory(self, requests: Sequence[Request]) -> SlotPool | None:
         """Shared memory for these requests, if the transport has it. Raises `AddressError`."""
         if self.transport != "shm":
             return None
@@ -66,7 +66,7 @@ class InferenceTarget:
         return SlotPool(Address.parse(self.url, self.access), self.model, through_memory)
 
     def connection(
-        self, requests: Sequence[Sendable], *, timeout_s: float, memory: SlotPool | None = None
+        self, requests: Sequence[Request], *, timeout_s: float, memory: SlotPool | None = None
     ) -> ClientConnection:
         """A connection, not yet open. Over shared memory it can send only these requests, through `memory` if several
         users share it. Raises `AddressError`."""
@@ -83,7 +83,7 @@ def prepare(
     signature: Signature,
     items: Sequence[int],
     variation: Variation | None = None,
-) -> Body:
+) -> Request:
     """One request for these items, cut at the places that vary. Raises `InputError` when the samples do not fit the
     model."""
     if transport == "http":
@@ -100,7 +100,7 @@ def prepare(
         message.outputs.add(name=output.name)
     serialised = message.SerializeToString()
     pieces = () if variation is None else split_at(serialised, _places(serialised, tensors), variation.byte_size)
-    return GrpcRequest(serialised, sum(len(tensor.data) for tensor in tensors), pieces)
+    return grpc_request(serialised, sum(len(tensor.data) for tensor in tensors), pieces)
 
 
 def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
@@ -139,20 +139,21 @@ def _output_bytes(output: TensorSignature, inputs: Sequence[RawTensor], signatur
 class PreparedBodies:
     """The requests of one batch size, and the numbers that make their items new each time they are sent."""
 
-    requests: tuple[Body, ...]
+    requests: tuple[Request, ...]
     items: tuple[tuple[int, ...], ...]
     """The items of each request."""
     variation: Variation | None
     """None if the inputs cannot vary: then the same bytes are sent again."""
-    numbers: FreshNumbers
+    numbers: Iterator[int]
+    """Consecutive numbers of items, for all requests of a process."""
 
     def patches(self, body: int) -> tuple[int, Sequence[bytes]]:
         """The number of the body's first item, and the bytes for each of its items, which are numbered from there."""
         if self.variation is None:
             return 0, ()
-        items, patch = self.items[body], self.variation.patch
-        first = self.numbers.take(len(items))
-        return first, [patch(item, first + row) for row, item in enumerate(items)]
+        items = self.items[body]
+        numbers = list(islice(self.numbers, len(items)))
+        return numbers[0], list(map(self.variation.patch, items, numbers))
 
 
 def prepare_bodies(
@@ -161,7 +162,7 @@ def prepare_bodies(
     signature: Signature,
     variation: Variation | None,
     chosen: tuple[tuple[int, ...], ...],
-    numbers: FreshNumbers,
+    numbers: Iterator[int],
 ) -> PreparedBodies:
     """One request for each group of items. Raises `InputError` as `prepare` does."""
     requests = tuple(prepare(transport, inputs, signature, items, variation) for items in chosen)

@@ -29,18 +29,16 @@ from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
 from gevent.queue import Queue
 
-from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
+from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import ClientConnection, ConnectionRefused, failure_message
 from loadgen.client.inputs import InputError, read_inputs
 from loadgen.client.messages import (
     CONNECT_SECONDS,
     Abort,
-    Alive,
     BlockOutcome,
     Command,
-    CommandDone,
-    CommandRefusal,
-    GeneratorMessage,
+    CommandReply,
+    GeneratorError,
     Go,
     Open,
     Prepare,
@@ -48,7 +46,7 @@ from loadgen.client.messages import (
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
-from loadgen.client.traffic import Claim, Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
+from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.records.samples import NS_PER_S, SampleWriter
 
@@ -58,10 +56,6 @@ BodyShape = tuple[int, int | None]
 """The batch size of a body, and the length of all its items; None: of any."""
 
 _ALIVE_SECONDS = 1.0
-
-
-class BlockError(Exception):
-    """A block cannot start; nothing of it is stored."""
 
 
 class Block:
@@ -118,7 +112,7 @@ class Block:
 
     def gather(self) -> None:
         """Connect every user and have one small request of each answered, so that no connection is new and the
-        server's threads are awake when the window opens. Raises `BlockError`.
+        server's threads are awake when the window opens. Raises `GeneratorError`.
 
         Connecting takes the network's time, settling the model's: one user settles alone, and the time of its answer
         says how many of the others may settle together, and how long all of them may take.
@@ -140,18 +134,18 @@ class Block:
                 self._first_answers_ns, users, command.settling_s(alone_s),
                 f"had a first answer, where one request alone took {alone_s:.3g} s; use fewer users",
             )  # fmt: skip
-        except BlockError:
+        except GeneratorError:
             self.discard()
             raise
 
     def _await_users(self, there: Sized, users: int, limit_s: float, what: str) -> None:
-        """Raises `BlockError` with the obstacle that a user met, or if `there` has fewer users after `limit_s`."""
+        """Raises `GeneratorError` with the obstacle that a user met, or if `there` has fewer users after `limit_s`."""
         deadline_ns = perf_counter_ns() + int(limit_s * NS_PER_S)
         while len(there) < users:
             if (obstacle := self._obstacle or self.window.cut_reason) is not None:
-                raise BlockError(obstacle)
+                raise GeneratorError(obstacle)
             if perf_counter_ns() > deadline_ns:
-                raise BlockError(f"after {limit_s:.3g} s only {len(there)} of {len(self._users)} users {what}")
+                raise GeneratorError(f"after {limit_s:.3g} s only {len(there)} of {len(self._users)} users {what}")
             gevent.sleep(0.001)
 
     def run(self, start_at_ns: int | None = None) -> BlockOutcome:
@@ -250,7 +244,7 @@ class Block:
             connection = self._settle()
         except Exception as exc:  # noqa: BLE001 (gevent would only print it, and the block would wait for this user)
             self._obstacle = self._obstacle or (
-                str(exc) if isinstance(exc, (BlockError, ConnectionRefused)) else repr(exc)
+                str(exc) if isinstance(exc, (GeneratorError, ConnectionRefused)) else repr(exc)
             )
             return
         self._go.wait()
@@ -264,7 +258,7 @@ class Block:
             self.window.cut(f"the load generator failed: {exc!r}")
 
     def _settle(self) -> ClientConnection:
-        """A connection on which one request was answered. Raises `BlockError`, `ConnectionRefused`."""
+        """A connection on which one request was answered. Raises `GeneratorError`, `ConnectionRefused`."""
         connection, began_ns = self._traffic.connection(), perf_counter_ns()
         connection.connect()
         connected_ns = perf_counter_ns() - began_ns
@@ -272,7 +266,7 @@ class Block:
         with self._turns:
             exchange = connection.send(self._settling)
         if not exchange.good:
-            raise BlockError(failure_message(exchange))
+            raise GeneratorError(failure_message(exchange))
         self._first_answers_ns.append(connected_ns + exchange.end_ns - exchange.send_ns)
         return connection
 
@@ -285,7 +279,7 @@ class Block:
                     return
             elif (claim := window.claim(perf_counter_ns())) is None:
                 return
-            exchange, fault = traffic.infer(connection, number, intended_ns, measured=claim is not Claim.COOL_DOWN)
+            exchange, fault = traffic.infer(connection, number, intended_ns, measured=claim != "cool-down")
             window.answered(fault is None, 0 if intended_ns is None else exchange.end_ns - intended_ns, claim)
 
 
@@ -294,7 +288,7 @@ class BlockRunner:
 
     def __init__(self) -> None:
         self._prepared: dict[str, tuple[Prepare, dict[BodyShape, PreparedBodies]]] = {}
-        self._numbers = FreshNumbers()
+        self._numbers = fresh_numbers()
         self._block: Block | None = None
         self._counts: Counts | None = None
         """Memory that this process shares with the others of its generator."""
@@ -308,8 +302,8 @@ class BlockRunner:
                     return self._open(command)
                 case Go():
                     return self._go(command)
-        except (BlockError, InputError, OSError, ValueError) as exc:
-            return CommandRefusal(reason=str(exc))
+        except (GeneratorError, InputError, OSError, ValueError) as exc:
+            return CommandReply(refusal=str(exc))
 
     def abort(self, reason: str) -> None:
         """End the running block early, if there is one."""
@@ -322,7 +316,7 @@ class BlockRunner:
             self._block.discard()
             self._block = None
 
-    def _prepare(self, command: Prepare) -> CommandDone:
+    def _prepare(self, command: Prepare) -> CommandReply:
         self._prepared.pop(command.key, None)
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
         variation = find_variation(inputs, signature)
@@ -331,27 +325,27 @@ class BlockRunner:
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
         self._prepared[command.key] = command, bodies
-        return CommandDone()
+        return CommandReply()
 
-    def _open(self, command: Open) -> CommandDone:
+    def _open(self, command: Open) -> CommandReply:
         self.close()
         prepared, bodies = self._prepared.get(command.key, (None, {}))
         if prepared is None or (command.batch_size, command.length) not in bodies:
             of_length = "" if command.length is None else f" and length {command.length}"
-            raise BlockError(f"no bodies of batch size {command.batch_size}{of_length} are prepared")
+            raise GeneratorError(f"no bodies of batch size {command.batch_size}{of_length} are prepared")
         if command.counts is not None and self._counts is None:
             self._counts = shared_counts(command.counts)
         self._block = Block(command, prepared, bodies, self._counts)
         try:
             self._block.gather()
-        except BlockError:
+        except GeneratorError:
             self._block = None
             raise
-        return CommandDone()
+        return CommandReply()
 
     def _go(self, command: Go) -> BlockOutcome:
         if self._block is None:
-            raise BlockError("no block is open")
+            raise GeneratorError("no block is open")
         try:
             return self._block.run(command.start_ns)
         finally:
@@ -382,7 +376,7 @@ def main() -> None:
     def say_alive() -> None:
         while True:
             gevent.sleep(_ALIVE_SECONDS)
-            _send(replies, Alive())
+            _send(replies, None)
 
     gevent.spawn(listen)
     try:
@@ -396,7 +390,7 @@ def main() -> None:
         generator.close()
 
 
-def _send(descriptor: int, message: GeneratorMessage) -> None:
+def _send(descriptor: int, message: Reply | None) -> None:
     line = memoryview(msgspec.json.encode(message) + b"\n")
     while line:
         line = line[os.write(descriptor, line) :]

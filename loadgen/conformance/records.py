@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
 MIB = 1024 * 1024
 
 
-class Protocol(StrEnum):
-    """How a case is sent."""
-
-    HTTP = "http"
-    GRPC = "grpc"
+Protocol = Literal["http", "grpc"]
+"""How a case is sent."""
 
 
 class CaseVerdict(StrEnum):

@@ -173,7 +173,7 @@ def _result(case: Case, verdict: CaseVerdict, *, seconds: float = 0.0, **columns
     return CaseResult(
         number=case.number,
         title=case.title,
-        protocol=case.protocol.value,
+        protocol=case.protocol,
         expected=case.describe(),
         verdict=verdict,
         seconds=round(seconds, 3),

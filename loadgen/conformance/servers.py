@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadgen.child_process import ABSERVE
 from loadgen.client.connection import Address, AddressError
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.outputs import read_body
@@ -28,7 +29,6 @@ from loadgen.conformance.model import HEADER, Body, ServedModel
 from loadgen.conformance.records import NotApplicableError, Response, SkippedError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
-from loadgen.invocation import ABSERVE
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
 
@@ -44,8 +44,10 @@ MOST_METRICS_LINE = 2**13
 Samples = dict[str, float]
 """Series, such as `requests_total{status="200"}` → value."""
 
-_ERROR_SERIES = re.compile(r'(?:status|code|http_status|status_code)="?[45]|requests?_failure')
-_DISCONNECT_SERIES = re.compile(r"disconnect|clients?_left|abandon|aborted|client_gone", re.IGNORECASE)
+ERROR_SERIES = re.compile(r'(?:status|code|http_status|status_code)="?[45]|requests?_failure')
+"""Series that count 4xx or 5xx answers, or failed requests."""
+DISCONNECT_SERIES = re.compile(r"disconnect|clients?_left|abandon|aborted|client_gone", re.IGNORECASE)
+"""Series that count clients that disconnected."""
 
 
 class SubjectError(Exception):
@@ -127,7 +129,7 @@ class Subject:
 
     def ask_golden(self) -> Response:
         """Send the golden inference: always the same valid request."""
-        return self.infer(self.model.binary(1, seed=0))
+        return self.infer(self.model.binary())
 
     def golden_difference(self) -> str | None:
         """How the golden answer has changed; None if it is bit-identical or within 1e-5 relative."""
@@ -266,16 +268,6 @@ def increases(before: Samples, after: Samples) -> Samples:
     return {series: change for series, change in changes.items() if change > 0}
 
 
-def counts_errors(series: str) -> bool:
-    """Whether the series counts 4xx or 5xx answers, or failed requests."""
-    return bool(_ERROR_SERIES.search(series))
-
-
-def counts_disconnects(series: str) -> bool:
-    """Whether the series counts clients that disconnected."""
-    return bool(_DISCONNECT_SERIES.search(series))
-
-
 SMALL_BODY_BYTES = 4_000_000
 SMALL_QUEUE = 2
 READ_SECONDS = 2
@@ -362,76 +354,34 @@ class RemoteSession:
             self._subject.grpc.close()
 
 
-@dataclass
-class Launcher:
-    """Starts servers with `abserve serve KIND`, one at a time."""
-
-    kind: str
-    model: str
-    """The model as `--model` takes it; the launch plan names it as it is served."""
-    options: Mapping[str, str]
-    folder: Path
-    abserve: Sequence[str] = ABSERVE
-    started: int = 0
-
-    def start(self, setting: Setting, *, ready: bool = True) -> EmbeddedDeployment:
-        """Start a process on fresh ports and, with `ready`, wait for its model. Raises `SkippedError`."""
-        options = {"model": self.model, **self.options, **setting.options(self.kind)}
-        self.started += 1
-        server = EmbeddedDeployment(self.kind, options, self._log_path(), abserve=self.abserve)
-        try:
-            server.start()
-            if ready:
-                server.wait_ready(server.model or self.model, READY_SECONDS)
-        except BaseException as exc:
-            server.stop()
-            if isinstance(exc, DeploymentError):
-                raise SkippedError(str(exc)) from exc
-            raise
-        return server
-
-    def subject(self, server: EmbeddedDeployment) -> Subject:
-        """The server that was started last, its model not read yet."""
-        return Subject(
-            server.url,
-            ServedModel(server.model or self.model),
-            grpc=None if server.grpc_address is None else GrpcClient(server.grpc_address),
-            metrics_url=server.metrics_url,
-            pids=server.pids,
-            failure=server.failure,
-            log_path=self._log_path(),
-            new_server=self.running,
-        )
-
-    @contextmanager
-    def running(self, ready: bool) -> Iterator[Subject]:
-        """A server with default options, stopped at the end."""
-        server = self.start(DEFAULTS, ready=ready)
-        subject = self.subject(server)
-        try:
-            yield subject
-        finally:
-            if subject.grpc is not None:
-                subject.grpc.close()
-            server.stop()
-
-    def _log_path(self) -> Path:
-        return self.folder / f"{self.kind}-{self.started}.log"
-
-
 class LaunchedSession:
-    """Servers started here, one at a time, and restarted when a case needs another setting."""
+    """Servers started with `abserve serve KIND`, one at a time, and restarted when a case needs another setting."""
 
-    def __init__(self, launcher: Launcher, image_model: str | None = None) -> None:
-        """Starts the first server. Raises `SkippedError` or `SubjectError`."""
-        self._launcher = launcher
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        options: Mapping[str, str],
+        folder: Path,
+        *,
+        image_model: str | None = None,
+        abserve: Sequence[str] = ABSERVE,
+    ) -> None:
+        """Starts the first server. `model` is what `--model` takes; the launch plan names it as it is served. Logs go
+        to `folder`. Raises `SkippedError` or `SubjectError`."""
+        self._kind = kind
+        self._model = model
+        self._options = options
+        self._folder = folder
+        self._abserve = abserve
+        self._started = 0
         self._setting: Setting | None = None
         self._server: EmbeddedDeployment | None = None
         self._golden: Response | None = None
         self._image_model = image_model
         self._refused: dict[Setting, str] = {}
         self._current = self._start(DEFAULTS)
-        self.title = (self._server.title if self._server else None) or launcher.kind
+        self.title = (self._server.title if self._server else None) or kind
 
     def subject(self, setting: Setting) -> Subject:
         """A running server with that setting; if the case starts its own, the last subject, whose server has been
@@ -439,8 +389,7 @@ class LaunchedSession:
         if setting.own_servers:
             self.close()
             return self._current
-        kind = self._launcher.kind
-        options = setting.options(kind)
+        options = setting.options(self._kind)
         if self._server is not None and (setting == self._setting or (not options and self._setting == DEFAULTS)):
             return self._current
         if setting in self._refused:
@@ -449,7 +398,7 @@ class LaunchedSession:
             self._current = self._start(setting)
         except SkippedError as exc:
             unknown = "no such option" in str(exc).lower()
-            reason = f"serve {kind} has no option for {setting.name}" if unknown else str(exc)
+            reason = f"serve {self._kind} has no option for {setting.name}" if unknown else str(exc)
             self._refused[setting] = reason
             raise SkippedError(reason) from exc
         return self._current
@@ -469,10 +418,9 @@ class LaunchedSession:
 
     def _start(self, setting: Setting) -> Subject:
         self.close()
-        launcher = self._launcher
-        server = launcher.start(setting)
+        server = self._launch(setting)
         try:
-            subject = launcher.subject(server)
+            subject = self._subject_of(server)
             subject = subject.with_model(subject.model.name, self._image_model, self._golden)
         except BaseException:
             server.stop()
@@ -482,8 +430,52 @@ class LaunchedSession:
         return replace(
             subject,
             max_body_bytes=SMALL_BODY_BYTES if setting == SMALL_BODIES else None,
-            read_timeout_s=READ_SECONDS if setting == SHORT_READS and setting.options(launcher.kind) else None,
+            read_timeout_s=READ_SECONDS if setting == SHORT_READS and setting.options(self._kind) else None,
         )
+
+    def _launch(self, setting: Setting, *, ready: bool = True) -> EmbeddedDeployment:
+        """Start a process on fresh ports and, with `ready`, wait for its model. Raises `SkippedError`."""
+        options = {"model": self._model, **self._options, **setting.options(self._kind)}
+        self._started += 1
+        server = EmbeddedDeployment(self._kind, options, self._log_path(), abserve=self._abserve)
+        try:
+            server.start()
+            if ready:
+                server.wait_ready(server.model or self._model, READY_SECONDS)
+        except BaseException as exc:
+            server.stop()
+            if isinstance(exc, DeploymentError):
+                raise SkippedError(str(exc)) from exc
+            raise
+        return server
+
+    def _subject_of(self, server: EmbeddedDeployment) -> Subject:
+        """The server that was started last, its model not read yet."""
+        return Subject(
+            server.url,
+            ServedModel(server.model or self._model),
+            grpc=None if server.grpc_address is None else GrpcClient(server.grpc_address),
+            metrics_url=server.metrics_url,
+            pids=server.pids,
+            failure=server.failure,
+            log_path=self._log_path(),
+            new_server=self._another,
+        )
+
+    @contextmanager
+    def _another(self, ready: bool) -> Iterator[Subject]:
+        """A server with default options, stopped at the end."""
+        server = self._launch(DEFAULTS, ready=ready)
+        subject = self._subject_of(server)
+        try:
+            yield subject
+        finally:
+            if subject.grpc is not None:
+                subject.grpc.close()
+            server.stop()
+
+    def _log_path(self) -> Path:
+        return self._folder / f"{self._kind}-{self._started}.log"
 
 
 Session = RemoteSession | LaunchedSession

@@ -5,20 +5,8 @@ these values with a 95 % t interval on logs. The round is the unit of replicatio
 and ratios are paired by round, and a round that only one of two cells has is left out. A cell whose answers are wrong,
 or whose cosine or top-1 agreement is below the plan's limits, is shown and never wins.
 
-The break-even says after how many items a conversion has paid for itself:
-
-    start            = load + what the first calls of all shapes took beyond ordinary calls
-    one-time seconds = conversions + start − start of the baseline
-    gain per item    = seconds per item of the baseline − seconds per item after the conversion
-    items            = one-time seconds ÷ gain per item
-
-Conversions are the export, also quantised or packaged, and the build of a file, each with the seconds that it took when
-it was made, also where this run found it. The start is that of a process which serves all shapes of the matrix: some
-engines prepare them while they load, others in the first calls. The baseline starts in any case, so only the difference
-counts; a path that starts sooner and runs faster pays from the first item. The baseline is in the precision of the
-path where that was measured, or else the gain of the precision would count as one of the conversion.
-
-The interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which start and latency are
+The break-even says after how many items a conversion has paid for itself: docs/engine-matrix.md defines it. The
+interval of the quotient is Fieller's (J. R. Statist. Soc. B 16, 1954) over rounds, in which start and latency are
 measured together; a kept process starts once, so there it is of the latency alone. Where the interval of the gain
 includes 0, the conversion may never pay, and the number has no upper bound. A path without a measured gain has no
 number. Cells with wrong or too inaccurate answers have no break-even: they do not compute the same.
@@ -30,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -48,6 +37,7 @@ from loadgen.engine_matrix.records import (
     Shape,
     Visit,
     Winner,
+    shape_text,
 )
 from loadgen.quantities import number
 from loadgen.records.run import Environment, RunState
@@ -64,6 +54,7 @@ from loadgen.stats.ratios import (
 
 MOST_WAITING = 2.0
 """Times its latency that a batch may take while its energy is measured."""
+N = TypeVar("N", int, float)
 NO_MARGIN = 1.0
 """`estimate_ratio` also tests for equivalence, which is not used here."""
 PATHS: Mapping[str, str] = {
@@ -85,7 +76,8 @@ PATHS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class CellRounds:
-    """One configuration at one batch size and length, with its measurement in every round that has timed calls."""
+    """One configuration at one batch size and length, with its measurement in every round that has timed calls, in
+    their order."""
 
     configuration: int
     batch: int
@@ -99,11 +91,6 @@ class CellRounds:
     @property
     def shape(self) -> Shape:
         return self.batch, self.length
-
-    @property
-    def measured(self) -> tuple[Measured, ...]:
-        """Its measurements in the order of the rounds."""
-        return tuple(self.rounds.values())
 
 
 Cells = Mapping[tuple[int, Shape], CellRounds]
@@ -175,22 +162,17 @@ def reason_against(plan: MatrixPlan, measured: Sequence[Measured]) -> str | None
     return None
 
 
-def worst(values: Iterable[float | None], choose: Callable[[Iterable[float]], float]) -> float | None:
+def worst(values: Iterable[N | None], choose: Callable[[Iterable[N]], N]) -> N | None:
     """The lowest or highest of the values that were measured; None without any."""
     measured = [value for value in values if value is not None]
     return choose(measured) if measured else None
-
-
-def _largest(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
     """Geometric mean of positive values over rounds with its 95 % t interval on logs; None without values."""
     if not values:
         return None
-    low, high = interval_of_mean(values) or (None, None)
-    return Estimate(value=geometric_mean(values), low=low, high=high)
+    return Estimate.of(geometric_mean(values), interval_of_mean(values))
 
 
 def ratios(over: CellRounds, under: CellRounds) -> list[float]:
@@ -217,7 +199,7 @@ def baseline_cell(
 
 
 def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None) -> CellResult:
-    measured = cell.measured
+    measured = tuple(cell.rounds.values())
     latency = estimate(list(cell.latencies_ns.values()))
     call = estimate([float(median(m.calls_ns)) for m in measured])
     assert latency is not None  # a cell has at least one round with calls
@@ -241,7 +223,7 @@ def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None
         latency_ns=latency,
         call_ns=call,
         p99_ns=None if p99_ns is None else round(p99_ns),
-        items_per_second=_rate(cell.batch, latency),
+        items_per_second=latency.inverted(cell.batch * 1e9),
         speedup=None if baseline is None or fault else estimate(ratios(cell, baseline)),
         tflops=None if flops is None else cell.batch * flops / latency.value / 1e3,
         first_call_seconds=first_call_ns / 1e9,
@@ -250,21 +232,14 @@ def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None
         relative_error=worst((m.relative_error for m in measured), max),
         fault=fault,
         excluded=cell.excluded,
-        allocated_bytes=_largest(m.allocated_bytes for m in measured),
-        reserved_bytes=_largest(m.reserved_bytes for m in measured),
-        process_device_bytes=_largest(m.process_device_bytes for m in measured),
-        rss_bytes=_largest(m.rss_bytes for m in measured),
+        allocated_bytes=worst((m.allocated_bytes for m in measured), max),
+        reserved_bytes=worst((m.reserved_bytes for m in measured), max),
+        process_device_bytes=worst((m.process_device_bytes for m in measured), max),
+        rss_bytes=worst((m.rss_bytes for m in measured), max),
         joules_per_item=None if waited else energy,
         sustained_ns=sustained,
         kernels=next((m.kernels for m in measured if m.kernels), ()),
     )
-
-
-def _rate(batch: int, latency: Estimate) -> Estimate:
-    def per_second(ns: float | None) -> float | None:
-        return None if not ns else batch / ns * 1e9
-
-    return Estimate(value=batch / latency.value * 1e9, low=per_second(latency.high), high=per_second(latency.low))
 
 
 def _configuration(plan: MatrixPlan, place: int, visits: Sequence[Visit]) -> ConfigurationResult:
@@ -273,7 +248,7 @@ def _configuration(plan: MatrixPlan, place: int, visits: Sequence[Visit]) -> Con
     described = next(iter(started), None)
     timed = {cell.shape for visit in visits for cell in visit.cells if cell.calls_ns}
     untimed = dict.fromkeys(
-        f"batch {cell.batch}{'' if cell.length is None else f', length {cell.length}'}: {cell.fault or 'no timed call'}"
+        f"{shape_text(cell.shape)}: {cell.fault or 'no timed call'}"
         for visit in visits
         for cell in visit.cells
         if cell.shape not in timed
@@ -333,7 +308,7 @@ def _winner(plan: MatrixPlan, cells: Sequence[CellRounds]) -> tuple[Winner, floa
         length=best.length,
         configuration=best.configuration,
         runner_up=runner_up,
-        ratio=None if runner_up is None else as_estimate(tested[runner_up]),
+        ratio=None if runner_up is None else Estimate.of(tested[runner_up].ratio or 0.0, tested[runner_up].ci95),
         certain=False,
         unbeaten=unbeaten,
     )
@@ -351,12 +326,6 @@ def _over(cell: CellRounds, other: CellRounds) -> float:
     """How much faster one cell is in the rounds that both have; 0 without such a round."""
     shared = ratios(cell, other)
     return geometric_mean(shared) if shared else 0.0
-
-
-def as_estimate(test: RatioEstimate) -> Estimate:
-    """The ratio of a test with its interval."""
-    low, high = test.ci95 or (None, None)
-    return Estimate(value=test.ratio or 0.0, low=low, high=high)
 
 
 def path_of(configuration: Configuration) -> str:
@@ -459,9 +428,9 @@ def items_until(costs: Sequence[float], gains: Sequence[float]) -> Estimate | No
 
 def parity(cell: CellRounds) -> str:
     """The evidence that the cell computes what the model computes in FP32."""
-    cosine = worst((measured.cosine_min for measured in cell.measured), min)
-    top1 = worst((measured.top1 for measured in cell.measured), min)
-    error = worst((measured.relative_error for measured in cell.measured), max)
+    rounds = cell.rounds.values()
+    cosine, top1 = worst((each.cosine_min for each in rounds), min), worst((each.top1 for each in rounds), min)
+    error = worst((each.relative_error for each in rounds), max)
     proofs = [
         *([] if cosine is None else [f"cosine at least {cosine:.6f}"]),
         *([] if top1 is None else [f"top-1 agreement {number(100.0 * top1)} %"]),

@@ -7,7 +7,6 @@ size show one length, and the chart over the length shows the largest batch; the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
@@ -17,15 +16,6 @@ from loadgen.quantities import counted, ratio
 EXCLUDED_MARK = "not ranked"
 ROOM = 22
 """Height of a line of the legend."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScopeView:
-    """The cells of a scope, with its name for readers."""
-
-    scope: Scope
-    label: str
-    cells: tuple[CellResult, ...]
 
 
 def short_model(model: str) -> str:
@@ -47,13 +37,13 @@ def scopes(matrix: Matrix) -> list[Scope]:
     return list(dict.fromkeys(configuration.scope for configuration in matrix.plan.configurations))
 
 
-def views(matrix: Matrix) -> Iterator[ScopeView]:
-    """A view per scope with cells."""
+def views(matrix: Matrix) -> Iterator[tuple[Scope, str, tuple[CellResult, ...]]]:
+    """Every scope with cells, its name for readers, and its cells."""
     configurations = matrix.plan.configurations
     for scope in scopes(matrix):
         cells = tuple(cell for cell in matrix.cells if configurations[cell.configuration].scope == scope)
         if cells:
-            yield ScopeView(scope, scope_title(matrix, scope), cells)
+            yield scope, scope_title(matrix, scope), cells
 
 
 def style_place(matrix: Matrix, place: int) -> int:
@@ -138,11 +128,12 @@ def _values(lines: Iterable[doc.Figure]) -> list[float]:
     ]
 
 
-def _at_one_length(view: ScopeView) -> tuple[list[CellResult], str]:
-    """The cells of a view at its middle length, and the view's label."""
-    length = shown_length(view.cells)
-    cells = [cell for cell in view.cells if cell.length == length]
-    return cells, view.label if length is None else f"{view.label} · length {length}"
+def _views_at_one_length(matrix: Matrix) -> Iterator[tuple[str, list[CellResult]]]:
+    """The label of every view, and its cells at its middle length."""
+    for _, label, cells in views(matrix):
+        length = shown_length(cells)
+        at_length = [cell for cell in cells if cell.length == length]
+        yield label if length is None else f"{label} · length {length}", at_length
 
 
 Panel = tuple[str, list[doc.Figure], doc.Figure]
@@ -172,8 +163,7 @@ def batch_chart(matrix: Matrix) -> doc.Chart | None:
     """Latency and throughput against batch size."""
 
     def panels() -> Iterator[Panel]:
-        for view in views(matrix):
-            cells, label = _at_one_length(view)
+        for label, cells in _views_at_one_length(matrix):
             left = _lines(matrix, cells, latency_ms, _batch, "batch %{x}: %{y:.4~g} ms", xaxis="x", yaxis="y")
             right = _lines(
                 matrix, cells, lambda cell: cell.items_per_second, _batch, "batch %{x}: %{y:,.4~g}/s",
@@ -200,15 +190,16 @@ def length_chart(matrix: Matrix) -> doc.Chart | None:
     """Latency against sequence length at the largest batch."""
 
     def panels() -> Iterator[Panel]:
-        for view in views(matrix):
-            lengths = {cell.length for cell in view.cells if cell.length is not None}
+        for _, label, cells in views(matrix):
+            lengths = {cell.length for cell in cells if cell.length is not None}
             if len(lengths) < 2:
                 continue
-            batch = max(cell.batch for cell in view.cells)
-            cells = [cell for cell in view.cells if cell.batch == batch and cell.length is not None]
-            lines = _lines(matrix, cells, latency_ms, lambda cell: float(cell.length or 0), "length %{x}: %{y:.4~g} ms")
+            batch = max(cell.batch for cell in cells)
+            at_batch = [cell for cell in cells if cell.batch == batch and cell.length is not None]
+            hover = "length %{x}: %{y:.4~g} ms"
+            lines = _lines(matrix, at_batch, latency_ms, lambda cell: float(cell.length or 0), hover)
             across = charts.axis("sequence length", **charts.doubling(lengths))
-            yield f"{view.label} · batch {batch}", lines, _one_plot(lines, across, "latency of a batch, ms")
+            yield f"{label} · batch {batch}", lines, _one_plot(lines, across, "latency of a batch, ms")
 
     return _chart(
         "engine-lengths", "Latency against sequence length",
@@ -219,8 +210,7 @@ def length_chart(matrix: Matrix) -> doc.Chart | None:
 
 
 def _over_batch(matrix: Matrix, axis: str, hover: str, get: Get) -> Iterator[Panel]:
-    for view in views(matrix):
-        cells, label = _at_one_length(view)
+    for label, cells in _views_at_one_length(matrix):
         if lines := _lines(matrix, cells, get, _batch, hover):
             across = charts.axis("batch size", **charts.doubling(cell.batch for cell in cells))
             yield label, lines, _one_plot(lines, across, axis)
@@ -260,14 +250,13 @@ def memory_chart(matrix: Matrix) -> doc.Chart | None:
     """The largest memory of each configuration over its cells."""
 
     def panels() -> Iterator[Panel]:
-        for view in views(matrix):
-            places = list(dict.fromkeys(cell.configuration for cell in view.cells))
+        for _, label, cells in views(matrix):
+            places = list(dict.fromkeys(cell.configuration for cell in cells))
             rows = [charts.label_text(matrix.plan.configurations[place].title) for place in places]
             bars: list[doc.Figure] = []
             for kind, (name, get) in enumerate(MEMORY):
                 largest = [
-                    max((get(cell) or 0 for cell in view.cells if cell.configuration == place), default=0) / 2**20
-                    for place in places
+                    max(get(cell) or 0 for cell in cells if cell.configuration == place) / 2**20 for place in places
                 ]
                 if any(largest):
                     marker = {"color": f"--stage{kind}", "pattern": {"shape": charts.PATTERNS[len(bars)]}}
@@ -282,7 +271,7 @@ def memory_chart(matrix: Matrix) -> doc.Chart | None:
                     "showlegend": True,
                     "legend": charts.LEGEND_ABOVE | {"traceorder": "normal"},
                 }
-                yield view.label, bars, layout
+                yield label, bars, layout
 
     return _chart(
         "engine-memory", "Memory",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import msgspec
 
@@ -27,20 +27,9 @@ CELLS_CSV, CELLS_PARQUET = "cells.csv", "cells.parquet"
 NO_PARQUET = f"{CELLS_PARQUET} was not written: it needs pyarrow; run pip install 'abserve[parquet]'"
 
 
-class CellRow(NamedTuple):
-    """What the columns of one cell are made of."""
-
-    matrix: Matrix
-    configuration: Configuration
-    cell: CellResult
-
-
-class CellColumn(NamedTuple):
-    """A column of the tidy table. `kind` is the type of its values; every value may be None."""
-
-    name: str
-    kind: type
-    of: Callable[[CellRow], str | int | float | bool | None]
+Value = str | int | float | bool | None
+CellColumn = tuple[str, type, Callable[[Matrix, CellResult], Value]]
+"""A column of the tidy table: its name, the type of its values, and its value for a cell."""
 
 
 def encode_matrix(matrix: Matrix) -> bytes:
@@ -83,8 +72,8 @@ def cells_csv(matrix: Matrix) -> str:
     """One row per cell; what was not measured is an empty field."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([column.name for column in COLUMNS])
-    writer.writerows([field(column.of(row)) for column in COLUMNS] for row in _rows(matrix))
+    writer.writerow([name for name, _, _ in COLUMNS])
+    writer.writerows([field(value_of(matrix, cell)) for _, _, value_of in COLUMNS] for cell in matrix.cells)
     return out.getvalue()
 
 
@@ -94,70 +83,67 @@ def cells_parquet(matrix: Matrix) -> bytes:
     import pyarrow.parquet as parquet
 
     types: dict[type, Any] = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-    rows = list(_rows(matrix))
     table = pa.table(
-        {column.name: pa.array([column.of(row) for row in rows], type=types[column.kind]) for column in COLUMNS}
+        {
+            name: pa.array([value_of(matrix, cell) for cell in matrix.cells], type=types[kind])
+            for name, kind, value_of in COLUMNS
+        }
     )
     out = io.BytesIO()
     parquet.write_table(table, out)
     return out.getvalue()
 
 
-def _rows(matrix: Matrix) -> Iterator[CellRow]:
-    for cell in matrix.cells:
-        yield CellRow(matrix, matrix.plan.configurations[cell.configuration], cell)
-
-
 def _estimates(name: str, of: Callable[[CellResult], Estimate | None], scale: float = 1.0) -> list[CellColumn]:
     """A value and the bounds of its 95 % interval as three columns."""
 
-    def part(attribute: str) -> Callable[[CellRow], float | None]:
-        return lambda row: None if (estimate := of(row.cell)) is None else getattr(estimate.scaled(scale), attribute)
+    def part(attribute: str) -> Callable[[Matrix, CellResult], Value]:
+        return lambda _, cell: None if (estimate := of(cell)) is None else getattr(estimate.scaled(scale), attribute)
 
     return [
-        CellColumn(f"{name}{suffix}", float, part(attribute))
+        (f"{name}{suffix}", float, part(attribute))
         for suffix, attribute in (("", "value"), ("_low", "low"), ("_high", "high"))
     ]
 
 
-def _plain(name: str, kind: type) -> CellColumn:
-    """A field of the cell under its own name."""
-    return CellColumn(name, kind, lambda row: cast("str | int | float | None", getattr(row.cell, name)))
+def _fields(
+    kind: type, *names: str, of: Callable[[Matrix, CellResult], object] = lambda _, cell: cell
+) -> list[CellColumn]:
+    """Fields of the cell, or of another record that belongs to it, under their own names."""
+
+    def column(name: str) -> CellColumn:
+        return name, kind, lambda matrix, cell: getattr(of(matrix, cell), name)
+
+    return [column(name) for name in names]
 
 
-def _of_configuration(name: str, kind: type = str) -> CellColumn:
-    """A field of the configuration under its own name."""
-    return CellColumn(name, kind, lambda row: cast("str | int | None", getattr(row.configuration, name)))
+def _configuration(matrix: Matrix, cell: CellResult) -> Configuration:
+    return matrix.plan.configurations[cell.configuration]
+
+
+def _version(matrix: Matrix, cell: CellResult) -> str | None:
+    version = matrix.configurations[cell.configuration].description.get("version")
+    return None if version is None else str(version)
 
 
 COLUMNS: tuple[CellColumn, ...] = (
-    *map(_of_configuration, ("model", "engine", "mode", "precision", "device")),
-    _of_configuration("threads", int),
-    _plain("batch", int),
-    _plain("length", int),
-    CellColumn("path", str, lambda row: path_of(row.configuration)),
-    CellColumn("engine_version", str, lambda row: _version(row)),
-    CellColumn("item", str, lambda row: row.matrix.configurations[row.cell.configuration].item),
-    _plain("rounds", int),
+    *_fields(str, "model", "engine", "mode", "precision", "device", of=_configuration),
+    *_fields(int, "threads", of=_configuration),
+    *_fields(int, "batch", "length"),
+    ("path", str, lambda matrix, cell: path_of(_configuration(matrix, cell))),
+    ("engine_version", str, _version),
+    ("item", str, lambda matrix, cell: matrix.configurations[cell.configuration].item),
+    *_fields(int, "rounds"),
     *_estimates("latency_ms", lambda cell: cell.latency_ns, 1e-6),
-    CellColumn("p99_ms", float, lambda row: None if row.cell.p99_ns is None else row.cell.p99_ns / 1e6),
+    ("p99_ms", float, lambda _, cell: None if cell.p99_ns is None else cell.p99_ns / 1e6),
     *_estimates("call_ms", lambda cell: cell.call_ns, 1e-6),
     *_estimates("items_per_second", lambda cell: cell.items_per_second),
     *_estimates("speedup", lambda cell: cell.speedup),
-    _plain("tflops", float),
-    _plain("first_call_seconds", float),
-    _plain("cosine_min", float),
-    _plain("top1", float),
-    _plain("relative_error", float),
-    CellColumn("ranked", bool, lambda row: row.cell.excluded is None),
-    _plain("excluded", str),
-    *(_plain(name, int) for name in ("allocated_bytes", "reserved_bytes", "process_device_bytes", "rss_bytes")),
+    *_fields(float, "tflops", "first_call_seconds", "cosine_min", "top1", "relative_error"),
+    ("ranked", bool, lambda _, cell: cell.excluded is None),
+    *_fields(str, "excluded"),
+    *_fields(int, "allocated_bytes", "reserved_bytes", "process_device_bytes", "rss_bytes"),
     *_estimates("joules_per_item", lambda cell: cell.joules_per_item),
     *_estimates("sustained_ms", lambda cell: cell.sustained_ns, 1e-6),
 )
 """The tidy table; columns are only added at its end."""
-
-
-def _version(row: CellRow) -> str | None:
-    version = row.matrix.configurations[row.cell.configuration].description.get("version")
-    return None if version is None else str(version)

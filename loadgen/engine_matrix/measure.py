@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import select
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
 import msgspec
 
-from loadgen.engine_matrix.plan import PlannedVisit, schedule
-from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Shape, Visit
+from loadgen.engine_matrix.plan import PlannedVisit, request_of, schedule
+from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Visit, shape_text
 from loadgen.engine_matrix.store import MatrixStore
-from loadgen.engine_matrix.worker_process import LIMITS, CellError, EngineProcess, Limits, Preparation, WorkerError
+from loadgen.engine_matrix.worker_process import LIMITS, CellError, Limits, WorkerError, WorkerProcess
 from loadgen.quantities import counted
 from loadgen.records.run import RunState
 from loadgen.run.interruption import interruptible, uninterrupted
@@ -33,14 +33,8 @@ MOST_FAILURES = 2
 """Visits without a single cell after which a configuration is given up, so that a hanging one does not take hours."""
 
 
-class MatrixProgress:
-    """Listens to the measurement of a matrix and shows nothing. Calls come in order, from one thread."""
-
-    def now(self, text: str) -> None:
-        """The current step."""
-
-    def visit_done(self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
-        """One visit is stored; `seconds_left` is estimated from those of this run."""
+VisitDone = Callable[[Configuration, Visit, int, int, float], object]
+"""Hears of a stored visit: how many of how many are done, and the seconds left, estimated from those of this run."""
 
 
 def described(configuration: Configuration) -> str:
@@ -50,10 +44,17 @@ def described(configuration: Configuration) -> str:
 
 
 def run_matrix(
-    plan: MatrixPlan, store: MatrixStore, progress: MatrixProgress, *, worker: Sequence[str], limits: Limits = LIMITS
+    plan: MatrixPlan,
+    store: MatrixStore,
+    *,
+    worker: Sequence[str],
+    limits: Limits = LIMITS,
+    now: Callable[[str], object] = lambda _: None,
+    visit_done: VisitDone = lambda *_: None,
 ) -> RunState:
-    """Make every visit that is not stored yet; the folder is open. Raises `StorageError`."""
-    run = _MatrixRun(plan, store, progress, limits, worker)
+    """Make every visit that is not stored yet; the folder is open. `now` gets each step in a few words. Raises
+    `StorageError`."""
+    run = _MatrixRun(plan, store, worker, limits, now, visit_done)
     state = RunState(state="running", phase="measuring")
     try:
         with interruptible():
@@ -80,16 +81,22 @@ class _MatrixRun:
     """The state of one run: what is done, what has failed, and the processes that are kept."""
 
     def __init__(
-        self, plan: MatrixPlan, store: MatrixStore, progress: MatrixProgress, limits: Limits, worker: Sequence[str]
+        self,
+        plan: MatrixPlan,
+        store: MatrixStore,
+        worker: Sequence[str],
+        limits: Limits,
+        now: Callable[[str], object],
+        visit_done: VisitDone,
     ) -> None:
-        self._plan, self._store, self._progress = plan, store, progress
-        self._limits, self._worker = limits, worker
+        self._plan, self._store, self._worker, self._limits = plan, store, worker, limits
+        self._now, self._visit_done = now, visit_done
         stored = {(visit.round, visit.configuration) for visit in store.visits() if visit.error is None}
         self._visits = schedule(plan)
         self._left = [planned for planned in self._visits if (planned.round, planned.configuration) not in stored]
-        self._processes: dict[int, EngineProcess] = {}
-        self._current: EngineProcess | None = None
-        self._preparing: deque[tuple[_Files, Preparation]] = deque()
+        self._processes: dict[int, WorkerProcess] = {}
+        self._current: WorkerProcess | None = None
+        self._preparing: deque[tuple[_Files, WorkerProcess]] = deque()
         self._started: set[int] = set()
         self._failures: dict[int, int] = {}
         self._prepared: dict[_Files, tuple[Conversion, ...] | str] = {}
@@ -121,14 +128,14 @@ class _MatrixRun:
 
     def _start_all(self, places: Iterable[int]) -> None:
         """Start the processes that are kept, before any of them is measured; `LOADED_SIDE_BY_SIDE` load at once."""
-        loading: dict[EngineProcess, int] = {}
+        loading: dict[WorkerProcess, int] = {}
         for place in places:
             configuration = self._plan.configurations[place]
             if isinstance(self._prepared[_files_of(configuration)], str):
                 continue
             if len(loading) >= LOADED_SIDE_BY_SIDE:
                 self._wait_for_one(loading)
-            self._progress.now(f"starting {described(configuration)}")
+            self._now(f"starting {described(configuration)}")
             try:
                 self._processes[place] = process = self._start(place, configuration)
                 loading[process] = place
@@ -137,14 +144,14 @@ class _MatrixRun:
         while loading:
             self._wait_for_one(loading)
 
-    def _wait_for_one(self, loading: dict[EngineProcess, int]) -> None:
+    def _wait_for_one(self, loading: dict[WorkerProcess, int]) -> None:
         """Wait until one of the loading processes is ready or has failed, and remove it; the oldest if none answers in
         time."""
         answered, _, _ = select.select(list(loading), [], [], self._limits.load)
         process = answered[0] if answered else next(iter(loading))
         place = loading.pop(process)
         try:
-            process.wait_until_ready(None if answered else 0.0)
+            process.wait_until_ready(self._plan.configurations[place], None if answered else 0.0)
         except WorkerError as exc:
             self._broken[place] = str(exc)
             self._processes.pop(place).stop()
@@ -189,11 +196,11 @@ class _MatrixRun:
             )
             if len(self._preparing) >= MADE_SIDE_BY_SIDE:
                 self._finish_preparation()
-            self._progress.now(f"preparing {key[0]} for {key[1]} in {key[2]}")
+            self._now(f"preparing {key[0]} for {key[1]} in {key[2]}")
             try:
                 log_path = self._store.log_path(f"{place:03d}-{key[1]}-prepare")
-                started = Preparation(self._request(configuration), log_path, self._worker, self._limits)
-                self._preparing.append((key, started))
+                arguments = ["--prepare", self._request(configuration)]
+                self._preparing.append((key, WorkerProcess(self._worker, arguments, log_path, self._limits)))
             except WorkerError as exc:
                 self._prepared[key] = str(exc)
         while self._preparing:
@@ -203,7 +210,7 @@ class _MatrixRun:
         """Wait for the oldest preparation."""
         key, preparation = self._preparing[0]
         try:
-            has_file, self._prepared[key] = preparation.wait()
+            has_file, self._prepared[key] = preparation.wait_until_prepared()
             if not has_file:
                 self._fileless.add(key[1])
         except WorkerError as exc:
@@ -215,7 +222,7 @@ class _MatrixRun:
         configuration = self._plan.configurations[planned.configuration]
         if self._failures.get(planned.configuration, 0) >= MOST_FAILURES:
             return
-        self._progress.now(f"round {planned.round + 1} of {self._plan.rounds}: {described(configuration)}")
+        self._now(f"round {planned.round + 1} of {self._plan.rounds}: {described(configuration)}")
         visit = self._measured(planned, configuration)
         self._store.write_visit(planned.number, visit)
         self._failures[planned.configuration] = 0 if visit.cells else self._failures.get(planned.configuration, 0) + 1
@@ -224,7 +231,7 @@ class _MatrixRun:
         loads = max(self._loading, default=0.0) * len(later - {configuration.model})
         left = per_visit * (len(self._left) - done - 1) + loads
         stored = len(self._visits) - len(self._left)
-        self._progress.visit_done(configuration, visit, stored + done + 1, len(self._visits), left)
+        self._visit_done(configuration, visit, stored + done + 1, len(self._visits), left)
 
     def _measured(self, planned: PlannedVisit, configuration: Configuration) -> Visit:
         """The visit, with its error if there is one and the cells that were measured before or beside it."""
@@ -236,20 +243,20 @@ class _MatrixRun:
             return msgspec.structs.replace(base, error=broken or str(prepared))
         cells: list[Measured] = []
         energy = self._plan.processes == "fresh" or planned.round == self._plan.rounds - 1
-        error: str | None = None
+        seconds, error = float(self._plan.settings.get("seconds", 1.0)), None
         keeps, process = self._plan.processes == "kept", self._processes.get(planned.configuration)
         try:
             if process is None:
                 process = self._current = self._start(planned.configuration, configuration)
                 if keeps:
                     self._processes[planned.configuration], self._current = process, None
-                process.wait_until_ready()
+                process.wait_until_ready(configuration)
             base = self._with_costs(base, planned.configuration, process, prepared)
             for cell in planned.cells:
                 try:
-                    cells.append(process.measure(cell, self._seconds, energy=energy))
+                    cells.append(process.measure(cell, seconds, energy=energy))
                 except CellError as exc:
-                    error = error or f"{_shape(cell)}: {exc}"
+                    error = error or f"{shape_text(cell)}: {exc}"
             if self._plan.settings.get("profile") and planned.round == self._plan.rounds - 1 and cells:
                 cells = _with_kernels(cells, process)
         except WorkerError as exc:
@@ -261,7 +268,7 @@ class _MatrixRun:
             self._end(planned.configuration)
         return msgspec.structs.replace(base, error=error, cells=tuple(cells))
 
-    def _with_costs(self, base: Visit, place: int, process: EngineProcess, prepared: tuple[Conversion, ...]) -> Visit:
+    def _with_costs(self, base: Visit, place: int, process: WorkerProcess, prepared: tuple[Conversion, ...]) -> Visit:
         """Add what the process cost until its engine was ready, for a kept process only in its first visit. The first
         visit has the steps of the preparation, because the process may not know how its file was made."""
         first, ready = place not in self._started, process.ready
@@ -274,9 +281,9 @@ class _MatrixRun:
             base, import_seconds=ready.import_seconds, load_seconds=ready.load_seconds, conversions=conversions
         )
 
-    def _start(self, place: int, configuration: Configuration) -> EngineProcess:
+    def _start(self, place: int, configuration: Configuration) -> WorkerProcess:
         log_path = self._store.log_path(f"{place:03d}-{configuration.engine}-{configuration.mode}")
-        return EngineProcess(self._request(configuration), configuration, log_path, self._worker, self._limits)
+        return WorkerProcess(self._worker, [self._request(configuration)], log_path, self._limits)
 
     def _end(self, place: int) -> None:
         process = self._processes.get(place) or self._current
@@ -285,40 +292,23 @@ class _MatrixRun:
         self._processes.pop(place, None)
         self._current = None
 
-    @property
-    def _seconds(self) -> float:
-        return float(self._plan.settings.get("seconds", 1.0))
-
-    def _request(self, configuration: Configuration) -> Mapping[str, Any]:
-        models = list(dict.fromkeys(each.model for each in self._plan.configurations))
-        settings = self._plan.settings
-        return {
-            "model": configuration.model,
-            "engine": configuration.engine,
-            "precision": configuration.precision,
-            "mode": configuration.mode,
-            "device": configuration.device,
-            "threads": configuration.threads or 0,
-            "batches": self._plan.batches,
-            "lengths": self._plan.lengths[configuration.model],
-            "payload": settings.get("payload") or "",
-            "weights": settings.get("weights"),
-            "artefacts": settings.get("artefacts", ""),
-            "profile": bool(settings.get("profile")),
-            "first_calls": self._plan.processes == "kept",
-            "references": str(self._store.references_path(models.index(configuration.model))),
-        }
+    def _request(self, configuration: Configuration) -> dict[str, Any]:
+        plan = self._plan
+        models = list(dict.fromkeys(each.model for each in plan.configurations))
+        return request_of(
+            configuration,
+            plan.settings,
+            plan.batches,
+            plan.lengths[configuration.model],
+            first_calls=plan.processes == "kept",
+            references=str(self._store.references_path(models.index(configuration.model))),
+        )
 
 
 def _files_of(configuration: Configuration) -> _Files:
     return configuration.model, configuration.engine, configuration.precision
 
 
-def _with_kernels(cells: Sequence[Measured], process: EngineProcess) -> list[Measured]:
+def _with_kernels(cells: Sequence[Measured], process: WorkerProcess) -> list[Measured]:
     profiles = process.profile([cell.shape for cell in cells])
     return [msgspec.structs.replace(cell, kernels=kernels) for cell, kernels in zip(cells, profiles, strict=True)]
-
-
-def _shape(shape: Shape) -> str:
-    batch, length = shape
-    return f"batch {batch}" if length is None else f"batch {batch}, length {length}"

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from loadgen.engine_matrix.records import NO_MODEL, Configuration, MatrixPlan, RefusedCombination, Shape
 from loadgen.engine_matrix.settings import ALL, AUTO, NO_BASELINE, MatrixSettings
@@ -20,35 +21,18 @@ BATCHES = {"cpu": (1, 4, 8), "cuda": (1, 8, 32, 128)}
 BASELINE_PRECISION = "fp32"
 
 
-class EngineOffer(msgspec.Struct, frozen=True):
-    """The modes and precisions of an engine by kind of device, cpu or cuda."""
-
-    modes: dict[str, tuple[str, ...]]
-    precisions: dict[str, tuple[str, ...]]
-
-
 class Offers(msgspec.Struct, frozen=True):
-    """What this machine offers: the device in effect, all engines, and the GPUs as gpu-info shows them."""
+    """What this machine offers: the device in effect, and the GPUs as gpu-info shows them."""
 
     device: str
-    engines: dict[str, EngineOffer]
+    modes: dict[str, dict[str, tuple[str, ...]]]
+    """By engine and by kind of device, cpu or cuda."""
+    precisions: dict[str, dict[str, tuple[str, ...]]]
     gpu: dict[str, Any]
 
     @property
     def place(self) -> str:
         return "cpu" if self.device == "cpu" else "cuda"
-
-
-class EngineCombination(NamedTuple):
-    """One combination of the axes; precision and mode may be auto, and 0 threads are all cores."""
-
-    model: str
-    engine: str
-    precision: str
-    mode: str
-    threads: int
-    asked: bool = True
-    """False for a baseline that only the speed-ups need."""
 
 
 class CombinationCheck(msgspec.Struct, frozen=True):
@@ -73,63 +57,69 @@ class PlannedVisit(NamedTuple):
     cells: tuple[Shape, ...]
 
 
-def expand(settings: MatrixSettings, offers: Offers) -> tuple[EngineCombination, ...]:
-    """Every combination of the axes, each once, in the order of the settings; then the baselines. Raises `PlanError`
-    for a name that no engine knows."""
-    kind, offered = offers.place, offers.engines
-    modes = {mode for offer in offered.values() for of_kind in offer.modes.values() for mode in of_kind}
-    precisions = {name for offer in offered.values() for of_kind in offer.precisions.values() for name in of_kind}
+def expand(settings: MatrixSettings, offers: Offers) -> dict[Configuration, bool]:
+    """Every combination of the axes, in the order of the settings; then the baselines. False: only a baseline of the
+    speed-ups, not asked for. Precision and mode may be auto, and 0 threads are all cores.
+
+    Raises `PlanError` for a name that no engine knows.
+    """
+    kind, offered = offers.place, offers.modes
+    modes = {mode for offer in offers.modes.values() for of_kind in offer.values() for mode in of_kind}
+    precisions = {name for offer in offers.precisions.values() for of_kind in offer.values() for name in of_kind}
     _check("--engines", settings.engines, (*offered, ALL))
     _check("--modes", settings.modes, (AUTO, ALL, *sorted(modes)))
     _check("--precisions", settings.precisions, (AUTO, ALL, *sorted(precisions)))
-    engines = _with_all(
-        settings.engines, (name for name in offered if kind in offered[name].modes and name != NO_MODEL)
-    )
+    engines = _with_all(settings.engines, (name for name in offered if kind in offered[name] and name != NO_MODEL))
     threads = settings.threads if kind == "cpu" else (0,)
-    combinations: dict[EngineCombination, None] = {}
-    for model, engine in product(settings.models, engines):
-        offer = offered[engine]
-        axes = (
-            _with_all(settings.precisions, offer.precisions.get(kind, (AUTO,))),
-            _with_all(settings.modes, offer.modes.get(kind, (AUTO,))),
-            threads,
+    combinations: dict[Configuration, bool] = {}
+
+    def add(model: str, engine: str, precision: str, mode: str, count: int, *, asked: bool) -> None:
+        combination = Configuration(
+            model=model, engine=engine, precision=precision, mode=mode, device=offers.device, threads=count
         )
-        combinations |= dict.fromkeys(EngineCombination(model, engine, *values) for values in product(*axes))
+        combinations.setdefault(combination, asked)
+
+    for model, engine in product(settings.models, engines):
+        axis_precisions = _with_all(settings.precisions, offers.precisions[engine].get(kind, (AUTO,)))
+        axis_modes = _with_all(settings.modes, offers.modes[engine].get(kind, (AUTO,)))
+        for precision, mode, count in product(axis_precisions, axis_modes, threads):
+            add(model, engine, precision, mode, count, asked=True)
     if settings.baseline != NO_BASELINE:
         engine, _, mode = settings.baseline.partition("/")
         _check("--baseline", (engine,), tuple(offered))
-        _check("--baseline", (mode,), sorted({mode for modes in offered[engine].modes.values() for mode in modes}))
+        _check("--baseline", (mode,), sorted({mode for modes in offered[engine].values() for mode in modes}))
         for model, count in product(settings.models, threads):
-            baseline = EngineCombination(model, engine, BASELINE_PRECISION, mode, count)
-            if baseline not in combinations:
-                combinations[baseline._replace(asked=False)] = None
-    return tuple(combinations)
+            add(model, engine, BASELINE_PRECISION, mode, count, asked=False)
+    return combinations
 
 
 def requests_of(
-    settings: MatrixSettings, combinations: Sequence[EngineCombination], offers: Offers
+    settings: MatrixSettings, combinations: Iterable[Configuration], offers: Offers
 ) -> list[dict[str, Any]]:
     """The combinations as the worker takes them."""
-    shared: dict[str, Any] = {
-        "payload": settings.payload or "",
-        "weights": settings.weights,
-        "device": offers.device,
-        "batches": batches_of(settings, offers),
-        "lengths": settings.sequence_lengths,
-        "artefacts": settings.artefacts,
-        "profile": settings.profile,
+    batches, content = batches_of(settings, offers), settings.content()
+    return [request_of(combination, content, batches, settings.sequence_lengths) for combination in combinations]
+
+
+def request_of(
+    configuration: Configuration,
+    settings: Mapping[str, Any],
+    batches: Sequence[int],
+    lengths: Sequence[int | None],
+    **more: object,
+) -> dict[str, Any]:
+    """One configuration as the worker takes it, see `servers.measuring.request`; `settings` are the stored ones."""
+    return {
+        **asdict(configuration),
+        "threads": configuration.threads or 0,
+        "batches": batches,
+        "lengths": lengths,
+        "payload": settings.get("payload") or "",
+        "weights": settings.get("weights"),
+        "artefacts": settings.get("artefacts", ""),
+        "profile": bool(settings.get("profile")),
+        **more,
     }
-    return [
-        {
-            **shared,
-            "model": combination.model,
-            "engine": combination.engine,
-            "precision": combination.precision,
-            "mode": combination.mode,
-            "threads": combination.threads,
-        }
-        for combination in combinations
-    ]
 
 
 def batches_of(settings: MatrixSettings, offers: Offers) -> tuple[int, ...]:
@@ -140,7 +130,7 @@ def batches_of(settings: MatrixSettings, offers: Offers) -> tuple[int, ...]:
 def make_plan(
     settings: MatrixSettings,
     offers: Offers,
-    combinations: Sequence[EngineCombination],
+    combinations: Mapping[Configuration, bool],
     checks: Sequence[CombinationCheck],
 ) -> MatrixPlan:
     """The configurations that can be measured and those that are refused. Raises `PlanError` for a model or weights
@@ -148,24 +138,23 @@ def make_plan(
     configurations: dict[Configuration, None] = {}
     refused: dict[RefusedCombination, None] = {}
     lengths: dict[str, tuple[int | None, ...]] = {}
-    checked = list(zip(combinations, checks, strict=True))
-    for combination, check in checked:
+    reasons: dict[str | None, None] = {}
+    for (combination, asked), check in zip(combinations.items(), checks, strict=True):
         if check.wrong:
             raise PlanError(f"--models {combination.model}: {check.reason}")
-        configuration = Configuration(
-            model=combination.model,
-            engine=combination.engine,
+        configuration = replace(
+            combination,
             precision=check.precision or combination.precision,
             mode=check.mode or _first_mode(combination, offers),
-            device=offers.device,
             threads=check.threads,
         )
         if check.reason is None:
             configurations[configuration] = None
             lengths[combination.model] = check.lengths
-        if combination.asked and (reason := check.reason or check.too_long) is not None:
-            refused[RefusedCombination(configuration=configuration, reason=reason)] = None
-    reasons = dict.fromkeys(check.reason for combination, check in checked if combination.asked)
+        if asked:
+            reasons[check.reason] = None
+            if (reason := check.reason or check.too_long) is not None:
+                refused[RefusedCombination(configuration=configuration, reason=reason)] = None
     if None not in reasons:
         raise PlanError(f"nothing can be measured: {'; '.join(map(str, [*reasons][:3]))}")
     if settings.sequence_lengths and all(of_model == (None,) for of_model in lengths.values()):
@@ -234,9 +223,9 @@ def _with_all(values: Sequence[str], every: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for value in values for name in (every if value == ALL else (value,))))
 
 
-def _first_mode(combination: EngineCombination, offers: Offers) -> str:
+def _first_mode(combination: Configuration, offers: Offers) -> str:
     """The mode of a refused combination, where the engine's first was asked for."""
     if combination.mode != AUTO:
         return combination.mode
-    modes = offers.engines[combination.engine].modes
+    modes = offers.modes[combination.engine]
     return next(iter(modes.get(offers.place) or next(iter(modes.values()), ())), AUTO)

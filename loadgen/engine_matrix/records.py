@@ -18,13 +18,19 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from loadgen.quantities import counted
+from loadgen.quantities import Interval, counted
 from loadgen.records.run import Environment, Record, RunState
 
 Shape = tuple[int, int | None]
-"""A batch size and a length."""
+"""A batch size and a length; the length is None for a model without an axis of variable size."""
 NO_MODEL = "null"
 """The engine that computes no model, so that `all` leaves it out and its answers are not compared."""
+
+
+def shape_text(shape: Shape) -> str:
+    """batch 8, length 128"""
+    batch, length = shape
+    return f"batch {batch}" if length is None else f"batch {batch}, length {length}"
 
 
 class Scope(NamedTuple):
@@ -150,7 +156,6 @@ class Measured(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Its batch size and length."""
         return self.batch, self.length
 
 
@@ -183,14 +188,25 @@ class Estimate(Record, frozen=True, kw_only=True):
     high: float | None = None
 
     @property
-    def interval(self) -> tuple[float, float] | None:
+    def interval(self) -> Interval | None:
         """Both bounds, or None where one is missing."""
         return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @classmethod
+    def of(cls, value: float, interval: Interval | None) -> Estimate:
+        """From a value and both bounds, or none."""
+        low, high = interval or (None, None)
+        return cls(value=value, low=low, high=high)
 
     def scaled(self, factor: float) -> Estimate:
         """In another unit."""
         low, high = (None if bound is None else bound * factor for bound in (self.low, self.high))
         return Estimate(value=self.value * factor, low=low, high=high)
+
+    def inverted(self, factor: float) -> Estimate:
+        """`factor` divided by it; a bound at or below 0 gives no bound."""
+        low, high = (None if bound is None or bound <= 0.0 else factor / bound for bound in (self.high, self.low))
+        return Estimate(value=factor / self.value, low=low, high=high)
 
 
 class CellResult(Record, frozen=True, kw_only=True):
@@ -230,7 +246,6 @@ class CellResult(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Its batch size and length."""
         return self.batch, self.length
 
 
@@ -273,16 +288,11 @@ class Winner(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Its batch size and length."""
         return self.batch, self.length
 
 
 class BreakEven(Record, frozen=True, kw_only=True):
-    """How many items a conversion has to serve before it pays, at one batch and length.
-
-    items = one-time seconds ÷ (seconds per item of the baseline − seconds per item after the conversion); the one-time
-    seconds are those of a process that serves all shapes of the matrix.
-    """
+    """How many items a conversion has to serve before it pays, at one batch and length; see docs/engine-matrix.md."""
 
     configuration: int
     baseline: int
@@ -291,6 +301,7 @@ class BreakEven(Record, frozen=True, kw_only=True):
     batch: int
     length: int | None
     one_time_seconds: float
+    """Of a process that serves all shapes of the matrix."""
     gain_seconds_per_item: Estimate
     items: Estimate | None
     """None where it never pays. Only `high` None: it may never pay. Both bounds None: no interval, see `Estimate`."""
@@ -299,7 +310,6 @@ class BreakEven(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """Its batch size and length."""
         return self.batch, self.length
 
 

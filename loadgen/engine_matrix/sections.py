@@ -1,14 +1,16 @@
-"""The report of an engine matrix: an overview, charts and"""
+"""The report of an engine matrix: an overview, charts, tables of results, and the conditions."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
 
 import loadgen.report.document as doc
 from loadgen.engine_matrix import charts
 from loadgen.engine_matrix.analyse import has_copies, path_of, worst
-from loadgen.engine_matrix.charts import ScopeView, latency_ms, scope_title, short_model, shown_length, views
+from loadgen.engine_matrix.charts import latency_ms, scope_title, short_model, shown_length, views
 from loadgen.engine_matrix.records import (
     BreakEven,
     CellResult,
@@ -16,7 +18,9 @@ from loadgen.engine_matrix.records import (
     ConfigurationResult,
     Estimate,
     Matrix,
+    Scope,
     Winner,
+    shape_text,
 )
 from loadgen.quantities import counted, items, join, measured, measured_interval, number, ratio, ratio_interval, share
 from loadgen.report.sections.conditions import environment_rows, fact_table, gpu_text
@@ -102,11 +106,12 @@ def overview(matrix: Matrix) -> doc.Section | None:
     if plan.rounds < 2:
         notes.append(doc.Text("One round shows no spread: there are no intervals and no certain winner.", "warning"))
     complete = finished and missing <= 0
+    fastest = [doc.Item(_sentence(matrix, scope, cells), lead=label) for scope, label, cells in views(matrix)]
     panel = doc.Panel(
         f"Engine matrix: {'COMPLETE' if complete else 'INCOMPLETE'}",
         "ok" if complete else "failed",
         f"{ran}, on {_machine(matrix)}",
-        (doc.Items([doc.Item(_sentence(matrix, view), lead=view.label) for view in views(matrix)]), *notes),
+        (doc.Items(fastest), *notes),
     )
     return doc.Section("", (panel,))
 
@@ -149,23 +154,19 @@ def timed(matrix: Matrix) -> str:
     )
 
 
-def _sentence(matrix: Matrix, view: ScopeView) -> str:
-    """Which configuration leads in most cells of a view, those that are certain first, and by how much at the middle
+def _sentence(matrix: Matrix, scope: Scope, cells: Sequence[CellResult]) -> str:
+    """Which configuration leads in most cells of a scope, those that are certain first, and by how much at the middle
     length and the largest batch of them."""
-    winners = [winner for winner in matrix.winners if winner.scope == view.scope]
+    winners = [winner for winner in matrix.winners if winner.scope == scope]
     if not winners:
         return "no cell with right answers."
     configurations = matrix.plan.configurations
     decided = [winner for winner in winners if winner.certain] or winners
     most = Counter(winner.configuration for winner in decided).most_common(1)[0][0]
     won = [winner for winner in decided if winner.configuration == most]
-    length = shown_length(view.cells)
+    length = shown_length(cells)
     at = max(won, key=lambda winner: (winner.length == length, winner.batch))
-    cell = next(
-        winner
-        for winner in view.cells
-        if (winner.configuration, winner.batch, winner.length) == (most, at.batch, at.length)
-    )
+    cell = next(cell for cell in cells if (cell.configuration, cell.shape) == (most, at.shape))
     baseline = f"{matrix.plan.baseline} fp32"
     over = [] if cell.speedup is None else [f"{times(cell.speedup)} the throughput of {baseline}"]
     if at.runner_up is not None and at.ratio is not None:
@@ -176,7 +177,7 @@ def _sentence(matrix: Matrix, view: ScopeView) -> str:
     if not at.certain:
         lead = f"no certain winner; {name} measured the highest throughput at {shapes}"
     rate = f"{value(cell.items_per_second)} {items(matrix.configurations[most].item)}/s"
-    return f"{lead}. At {shape_text(at.batch, at.length)}: {rate}{', ' if over else ''}{join(over)}."
+    return f"{lead}. At {shape_text(at.shape)}: {rate}{', ' if over else ''}{join(over)}."
 
 
 def _charts(matrix: Matrix) -> doc.Section | None:
@@ -256,11 +257,6 @@ def _format(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def shape_text(batch: int, length: int | None) -> str:
-    """batch 8, length 128"""
-    return f"batch {batch}" + ("" if length is None else f", length {length}")
-
-
 def _doubt(matrix: Matrix, winner: Winner) -> str:
     if winner.unbeaten in (None, winner.runner_up):
         return "not certain"
@@ -317,17 +313,17 @@ def break_even_table(matrix: Matrix) -> doc.Section | None:
     """After how many items each conversion has paid: at one shape per model in a table, at all of them folded."""
     configurations = matrix.plan.configurations
     shown, folds = [], []
-    for view in views(matrix):
-        results = [result for result in matrix.break_even if configurations[result.configuration].scope == view.scope]
+    for scope, label, cells in views(matrix):
+        results = [result for result in matrix.break_even if configurations[result.configuration].scope == scope]
         if not results:
             continue
-        length, batch = shown_length(view.cells), max(cell.batch for cell in view.cells)
+        length, batch = shown_length(cells), max(cell.batch for cell in cells)
         main = [_break_even_row(matrix, result) for result in results if result.shape == (batch, length)]
-        title = f"{view.label}, {shape_text(batch, length)}"
+        title = f"{label}, {shape_text((batch, length))}"
         shown.append(doc.Table(PAYS, main, title=title, grouped=True, on=doc.PAGES))
         shapes = [(*_break_even_row(matrix, result), result.batch, result.length or "") for result in results]
         table = doc.Table((*PAYS, *doc.numbers("batch", "length")), shapes, grouped=True)
-        folds.append(doc.Fold(f"{view.label}: every batch and length", (table,), on=doc.HTML))
+        folds.append(doc.Fold(f"{label}: every batch and length", (table,), on=doc.HTML))
     once = ", in which the start, measured once, has no share" if matrix.plan.processes == "kept" else ""
     text = (
         f"Over {matrix.plan.baseline} with the same threads, in the same precision where it was measured, or else in "
@@ -438,25 +434,27 @@ def accuracy(matrix: Matrix) -> doc.Section | None:
 def cells_table(matrix: Matrix) -> doc.Section | None:
     """Every cell, folded by model and threads."""
     folds = [
-        doc.Fold(f"{view.label}: {counted(len(view.cells), 'cell')}", (_cells(matrix, view),), on=doc.HTML)
-        for view in views(matrix)
+        doc.Fold(f"{label}: {counted(len(cells), 'cell')}", (_cells(matrix, scope, cells),), on=doc.HTML)
+        for scope, label, cells in views(matrix)
     ]
     if len(matrix.cells) <= FULL_CELLS:
-        tables = [_cells(matrix, view, doc.MARKDOWN) for view in views(matrix)]
+        tables = [
+            replace(_cells(matrix, scope, cells), title=label, on=doc.MARKDOWN) for scope, label, cells in views(matrix)
+        ]
         return doc.section("Cells", *tables, *folds)
     note = f"{len(matrix.cells)} cells: see cells.csv or report.html."
     return doc.section("Cells", doc.Text(note, on=doc.MARKDOWN), *folds)
 
 
-def _cells(matrix: Matrix, view: ScopeView, on: doc.Format = doc.HTML) -> doc.Table:
-    on_gpu = view.scope.device != "cpu"
-    tails = any(cell.p99_ns is not None for cell in view.cells)
+def _cells(matrix: Matrix, scope: Scope, cells: Sequence[CellResult]) -> doc.Table:
+    on_gpu = scope.device != "cpu"
+    tails = any(cell.p99_ns is not None for cell in cells)
     rows = [
         (
             matrix.plan.configurations[cell.configuration].title,
             cell.batch,
             "" if cell.length is None else cell.length,
-            latency_text(view.scope.device, cell, interval=True),
+            latency_text(scope.device, cell, interval=True),
             *(["" if cell.p99_ns is None else number(cell.p99_ns / 1e6)] if tails else []),
             *([value(cell.call_ns, 1e-6), value(cell.sustained_ns, 1e-6)] if on_gpu else []),
             value(cell.items_per_second),
@@ -468,7 +466,7 @@ def _cells(matrix: Matrix, view: ScopeView, on: doc.Format = doc.HTML) -> doc.Ta
             _format(cell.top1, ".4g"),
             doc.Cell("not ranked", "failed", hint=cell.excluded) if cell.excluded else "",
         )
-        for cell in view.cells
+        for cell in cells
     ]
     columns = (
         doc.Column("configuration"),
@@ -481,8 +479,7 @@ def _cells(matrix: Matrix, view: ScopeView, on: doc.Format = doc.HTML) -> doc.Ta
         "Latency: one batch on the device. Whole call: with copies from pageable memory. Sustained: per batch while "
         "the energy was measured."
     )
-    title = "" if on is doc.HTML else view.label
-    return doc.Table(columns, rows, caption=of_gpu if on_gpu else "", title=title, grouped=True, on=on)
+    return doc.Table(columns, rows, caption=of_gpu if on_gpu else "", grouped=True, on=doc.HTML)
 
 
 def latency_text(device: str, cell: CellResult, *, interval: bool = False) -> str:
@@ -536,7 +533,7 @@ def kernels(matrix: Matrix) -> doc.Section | None:
                 for kernel in cell.kernels[:MANY]
             ]
             columns = (doc.Column("kernel", "text"), *doc.numbers("calls", "ms", "share"))
-            shape = shape_text(cell.batch, cell.length)
+            shape = shape_text(cell.shape)
             label = f"{scope_title(matrix, configuration.scope)}, {configuration.title}, {shape}"
             folds.append(doc.Fold(label, (doc.Table(columns, rows),), on=doc.HTML))
     return doc.section("Where the time goes", *folds, on=doc.HTML)

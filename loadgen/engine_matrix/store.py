@@ -18,7 +18,7 @@ from loadgen.run.storage import (
     read_numbered,
     read_one,
     storage_sentence,
-    write_whole,
+    write_record,
 )
 from loadgen.verdict.result import ResultError
 
@@ -47,11 +47,11 @@ class MatrixStore:
 
     def write(self, record: Record) -> None:
         """Write one record with its own file. Raises `StorageError`."""
-        write_whole(self.directory / record.FILE, record)
+        write_record(self.directory / record.FILE, record)
 
     def write_visit(self, number: int, visit: Visit) -> None:
         """Write one visit. Raises `StorageError`."""
-        write_whole(self.directory / VISITS / f"{number:04d}.json", visit)
+        write_record(self.directory / VISITS / f"{number:04d}.json", visit)
 
     def read(self, kind: type[R]) -> R:
         """The stored record with its own file. Raises `StorageError`."""

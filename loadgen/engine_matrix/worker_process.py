@@ -36,7 +36,6 @@ class CellError(Exception):
 class Limits:
     """The longest waits, in seconds."""
 
-    check: float = 120.0
     prepare: float = 3600.0
     """For an export, the build of a TensorRT plan, and the model's own answers."""
     load: float = 1800.0
@@ -47,6 +46,7 @@ class Limits:
 
 
 LIMITS = Limits()
+CHECK_SECONDS = 120.0
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -68,30 +68,37 @@ class _WorkerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str | None = None
 
 
-class EngineProcess:
-    """One configuration's engine. Every method may raise `WorkerError`, after which it can only be stopped."""
+class WorkerProcess:
+    """A process that loads an engine and measures it, or that makes the model's own answers and the file that an engine
+    executes. Every method may raise `WorkerError`, after which it can only be stopped."""
 
     ready: Ready
     """Known after `wait_until_ready`."""
 
     def __init__(
-        self,
-        request: Mapping[str, Any],
-        configuration: Configuration,
-        log_path: Path,
-        worker: Sequence[str],
-        limits: Limits = LIMITS,
+        self, worker: Sequence[str], arguments: Sequence[object], log_path: Path, limits: Limits = LIMITS
     ) -> None:
-        """Start the process, which begins to load the engine."""
-        self._configuration, self._limits, self._answers = configuration, limits, False
-        self._process = _started([*worker, _text(request)], log_path)
+        """Start it; arguments that are not text are passed as JSON."""
+        argv = [*worker, *(part if isinstance(part, str) else _text(part) for part in arguments)]
+        self._limits, self._answers = limits, False
+        try:
+            self._process = ChildProcess(argv, log_path=log_path, pipes=True)
+        except (ProcessError, OSError) as exc:
+            raise WorkerError(one_line(str(exc), MOST_WORDS)) from exc
 
-    def wait_until_ready(self, limit_s: float | None = None) -> None:
+    def wait_until_prepared(self) -> tuple[bool, tuple[Conversion, ...]]:
+        """Whether the engine executes a file, and the steps that made it."""
+        answer = self._answer(self._limits.prepare)
+        if answer.conversions is None or answer.file is None:
+            raise WorkerError("answered something else than that its files are made")
+        return answer.file, answer.conversions
+
+    def wait_until_ready(self, configuration: Configuration, limit_s: float | None = None) -> None:
         """Wait until the engine is loaded, and is the one that was asked for."""
         ready = self._answer(self._limits.load if limit_s is None else limit_s).ready
         if ready is None:
             raise WorkerError("answered something else than that its engine is ready")
-        if (wrong := contradiction(self._configuration, ready.description)) is not None:
+        if (wrong := contradiction(configuration, ready.description)) is not None:
             raise WorkerError(wrong)
         self.ready, self._answers = ready, True
 
@@ -139,7 +146,16 @@ class EngineProcess:
 
     def _answer(self, limit_s: float, *, of_cell: bool = False) -> _WorkerMessage:
         self._answers, answered = False, self._answers
-        answer = _read(self._process, limit_s)
+        started = monotonic()
+        line = self._process.read_line(limit_s)
+        if line is None:
+            raise WorkerError(f"no answer after {monotonic() - started:.0f} s; {self._process.last_words()}")
+        if not line:
+            raise WorkerError(_death(self._process))
+        try:
+            answer: _WorkerMessage = decode_json(line, _WorkerMessage, most_bytes=MOST_ANSWER_BYTES)
+        except DocumentError as exc:
+            raise WorkerError(f"its answer cannot be read: {exc}") from exc
         self._answers = answered
         if answer.error is not None:
             raise (CellError if of_cell else WorkerError)(one_line(answer.error, MOST_WORDS))
@@ -164,51 +180,25 @@ def contradiction(configuration: Configuration, description: Mapping[str, Any]) 
     return f"the engine in effect is another one: {', '.join(wrong)}" if wrong else None
 
 
-class Preparation:
-    """A process that makes the model's own answers and the file that an engine executes. Raises `WorkerError`."""
-
-    def __init__(
-        self, request: Mapping[str, Any], log_path: Path, worker: Sequence[str], limits: Limits = LIMITS
-    ) -> None:
-        """Start it."""
-        self._limits = limits
-        self._process = _started([*worker, "--prepare", _text(request)], log_path)
-
-    def wait(self) -> tuple[bool, tuple[Conversion, ...]]:
-        """Whether the engine executes a file, and the steps that made it."""
-        answer = _read(self._process, self._limits.prepare)
-        if answer.error is not None or answer.conversions is None or answer.file is None:
-            raise WorkerError(
-                one_line(answer.error or "answered something else than that its files are made", MOST_WORDS)
-            )
-        return answer.file, answer.conversions
-
-    def stop(self) -> None:
-        """Stop it. Idempotent."""
-        self._process.stop(timeout_s=self._limits.stop)
-
-
-def read_offers(device: str, worker: Sequence[str], limits: Limits = LIMITS) -> Offers:
+def read_offers(device: str, worker: Sequence[str]) -> Offers:
     """What this machine offers. Raises `PlanError`."""
-    return _decoded(_output([*worker, "--offers", device], b"", limits.check), Offers)
+    return _decoded(_output([*worker, "--offers", device], b""), Offers)
 
 
-def check(
-    requests: Sequence[Mapping[str, Any]], worker: Sequence[str], limits: Limits = LIMITS
-) -> tuple[CombinationCheck, ...]:
+def check(requests: Sequence[Mapping[str, Any]], worker: Sequence[str]) -> tuple[CombinationCheck, ...]:
     """Which of the requests this machine can measure. Raises `PlanError`."""
-    content = _output([*worker, "--check"], msgspec.json.encode(requests), limits.check)
+    content = _output([*worker, "--check"], msgspec.json.encode(requests))
     checks = _decoded(content, tuple[CombinationCheck, ...])
     if len(checks) != len(requests):
         raise PlanError("the check of the engines answered for another number of combinations")
     return checks
 
 
-def _output(argv: Sequence[str], stdin: bytes, limit_s: float) -> bytes:
+def _output(argv: Sequence[str], stdin: bytes) -> bytes:
     try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=limit_s, check=False)
+        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=CHECK_SECONDS, check=False)
     except subprocess.TimeoutExpired as exc:
-        raise PlanError(f"the check of the engines took more than {limit_s:g} s") from exc
+        raise PlanError(f"the check of the engines took more than {CHECK_SECONDS:g} s") from exc
     except OSError as exc:
         raise PlanError(f"cannot start the check of the engines: {exc.strerror or exc}") from exc
     if not done.stdout:
@@ -228,27 +218,6 @@ def _decoded(content: bytes, kind: type[T]) -> T:
             refusal = None
         raise PlanError(refusal or f"the check of the engines answered what cannot be read: {exc}") from exc
     return decoded
-
-
-def _started(argv: Sequence[str], log_path: Path) -> ChildProcess:
-    try:
-        return ChildProcess(argv, log_path=log_path, pipes=True)
-    except (ProcessError, OSError) as exc:
-        raise WorkerError(one_line(str(exc), MOST_WORDS)) from exc
-
-
-def _read(process: ChildProcess, limit_s: float) -> _WorkerMessage:
-    started = monotonic()
-    line = process.read_line(limit_s)
-    if line is None:
-        raise WorkerError(f"no answer after {monotonic() - started:.0f} s; {process.last_words()}")
-    if not line:
-        raise WorkerError(_death(process))
-    try:
-        message: _WorkerMessage = decode_json(line, _WorkerMessage, most_bytes=MOST_ANSWER_BYTES)
-    except DocumentError as exc:
-        raise WorkerError(f"its answer cannot be read: {exc}") from exc
-    return message
 
 
 def _death(process: ChildProcess) -> str:

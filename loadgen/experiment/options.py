@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from loadgen.documents import one_line
+from loadgen.documents import DocumentError, one_line
 from loadgen.experiment.plan import PlanError, unknown
 from loadgen.experiment.settings import (
     DEFAULT_TARGETS,
@@ -37,7 +37,7 @@ from loadgen.experiment.settings import (
     gather_arms,
 )
 from loadgen.headers import HIDDEN
-from loadgen.strict_yaml import YamlError, read_mapping
+from loadgen.strict_yaml import read_mapping
 
 _LAST_SHOWN = "c"
 """The last arm in the help, which shows no options for it but says that there are more arms."""
@@ -195,29 +195,26 @@ def given_options(
     }
 
 
-class ExperimentFileError(PlanError):
-    """A file or an option holds a value that cannot be used; one line per error, with the place and the remedy."""
-
-
 def effective_settings(path: Path | None, options: Mapping[SettingOption, object]) -> ExperimentSettings:
-    """The file, overridden by the options given. Raises `ExperimentFileError`."""
+    """The file, overridden by the options given. Raises `PlanError`."""
     content = gather_arms(read_file(path, "an experiment file", "model: openclip_vit_b32"))
     return checked_settings(ExperimentSettings, content, path, options)
 
 
 def read_file(path: Path | None, kind: str, example: str) -> dict[str, Any]:
     """The mapping in a file, not validated; empty without a file. `kind` ("an experiment file") and `example` are for
-    messages. Raises `ExperimentFileError`."""
+    messages. Raises `PlanError`."""
     try:
         return {} if path is None else read_mapping(path, kind, example)
-    except YamlError as exc:
-        raise ExperimentFileError(str(exc)) from exc
+    except DocumentError as exc:
+        raise PlanError(str(exc)) from exc
 
 
 def checked_settings(
     kind: type[S], content: dict[str, Any], path: Path | None, options: Mapping[SettingOption, object]
 ) -> S:
-    """The settings from a file's content, overridden by the options given. Raises `ExperimentFileError`."""
+    """The settings from a file's content, overridden by the options given. Raises `PlanError` with one line per error,
+    each with its place and a remedy."""
     for option, value in options.items():
         _set(content, option, value)
     try:
@@ -228,7 +225,7 @@ def checked_settings(
         keys = [*kind.model_fields, *(DEFAULT_TARGETS if kind is ExperimentSettings else ())]
         lines = list(dict.fromkeys(one_line(_line(error, path, flags, keys)) for error in errors[:_MOST_LINES]))
         lines += [f"{path}: and {len(errors) - _MOST_LINES} more"] if len(errors) > _MOST_LINES else []
-        raise ExperimentFileError("\n".join(lines)) from exc
+        raise PlanError("\n".join(lines)) from exc
 
 
 def write_settings(settings: ExperimentSettings) -> str:
@@ -245,7 +242,7 @@ def write_content(content: Mapping[str, object], sha256: str) -> str:
 
 
 def parse_options(flag: str, options: list[str]) -> dict[str, str]:
-    """Options given as KEY=VALUE; leading dashes of the key are dropped. Raises `ExperimentFileError`."""
+    """Options given as KEY=VALUE; leading dashes of the key are dropped. Raises `PlanError`."""
     parsed: dict[str, str] = {}
     for option in options:
         name, separator, value = option.partition("=")
@@ -253,7 +250,7 @@ def parse_options(flag: str, options: list[str]) -> dict[str, str]:
         if not separator or not name:
             header = flag.endswith("-header")
             shown, example = (HIDDEN, "X-Team=search") if header else (option, "max-queue-delay-us=0")
-            raise ExperimentFileError(f"{flag} {shown}: write it as KEY=VALUE, as in {example}")
+            raise PlanError(f"{flag} {shown}: write it as KEY=VALUE, as in {example}")
         parsed[name] = value.strip()
     return parsed
 

@@ -125,31 +125,19 @@ def round_of(workload: Workload, number: int, order: Sequence[Label], index: int
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRound:
-    """One round of an open-ended schedule, its arms in their order."""
-
-    workload: Workload
-    round: int
-    order: tuple[Label, ...]
-
-    def blocks(self, index: int, restart: int) -> list[ScheduledBlock]:
-        """The blocks of the round, numbered from `index`."""
-        return round_of(self.workload, self.round, self.order, index, restart)
-
-
 def endless_passes(
-    workloads: Sequence[Workload], labels: Sequence[Label], seed: int, first: int = 0
-) -> Iterator[list[OpenRound]]:
+    workloads: Sequence[Workload], labels: Sequence[Label], seed: int, first: int = 0, restart: int = 0
+) -> Iterator[list[list[ScheduledBlock]]]:
     """Endless passes with one round of every workload with blocks, numbered from `first` and balanced as in `schedule`.
-    The caller decides which rounds of a pass run; leaving out a workload from some pass on keeps it balanced."""
+    The caller decides which rounds of a pass run, and numbers their blocks, which here begin with 0 in each round;
+    leaving out a workload from some pass on keeps it balanced."""
     random = Random(seed)
     load = load_workloads(workloads)
     number = first
     while True:
         orders = {workload.name: arm_orders(labels, len(labels), random) for workload in load}
         for place in range(len(labels)):
-            in_pass = [OpenRound(workload, number + place, orders[workload.name][place]) for workload in load]
+            in_pass = [round_of(each, number + place, orders[each.name][place], 0, restart) for each in load]
             random.shuffle(in_pass)
             yield in_pass
         number += len(labels)

@@ -40,12 +40,8 @@ _ASK_ENGINE_EVERY_NS = 250_000_000
 _REACH_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """A line of a container's log with the wall-clock time at which the engine got it."""
-
-    at_ns: int
-    text: str
+LogLine = tuple[int, str]
+"""A line of a container's log after the wall-clock time in ns at which the engine got it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +204,7 @@ def _log_lines(raw: bytes) -> Iterator[LogLine]:
         stamp, _, text = line.partition(" ")
         at_ns = _timestamp_ns(stamp)
         if at_ns is not None:
-            yield LogLine(at_ns, text)
+            yield at_ns, text
 
 
 def _timestamp_ns(stamp: str) -> int | None:
@@ -287,7 +283,7 @@ class ComposeDeployment(Deployment):
 
     def _last_words(self) -> str:
         """The cause of the end if the log has it, else the log's end: the reason stands far above a long shutdown."""
-        log = "\n".join(line.text for line in self.container.log_since(self._started_wall_s))
+        log = "\n".join(text for _, text in self.container.log_since(self._started_wall_s))
         return cause_in(log, self._causes) or self.container.last_words()
 
     def pids(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any
@@ -38,15 +37,6 @@ Roots = tuple[psutil.Process, ...]
 
 class DeploymentError(Exception):
     """A server cannot be started, is not ready in time or has died; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartTimes:
-    """When a server was started, first answered `live` and first answered `ready` (`perf_counter_ns`)."""
-
-    started_ns: int
-    live_ns: int
-    ready_ns: int
 
 
 def batch_sentence(limit: int, largest: int) -> str:
@@ -95,9 +85,9 @@ class Deployment:
     def start(self) -> None:
         """Create the process, on fresh ports, and return at once. Raises `DeploymentError`."""
 
-    def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
-        """Ask `live`, then `ready`, every 5 ms until the model is ready. Raises `DeploymentError` when the server ends
-        or the time is up."""
+    def wait_ready(self, model: str, timeout_s: float) -> tuple[int, int, int]:
+        """Ask `live`, then `ready`, every 5 ms until the model is ready. Returns when the server was started, was live
+        and was ready, by `perf_counter_ns`. Raises `DeploymentError` when the server ends or the time is up."""
         started_ns = perf_counter_ns() if self.started_ns is None else self.started_ns
         endpoint = Endpoint(self.url, timeout_s=timeout_s, access=self.access)
         deadline_s = monotonic() + timeout_s
@@ -114,7 +104,7 @@ class Deployment:
             deadline_s,
             lambda: f"the server at {self.url} is live, but {model_text} is not ready {late}",
         )
-        return StartTimes(started_ns, live_ns, perf_counter_ns())
+        return started_ns, live_ns, perf_counter_ns()
 
     def wait_until(self, condition: Callable[[], bool], deadline_s: float, problem: Callable[[], str]) -> None:
         """Poll a condition of the running server. Raises `DeploymentError` when the server ends, and with `problem` at
@@ -201,7 +191,7 @@ class RemoteDeployment(Deployment):
         else:
             self.cannot_pad = f"its server {f'pads to {rule}' if self.pads_to else 'merges only equal lengths'}"
 
-    def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
+    def wait_ready(self, model: str, timeout_s: float) -> tuple[int, int, int]:
         """Wait until the server is ready; the error says what its owner can do."""
         address = self._address
         if address.tls:

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.child_process import ChildProcess, ProcessError
-from loadgen.invocation import ABSERVE
+from loadgen.child_process import ABSERVE, ChildProcess, ProcessError
 from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
 from loadgen.records.run import PLAIN
 

@@ -59,10 +59,11 @@ class DurationCounts:
         return rows
 
 
-class LoadCounts:
+class LoadMetrics(Collector):
     """The counts of one process, or on a master the sum of its workers', by the name of the request."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
         self.latency: defaultdict[str, DurationCounts] = defaultdict(DurationCounts)
         self.failures: Counter[str] = Counter()
         self.response_bytes: Counter[str] = Counter()
@@ -96,18 +97,9 @@ class LoadCounts:
         self.response_bytes.update(taken["response_bytes"])
         self.lag.merge(taken["lag"])
 
-
-class LoadCollector(Collector):
-    """Builds the metric families at each scrape."""
-
-    def __init__(self, environment: Any, counts: LoadCounts) -> None:
-        self._environment = environment
-        self._counts = counts
-
     def collect(self) -> Iterable[Metric]:
-        """All families; the workers' only on a master."""
+        """All metric families, at each scrape; the workers' only on a master."""
         yield from self._state()
-        counts = self._counts
         latency = HistogramMetricFamily(
             "abserve_load_latency_seconds",
             "From when a request was due (in a closed loop: sent) to its last byte, good answers.",
@@ -116,18 +108,18 @@ class LoadCollector(Collector):
         requests = CounterMetricFamily("abserve_load_requests", "Finished requests, good or failed.", labels=("name",))
         failures = CounterMetricFamily("abserve_load_failures", "Requests without a good answer.", labels=("name",))
         received = CounterMetricFamily("abserve_load_response_bytes", "Bytes of good answers.", labels=("name",))
-        for name in sorted({*counts.latency, *counts.failures}):
-            good = counts.latency[name]
-            failed = counts.failures[name]
+        for name in sorted({*self.latency, *self.failures}):
+            good = self.latency[name]
+            failed = self.failures[name]
             latency.add_metric((name,), good.cumulative(), good.total_s)
             requests.add_metric((name,), good.counts.total() + failed)
             failures.add_metric((name,), failed)
-            received.add_metric((name,), counts.response_bytes[name])
+            received.add_metric((name,), self.response_bytes[name])
         yield from (latency, requests, failures, received)
         lag = HistogramMetricFamily(
             "abserve_load_send_lag_seconds", "How much later than due a timer of the generator fires."
         )
-        lag.add_metric((), counts.lag.cumulative(), counts.lag.total_s)
+        lag.add_metric((), self.lag.cumulative(), self.lag.total_s)
         yield lag
 
     def _state(self) -> Iterator[Metric]:
@@ -156,26 +148,26 @@ def export_load(environment: Any, port: int, host: str) -> None:
 
     Call it once the runner exists. Raises `OSError` when the port cannot be used.
     """
-    counts = LoadCounts()
+    metrics = LoadMetrics(environment)
     kind = type(environment.runner).__name__
     if kind == "MasterRunner":
         environment.events.worker_report.add_listener(
-            lambda data, **_: counts.merge(data[REPORT_KEY]) if REPORT_KEY in data else None
+            lambda data, **_: metrics.merge(data[REPORT_KEY]) if REPORT_KEY in data else None
         )
     else:
-        environment.events.request.add_listener(counts.on_request)
-        gevent.spawn(_watch_lag, counts)
+        environment.events.request.add_listener(metrics.on_request)
+        gevent.spawn(_watch_lag, metrics.lag)
     if kind == "WorkerRunner":
-        environment.events.report_to_master.add_listener(lambda data, **_: data.update({REPORT_KEY: counts.take()}))
+        environment.events.report_to_master.add_listener(lambda data, **_: data.update({REPORT_KEY: metrics.take()}))
     elif port:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(LoadCollector(environment, counts))
+        registry.register(metrics)
         WSGIServer((host, port), make_wsgi_app(registry), log=None).start()
         logger.info(f"metrics at http://{host}:{port}/metrics")
 
 
-def _watch_lag(counts: LoadCounts) -> None:
+def _watch_lag(lag: DurationCounts) -> None:
     while True:
         due = perf_counter() + LAG_EVERY_S
         gevent.sleep(LAG_EVERY_S)
-        counts.lag.add(max(0.0, perf_counter() - due))
+        lag.add(max(0.0, perf_counter() - due))

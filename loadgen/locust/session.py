@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from locust import User
 
-from loadgen.client.bodies import FreshNumbers, choose_items, find_variation
+from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, Signature
 from loadgen.client.grpc import parse_grpc_address
@@ -29,12 +29,11 @@ from loadgen.client.inputs import (
     served_model,
     write_samples,
 )
-from loadgen.client.outputs import ExpectedOutputs
+from loadgen.client.outputs import AnswerError, ExpectedOutputs
 from loadgen.client.traffic import Traffic
 from loadgen.client.transports import TRANSPORTS, InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.headers import HeaderError, read_headers
-from loadgen.locust.workers import WorkerFile
 from loadgen.records.payloads import DEFAULT_NAME, PAYLOADS, implied_payload, inputs_in_words, reference, served_name
 from loadgen.records.run import Access, Arrivals, Transport
 from loadgen.records.samples import SampleWriter
@@ -146,10 +145,6 @@ class LoadOptions(msgspec.Struct, frozen=True):
         return InferenceTarget(self.protocol, address.url, model, grpc, self.access)
 
 
-class FailedRequestError(Exception):
-    """A failed request in Locust's statistics."""
-
-
 class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
     """One user with one connection. Subclasses call `infer`."""
 
@@ -186,7 +181,7 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
             name=name,
             response_time=latency_ms,
             response_length=response_bytes,
-            exception=None if failure is None else FailedRequestError(failure),
+            exception=None if failure is None else AnswerError(failure),
             context={},
         )
 
@@ -203,7 +198,7 @@ class Session:
         self._inputs: SampleInputs | None = None
         self._model_of_samples: str | None = None
         """The model's name on our servers, by the samples."""
-        self._numbers = FreshNumbers()
+        self._numbers = fresh_numbers()
 
     @property
     def model(self) -> str:
@@ -287,14 +282,16 @@ class Session:
         """The sample file of each user class; empty when samples are not stored."""
         return {name: path for name, path, _ in self._open if path is not None}
 
-    def close(self) -> list[WorkerFile]:
-        """Finish the sample files, each with a JSON file that explains its numbers. Raises `OSError`."""
+    def close(self) -> list[tuple[Path | None, dict[str, Any]]]:
+        """Finish the sample files, each with a JSON file that explains its numbers. The path of each user class, None
+        when samples are not stored, and what a master needs to know of it. Raises `OSError`."""
         finished = []
         while self._open:
             name, path, traffic = self._open.pop()
             traffic.close()
             traffic.writer.close()
-            finished.append(WorkerFile(name, path, tuple(traffic.error_messages), traffic.batch_size))
+            described = {"name": name, "error_messages": traffic.error_messages, "batch_size": traffic.batch_size}
+            finished.append((path, described))
             if path is not None:
                 about = {
                     "url": self._address.url,
@@ -313,7 +310,7 @@ class Session:
 
 def idle_traffic() -> Traffic:
     """The traffic of users that cannot send, or cannot send yet: it has no requests, and its address is never used."""
-    bodies = PreparedBodies((), (), None, FreshNumbers())
+    bodies = PreparedBodies((), (), None, fresh_numbers())
     return Traffic(InferenceTarget("http", "http://127.0.0.1", ""), bodies, 1, SampleWriter(None))
 
 

@@ -71,20 +71,16 @@ class WorkerSide:
         about = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine(), "files": paths}
         self._runner.send_message(STARTED, about)
 
-    def hand_in(self, files: Sequence[WorkerFile]) -> None:
-        """Send the samples of each user class in pieces, then their description."""
-        for file in files:
-            if file.path is None:
+    def hand_in(self, files: Sequence[tuple[Path | None, dict[str, Any]]]) -> None:
+        """Send the samples of each user class in pieces, then all descriptions, each with the class's `name`."""
+        for path, described in files:
+            if path is None:
                 continue
-            with file.path.open("rb") as content:
+            with path.open("rb") as content:
                 while piece := content.read(_CHUNK_BYTES):
-                    self._runner.send_message(SAMPLES, {"name": file.name, "data": piece})
+                    self._runner.send_message(SAMPLES, {"name": described["name"], "data": piece})
                     gevent.sleep(0)
-        described = [
-            {"name": file.name, "error_messages": list(file.error_messages), "batch_size": file.batch_size}
-            for file in files
-        ]
-        self._runner.send_message(REPORT, {"files": described})
+        self._runner.send_message(REPORT, {"files": [described for _, described in files]})
         self.share = None
 
     def _share(self, msg: Any, **_: object) -> None:
@@ -209,16 +205,6 @@ class MasterSide:
             self._invalid(f"the samples of {report.title} cannot be stored: {exc.strerror or exc}")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFile:
-    """The outcome of one user class in one process; `path` is None when samples are not stored."""
-
-    name: str
-    path: Path | None
-    error_messages: tuple[str, ...]
-    batch_size: int
-
-
 @dataclass(slots=True)
 class WorkerReport:
     """A master's record of one worker in one test."""
@@ -298,13 +284,11 @@ def _merge_classes(reports: Sequence[WorkerReport], folder: Path) -> Iterator[st
         messages_of = [report.described.get(name, {}).get("error_messages", []) for report in reports]
         messages = list(dict.fromkeys(text for texts in messages_of for text in texts))
         for report, texts in zip(reports, messages_of, strict=True):
-            span = _Span()
-            for samples in report.samples(name):
-                span.add(samples)
-            workers.append(_worker(report, name, span, first_user))
-            if span.requests:
+            worker, users, failed = _worker(report, name, first_user)
+            workers.append(worker)
+            if users:
                 holders.append((report, texts, first_user))
-                first_user, errors = first_user + span.last_user + 1, errors + span.errors
+                first_user, errors = first_user + users, errors + failed
         if not holders:
             continue
         path = folder / f"merged-{name}-{stamp}.npy"
@@ -326,25 +310,6 @@ def _merge_classes(reports: Sequence[WorkerReport], folder: Path) -> Iterator[st
         yield f"{requests:,} samples of {len(holders)} workers: {path}{missing}"
 
 
-@dataclass(slots=True)
-class _Span:
-    """What the samples of one worker and user class cover."""
-
-    requests: int = 0
-    errors: int = 0
-    last_user: int = -1
-    start_ns: int | None = None
-    end_ns: int | None = None
-
-    def add(self, samples: Samples) -> None:
-        start_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
-        self.requests += len(samples)
-        self.errors += int((samples["error"] >= 0).sum())
-        self.last_user = max(self.last_user, int(samples["user"].max()))
-        self.start_ns = start_ns if self.start_ns is None else min(start_ns, self.start_ns)
-        self.end_ns = end_ns if self.end_ns is None else max(end_ns, self.end_ns)
-
-
 def _renumbered(
     name: str, holders: Sequence[tuple[WorkerReport, Sequence[str], int]], messages: Sequence[str]
 ) -> Iterator[Samples]:
@@ -356,19 +321,29 @@ def _renumbered(
             yield piece
 
 
-def _worker(report: WorkerReport, name: str, span: _Span, first_user: int) -> dict[str, Any]:
-    seconds = 0.0
-    if span.start_ns is not None and span.end_ns is not None:
-        seconds = (span.end_ns - span.start_ns) / NS_PER_S
-    return {
+def _worker(report: WorkerReport, name: str, first_user: int) -> tuple[dict[str, Any], int, int]:
+    """The record of one worker and user class, how many users its samples have, and how many failed."""
+    requests = users = failed = 0
+    start_ns: int | None = None
+    end_ns: int | None = None
+    for samples in report.samples(name):
+        first_ns, last_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
+        start_ns = first_ns if start_ns is None else min(first_ns, start_ns)
+        end_ns = last_ns if end_ns is None else max(last_ns, end_ns)
+        requests += len(samples)
+        users = max(users, int(samples["user"].max()) + 1)
+        failed += int((samples["error"] >= 0).sum())
+    seconds = 0.0 if start_ns is None or end_ns is None else (end_ns - start_ns) / NS_PER_S
+    worker = {
         "host": report.host,
         "pid": report.pid,
         "machine": report.machine,
         "lost": report.lost,
-        "requests": span.requests,
+        "requests": requests,
         "first_user": first_user,
-        "window_start_ns": span.start_ns,
-        "window_end_ns": span.end_ns,
-        "requests_per_s": span.requests / seconds if seconds > 0.0 else None,
+        "window_start_ns": start_ns,
+        "window_end_ns": end_ns,
+        "requests_per_s": requests / seconds if seconds > 0.0 else None,
         "batch_size": report.described.get(name, {}).get("batch_size"),
     }
+    return worker, users, failed

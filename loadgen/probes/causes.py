@@ -275,7 +275,6 @@ def measure(context: RunContext) -> None:
     if not context.last:
         return
     context.enter("explaining the differences")
-    context.enter("explaining the differences")
     experiment = context.experiment
     run = read_run(context.store.directory)
     worth = workloads_worth_explaining(experiment, summarise_blocks(run.blocks))

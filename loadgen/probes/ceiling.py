@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,15 +29,13 @@ from loadgen.probes.ceiling_analysis import (
 )
 from loadgen.probes.registry import Probe
 from loadgen.quantities import number, share
-from loadgen.records.run import ArmRecord, Experiment, shown
+from loadgen.records.run import shown
 from loadgen.report.charts import rate_unit
 from loadgen.run.interruption import uninterrupted
-from loadgen.run.storage import RunStore
 from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext
-    from loadgen.run.progress import RunProgress
 
 LOAD_TIMEOUT_S = 300.0
 SIZE_TIMEOUT_S = 60.0
@@ -46,41 +44,16 @@ STOP_TIMEOUT_S = 5.0
 
 
 def measure(context: RunContext) -> None:
-    """Measure the engine of every arm. Raises `StorageError`."""
+    """Measure the engine of every arm, and store each. Raises `StorageError`."""
     context.enter("measuring the engines alone")
-    measure_ceilings(
-        context.experiment,
-        context.records,
-        context.store,
-        context.progress,
-        context.work,
-        context.abserve,
-        lengths={length for samples in context.inputs.values() for length in samples.lengths},
-    )
-
-
-def measure_ceilings(
-    experiment: Experiment,
-    records: Sequence[ArmRecord],
-    store: RunStore,
-    progress: RunProgress,
-    work: Path,
-    abserve: Sequence[str],
-    *,
-    lengths: Collection[int] = (),
-    timeout_s: float | None = None,
-) -> None:
-    """Measure all ceilings and store each; `lengths` are those of the samples. All servers must be stopped. Raises
-    `StorageError`."""
-    runs, done = plan_ceilings(experiment, records, lengths)
-    store.write(Ceilings(measured=tuple(done)))
+    lengths = {length for samples in context.inputs.values() for length in samples.lengths}
+    runs, done = plan_ceilings(context.experiment, context.records, lengths)
+    context.store.write(Ceilings(measured=tuple(done)))
     for run in runs:
         arms = " and ".join(shown(label) for label in run.labels)
-        progress.now(f"the engine of {arms} alone, at batches of {', '.join(map(str, run.sizes))}")
-        shapes = len(run.sizes) * max(1, len(experiment.lengths))
-        limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * shapes if timeout_s is None else timeout_s
-        done.append(_measure(run, store, work, abserve, limit_s))
-        store.write(Ceilings(measured=tuple(done)))
+        context.progress.now(f"the engine of {arms} alone, at batches of {', '.join(map(str, run.sizes))}")
+        done.append(_measure(context, run))
+        context.store.write(Ceilings(measured=tuple(done)))
 
 
 def command_of(run: EngineRun) -> tuple[str, ...]:
@@ -89,14 +62,16 @@ def command_of(run: EngineRun) -> tuple[str, ...]:
     return ("engine", *run.options, f"--batches={sizes}", f"--seconds={SECONDS_A_SIZE:g}")
 
 
-def _measure(run: EngineRun, store: RunStore, work: Path, abserve: Sequence[str], limit_s: float) -> Ceiling:
+def _measure(context: RunContext, run: EngineRun) -> Ceiling:
     name = f"engine-{'-'.join(run.labels)}"
-    path = work / f"{name}.json"
+    path = context.work / f"{name}.json"
     command = command_of(run)
+    limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * len(run.sizes) * max(1, len(context.experiment.lengths))
     document: EngineDocument | None = None
     reason: str | None
     try:
-        reason = _run([*abserve, *command, f"--json={path}"], store.log_path(name), limit_s)
+        argv = [*context.abserve, *command, f"--json={path}"]
+        reason = _run(argv, context.store.log_path(name), limit_s)
         if reason is None:
             document = read_document(path)
             reason = contradiction(run, document.engine)

@@ -18,13 +18,13 @@ from random import Random
 
 import msgspec
 
-from loadgen.client.bodies import PreparedBody, choose_items, prepare_body
-from loadgen.client.connection import Address, ConnectionRefused, failure_message
+from loadgen.client.bodies import choose_items, for_server, prepare_body
+from loadgen.client.connection import Address, ConnectionRefused, PreparedRequest, failure_message
 from loadgen.client.http import HttpConnection
-from loadgen.client.transports import Body, prepare
+from loadgen.client.transports import Request, prepare
 from loadgen.experiment.schedule import arm_orders
 from loadgen.launch.compose import ComposeDeployment, LogLine, wall_to_monotonic_ns
-from loadgen.launch.deployment import DeploymentError, StartTimes
+from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.probes import Caches, ContainerStart, ServerStart
 from loadgen.records.run import Label, shown
@@ -97,23 +97,23 @@ def cold_start_order(labels: Sequence[Label], repetitions: int, seed: int) -> li
     return [(repetition, label) for repetition, order in enumerate(orders) for label in order]
 
 
-def _start_process(arm: Arm, repetition: int, first: Body) -> ServerStart:
+def _start_process(arm: Arm, repetition: int, first: Request) -> ServerStart:
     """Start, wait for live and ready, connect by the arm's transport, send one request, stop."""
     if isinstance(arm.deployment, EmbeddedDeployment):
         arm.deployment.environment |= WITHOUT_PROFILE
-    times: StartTimes | None = None
+    moments: dict[str, int] = {}
     error: str | None = None
-    first_answer_ns: int | None = None
     try:
         arm.deployment.start()
-        times = arm.deployment.wait_ready(arm.model, READY_SECONDS)
+        started_ns, live_ns, ready_ns = arm.deployment.wait_ready(arm.model, READY_SECONDS)
+        moments = {"live_ns": live_ns - started_ns, "ready_ns": ready_ns - started_ns}
         target = arm.target
         request = target.sendable(first)
         connection = target.connection((request,), timeout_s=READY_SECONDS)
         try:
             exchange = connection.send(request)
             if exchange.good:
-                first_answer_ns = exchange.end_ns - times.started_ns
+                moments["first_answer_ns"] = exchange.end_ns - started_ns
             else:
                 error = failure_message(exchange)
         finally:
@@ -124,9 +124,9 @@ def _start_process(arm: Arm, repetition: int, first: Body) -> ServerStart:
     return ServerStart(
         label=arm.request.label,
         repetition=repetition,
-        live_ns=None if times is None else times.live_ns - times.started_ns,
-        ready_ns=None if times is None else times.ready_ns - times.started_ns,
-        first_answer_ns=first_answer_ns,
+        live_ns=moments.get("live_ns"),
+        ready_ns=moments.get("ready_ns"),
+        first_answer_ns=moments.get("first_answer_ns"),
         error=error,
         conditions=CONDITIONS,
     )
@@ -182,7 +182,7 @@ def _as_server_start(context: RunContext, start: ContainerStart, deployment: Com
 def measure_container_cold_start(
     deployment: ComposeDeployment,
     model: str,
-    bodies: Mapping[int, PreparedBody],
+    bodies: Mapping[int, PreparedRequest],
     *,
     label: Label,
     repetition: int,
@@ -208,15 +208,14 @@ def measure_container_cold_start(
     try:
         offset_ns = wall_to_monotonic_ns()
         deployment.start()
-        times = deployment.wait_ready(model, timeout_s)
-        moments["live_ns"] = times.live_ns - times.started_ns
-        moments["ready_ns"] = times.ready_ns - times.started_ns
+        started_ns, live_ns, ready_ns = deployment.wait_ready(model, timeout_s)
+        moments |= {"live_ns": live_ns - started_ns, "ready_ns": ready_ns - started_ns}
         first_ns, answers = _first_answers(deployment.url, model, bodies, timeout_s)
-        moments["first_answer_ns"] = first_ns - times.started_ns
+        moments["first_answer_ns"] = first_ns - started_ns
         moments["batch_answers_ns"] = answers
         created = deployment.container.created_process_ns()
-        moments["started_ns"] = None if created is None else created + offset_ns - times.started_ns
-        moments["milestones_ns"] = milestones(deployment.log(), offset_ns - times.started_ns)
+        moments["started_ns"] = None if created is None else created + offset_ns - started_ns
+        moments["milestones_ns"] = milestones(deployment.log(), offset_ns - started_ns)
     except (DeploymentError, ConnectionRefused) as exc:
         moments["error"] = str(exc)
     return msgspec.structs.replace(record, **moments)
@@ -224,12 +223,12 @@ def measure_container_cold_start(
 
 def milestones(log: Sequence[LogLine], shift_ns: int) -> dict[str, int]:
     """Step → ns since the start, for each step in the log; `shift_ns` converts its wall clock."""
-    lines = {name: next((line for line in log if pattern.search(line.text)), None) for name, pattern in MILESTONES}
-    return {name: line.at_ns + shift_ns for name, line in lines.items() if line is not None}
+    moments = {name: next((at_ns for at_ns, text in log if pattern.search(text)), None) for name, pattern in MILESTONES}
+    return {name: at_ns + shift_ns for name, at_ns in moments.items() if at_ns is not None}
 
 
 def _first_answers(
-    url: str, model: str, bodies: Mapping[int, PreparedBody], timeout_s: float
+    url: str, model: str, bodies: Mapping[int, PreparedRequest], timeout_s: float
 ) -> tuple[int, dict[int, int]]:
     """When the first request was answered, and the latency of the first request of each batch size."""
     address = Address.parse(url)
@@ -238,7 +237,7 @@ def _first_answers(
     first_ns = 0
     try:
         for size in sorted(bodies):
-            exchange = connection.send(bodies[size].request(address, model))
+            exchange = connection.send(for_server(bodies[size], address, model))
             if exchange.status != 200:
                 raise DeploymentError(f"the first request of batch {size}: {failure_message(exchange)}")
             first_ns = first_ns or exchange.end_ns

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_workloads, schedule
+from loadgen.experiment.schedule import ScheduledBlock, endless_passes, has_load, load_workloads, schedule
 from loadgen.metrics.claims import claim, place
 from loadgen.metrics.comparisons import Comparison, PooledRequests, advantage, compare_all
 from loadgen.metrics.facts import Facts
@@ -76,7 +78,7 @@ def measure(context: RunContext) -> None:
         rounds = Rounds(context, context.done, context.load_deadline())
         title += f", {rounds.forecast()}"
     context.enter(title)
-    context.forecast.load_begins()
+    context.forecast.before_load_s = 0.0
     if rounds is not None:
         rounds.run()
         return
@@ -154,26 +156,29 @@ class Rounds:
         """Run the rounds. Raises as `LoadRunner.run` does."""
         context, runner = self._context, self._context.load_runner()
         experiment = context.experiment
-        context.forecast.load_ends_within(self._deadline - monotonic())
+        context.forecast.blocks, context.forecast.load_ends_at = [], self._deadline
         first = max((block.record.round for block in self._blocks), default=-1) + 1
         rounds = endless_passes(
-            tuple(self._workloads.values()), experiment.labels, experiment.seed + context.restart, first
+            tuple(self._workloads.values()),
+            experiment.labels,
+            experiment.seed + context.restart,
+            first,
+            context.restart,
         )
         for pass_number, offered in enumerate(rounds, start=1):
-            chosen = [open_round for open_round in offered if open_round.workload.name in self._open]
+            chosen = [blocks for blocks in offered if blocks[0].workload.name in self._open]
             if pass_number > self._least:
                 chosen = self._that_fit(chosen)
             if not chosen:
                 break
-            blocks: list[ScheduledBlock] = []
             began = monotonic()
-            for open_round in chosen:
-                blocks += open_round.blocks(len(self._blocks) + len(blocks), context.restart)
+            numbered = enumerate(chain.from_iterable(chosen), len(self._blocks))
+            blocks = [replace(block, index=index) for index, block in numbered]
             done = runner.run(blocks, context.forecast, last=False)
             self._blocks += done
             self._summaries += summarise_blocks(done)
             self._beside = max(
-                0.0, monotonic() - began - sum(context.forecast.round_s(open_round.workload) for open_round in chosen)
+                0.0, monotonic() - began - sum(context.forecast.round_s(blocks[0].workload) for blocks in chosen)
             )
             if experiment.until_decided:
                 self._requests.add(done)
@@ -184,16 +189,16 @@ class Rounds:
             if pass_number % len(experiment.arms) == 0 and pass_number >= self._least and used > FOR_ALL:
                 self._open = self._neediest()
         runner.idle()
-        context.forecast.load_ends()
+        context.forecast.load_ends_at = None
 
-    def _that_fit(self, chosen: list[OpenRound]) -> list[OpenRound]:
-        """The workloads that the time allows; until decided all or none."""
+    def _that_fit(self, chosen: list[list[ScheduledBlock]]) -> list[list[ScheduledBlock]]:
+        """The rounds that the time allows; until decided all or none."""
         left = self._deadline - monotonic() - self._beside
-        fitting: list[OpenRound] = []
-        for open_round in chosen:
-            seconds = self._context.forecast.round_s(open_round.workload)
+        fitting: list[list[ScheduledBlock]] = []
+        for blocks in chosen:
+            seconds = self._context.forecast.round_s(blocks[0].workload)
             if seconds <= left:
-                fitting.append(open_round)
+                fitting.append(blocks)
                 left -= seconds
         return fitting if len(fitting) == len(chosen) or not self._context.experiment.until_decided else []
 

@@ -35,8 +35,8 @@ from loadgen.probes.registry import Probe
 from loadgen.quantities import measured, number
 from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
-from loadgen.run.errors import LoadError
 from loadgen.run.machine import utc_now
+from loadgen.run.storage import RunError
 from loadgen.stats.percentiles import late_allowed, percentile
 from loadgen.verdict.result import Result
 
@@ -56,20 +56,20 @@ def wanted(experiment: Experiment) -> bool:
 
 
 def measure(context: RunContext) -> None:
-    """Run the searches and ramps of this start of the servers, in order. Raises `LoadError`, `StorageError`."""
+    """Run the searches and ramps of this start of the servers, in order. Raises `RunError`, `StorageError`."""
     schedule = search_schedule(context.experiment)
     to_come = [entry.workload for entry in schedule if entry.restart >= context.restart and entry.position == 0]
     planned = [entry for entry in schedule if entry.restart == context.restart]
     took: dict[str, list[float]] = {}
     rates: dict[tuple[str, Label], float] = {}
     """The rates found at this start of the servers."""
-    context.forecast.load_begins()
+    context.forecast.before_load_s = 0.0
     for (workload, _), pair in groupby(planned, key=lambda entry: (entry.workload, entry.round)):
         entries, began = list(pair), monotonic()
         if workload.scenario == "slo":
             context.enter(f"searching for the highest rate with p99 ≤ {workload.latency_bound_ms:g} ms")
             users = min(workload.concurrency, WARM_UP_USERS)
-            context.warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
+            context.load_runner().warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds)])
             for entry in entries:
                 key = workload.name, entry.label
                 rate = search_rate(
@@ -88,7 +88,7 @@ def measure(context: RunContext) -> None:
         to_come.remove(workload)
         took.setdefault(workload.name, []).append(monotonic() - began)
         durations = [seconds for many in took.values() for seconds in many]
-        context.forecast.searches_take(sum(fmean(took.get(left.name, durations)) for left in to_come))
+        context.forecast.searches_s = sum(fmean(took.get(left.name, durations)) for left in to_come)
         context.progress.plan(context.forecast.remaining_s())
 
 
@@ -105,7 +105,7 @@ def search_rate(
     Returns the rate in requests per second, None if none held.
 
     `position` is 0 if this arm comes first in its round. `earlier_rate`: the rate that an earlier search found on this
-    arm. Raises `LoadError`, `StorageError`.
+    arm. Raises `RunError`, `StorageError`.
     """
     if workload not in context.experiment.workloads:
         context.store.add_workload(workload)
@@ -128,7 +128,7 @@ def _pilot(context: RunContext, arm: Arm, entry: ScheduledBlock) -> float:
     outcome = context.load_runner(watched=False).load(arm, entry, load, index, "trial")
     rate = outcome.requests_per_s
     if outcome.cut_reason is not None or outcome.errors or rate is None:
-        raise LoadError(
+        raise RunError(
             f"{entry.workload.name} on arm {entry.label}: a single user gets no answers "
             f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
         )
@@ -144,7 +144,7 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
     planned = arrival_count(rate, workload.requests, workload.seconds, longest_s)
     allowed = late_allowed(planned)
     if allowed is None:
-        raise LoadError(f"{workload.name}: {planned} requests are too few for p99; a trial needs at least 459")
+        raise RunError(f"{workload.name}: {planned} requests are too few for p99; a trial needs at least 459")
     context.progress.now(
         f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
     )
@@ -178,7 +178,7 @@ def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
         rung = closed_loop(
             users, max(workload.requests, 4 * users), seconds=workload.seconds, max_seconds=workload.max_seconds
         )
-        context.warm_up([rung])
+        context.load_runner().warm_up([rung])
         for entry in turns if step % 2 == 0 else turns[::-1]:
             context.progress.now(f"{shown(entry.label)} with {users} users")
             arm = context.arms[entry.label]
@@ -190,7 +190,7 @@ def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
 def _run_trial(
     context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, load: Workload, *, late_allowed: int = 0
 ) -> tuple[Trial, BlockOutcome]:
-    """Run one stretch of load and return its record, which is not stored yet. Raises `LoadError`."""
+    """Run one stretch of load and return its record, which is not stored yet. Raises `RunError`."""
     index, path = context.store.next_numbered(Trial)
     seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
     command = arm.load(load, path, arrivals_seed=seed, late_allowed=late_allowed)
@@ -202,8 +202,11 @@ def _run_trial(
     answered = measured_answers(samples, is_open=is_open)
     waited_ms = latencies_ms(answered)
     speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
-    trial = Trial(
-        **runner.common_fields(entry, started_at, outcome),
+    trial = runner.record(
+        Trial,
+        entry,
+        started_at,
+        outcome,
         index=index,
         step=step,
         concurrency=load.concurrency,
@@ -213,13 +216,14 @@ def _run_trial(
         p50_ms=percentile(waited_ms, 0.5),
         p99_ms=percentile(waited_ms, 0.99),
         send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
+        late=None,  # a rung has no bound
         note=outcome.cut_reason,
     )
     return trial, outcome
 
 
 def _store(context: RunContext, arm: Arm, entry: ScheduledBlock, trial: Trial, outcome: BlockOutcome) -> None:
-    """Store a trial. Raises `StorageError`, and `LoadError` if anything but late answers cut it short."""
+    """Store a trial. Raises `StorageError`, and `RunError` if anything but late answers cut it short."""
     context.store.write_numbered(trial, trial.index)
     runner = context.load_runner(watched=False)
     runner.require_whole(arm, entry, outcome, context.store.directory / trial.samples, trial.note)

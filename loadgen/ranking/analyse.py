@@ -18,10 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from loadgen.engine_matrix.analyse import has_copies
-from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix
+from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix, shape_text
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
-from loadgen.quantities import Interval
 from loadgen.ranking.records import (
     Candidate,
     Cost,
@@ -144,7 +143,7 @@ def from_matrix(name: str, matrix: Matrix) -> RankInput:
                 if reason is None and not cell.items_per_second.value > 0.0:
                     reason = "no throughput was measured"
                 if reason is not None:
-                    what = f"{option}, {configuration.model}, batch {cell.batch}{_at(length)}"
+                    what = f"{option}, {configuration.model}, {shape_text(cell.shape)}"
                     left_out.append(LeftOut(result=name, what=what, reason=reason))
                     continue
                 points.append(
@@ -179,10 +178,6 @@ def from_matrix(name: str, matrix: Matrix) -> RankInput:
 
 def _weights_of(configured: ConfigurationResult, matrix: Matrix) -> str:
     return str(configured.description.get("weights") or matrix.plan.settings.get("weights") or NOT_REPORTED)
-
-
-def _at(length: int | None) -> str:
-    return "" if length is None else f", length {length}"
 
 
 def from_result(name: str, result: Result) -> RankInput:
@@ -266,7 +261,7 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
     return Point(
         name=workload.name,
         kind="open" if workload.is_open else "closed",
-        items_per_second=_estimate(summary.throughput_per_s, summary.throughput_ci95),
+        items_per_second=Estimate.of(summary.throughput_per_s, summary.throughput_ci95),
         latency_ms=None if p99 is None else Estimate(value=p99),
         joules_per_item=_joules(result, label, workload.name),
     ), ""
@@ -293,7 +288,7 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
     return Point(
         name=workload.name,
         kind="slo",
-        items_per_second=_estimate(geometric_mean(rates), interval_of_mean(rates)),
+        items_per_second=Estimate.of(geometric_mean(rates), interval_of_mean(rates)),
         latency_ms=Estimate(value=max(tails)) if tails else None,
     ), ""
 
@@ -307,21 +302,11 @@ def _joules(result: Result, label: Label, workload: str) -> Estimate | None:
     return None
 
 
-def _estimate(value: float, interval: Interval | None) -> Estimate:
-    low, high = interval or (None, None)
-    return Estimate(value=value, low=low, high=high)
-
-
 def cost_per_million(price_per_hour: float, items_per_second: Estimate) -> Estimate:
     """Cost per million items with the inverted interval of the throughput; a bound at or below 0 gives no bound."""
-
-    def cost(rate: float | None) -> float | None:
-        return None if rate is None or rate <= 0.0 else price_per_hour / (rate * _SECONDS_PER_HOUR) * MILLION
-
-    value = cost(items_per_second.value)
-    if value is None:
+    if items_per_second.value <= 0.0:
         raise ValueError("a cost needs a throughput above 0")
-    return Estimate(value=value, low=cost(items_per_second.high), high=cost(items_per_second.low))
+    return items_per_second.inverted(price_per_hour / _SECONDS_PER_HOUR * MILLION)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:

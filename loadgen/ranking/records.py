@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from loadgen.documents import one_line, printable
+from loadgen.documents import DocumentError, one_line, printable
 from loadgen.engine_matrix.records import Estimate
 from loadgen.records.run import Record
-from loadgen.strict_yaml import YamlError, read_mapping
+from loadgen.strict_yaml import read_mapping
 
 Kind = Literal["on-demand", "spot", "reserved"]
 Source = Literal["engines", "comparison"]
@@ -202,30 +202,24 @@ ADD_A_PRICE = (
 )
 
 
-class PriceError(ValueError):
-    """A price file cannot be used; the message names the file and the place."""
-
-
 def read_prices(path: Path) -> tuple[Price, ...]:
-    """The entries of a price file, with printable texts. Raises `PriceError`."""
+    """The entries of a price file, with printable texts. Raises `DocumentError`, which names the file and the place."""
+    content = read_mapping(path, "a price file", "prices: []")
     try:
-        content = read_mapping(path, "a price file", "prices: []")
         file: PriceFile = msgspec.convert(_printable(content), PriceFile)
-    except YamlError as exc:
-        raise PriceError(str(exc)) from exc
     except msgspec.ValidationError as exc:
-        raise PriceError(f"{path}: {one_line(str(exc))}; docs/rank.md describes every key") from exc
+        raise DocumentError(f"{path}: {one_line(str(exc))}; docs/rank.md describes every key") from exc
     for place, price in enumerate(file.prices):
         match = price.match
         if match.gpu is None and match.gpu_count is not None:
-            raise PriceError(
+            raise DocumentError(
                 f"{path}: prices[{place}].match: gpu_count needs gpu; leave both out for a machine without"
             )
         least, most = match.cpu_count_min, match.cpu_count_max
         if least is not None and most is not None and least > most:
-            raise PriceError(f"{path}: prices[{place}].match: cpu_count_min {least} is above cpu_count_max {most}")
+            raise DocumentError(f"{path}: prices[{place}].match: cpu_count_min {least} is above cpu_count_max {most}")
         if price.term is not None and price.kind != "reserved":
-            raise PriceError(f"{path}: prices[{place}]: only a reserved price has a term; remove it or set the kind")
+            raise DocumentError(f"{path}: prices[{place}]: only a reserved price has a term; remove it or set the kind")
     return file.prices
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,6 @@ from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_tex
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv
-from loadgen.run.storage import StoredRunError
 from loadgen.verdict.result import FILE_NAME, ResultError, read_result, readable, stored_result
 
 MOST_NAMES = 6
@@ -40,16 +40,9 @@ _REMEDY = (
 )
 
 
-class UnreadableError(Exception):
-    """A result cannot be read; the message names it."""
-
-
-class _SchemaOnly(msgspec.Struct):
-    schema: str = ""
-
-
 def read_all(paths: list[Path]) -> list[RankInput]:
-    """Everything that can be ranked in these files and folders, each once. Raises `UnreadableError`."""
+    """Everything that can be ranked in these files and folders, each once. Raises `ResultError` and
+    `StoredRunError`."""
     results: dict[Path, Path] = {}
     for path in paths:
         for result in _results_in(path):
@@ -60,7 +53,7 @@ def read_all(paths: list[Path]) -> list[RankInput]:
 def _results_in(path: Path) -> Iterator[Path]:
     """A file, the result of a folder, or those of the folders in it."""
     if not path.exists():
-        raise UnreadableError(f"{path} does not exist; {_REMEDY}")
+        raise ResultError(f"{path} does not exist; {_REMEDY}")
     if not path.is_dir():
         yield path.resolve() if path.is_symlink() else path  # a link that the user gives is followed
         return
@@ -68,7 +61,7 @@ def _results_in(path: Path) -> Iterator[Path]:
     inner = map(_result_of, sorted(path.rglob("*/"))) if result is None else ()
     results = [each for each in (result, *inner) if each is not None]
     if not results:
-        raise UnreadableError(f"{path} holds no result; {_REMEDY}")
+        raise ResultError(f"{path} holds no result; {_REMEDY}")
     yield from results
 
 
@@ -82,28 +75,25 @@ def _result_of(folder: Path) -> Path | None:
 
 def _read(path: Path) -> RankInput:
     name = str(path.parent if path.name in (Matrix.FILE, FILE_NAME) else path)
-    schema = "" if path.is_dir() else _schema(path)
-    try:
-        with readable(path):
-            if path.is_dir():
-                return from_result(name, stored_result(path))
-            if schema.startswith("abserve.engines/"):
-                return from_matrix(name, read_matrix(path))
-            if schema.startswith("abserve.result/"):
-                return from_result(name, read_result(path))
-    except (StoredRunError, ResultError) as exc:
-        raise UnreadableError(str(exc)) from exc
-    raise UnreadableError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
+    with readable(path):
+        if path.is_dir():
+            return from_result(name, stored_result(path))
+        schema = _schema(path)
+        if schema.startswith("abserve.engines/"):
+            return from_matrix(name, read_matrix(path))
+        if schema.startswith("abserve.result/"):
+            return from_result(name, read_result(path))
+    raise ResultError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
 
 
 def _schema(path: Path) -> str:
     try:
-        document: _SchemaOnly = decode_json(read_stored(path), _SchemaOnly, most_bytes=MOST_RECORD_BYTES)
+        document: dict[str, Any] = decode_json(read_stored(path), dict[str, Any], most_bytes=MOST_RECORD_BYTES)
     except OSError as exc:
-        raise UnreadableError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
+        raise ResultError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
     except DocumentError as exc:
-        raise UnreadableError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
-    return document.schema
+        raise ResultError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+    return str(document.get("schema"))
 
 
 def encode(ranking: RankResult) -> str:

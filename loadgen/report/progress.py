@@ -22,7 +22,7 @@ from rich.text import Text
 
 from loadgen.documents import one_line
 from loadgen.engine_matrix.analyse import samples_ns
-from loadgen.engine_matrix.measure import MatrixProgress, described
+from loadgen.engine_matrix.measure import described
 from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import BlockSummary
@@ -285,7 +285,7 @@ def _reach(ratio: LiveRatio) -> float:
     return max(_MIN_SPAN, centre * 1.1, min(max(bounds, default=0.0), 3.0 * max(centre, _MIN_SPAN)))
 
 
-class EngineProgress(MovingLine, MatrixProgress):
+class EngineProgress(MovingLine):
     """What `abserve engines` shows while it measures."""
 
     def now(self, text: str) -> None:

@@ -64,10 +64,6 @@ Rules = Mapping[str, Rule]
 """How each output is compared."""
 
 
-class AnswersError(Exception):
-    """The arms' answers cannot be compared; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class ParityTarget:
     """One arm in the parity check: asked over the transport of the load, with the same inputs in its payload."""
@@ -107,7 +103,7 @@ def check_parity(
         alone = _alone(arms, lengths)
         label, first = next(iter(arms.items()))
         cases = _cases(arms, alone, batches_to_send(first.inputs, batch_sizes, lengths, alone[label]), rules)
-    except (AnswersError, AnswerError, ConnectionRefused, InputError) as exc:
+    except (AnswerError, ConnectionRefused, InputError) as exc:
         return msgspec.structs.replace(record, error=str(exc))
     alike = {
         label: tuple(name for name in rules if all_alike([answer[name] for answer in answers.values()]))
@@ -211,16 +207,16 @@ def compare_answers(
     kind: Literal["reference", "alone"],
     rules: Rules,
 ) -> ParityCase:
-    """One case: the answers to the same items, one by one. Raises `AnswersError` when names or shapes differ, or a
+    """One case: the answers to the same items, one by one. Raises `AnswerError` when names or shapes differ, or a
     value is not finite."""
     by_output: dict[str, list[Agreement]] = {}
     for output, typical in _typical(expected).items():
         for reference, other in zip(expected, actual, strict=True):
             agreement = _agreement(reference, other, output, rules, typical, cut=kind == "alone")
             if isinstance(agreement, str):
-                raise AnswersError(f"{name}: {agreement}")
+                raise AnswerError(f"{name}: {agreement}")
             if agreement.fault == NOT_FINITE:
-                raise AnswersError(f"{name}: {output} {NOT_FINITE}")
+                raise AnswerError(f"{name}: {output} {NOT_FINITE}")
             by_output.setdefault(output, []).append(agreement)
     outputs = {output: worst_of(agreements) for output, agreements in by_output.items()}
     whole = worst_of(list(outputs.values()))
@@ -283,12 +279,12 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
 
 
 def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> list[Answer]:
-    """The answer to each item of each batch. Raises `AnswersError`."""
+    """The answer to each item of each batch. Raises `AnswerError`."""
     try:
         with ThreadPoolExecutor(max_workers=at_once) as pool:
             answers = list(pool.map(lambda items: ask(arm, items), batches))
     except (AnswerError, ConnectionRefused) as exc:
-        raise AnswersError(f"arm {label} does not answer the inputs of the parity check: {exc}") from exc
+        raise AnswerError(f"arm {label} does not answer the inputs of the parity check: {exc}") from exc
     return [
         {name: array[place : place + 1] for name, array in answer.items()}
         for items, answer in zip(batches, answers, strict=True)

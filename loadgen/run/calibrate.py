@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -18,20 +18,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.child_process import ChildProcess
+from loadgen.child_process import OWN_MODULE, ChildProcess
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.generator import GeneratorError, GeneratorProcess
-from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.generator import GeneratorProcess
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.client.transports import TRANSPORTS
-from loadgen.invocation import OWN_MODULE
 from loadgen.launch.work_folder import work_folder
 from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
 from loadgen.records.payloads import IMAGE_PAYLOADS
 from loadgen.records.run import Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
-from loadgen.run.machine import CalibrationError, command_line, fingerprint, read_machine, utc_now
+from loadgen.run.machine import MachineRecordError, command_line, fingerprint, read_machine, utc_now
 from loadgen.stats.percentiles import percentile
 
 JPEG_BYTES = 30_000
@@ -47,20 +46,8 @@ _LOADED_DELAY = 1.2
 _DATATYPES = {"fp32": "FP32", "uint8": "UINT8", "jpeg": "BYTES"}
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationRequest:
-    """What to measure. `seconds` is the length of each ceiling's measurement; batches get fewer users, to save
-    memory."""
-
-    transports: Sequence[Transport] = TRANSPORTS
-    payloads: Sequence[str] = IMAGE_PAYLOADS
-    batch_sizes: Sequence[int] = (1, 32)
-    concurrency: int = 16
-    seconds: float = 2.0
-
-
 class SinkProcesses:
-    """Sinks that share their ports. Raises `CalibrationError` when one does not start or answer."""
+    """Sinks that share their ports. Raises `MachineRecordError` when one does not start or answer."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self._processes: list[ChildProcess] = []
@@ -71,7 +58,7 @@ class SinkProcesses:
                 process = ChildProcess(argv, log_path=folder / f"sink-{number}.log", pipes=True)
                 self._processes.append(process)
                 ports = _read(process)
-        except CalibrationError:
+        except MachineRecordError:
             self.stop()
             raise
         self.url = f"http://127.0.0.1:{ports['port']}"
@@ -103,12 +90,21 @@ def _read(process: ChildProcess) -> Any:
     line = process.read_line(_TIMEOUT_S)
     if not line:
         reason = f"did not answer within {_TIMEOUT_S:g} s" if line is None else process.ended()
-        raise CalibrationError(f"the sink {reason}")
+        raise MachineRecordError(f"the sink {reason}")
     return msgspec.json.decode(line)
 
 
-def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibration:
-    """Measure every combination. Raises `CalibrationError` when none could be measured."""
+def calibrate(
+    say: Callable[[str], None],
+    *,
+    transports: Sequence[Transport] = TRANSPORTS,
+    payloads: Sequence[str] = IMAGE_PAYLOADS,
+    batch_sizes: Sequence[int] = (1, 32),
+    concurrency: int = 16,
+    seconds: float = 2.0,
+) -> Calibration:
+    """Measure every combination; `seconds` is the length of each ceiling's measurement. Batches get fewer users, to
+    save memory. Raises `MachineRecordError` when nothing could be measured."""
     workloads: list[CalibrationWorkload] = []
     problems: list[str] = []
     host, packages = read_machine()
@@ -121,18 +117,18 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
         resources.callback(sinks.stop)
         generator = GeneratorProcess(folder / "generator.log")
         resources.callback(generator.stop)
-        for transport in request.transports:
-            for payload in request.payloads:
-                measurement = _Measurement(generator, sinks, folder, transport, payload)
-                try:
-                    measurement.prepare(samples, request.batch_sizes)
-                    for batch_size in request.batch_sizes:
-                        say(f"{transport}, {payload}, batch {batch_size}")
-                        workloads.append(measurement.measure(request, batch_size))
-                except GeneratorError as exc:
-                    problems.append(f"{transport}, {payload}: {exc}")
+        for transport, payload in product(transports, payloads):
+            measurement = _Measurement(generator, sinks, folder, transport, payload)
+            try:
+                measurement.prepare(samples, batch_sizes)
+                for batch_size in batch_sizes:
+                    say(f"{transport}, {payload}, batch {batch_size}")
+                    users = concurrency if batch_size == 1 else min(concurrency, _BATCHED_USERS)
+                    workloads.append(measurement.measure(batch_size, users, seconds))
+            except GeneratorError as exc:
+                problems.append(f"{transport}, {payload}: {exc}")
     if not workloads:
-        raise CalibrationError(
+        raise MachineRecordError(
             f"nothing could be measured: {'; '.join(problems) or 'no transport or payload was given'}"
         )
     return Calibration(
@@ -142,7 +138,7 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
         host=host,
         packages=packages,
         sink_processes=count,
-        seconds=request.seconds,
+        seconds=seconds,
         workloads=tuple(workloads),
         problems=tuple(problems),
     )
@@ -173,13 +169,12 @@ class _Measurement:
             )
         )
 
-    def measure(self, request: CalibrationRequest, batch_size: int) -> CalibrationWorkload:
+    def measure(self, batch_size: int, users: int, seconds: float) -> CalibrationWorkload:
         """The ceiling at one batch size, and at batch size 1 the timing error. Raises `GeneratorError`."""
-        users = request.concurrency if batch_size == 1 else min(request.concurrency, _BATCHED_USERS)
         self._sinks.delay(0.0)
-        self._run(batch_size, users, 2 * users, request.seconds / 10)
+        self._run(batch_size, users, 2 * users, seconds / 10)
         before_ns, began_ns = self._sinks.cpu_ns(), perf_counter_ns()
-        outcome = self._run(batch_size, users, 1, request.seconds)
+        outcome = self._run(batch_size, users, 1, seconds)
         after_ns, ended_ns = self._sinks.cpu_ns(), perf_counter_ns()
         rate = (throughput_per_s(read_samples(self._samples)) or 0.0) / batch_size
         share = outcome.cpu_ns / (outcome.window_end_ns - outcome.window_start_ns)
@@ -189,8 +184,8 @@ class _Measurement:
         timing: tuple[TimingError, ...] = ()
         if batch_size == 1:
             timing = (
-                self._time(1, _IDLE_DELAY_MS, rate, request.seconds),
-                self._time(users, _LOADED_DELAY * 1000.0 * users / rate, rate, request.seconds),
+                self._time(1, _IDLE_DELAY_MS, rate, seconds),
+                self._time(users, _LOADED_DELAY * 1000.0 * users / rate, rate, seconds),
             )
         return CalibrationWorkload(
             transport=self._transport,

@@ -20,24 +20,23 @@ from time import monotonic
 from loadgen.child_process import ProcessError
 from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import EndpointError, Signature
-from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import InputError
-from loadgen.client.messages import BlockOutcome
+from loadgen.client.messages import BlockOutcome, GeneratorError
 from loadgen.experiment.schedule import closed_loop, schedule
 from loadgen.launch.deployment import DeploymentError
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
-from loadgen.run.errors import LoadError
-from loadgen.run.gpu_recording import GpuStage
+from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.load_runner import LoadRunner
 from loadgen.run.preparation import READY_SECONDS, Inputs, make_deployment
 from loadgen.run.progress import Forecast, RunProgress
-from loadgen.run.storage import RunStore, StoredBlock
+from loadgen.run.storage import RunError, RunStore, StoredBlock
 
 OBSTACLES = (
-    AddressError, DeploymentError, EndpointError, GeneratorError, InputError, LoadError, ProcessError,
+    AddressError, DeploymentError, EndpointError, GeneratorError, InputError, ProcessError, RunError,
 )  # fmt: skip
 """Errors that cost one step of a probe; a full disk ends the run, as everywhere."""
 GPU_CONTROL_SECONDS = 45.0
@@ -71,7 +70,7 @@ class RunContext:
         self.progress = progress
         self.abserve = tuple(abserve)
         self.forecast = Forecast(experiment, schedule(experiment))
-        self.gpu = GpuStage(store, abserve, sampler)
+        self.gpu = GpuRecording(store, abserve, sampler)
         self.arms: dict[Label, Arm] = {}
         self.restart = 0
         """The number of this start of the servers, from 0."""
@@ -97,7 +96,7 @@ class RunContext:
         what follows the load, is shared equally among this restart and those to come."""
         if self.experiment.minutes is None:
             return monotonic() + 60.0 * (self.experiment.time_limit_minutes or 0.0)
-        after = self.forecast.after_load_s() + (GPU_CONTROL_SECONDS if self.gpu.recording is not None else 0.0)
+        after = self.forecast.after_load_s() + (GPU_CONTROL_SECONDS if self.gpu.running else 0.0)
         left = self.began_s + 60.0 * self.experiment.minutes - after - monotonic()
         return monotonic() + max(0.0, left) / (self.experiment.restarts - self.restart)
 
@@ -116,7 +115,7 @@ class RunContext:
             self.generator,
             self.store if store is None else store,
             RunProgress() if quiet else self.progress,
-            self.gpu.recording if watched else None,
+            self.gpu if watched and self.gpu.running else None,
             self.experiment.seed,
             self.answers if arms is None else None,
         )
@@ -156,11 +155,6 @@ class RunContext:
             return str(exc)
         return None
 
-    def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
-        """Run every load shape of these workloads on every arm. Returns by name how many seconds a request takes on the
-        slowest arm. Raises `LoadError`."""
-        return self.load_runner().warm_up(workloads)
-
 
 USED_SHARE = 0.8 * CEILING_SHARE_LIMIT
 """So that the check of the ceiling passes also for an arm that is a little faster than in the pilot."""
@@ -170,7 +164,7 @@ _MOST_PROCESSES = 64
 
 
 def size_generator(context: RunContext, calibration: Calibration | None, batch_sizes: Sequence[int]) -> int:
-    """Restart the generator with as many processes as the load needs, and return their number. Raises `LoadError`,
+    """Restart the generator with as many processes as the load needs, and return their number. Raises `RunError`,
     `GeneratorError`."""
     loads = pilot_loads(context.experiment.workloads)
     limit = most_processes(loads)

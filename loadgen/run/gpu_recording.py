@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from time import perf_counter_ns, sleep
 
 import msgspec
 
-from loadgen.child_process import ChildProcess, ProcessError
+from loadgen.child_process import OWN_MODULE, ChildProcess, ProcessError
 from loadgen.documents import read_json
-from loadgen.invocation import OWN_MODULE
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS, TimeSpan
 from loadgen.records.machine import used_gpu
 from loadgen.records.run import ArmRecord, Label
@@ -31,24 +29,57 @@ GAP_SECONDS = DEFAULT_THRESHOLDS.min_gap_s + DEFAULT_THRESHOLDS.gap_settle_s + D
 
 
 class GpuRecording:
-    """One sampler process, from construction to `stop`."""
+    """The sampler of a run, and what is known of the arms on GPUs. Life: `start` when the servers are warm, at each of
+    their starts → `edge`, `gap`, `processes` → `stop`, at any time."""
 
-    def __init__(self, directory: Path, log_path: Path, command: Sequence[str] = SAMPLER) -> None:
-        """Start it and wait for its first line. The readings go to DIR/gpu/0000.jsonl."""
-        self.file = "gpu/0000.jsonl"
+    FILE = "gpu/0000.jsonl"
+    """Where the readings are, relative to the run's folder."""
+
+    def __init__(self, store: RunStore, abserve: Sequence[str], sampler: Sequence[str]) -> None:
+        """`abserve` is the command that describes a server's GPUs, `sampler` the one that records them."""
         self.gaps: list[TimeSpan] = []
         self.pids: dict[Label, set[int]] = {}
         self.processes_unknown: dict[Label, str] = {}
         """The arms whose processes are unknown, and why."""
+        self.records: tuple[ArmRecord, ...] = ()
+        """The arms' records, each with its `/gpu-info` document."""
+        self._store = store
+        self._abserve = tuple(abserve)
+        self._sampler = tuple(sampler)
+        self._arms: Mapping[Label, Arm] = {}
         self._process: ChildProcess | None = None
-        path = directory / self.file
+
+    @property
+    def running(self) -> bool:
+        """Whether the sampler records; not without a GPU, nor when all arms say that they run on the CPU."""
+        return self._process is not None
+
+    def start(self, arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> None:
+        """Start the sampler unless all arms run on the CPU, and complete the arms' records. After a restart of the
+        servers the sampler goes on and learns their new processes."""
+        if not self.running and all(_on_cpu(record) for record in records):
+            return
+        self._arms = arms
+        described = tuple(self.describe(record, self._store) for record in records)
+        if not self.running:
+            self._start_sampler(gpu_options(described))
+        if self.running:
+            self.records = described
+            self._store.write_all(ArmRecord, self.records)
+            self.note_processes()
+
+    def _start_sampler(self, options: Sequence[str]) -> None:
+        """Start it and wait for its first line, whose status is "ok" with a GPU; without one it is stopped."""
+        path = self._store.directory / self.FILE
+        argv = [*self._sampler, *options, "--out", str(path)]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._process = ChildProcess([*command, "--out", str(path)], log_path=log_path, pipes=True)
-        except (OSError, ProcessError):
-            self.ok = False
-            return
-        self.ok = self._status() == "ok"
+            self._process = ChildProcess(argv, log_path=self._store.log_path("gpu-sampler"), pipes=True)
+            document = msgspec.json.decode(self._process.read_line(READY_SECONDS) or b"null")
+        except (OSError, ProcessError, msgspec.DecodeError):
+            document = None
+        if not isinstance(document, dict) or document.get("status") != "ok":
+            self.stop()
 
     def edge(self, label: str) -> None:
         """Read everything now; returns when the readings are in the file or the sampler does not answer."""
@@ -63,6 +94,11 @@ class GpuRecording:
         end_ns = perf_counter_ns()
         self.edge(f"gap {number} end")
         self.gaps.append(TimeSpan(start_ns=start_ns, end_ns=end_ns))
+
+    def note_processes(self) -> None:
+        """Record the current processes of the arms' servers."""
+        for label, arm in self._arms.items():
+            self.processes(label, arm.deployment.pids(), arm.deployment.processes_unknown)
 
     def processes(self, label: Label, pids: Collection[int], unknown: str | None) -> None:
         """Add processes of an arm's server; those that end stay in the set. `unknown`: why there are none."""
@@ -83,58 +119,6 @@ class GpuRecording:
     def _command(self, text: str) -> None:
         if self._process is not None and self._process.send(text.encode()):
             self._process.read_line(ANSWER_SECONDS)
-
-    def _status(self) -> object:
-        """The driver status in the sampler's first line: "ok" with a GPU."""
-        assert self._process is not None
-        try:
-            document = msgspec.json.decode(self._process.read_line(READY_SECONDS) or b"null")
-        except msgspec.DecodeError:
-            return None
-        return document.get("status") if isinstance(document, dict) else None
-
-
-class GpuStage:
-    """The recording of a run. Life: `start` when the servers are warm → load with `recording` → `close`, at any
-    time."""
-
-    def __init__(self, store: RunStore, abserve: Sequence[str], sampler: Sequence[str]) -> None:
-        self._store = store
-        self._abserve = tuple(abserve)
-        self._sampler = tuple(sampler)
-        self._arms: Mapping[Label, Arm] = {}
-        self.records: tuple[ArmRecord, ...] = ()
-        """The arms' records, each with its `/gpu-info` document."""
-        self.recording: GpuRecording | None = None
-        """None without a GPU, or when all arms say that they run on the CPU."""
-
-    def start(self, arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> None:
-        """Start the sampler unless all arms run on the CPU, and complete the arms' records. After a restart of the
-        servers the sampler goes on and learns their new processes."""
-        if self.recording is None and all(_on_cpu(record) for record in records):
-            return
-        self._arms = arms
-        described = tuple(self.describe(record, self._store) for record in records)
-        if self.recording is None:
-            sampler = (*self._sampler, *gpu_options(described))
-            self.recording = GpuRecording(self._store.directory, self._store.log_path("gpu-sampler"), sampler)
-            if not self.recording.ok:
-                self.close()
-                return
-        self.records = described
-        self._store.write_all(ArmRecord, self.records)
-        self.note_processes()
-
-    def close(self) -> None:
-        if self.recording is not None:
-            self.recording.stop()
-            self.recording = None
-
-    def note_processes(self) -> None:
-        """Record the current processes of the arms' servers."""
-        assert self.recording is not None
-        for label, arm in self._arms.items():
-            self.recording.processes(label, arm.deployment.pids(), arm.deployment.processes_unknown)
 
     def describe(self, record: ArmRecord, store: RunStore) -> ArmRecord:
         """The record with a `/gpu-info` document, which Triton does not offer: `abserve gpu-info` makes it from

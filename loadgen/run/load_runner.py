@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import monotonic, perf_counter_ns, sleep, time_ns
-from typing import Any
+from typing import Any, TypeVar
 
-from loadgen.client.generator import GeneratorError, GeneratorProcess
-from loadgen.client.messages import BlockOutcome, Open
+from loadgen.client.generator import GeneratorProcess
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop, schedule_seed
 from loadgen.metrics.summaries import summarise_blocks
-from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
+from loadgen.records.run import BlockRecord, Label, Record, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm, Snapshot
-from loadgen.run.errors import LoadError
 from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.machine import utc_now
-from loadgen.run.machine_watch import MachineWatch
+from loadgen.run.machine_watch import machine_load, read_processors, server_processes
 from loadgen.run.progress import Forecast, RunProgress
-from loadgen.run.storage import RunStore, StorageError, StoredBlock, read_block, storage_sentence
+from loadgen.run.storage import RunError, RunStore, StorageError, StoredBlock, read_block, storage_sentence
 
 OPEN_WARM_UP_USERS = 8
 GAP_EVERY_SECONDS = 90.0
@@ -30,9 +30,10 @@ CLOCK_STEP_SECONDS = 1.0
 """A larger step means that the wall clock was set: NTP adjusts it by far less within a block."""
 _SETTLED_SECONDS = 0.5
 _NS_PER_S = 1e9
+R = TypeVar("R", bound=Record)
 
 
-@dataclass(slots=True)
+@dataclass
 class LoadRunner:
     """Loads the arms of one run: every block of a round and every trial of a search goes through `load`."""
 
@@ -46,14 +47,15 @@ class LoadRunner:
     """The experiment's seed, which determines the schedules of open loops."""
     answers: AnswersUnderLoad | None = None
     """Keeps some answers of all load."""
-    _watch: MachineWatch = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._watch = MachineWatch(tuple(self.arms.values()))
+    @cached_property
+    def servers(self) -> tuple[int, ...] | None:
+        """The processes of the servers on this machine at the first block; None if they are unknown for one arm."""
+        return server_processes(self.arms.values())
 
     def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
         """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
-        takes on the slowest arm. Raises `LoadError`."""
+        takes on the slowest arm. Raises `RunError`."""
         slowest: dict[_Shape, float] = {}
         for label in self.arms:
             shapes = dict.fromkeys(_warm_up_shape(workload) for workload in workloads)
@@ -69,7 +71,7 @@ class LoadRunner:
         return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
 
     def pilot(self, label: Label, load: Workload) -> BlockOutcome:
-        """Run a load on one arm without storing samples. Raises `LoadError`."""
+        """Run a load on one arm without storing samples. Raises `RunError`."""
         self.progress.now(f"{shown(label)}: how fast it is, to choose the load generator's processes")
         return self._unstored(f"pilot of arm {label}", label, load)
 
@@ -77,7 +79,7 @@ class LoadRunner:
         arm = self.arms[label]
         outcome = self._generate(title, arm, arm.load(load, None))
         if outcome.errors:
-            raise LoadError(
+            raise RunError(
                 f"{title}: {outcome.errors} of {outcome.requests} requests failed "
                 f"({outcome.error_messages[0]}){arm.failure_message()}"
             )
@@ -89,7 +91,7 @@ class LoadRunner:
         self, blocks: Sequence[ScheduledBlock], forecast: Forecast, *, planned: int | None = None, last: bool = True
     ) -> list[StoredBlock]:
         """Run and store all blocks in order; returns them as stored. `planned` is the number of blocks in the whole
-        run, where it is fixed; `last`: no blocks follow. Raises `LoadError` after storing a block that was cut short,
+        run, where it is fixed; `last`: no blocks follow. Raises `RunError` after storing a block that was cut short,
         `StorageError`."""
         current_round = None
         of = "" if planned is None else f" of {planned}"
@@ -100,7 +102,7 @@ class LoadRunner:
             current_round = block.round
             self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.workload.name}")
             started = monotonic()
-            record = self._block(block)
+            record = self.measure(block)
             forecast.block_took(block, monotonic() - started)
             stored = read_block(self.store.directory, record, {block.workload.name: block.workload})
             done.append(stored)
@@ -109,10 +111,6 @@ class LoadRunner:
         if last:
             self.idle()
         return done
-
-    def measure(self, block: ScheduledBlock) -> BlockRecord:
-        """Run and store one block outside the schedule. Raises as `run` does."""
-        return self._block(block)
 
     def _gap_due(self) -> bool:
         gaps = () if self.gpu is None else self.gpu.gaps
@@ -129,7 +127,7 @@ class LoadRunner:
     ) -> BlockOutcome:
         """Load one arm. `number` decides which answers are kept, of the runner's arms; `name` is for messages.
         `readings` begin when all users are connected; after Ctrl-C, which is raised, their record of the unfinished
-        load is stored. Raises `LoadError`; a load that was cut short is returned."""
+        load is stored. Raises `RunError`; a load that was cut short is returned."""
         answers = self.answers if self.arms.get(entry.label) is arm else None
         if answers is not None:
             command = answers.keeping(command, entry.workload, number)
@@ -142,7 +140,7 @@ class LoadRunner:
     def require_whole(
         arm: Arm, entry: ScheduledBlock, outcome: BlockOutcome, samples: Path, cut_reason: str | None
     ) -> None:
-        """Call it after the record is stored. Raises `StorageError` when the samples are not stored, and `LoadError`
+        """Call it after the record is stored. Raises `StorageError` when the samples are not stored, and `RunError`
         when the load was cut short."""
         if outcome.storage_error is not None:
             raise StorageError(storage_sentence(samples, outcome.storage_error))
@@ -150,23 +148,21 @@ class LoadRunner:
             raise _cut_short(_title(entry), cut_reason, arm)
 
     @staticmethod
-    def common_fields(entry: ScheduledBlock, started_at: str, outcome: BlockOutcome) -> dict[str, Any]:
-        """The fields that the records of a block and of a trial have in common."""
-        return {
+    def record(kind: type[R], entry: ScheduledBlock, started_at: str, outcome: BlockOutcome, **more: Any) -> R:
+        """The record of a block or of a trial: every field that the outcome has under the same name, and `more`."""
+        common = set(kind.__struct_fields__) & set(outcome.__struct_fields__)
+        measured = {name: getattr(outcome, name) for name in common}
+        planned = {
             "workload": entry.workload.name,
             "round": entry.round,
             "restart": entry.restart,
             "label": entry.label,
             "position": entry.position,
             "started_at": started_at,
-            "window_start_ns": outcome.window_start_ns,
-            "window_end_ns": outcome.window_end_ns,
-            "requests": outcome.requests,
-            "errors": outcome.errors,
-            "error_messages": outcome.error_messages,
             "generator_cpu_ns": outcome.cpu_ns,
             "generator_spin_ns": outcome.spin_ns,
         }
+        return kind(**measured | planned | more)
 
     def _generate(self, title: str, arm: Arm, command: Open, readings: _Readings | None = None) -> BlockOutcome:
         try:
@@ -181,15 +177,15 @@ class LoadRunner:
                     self.store.block(readings.record(outcome))
                 raise
         except GeneratorError as exc:
-            raise LoadError(f"{title}: {exc}{arm.failure_message()}") from exc
+            raise RunError(f"{title}: {exc}{arm.failure_message()}") from exc
 
-    def _block(self, block: ScheduledBlock) -> BlockRecord:
-        """Run and store one block, with readings of the server, the machine and the GPU."""
+    def measure(self, block: ScheduledBlock) -> BlockRecord:
+        """Run and store one block, with readings of the server, the machine and the GPU. Raises as `run` does."""
         arm, workload = self.arms[block.label], block.workload
         path = self.store.samples_path(block.index)
         arrivals_seed = schedule_seed(self.seed, workload.name, block.round)
         command = arm.load(workload, path, turn=block.round, arrivals_seed=arrivals_seed)
-        readings = _Readings(block, arm, self._watch, self.gpu)
+        readings = _Readings(block, arm, self.servers, self.gpu)
         outcome = self.load(arm, block, command, block.index, "block", readings)
         readings.end(outcome)
         record = readings.record(outcome)
@@ -201,20 +197,17 @@ class LoadRunner:
 class _Readings:
     """The readings right before and right after a block: the server's statistics and CPU time, the machine, the GPU."""
 
-    def __init__(self, block: ScheduledBlock, arm: Arm, watch: MachineWatch, gpu: GpuRecording | None) -> None:
-        """Asks the server what its model calls."""
+    def __init__(
+        self, block: ScheduledBlock, arm: Arm, servers: Sequence[int] | None, gpu: GpuRecording | None
+    ) -> None:
+        """Asks the server what its model calls. `servers`: all processes of the arms' servers, None if unknown."""
         self._entry = block
         self._arm = arm
         self._source = arm.statistics()
-        self._watch = watch
+        self._servers = servers
         self._gpu = gpu
-        self._started_at = ""
-        self._statistics: Snapshot | None = None
-        self._cpu_ns: int | None = None
-        self._clock_ns = 0
-        self._server_cpu_ns: int | None = None
-        self._stages: StageTotals | None = None
-        self._machine: MachineLoad | None = None
+        self._at_end: dict[str, Any] = {"server_cpu_ns": None, "stages": None, "machine": None}
+        """Fields of the record."""
         self._clock_step_s = 0.0
         """How far the wall clock was set during the block."""
 
@@ -225,18 +218,18 @@ class _Readings:
         self._cpu_ns = self._arm.deployment.cpu_ns()
         self._started_at = utc_now()
         self._clock_ns = _wall_clock_ahead_ns()
-        self._watch.start()
+        self._processors = read_processors()
 
     def end(self, outcome: BlockOutcome) -> None:
         """Call it after the last answer."""
-        self._machine = self._watch.end()
+        self._at_end["machine"] = machine_load(self._processors, read_processors(), self._servers)
         self._clock_step_s = (_wall_clock_ahead_ns() - self._clock_ns) / _NS_PER_S
         cpu_ns = self._arm.deployment.cpu_ns()
         if self._cpu_ns is not None and cpu_ns is not None:
-            self._server_cpu_ns = cpu_ns - self._cpu_ns
+            self._at_end["server_cpu_ns"] = cpu_ns - self._cpu_ns
         self._read_gpu("after")
         if self._statistics is not None:
-            self._stages = self._totals(self._statistics, outcome.requests + outcome.cool_down)
+            self._at_end["stages"] = self._totals(self._statistics, outcome.requests + outcome.cool_down)
 
     def _read_gpu(self, moment: str) -> None:
         """With the server's processes at this moment: it may have restarted one that works on the GPU."""
@@ -266,25 +259,17 @@ class _Readings:
             )
         if note is None and abs(self._clock_step_s) > CLOCK_STEP_SECONDS:
             note = f"the wall clock was set by {self._clock_step_s:+,.0f} s; the measurement does not depend on it"
-        return BlockRecord(
-            **LoadRunner.common_fields(block, self._started_at, outcome),
+        return LoadRunner.record(
+            BlockRecord,
+            block,
+            self._started_at,
+            outcome,
             index=block.index,
             samples=f"samples/{block.index:04d}.npy",
             items=(outcome.requests - outcome.errors) * block.workload.batch_size,
-            server_cpu_ns=self._server_cpu_ns,
-            stages=self._stages,
             complete=outcome.cut_reason is None and outcome.storage_error is None,
             note=note,
-            transport=outcome.transport,
-            body_payload_bytes=outcome.body_payload_bytes,
-            offered=outcome.offered,
-            due_span_ns=outcome.due_span_ns,
-            cool_down=outcome.cool_down,
-            cool_down_ns=outcome.cool_down_ns,
-            first_answer_ns=outcome.first_answer_ns,
-            reconnects=outcome.reconnects,
-            machine=self._machine,
-            workers=outcome.workers,
+            **self._at_end,
         )
 
 
@@ -292,8 +277,8 @@ def _title(entry: ScheduledBlock) -> str:
     return f"{entry.workload.name} on arm {entry.label}"
 
 
-def _cut_short(title: str, reason: str, arm: Arm) -> LoadError:
-    return LoadError(f"{title} was cut short: {reason}{arm.failure_message()}")
+def _cut_short(title: str, reason: str, arm: Arm) -> RunError:
+    return RunError(f"{title} was cut short: {reason}{arm.failure_message()}")
 
 
 def _wall_clock_ahead_ns() -> int:

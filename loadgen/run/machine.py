@@ -150,48 +150,41 @@ def cache_path(kind: str, digest: str) -> Path:
     return cache / "abserve" / f"{kind}-{digest}.json"
 
 
-def store_record(path: Path, record: object) -> None:
-    """Write a record as indented JSON, with the folder it needs. Raises `OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+class MachineRecordError(Exception):
+    """A calibration or a noise floor cannot be made, stored or read; the message names the remedy."""
+
+
+def store_record(path: Path, record: object, remedy: str) -> None:
+    """Write a record as indented JSON, with the folder it needs. Raises `MachineRecordError`, which ends with the
+    remedy."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    except OSError as exc:
+        raise MachineRecordError(f"cannot store {path}: {exc.strerror or exc}; {remedy}") from exc
 
 
 GENERATOR_PACKAGES = ("abserve", "gevent", "greenlet", "grpcio", "locust", "msgspec", "numpy", "tritonclient")
 """Packages whose versions affect the generator's speed."""
 
 
-class CalibrationError(Exception):
-    """A calibration cannot be made, stored or read; the message names the remedy."""
-
-
 def read_machine() -> tuple[dict[str, str | int | float | None], dict[str, str]]:
     return read_host(), installed_versions(GENERATOR_PACKAGES)
 
 
-def default_path(digest: str) -> Path:
-    """`$XDG_CACHE_HOME/abserve/calibration-FINGERPRINT.json`."""
-    return cache_path("calibration", digest)
-
-
-def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Raises `CalibrationError`."""
-    try:
-        store_record(path, calibration)
-    except OSError as exc:
-        raise CalibrationError(f"cannot store {path}: {exc.strerror or exc}; choose another --out") from exc
-
-
 def read_calibration(path: Path) -> Calibration:
-    """Raises `CalibrationError` for a missing or unreadable file."""
+    """Raises `MachineRecordError` for a missing or unreadable file."""
     try:
         return cast("Calibration", read_record(read_named(path), Calibration))
     except (OSError, DocumentError) as exc:
-        raise CalibrationError(f"cannot read the calibration {path}: {exc}; make one with: abserve calibrate") from exc
+        raise MachineRecordError(
+            f"cannot read the calibration {path}: {exc}; make one with: abserve calibrate"
+        ) from exc
 
 
 def own_calibration() -> Calibration | None:
     """The calibration of this machine with the installed versions; None when it is missing or unreadable."""
     try:
-        return read_calibration(default_path(fingerprint(*read_machine())))
-    except CalibrationError:
+        return read_calibration(cache_path("calibration", fingerprint(*read_machine())))
+    except MachineRecordError:
         return None

@@ -7,7 +7,7 @@ values that the kernel does not offer are None.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,28 +54,13 @@ class ProcessorReading:
     processes: Mapping[int, Process]
 
 
-class MachineWatch:
-    """`start` right before a window, `end` right after it. Each reads /proc once."""
-
-    def __init__(self, arms: Sequence[Arm]) -> None:
-        self._arms = arms
-        self._servers: tuple[int, ...] | None = None
-        self._started = False
-        self._before: ProcessorReading | None = None
-
-    def start(self) -> None:
-        if not self._started:
-            self._started, self._servers = True, _server_processes(self._arms)
-        self._before = read_processors()
-
-    def end(self) -> MachineLoad | None:
-        """The load since `start`; None when the counters cannot be read."""
-        after = read_processors()
-        return None if self._before is None or after is None else machine_load(self._before, after, self._servers)
-
-
-def machine_load(before: ProcessorReading, after: ProcessorReading, servers: Sequence[int] | None) -> MachineLoad:
-    """The difference of two readings. `servers` are processes besides this one's descendants; None if unknown."""
+def machine_load(
+    before: ProcessorReading | None, after: ProcessorReading | None, servers: Sequence[int] | None
+) -> MachineLoad | None:
+    """The difference of two readings, right before a window and right after it; None without one of them. `servers`
+    are processes besides this one's descendants; None if unknown."""
+    if before is None or after is None:
+        return None
     roots = (os.getpid(), *(servers or ()))
     own_before, own_after = descendants(before.processes, roots), descendants(after.processes, roots)
     our_ticks = _all_ticks(after, own_after) - _all_ticks(before, own_before)
@@ -128,7 +113,7 @@ def descendants(processes: Mapping[int, Process], roots: Collection[int]) -> set
     return family
 
 
-def _server_processes(arms: Sequence[Arm]) -> tuple[int, ...] | None:
+def server_processes(arms: Iterable[Arm]) -> tuple[int, ...] | None:
     """The processes of all arms that run on this machine; None if they are unknown for one arm."""
     servers: list[int] = []
     for arm in arms:

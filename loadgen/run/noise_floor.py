@@ -11,7 +11,7 @@ from loadgen.documents import DocumentError, read_named, read_record
 from loadgen.metrics.comparisons import pair_metrics
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Environment, Experiment
-from loadgen.run.machine import cache_path, fingerprint, store_record, utc_now
+from loadgen.run.machine import MachineRecordError, cache_path, fingerprint, store_record, utc_now
 from loadgen.verdict.noise_floor import (
     COMMAND,
     floor_entries,
@@ -24,16 +24,12 @@ from loadgen.verdict.noise_floor import (
 from loadgen.verdict.result import Result
 
 
-class NoiseFloorError(Exception):
-    """A floor cannot be made from a run, stored or read; the message names the remedy."""
-
-
 def own_floors(environment: Environment, experiment: Experiment) -> tuple[NoiseFloor, ...]:
     """The floors of this machine for servers in the same places; if the file cannot be read, one that says so."""
     digest, servers = _digest(environment), {server_of(arm) for arm in experiment.arms}
     try:
         floors = read_floors(cache_path("noise-floor", digest))
-    except NoiseFloorError as exc:
+    except MachineRecordError as exc:
         return (
             NoiseFloor(
                 fingerprint=digest, servers="", title="", made_at=utc_now(), restarts=0, entries=(),
@@ -44,27 +40,27 @@ def own_floors(environment: Environment, experiment: Experiment) -> tuple[NoiseF
 
 
 def read_floors(path: Path) -> tuple[NoiseFloor, ...]:
-    """The stored floors, empty without a file. Raises `NoiseFloorError` for an unreadable one."""
+    """The stored floors, empty without a file. Raises `MachineRecordError` for an unreadable one."""
     try:
         return cast("tuple[NoiseFloor, ...]", read_record(read_named(path), tuple[NoiseFloor, ...]))
     except FileNotFoundError:
         return ()
     except (OSError, DocumentError) as exc:
-        raise NoiseFloorError(f"cannot read the noise floors in {path}: {exc}; remove the file") from exc
+        raise MachineRecordError(f"cannot read the noise floors in {path}: {exc}; remove the file") from exc
 
 
 def make_floor(result: Result) -> NoiseFloor:
-    """The floor from a run of an arm against itself. Raises `NoiseFloorError` for any other or an invalid run."""
+    """The floor from a run of an arm against itself. Raises `MachineRecordError` for any other or an invalid run."""
     experiment = result.experiment
     if not is_self_comparison(experiment):
-        raise NoiseFloorError("the run compares different arms; measure a noise floor with the same arm twice")
+        raise MachineRecordError("the run compares different arms; measure a noise floor with the same arm twice")
     if not result.valid or result.environment is None:
-        raise NoiseFloorError(f"the run is not valid ({result.verdict.sentence}); fix that and run: {COMMAND}")
+        raise MachineRecordError(f"the run is not valid ({result.verdict.sentence}); fix that and run: {COMMAND}")
     figures = [figure for finding in result.studies.values() for figure in finding.figures()]
     entries = floor_entries(pair_metrics(experiment, result.blocks, figures))
     entries += tail_floors(result.comparisons)
     if not entries:
-        raise NoiseFloorError(f"the run measured no pairs of blocks; raise --rounds and run: {COMMAND}")
+        raise MachineRecordError(f"the run measured no pairs of blocks; raise --rounds and run: {COMMAND}")
     return msgspec.structs.replace(
         floor_of_arm(experiment, experiment.baseline, result.arms),
         fingerprint=_digest(result.environment),
@@ -76,7 +72,7 @@ def make_floor(result: Result) -> NoiseFloor:
 
 def store_floor(floor: NoiseFloor) -> Path:
     """Store it in the machine's file, in place of an earlier one of the same arm in the same scenarios. Raises
-    `NoiseFloorError`."""
+    `MachineRecordError`."""
     path = cache_path("noise-floor", floor.fingerprint)
     measured = {entry.scenario for entry in floor.entries}
     others = []
@@ -84,10 +80,7 @@ def store_floor(floor: NoiseFloor) -> Path:
         entries = tuple(entry for entry in stored.entries if stored.arm != floor.arm or entry.scenario not in measured)
         if entries:
             others.append(msgspec.structs.replace(stored, entries=entries))
-    try:
-        store_record(path, [*others, floor])
-    except OSError as exc:
-        raise NoiseFloorError(f"cannot store {path}: {exc.strerror or exc}; set XDG_CACHE_HOME to a folder") from exc
+    store_record(path, [*others, floor], "set XDG_CACHE_HOME to a folder")
     return path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.child_process import ChildProcess
+from loadgen.child_process import ABSERVE, ChildProcess
 from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import (
     GIVEN,
@@ -24,14 +24,12 @@ from loadgen.client.inputs import (
     write_samples,
 )
 from loadgen.experiment.plan import default_sizes, has_mixed_lengths
-from loadgen.invocation import ABSERVE
 from loadgen.launch.compose import PROJECT, ComposeDeployment
 from loadgen.launch.deployment import Deployment, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import OWN_TENSORS, reference
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for, option_of
-from loadgen.run.errors import PreparationError
-from loadgen.run.storage import RunStore
+from loadgen.run.storage import RunError, RunStore
 
 READY_SECONDS = 300.0
 """Time limit for a launched server to start."""
@@ -102,7 +100,7 @@ def export_artefacts(
     experiment: Experiment, store: RunStore, say: Callable[[str], None], abserve: Sequence[str] = ABSERVE
 ) -> None:
     """Run `abserve export` for the arms that need it, once per file, and pass its output lines on. A model that is a
-    file itself needs none. Raises `PreparationError`."""
+    file itself needs none. Raises `RunError`."""
     exports = {
         (
             reference(experiment.reference_of(arm)),
@@ -139,7 +137,7 @@ def _export(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> 
     finally:
         process.stop()
     if code != 0:
-        raise PreparationError(f"the export failed: {_error_line(log_path) or process.failure()}")
+        raise RunError(f"the export failed: {_error_line(log_path) or process.failure()}")
 
 
 def _error_line(log_path: Path) -> str | None:

@@ -147,62 +147,40 @@ class Forecast:
 
     def __init__(self, experiment: Experiment, blocks: Sequence[ScheduledBlock]) -> None:
         arms, preset = len(experiment.labels), PRESETS.get(experiment.preset, PRESETS["quick"])
-        self._labels = experiment.labels
-        self._blocks = list(blocks)
-        self._took: dict[tuple[str, Label], list[float]] = {}
-        self._load_ends_at: float | None = None
-        self._before_load = _BEFORE_LOAD_SECONDS
-        self._preset_seconds = 60.0 * (experiment.minutes or preset.minutes)
-        self._checks = 0.0
-        self._starts = sum(
-            arms * workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start"
-        )
-        self._starts_took: list[float] = []
-        self._start_guess = _START_SECONDS
-        self._searches = sum(
+        self.blocks = list(blocks)
+        """Planned blocks that have not run; empty where time limits the load."""
+        self.load_ends_at: float | None = None
+        """When the load ends (`time.monotonic`), where time limits it."""
+        self.before_load_s = _BEFORE_LOAD_SECONDS
+        """The rest of what comes before the first block."""
+        self.checks_s = 0.0
+        """The comparison of answers under load, which follows the load."""
+        self.start_s = _START_SECONDS
+        """A cold start, before one has run."""
+        self.searches_s = sum(
             arms * workload.rounds * _TRIALS * 2 * workload.seconds
             for workload in experiment.workloads
             if workload.scenario in ("slo", "ramp")
         )
-
-    def start_takes(self, seconds: float) -> None:
-        """Expect a cold start to take as long as starting all servers took."""
-        self._start_guess = seconds
+        """The remaining searches and ramps."""
+        self._labels = experiment.labels
+        self._took: dict[tuple[str, Label], list[float]] = {}
+        self._preset_seconds = 60.0 * (experiment.minutes or preset.minutes)
+        self._starts = sum(
+            arms * workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start"
+        )
+        self._starts_took: list[float] = []
 
     def start_took(self, seconds: float) -> None:
         """One cold start is done."""
         self._starts_took.append(seconds)
         self._starts -= 1
 
-    def load_begins(self) -> None:
-        """Everything before the first block is done."""
-        self._before_load = 0.0
-
-    def blocks_are(self, blocks: Sequence[ScheduledBlock]) -> None:
-        """Replace the planned blocks, once their lengths are known."""
-        self._blocks = list(blocks)
-
     def block_took(self, block: ScheduledBlock, seconds: float) -> None:
         """One block is done."""
         self._took.setdefault((block.workload.name, block.label), []).append(seconds)
-        if block in self._blocks:
-            self._blocks.remove(block)
-
-    def load_ends_within(self, seconds: float) -> None:
-        """Limit the load by time, where the number of blocks to come is not known."""
-        self._blocks, self._load_ends_at = [], monotonic() + seconds
-
-    def load_ends(self) -> None:
-        """The last block is done."""
-        self._load_ends_at = None
-
-    def checks_take(self, seconds: float) -> None:
-        """Expect the comparison of answers under load, which follows the load, to take this long."""
-        self._checks = seconds
-
-    def searches_take(self, seconds: float) -> None:
-        """Expect the remaining searches and ramps to take this long, from those that have run."""
-        self._searches = seconds
+        if block in self.blocks:
+            self.blocks.remove(block)
 
     def round_s(self, workload: Workload) -> float:
         """Seconds of one round of a workload."""
@@ -210,17 +188,17 @@ class Forecast:
 
     def after_load_s(self) -> float:
         """Seconds of the checks, cold starts and searches still to come."""
-        start = fmean(self._starts_took) if self._starts_took else self._start_guess
-        return self._checks + self._starts * start + self._searches
+        start_s = fmean(self._starts_took) if self._starts_took else self.start_s
+        return self.checks_s + self._starts * start_s + self.searches_s
 
     def remaining_s(self) -> float:
         """Seconds still to come."""
-        if not self._took and self._before_load:
-            return max(self._preset_seconds, self._before_load)
-        blocks = sum(self._block_s(block.workload, block.label) for block in self._blocks)
-        if self._load_ends_at is not None:
-            blocks = max(0.0, self._load_ends_at - monotonic())
-        return self._before_load + blocks + self.after_load_s()
+        if not self._took and self.before_load_s:
+            return max(self._preset_seconds, self.before_load_s)
+        blocks_s = sum(self._block_s(block.workload, block.label) for block in self.blocks)
+        if self.load_ends_at is not None:
+            blocks_s = max(0.0, self.load_ends_at - monotonic())
+        return self.before_load_s + blocks_s + self.after_load_s()
 
     def _block_s(self, workload: Workload, label: Label) -> float:
         took = self._took.get((workload.name, label)) or [

@@ -17,10 +17,10 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.child_process import ABSERVE
 from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.experiment.plan import padding_in_words, sized
 from loadgen.experiment.schedule import load_workloads, schedule
-from loadgen.invocation import ABSERVE
 from loadgen.launch.compose import ComposeDeployment, require_one_way
 from loadgen.launch.deployment import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
@@ -31,7 +31,6 @@ from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, RunS
 from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad, ParityTarget, check_parity
 from loadgen.run.arms import Arm
 from loadgen.run.context import OBSTACLES, RunContext, size_generator
-from loadgen.run.errors import ParityFailedError, PreparationError
 from loadgen.run.gpu_recording import SAMPLER
 from loadgen.run.interruption import interruptible, uninterrupted
 from loadgen.run.machine import own_calibration, read_environment, utc_now
@@ -46,10 +45,10 @@ from loadgen.run.preparation import (
     prepare_inputs,
 )
 from loadgen.run.progress import RunProgress
-from loadgen.run.storage import RunStore, StorageError, running
+from loadgen.run.storage import RunError, RunStore, StorageError, running
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
-RUN_ERRORS = (*OBSTACLES, ParityFailedError, PreparationError, StorageError)
+RUN_ERRORS = (*OBSTACLES, StorageError)
 """Exceptions that end a run as failed, with their message; any other is a bug and is raised."""
 
 
@@ -119,7 +118,7 @@ def _run_phases(context: RunContext) -> None:
         context.enter("starting the servers")
         started = monotonic()
         start_servers(context)
-        context.forecast.start_takes(monotonic() - started)
+        context.forecast.start_s = monotonic() - started
         if restart == 0:
             context.inputs = inputs or make_inputs(
                 experiment, context.samples_folder, context.signatures[experiment.baseline.label]
@@ -149,11 +148,11 @@ def _make_work_folder(context: RunContext) -> None:
     try:
         context.work = context.resources.enter_context(work_folder("run"))
     except OSError as exc:
-        raise PreparationError(
+        raise RunError(
             f"cannot make a temporary folder: {exc.strerror or exc}; set TMPDIR to a folder that can be written"
         ) from exc
     context.samples_folder = context.work / "samples"
-    context.resources.callback(context.gpu.close)
+    context.resources.callback(context.gpu.stop)
 
 
 def _stop_servers(context: RunContext) -> None:
@@ -173,12 +172,12 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     batch_sizes = [workload.batch_size for workload in workloads] or [1]
     if first:
         context.prepare_bodies(batch_sizes)
-    took = context.warm_up(workloads)
+    took = context.load_runner().warm_up(workloads)
     alone_s = min(
         (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
         default=0.0,
     )
-    context.forecast.checks_take(len(context.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s)
+    context.forecast.checks_s = len(context.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s
     if first:
         calibration = own_calibration()
         if calibration is not None:
@@ -189,7 +188,7 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
             processes=context.experiment.processes or size_generator(context, calibration, batch_sizes),
         )
         context.store.write(context.experiment)
-        context.forecast.blocks_are(schedule(context.experiment))
+        context.forecast.blocks = list(schedule(context.experiment))
     context.gpu.start(context.arms, context.records)
     for probe in measured:
         probe.measure(context)
@@ -221,7 +220,7 @@ def make_arms(context: RunContext) -> None:
 
 def start_servers(context: RunContext) -> None:
     """Start all at once on fresh ports, in the reverse order each time; describe and store them. Raises
-    `DeploymentError`, `EndpointError`, `ParityFailedError`."""
+    `DeploymentError`, `EndpointError`, `RunError`."""
     order = list(context.arms.items())
     for label, arm in reversed(order) if context.restart % 2 else order:
         context.progress.now(f"{shown(label)}: {arm.request.target}")
@@ -271,7 +270,7 @@ def _require_batch_sizes(context: RunContext) -> None:
 
 
 def _signatures(context: RunContext) -> dict[Label, Signature]:
-    """The inputs and outputs of each arm. Raises `ParityFailedError` when they differ; the inputs may, where the arms
+    """The inputs and outputs of each arm. Raises `RunError` when they differ; the inputs may, where the arms
     get different payloads."""
     inputs_alike = len(context.experiment.payloads) == 1
     signatures = {label: arm.endpoint.signature(arm.model) for label, arm in context.arms.items()}
@@ -288,14 +287,14 @@ def _signatures(context: RunContext) -> dict[Label, Signature]:
             "name the same model on all arms"
         )
         context.store.write(ParityRecord(cases=(), ok=False, error=message))
-        raise ParityFailedError(message)
+        raise RunError(message)
     for label, arm in context.arms.items():
         context.arms[label] = replace(arm, signature=signatures[label])
     return signatures
 
 
 def require_parity(context: RunContext, tolerance: Tolerance) -> None:
-    """Compare the arms' answers to the same inputs, at each batch size of the load. Raises `ParityFailedError` after
+    """Compare the arms' answers to the same inputs, at each batch size of the load. Raises `RunError` after
     storing the comparison."""
     count = next(iter(context.inputs.values())).count
     context.progress.now(f"sending {count} inputs to every server, alone and in mixed batches")
@@ -312,11 +311,11 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
     context.store.write(record)
     context.progress.parity_done(record)
     if record.error is not None:
-        raise ParityFailedError(f"the arms' answers cannot be checked, so their speed is not compared: {record.error}")
+        raise RunError(f"the arms' answers cannot be checked, so their speed is not compared: {record.error}")
     if not record.ok:
         first, *more = [case for case in record.cases if not case.ok]
         others = f", and {len(more)} more of {len(record.cases)} cases" if more else ""
-        raise ParityFailedError(
+        raise RunError(
             "the arms do not give the same answers, so their speed is not compared: "
             f"{first.name} (output {first.output} {first.fault}){others}"
         )

@@ -19,7 +19,7 @@ from typing import TextIO, TypeVar, cast
 
 import msgspec
 
-from loadgen.documents import DocumentError, list_inside, open_inside, read_inside, read_record
+from loadgen.documents import DocumentError, list_inside, open_inside, read_inside, read_record, write_atomically
 from loadgen.headers import HIDDEN, HeaderValue, secrets_in
 from loadgen.records.machine import Calibration, NoiseFloor
 from loadgen.records.run import (
@@ -43,8 +43,12 @@ class StorageError(Exception):
     """A record cannot be stored; the message names the place and the reason."""
 
 
+class RunError(Exception):
+    """A step of a run failed, or its load was cut short; everything before it is stored."""
+
+
 class RunStore:
-    """The folder of one run. Every file is written under a temporary name and renamed, so it is never incomplete."""
+    """The folder of one run. A file in it is never incomplete."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `StorageError` if the folder already holds a run or cannot be created."""
@@ -113,28 +117,18 @@ class RunStore:
         return text
 
     def _write(self, name: str, record: object) -> None:
-        write_whole(self.directory / name, record, self._secrets)
+        write_record(self.directory / name, record, self._secrets)
 
 
-def write_whole(path: Path, record: object, secrets: Sequence[str] = ()) -> None:
-    """Write a record as JSON under a temporary name and rename it, without the secrets. Raises `StorageError`."""
-    part = path.with_name(path.name + ".part")
+def write_record(path: Path, record: object, secrets: Sequence[str] = ()) -> None:
+    """Write a record as indented JSON, without the secrets. Raises `StorageError`."""
+    content = msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n"
+    for secret in secrets:
+        content = content.replace(msgspec.json.encode(secret)[1:-1], HIDDEN.encode())
     try:
-        content = msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n"
-        for secret in secrets:
-            content = content.replace(msgspec.json.encode(secret)[1:-1], HIDDEN.encode())
-        with open(part, "wb", opener=_no_link) as file:
-            file.write(content)
-        os.replace(part, path)  # noqa: PTH105 (the rename is the point)
+        write_atomically(path, content)
     except OSError as exc:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Opens a file to write, unless a link in its place leads elsewhere."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _text(value: object) -> str:
@@ -183,14 +177,6 @@ class StoredBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialBlock:
-    """Samples of the unfinished block of a killed run."""
-
-    path: str
-    requests: int
-
-
-@dataclass(frozen=True, slots=True)
 class StoredRun:
     """The records of a run's folder. Those of the probes are read when somebody asks for them, once."""
 
@@ -200,7 +186,8 @@ class StoredRun:
     arms: tuple[ArmRecord, ...] = ()
     parity: ParityRecord | None = None
     blocks: tuple[StoredBlock, ...] = ()
-    partial_blocks: tuple[PartialBlock, ...] = ()
+    partial_blocks: Mapping[str, int] = field(default_factory=dict)
+    """The sample files of unfinished blocks in a killed run, and the requests in each."""
     state: RunState | None = None
     running: bool = False
     """Whether a process of this machine ran it when the records were read."""
@@ -330,40 +317,32 @@ def read_block(
     return StoredBlock(record, workloads[record.workload], stored, problem)
 
 
-def _read_partial(directory: Path, complete: set[str]) -> tuple[PartialBlock, ...]:
-    """The sample files that belong to none of the complete blocks."""
-    partial = []
+def _read_partial(directory: Path, complete: set[str]) -> dict[str, int]:
+    """The sample files that belong to none of the complete blocks; a broken one has no requests."""
+    partial = {}
     for name in _files(directory, "samples"):
-        if name in complete or not name.endswith((".npy", ".npy.part")):
-            continue
-        try:
-            partial.append(PartialBlock(name, find_samples(directory, name).count))
-        except (OSError, ValueError):
-            partial.append(PartialBlock(name, 0))
-    return tuple(partial)
+        if name not in complete and name.endswith((".npy", ".npy.part")):
+            partial[name] = 0
+            with suppress(OSError, ValueError):
+                partial[name] = find_samples(directory, name).count
+    return partial
 
 
 @contextmanager
 def running(directory: Path) -> Iterator[None]:
-    """Hold the lock; child processes do not inherit it."""
-    try:
-        file = _lock_file(directory)
-    except OSError:  # writing the first record reports it
-        yield
-        return
-    with file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Hold the lock, and remove its file at the end."""
+    with only_run(directory):
         try:
             yield
         finally:
-            (directory / LOCK_NAME).unlink(missing_ok=True)
+            with suppress(OSError):
+                (directory / LOCK_NAME).unlink()
 
 
 @contextmanager
 def only_run(directory: Path) -> Iterator[bool]:
-    """Hold the lock like `running`, and tell whether no other process holds it. The file stays, so that all processes
-    lock the same one."""
+    """Hold the lock, which child processes do not inherit; false if another process holds it. The file stays, so that
+    all processes lock the same one."""
     try:
         file = _lock_file(directory)
     except OSError:  # writing the first record reports it

@@ -8,7 +8,7 @@ from servers.native.command import serve_native
 from servers.plain.command import serve_fastapi, serve_litserve
 from servers.triton.command import serve_triton
 
-serve = typer.Typer(help="Run one server in the foreground.", no_args_is_help=True)
+serve = typer.Typer(help="Run one server in the foreground.")
 serve.command("native")(serve_native)
 serve.command("triton")(serve_triton)
 serve.command("fastapi")(serve_fastapi)

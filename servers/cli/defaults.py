@@ -32,17 +32,17 @@ ALL = "all"
 NONE = "none"
 
 
-class TuningError(ValueError):
-    """The choice names a setting that the server does not have; the message lists those that it has."""
+class OptionError(ValueError):
+    """An option cannot be honoured, such as a port in use; the message names the option and what to do."""
 
 
 def chosen_tuning(tuning: str, names: Iterable[str]) -> frozenset[str]:
-    """Those of the set options `names` that the choice `tuning` leaves in effect. Raises `TuningError`."""
+    """Those of the set options `names` that the choice `tuning` leaves in effect. Raises `OptionError`."""
     have = frozenset(names)
     if tuning in (ALL, NONE):
         return have if tuning == ALL else frozenset()
     asked = frozenset(name.strip() for name in tuning.split(","))
     if unknown := asked - have:
         present = f"set here: {', '.join(sorted(have))}" if have else "none is set here"
-        raise TuningError(f"--tuning {tuning}: {', '.join(sorted(unknown))} is not a setting in effect; {present}")
+        raise OptionError(f"--tuning {tuning}: {', '.join(sorted(unknown))} is not a setting in effect; {present}")
     return asked

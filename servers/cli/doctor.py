@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from servers.cli.launch import ListenerError, MachineCheck, check_free, machine_check
+from servers.cli.defaults import OptionError
+from servers.cli.launch import MachineCheck, check_free, machine_check
 from servers.cli.options import fail
 from servers.engines.factory import environment_of
 from servers.engines.settings import KINDS, EngineError, engine_kind, engine_names
@@ -36,7 +37,6 @@ from servers.triton.config import NATIVE_BACKENDS
 from servers.triton.installation import (
     Installation,
     Interpreter,
-    TritonOptionError,
     current_interpreter,
     find_folder,
     libpython_remedy,
@@ -111,7 +111,7 @@ def doctor(
     """
     try:
         checks = machine_checks(tritonserver)
-    except TritonOptionError as exc:
+    except OptionError as exc:
         fail(str(exc), exc, status=2)
     if as_json:
         typer.echo(orjson.dumps(checks, option=orjson.OPT_INDENT_2).decode())
@@ -121,7 +121,7 @@ def doctor(
 
 
 def machine_checks(tritonserver: Path | None = None) -> list[MachineCheck]:
-    """Every check, the required things first. Raises `TritonOptionError` for a folder without a tritonserver."""
+    """Every check, the required things first. Raises `OptionError` for a folder without a tritonserver."""
     gpu: Mapping[str, Any] = gpu_info(None)
     python = machine_check(
         "python",
@@ -188,7 +188,7 @@ def _ports() -> list[MachineCheck]:
         try:
             check_free("127.0.0.1", port, use)
             ok = True
-        except ListenerError:
+        except OptionError:
             ok = False
         remedy = f"stop the process on it (ss -ltnp 'sport = :{port}'), or choose another port"
         result.append(machine_check(f"port {port}", ok, f"{use}: {'free' if ok else 'in use'}", remedy))

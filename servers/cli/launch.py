@@ -15,6 +15,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from servers.cli.defaults import OptionError
+
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a supervisor needs to start and find one server. `env` extends the supervisor's environment."""
@@ -64,12 +66,8 @@ def host_in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-class ListenerError(Exception):
-    """A server cannot listen on the address; the message says what to do."""
-
-
 def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises `ListenerError`, which names `option`."""
+    """A bound TCP socket that does not listen yet. Raises `OptionError`, which names `option`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -81,15 +79,15 @@ def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
             raise
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
-            raise ListenerError(
+            raise OptionError(
                 f"port {port} on {host} is taken; stop what listens there or choose another with {option}"
             ) from exc
-        raise ListenerError(f"cannot listen on {host} port {port}: {exc.strerror or exc}; check --host") from exc
+        raise OptionError(f"cannot listen on {host} port {port}: {exc.strerror or exc}; check --host") from exc
     return listener
 
 
 def check_free(host: str, port: int, option: str) -> None:
-    """Check a port that the server binds later; 0 means none. Raises `ListenerError`, which names `option`."""
+    """Check a port that the server binds later; 0 means none. Raises `OptionError`, which names `option`."""
     if port:
         bind(host, port, option).close()
 

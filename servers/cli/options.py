@@ -139,7 +139,7 @@ def tuning_of(settings: BaseSettings) -> dict[str, str]:
 
 
 def with_tuning(settings: S, tuning: str) -> S:
-    """The settings with the chosen tuning only; `tuning_of` names its options. Raises `TuningError`."""
+    """The settings with the chosen tuning only; `tuning_of` names its options. Raises `OptionError`."""
     have = tuning_of(settings)
     left_out = [name.replace("-", "_") for name in have.keys() - chosen_tuning(tuning, have)]
     fields = type(settings).model_fields

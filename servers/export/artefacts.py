@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -28,17 +28,20 @@ from typing import TYPE_CHECKING, Any
 from servers.cli import defaults
 from servers.engines.agreement import TOLERANCE, Answer
 from servers.engines.factory import build_engine, why_not_through_jax
-from servers.engines.interface import Engine
+from servers.engines.interface import Engine, first_line
+from servers.engines.onnxruntime import stored_precision
 from servers.engines.settings import KINDS, EngineSettings, engine_kind
 from servers.export.manifest import (
+    FUSED,
+    JAX,
     OPSETS,
     PACKAGE,
     PLAIN,
     PRECISIONS,
+    STANDARD,
     ExportError,
     FileForm,
     Manifest,
-    Operators,
     executed_form,
     package_versions,
     read_manifest,
@@ -46,15 +49,8 @@ from servers.export.manifest import (
 from servers.export.parity import assert_parity, measure_parity
 from servers.export.quantisation import quantise
 from servers.export.tensorrt import PlanRequest, bindings_version, ensure_plan, gpu_kind, profile_shapes
-from servers.export.torch_export import (
-    UserFile,
-    convert_to_fp16,
-    package_target,
-    read_user_file,
-    write_onnx,
-    write_package,
-)
-from servers.models.files import atomic_folder, exclusive, file_sha256, remove_abandoned
+from servers.export.torch_export import convert_to_fp16, package_target, write_onnx, write_package
+from servers.models.files import atomic_folder, exclusive, file_sha256, onnx_parts, parts_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
 
@@ -71,14 +67,6 @@ class Artefact:
     path: Path
     manifest: Manifest
     made_now: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutedFile:
-    """The file that an engine executes; a TensorRT plan has no manifest."""
-
-    path: Path
-    manifest: Manifest | None
 
 
 def artefact_folder(
@@ -124,7 +112,7 @@ def find_artefact(
     path = folder / _file_name(specification, form)
     try:
         if (
-            (specification.file is None and manifest.opset != _opset(manifest.operators))
+            (specification.file is None and manifest.opset != OPSETS.get(manifest.operators))
             or path.stat().st_size != manifest.bytes
             or file_sha256(path) != manifest.sha256
         ):
@@ -135,7 +123,7 @@ def find_artefact(
 
 
 def check_form(specification: ModelSpecification, form: FileForm) -> None:
-    """Raise `ExportError` for a variant, a precision or operators without a file."""
+    """Raise `ExportError` for a variant or a form without a file."""
     if specification.executed is not specification:
         raise ExportError(
             f"{specification.name} has no exported file, since JPEG files are decoded outside the model; "
@@ -149,9 +137,9 @@ def check_form(specification: ModelSpecification, form: FileForm) -> None:
         raise ExportError(f"no file has the precision {form.precision!r}; {choose_from(form.precision, PRECISIONS)}")
     if form.operators not in OPSETS:
         raise ExportError(f"unknown operators {form.operators!r}; {choose_from(form.operators, OPSETS)}")
-    if form.precision == "int8" and form.operators != Operators.STANDARD:
+    if form.precision == "int8" and form.operators != STANDARD:
         raise ExportError("an INT8 file has standard operators; leave --operators out")
-    if form.operators == Operators.JAX and (reason := why_not_through_jax(specification)):
+    if form.operators == JAX and (reason := why_not_through_jax(specification)):
         raise ExportError(f"{reason}; use --operators standard")
 
 
@@ -167,12 +155,12 @@ def ensure_artefact(
     """The up-to-date artefact; exports it first when it is missing or out of date, or `force` is set.
 
     `specification` is one that an engine executes, not one for JPEG. Waits for another process that exports the same
-    one. `progress` gets each step in a few words. Raises `ExportError` (`ParityError` among them), `WeightsError`,
-    `EngineError` and `FolderError`.
+    one. `progress` gets each step in a few words. Raises `ExportError`, also for a file that does not compute the same
+    as the model, `WeightsError`, `EngineError` and `FolderError`.
     """
     check_form(specification, form)
     weights = pin(weights, specification.find_pretrained)
-    if not specification.fused_tower and form.operators == Operators.FUSED:
+    if not specification.fused_tower and form.operators == FUSED:
         form = FileForm(form.precision)
     if users := _users_file(specification, weights, form):
         return users
@@ -184,8 +172,10 @@ def ensure_artefact(
             if artefact := find_artefact(root, specification, weights, form):
                 return artefact
             _refuse_another_file(folder, weights)
-        plain = None if form.precision != "int8" else ensure_artefact(specification, weights, root, progress=progress)
-        return _make(specification, weights, form, folder, progress, plain)
+        source = None
+        if form.precision == "int8" or specification.file is not None:
+            source = ensure_artefact(specification, weights, root, progress=progress)
+        return _make(specification, weights, form, folder, progress, source)
 
 
 def executed_file(
@@ -198,8 +188,9 @@ def executed_file(
     *,
     max_batch_size: int = defaults.MAX_BATCH_SIZE,
     release: str | None = None,
-) -> ExecutedFile:
-    """The file for an engine that executes one, made first when it is missing or out of date.
+) -> tuple[Path, Manifest | None]:
+    """The file for an engine that executes one, made first when it is missing or out of date, and its manifest, which a
+    TensorRT plan has not.
 
     `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of `ensure_artefact` and
     `ensure_plan`.
@@ -211,10 +202,10 @@ def executed_file(
         form = replace(form, target=package_target())
     artefact = ensure_artefact(specification, weights, root, form=form, progress=progress)
     if not plan_release:
-        return ExecutedFile(artefact.path, artefact.manifest)
+        return artefact.path, artefact.manifest
     request = plan_request(root, specification, weights, artefact, precision, max_batch_size, plan_release)
     ensure_plan(request, progress)
-    return ExecutedFile(request.path, None)
+    return request.path, None
 
 
 def current_plan(
@@ -245,11 +236,11 @@ def _users_file(specification: ModelSpecification, weights: WeightsSource, form:
     """The user's ONNX file if it has the requested form; None if a file must be made."""
     if specification.file is None:
         return None
-    user = read_user_file(specification.file)
-    if user.precision == form.precision:
-        return Artefact(specification.file, _manifest_of(specification, weights, user), made_now=False)
-    if user.precision != "fp32":
-        raise ExportError(f"{specification.file.name} holds {user.precision}; use --precision {user.precision}")
+    manifest = users_manifest(specification, weights, specification.file)
+    if manifest.precision == form.precision:
+        return Artefact(specification.file, manifest, made_now=False)
+    if manifest.precision != "fp32":
+        raise ExportError(f"{specification.file.name} holds {manifest.precision}; use --precision {manifest.precision}")
     return None
 
 
@@ -276,19 +267,33 @@ def _required(specification: ModelSpecification, weights: WeightsSource, form: F
     }
 
 
-def _manifest_of(specification: ModelSpecification, weights: WeightsSource, user: UserFile) -> Manifest:
-    """The manifest of a user's ONNX file that is executed unchanged."""
-    assert specification.file is not None
+def users_manifest(specification: ModelSpecification, weights: WeightsSource, path: Path) -> Manifest:
+    """The manifest of a user's ONNX file that is executed unchanged; its size and hash include external data.
+
+    Raises `ExportError` for a file that is missing or not an ONNX file.
+    """
+    import onnx
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+        parts = onnx_parts(path, model)
+        sha256, states = parts_sha256(parts), [part.stat() for part in parts]
+    except OSError as exc:
+        raise ExportError(f"cannot read {exc.filename or path}: {exc.strerror or exc}") from exc
+    except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
+        raise ExportError(f"{path.name} is not an ONNX file: {first_line(exc)}") from exc
+    modified = datetime.fromtimestamp(max(state.st_mtime for state in states), UTC)
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
     return Manifest(
-        **_required(specification, weights, FileForm(user.precision)),
-        operators=user.operators,
-        opset=user.opset,
+        **_required(specification, weights, FileForm(stored_precision(model))),
+        operators=FUSED if "com.microsoft" in opsets else STANDARD,
+        opset=opsets.get("", 0),
         seconds=0.0,
-        file=specification.file.name,
-        bytes=user.bytes,
-        sha256=user.sha256,
+        file=path.name,
+        bytes=sum(state.st_size for state in states),
+        sha256=sha256,
         parity=(),
-        created_at=user.modified_at,
+        created_at=modified.isoformat(timespec="seconds"),
     )
 
 
@@ -312,19 +317,19 @@ def _make(
     form: FileForm,
     folder: Path,
     progress: Progress,
-    plain: Artefact | None,
+    source: Artefact | None,
 ) -> Artefact:
     """Write the file, compare it with the model, and put both it and its manifest into `folder`.
 
-    `plain` is the FP32 file that an INT8 one is made from.
+    `source` is the FP32 file that an INT8 one, or another one of a user's file, is made from.
     """
     name = _file_name(specification, form)
     with (
-        _original(specification, weights, progress) as (module, fp32_bytes, answers),
-        atomic_folder(folder, needed_bytes=fp32_bytes * 105 // 100) as fresh,
+        _original(specification, weights, progress) as (module, answers),
+        atomic_folder(folder, needed_bytes=_fp32_bytes(module, source) * 105 // 100) as fresh,
     ):
         path = fresh / name
-        seconds, written = _write(specification, module, path, form, progress, plain)
+        seconds, written = _write(specification, module, path, form, progress, source)
         progress("comparing the file with the model")
         with _loaded(specification, weights, path, form) as engine:
             parity = measure_parity(specification, answers, engine, form.precision)
@@ -348,18 +353,24 @@ def _make(
 @contextmanager
 def _original(
     specification: ModelSpecification, weights: WeightsSource, progress: Progress
-) -> Iterator[tuple[torch.nn.Module | None, int, Answer]]:
-    """What a file is made from: the model's own module, or None for the user's FP32 file; its bytes and its answers."""
+) -> Iterator[tuple[torch.nn.Module | None, Answer]]:
+    """What a file is made from: the model's own module, or None for the user's FP32 file; and its answers."""
     if (file := specification.file) is not None:
         with _loaded(specification, weights, file, PLAIN) as engine:
-            yield None, read_user_file(file).bytes, engine.infer
+            yield None, engine.infer
         return
     from servers.engines.torch.forms import expected_answers
 
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)
-    parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
-    yield module, parameter_bytes, partial(expected_answers, specification, module)
+    yield module, partial(expected_answers, specification, module)
+
+
+def _fp32_bytes(module: torch.nn.Module | None, source: Artefact | None) -> int:
+    if source is not None:
+        return source.manifest.bytes
+    assert module is not None
+    return sum(4 * parameter.numel() for parameter in module.parameters())
 
 
 def _write(
@@ -368,19 +379,18 @@ def _write(
     path: Path,
     form: FileForm,
     progress: Progress,
-    plain: Artefact | None,
+    source: Artefact | None,
 ) -> tuple[float, dict[str, Any]]:
     """Write the file to `path`; returns the seconds taken and what the manifest says of the file's operators."""
-    if plain is not None:
-        progress(f"quantising {plain.path.name} to INT8")
-        seconds, how = quantise(specification, plain.path, path)
-        operators, opset = plain.manifest.operators, plain.manifest.opset
-        return seconds, {"quantisation": how, "operators": operators, "opset": opset}
-    if module is None:
-        assert specification.file is not None
-        progress(f"converting {specification.file.name} to FP16")
-        user = read_user_file(specification.file)
-        return convert_to_fp16(specification.file, path), {"operators": user.operators, "opset": user.opset}
+    if source is not None:
+        written = {"operators": source.manifest.operators, "opset": source.manifest.opset}
+        if form.precision == "int8":
+            progress(f"quantising {source.path.name} to INT8")
+            seconds, how = quantise(specification, source.path, path)
+            return seconds, {"quantisation": how, **written}
+        progress(f"converting {source.path.name} to FP16")
+        return convert_to_fp16(source.path, path), written
+    assert module is not None
     if form.operators == PACKAGE:
         progress("compiling with AOTInductor")
         return write_package(specification, module, path), {"operators": PACKAGE}
@@ -393,14 +403,6 @@ def _write(
 def _loaded(specification: ModelSpecification, weights: WeightsSource, path: Path, form: FileForm) -> Iterator[Engine]:
     kind = "aotinductor" if form.operators == PACKAGE else "onnxruntime"
     settings = EngineSettings(kind=kind, device="cpu", precision=form.precision)
-    engine = build_engine(specification, weights, settings, path)
-    try:
+    with closing(build_engine(specification, weights, settings, path)) as engine:
         engine.load()
         yield engine
-    finally:
-        engine.close()
-
-
-def _opset(operators: str) -> int | None:
-    """The version of ONNX's operators in a file; None for a package."""
-    return {str(name): version for name, version in OPSETS.items()}.get(operators)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import Field
@@ -16,7 +15,7 @@ from servers.cli.options import ModelOptions, checked, fail, settings_of, takes_
 from servers.engines.factory import enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
-from servers.export.manifest import ExportError, FileForm, Operators, executed_form
+from servers.export.manifest import FUSED, JAX, OPSETS, ExportError, FileForm, executed_form
 from servers.models.files import FolderError
 from servers.models.registry import (
     DEFAULT_MODEL,
@@ -25,6 +24,7 @@ from servers.models.registry import (
     get_variant,
     payload_variants,
 )
+from servers.models.specification import choose_from
 from servers.models.weights import WeightsError, parse_weights, pin
 
 if TYPE_CHECKING:
@@ -38,14 +38,6 @@ JAX_ENGINE = "onnxruntime-jax"
 """The engine whose libraries make a file with the operators `jax`."""
 
 
-class ExportFormat(StrEnum):
-    """The file that `abserve export --to` makes."""
-
-    ONNX = "onnx"
-    TENSORRT = "tensorrt"
-    AOTINDUCTOR = "aotinductor"
-
-
 class ExportSettings(ModelOptions):
     """Every field is an option of `abserve export` and a variable ABSERVE_EXPORT_…"""
 
@@ -57,12 +49,12 @@ class ExportSettings(ModelOptions):
         description="fp32, fp16 or int8: the file's weights; for TensorRT also tf32, for AOTInductor fp32; auto: what "
         "servers here execute by default.",
     )
-    operators: Operators | None = Field(
-        None,
+    operators: str = Field(
+        "",
         description="standard, for every runtime, fused, ONNX Runtime's own, or jax, standard ones made from the "
         "model's JAX function; default: fused, and standard for TensorRT.",
     )
-    to: ExportFormat = Field(ExportFormat.ONNX, description="The file to make.")
+    to: Literal["onnx", "tensorrt", "aotinductor"] = Field("onnx", description="The file to make.")
     force: bool = Field(False, description="Export even when it is up to date.")
     max_batch_size: int = Field(defaults.MAX_BATCH_SIZE, ge=1, description="Largest batch of a TensorRT plan.")
 
@@ -83,7 +75,7 @@ def export(**options: object) -> None:
         weights = parse_weights(settings.weights, specification.default_weights)
         precision, form = _form(settings)
         check_form(specification, form)
-        if form.operators == Operators.JAX:
+        if form.operators == JAX:
             enter_environment_of(JAX_ENGINE)
         source = pin(weights, specification.find_pretrained)
     except (UnknownModelError, WeightsError, ExportError, EngineError) as exc:
@@ -100,7 +92,7 @@ def export(**options: object) -> None:
                 specification, source, settings.artefacts, form=form, force=settings.force, progress=progress
             )
         _show(console, artefact)
-        if settings.to is ExportFormat.TENSORRT:
+        if settings.to == "tensorrt":
             _build_plan(console, specification, source, artefact, precision, settings)
     except (WeightsError, EngineError, ExportError, FolderError) as exc:
         fail(str(exc), exc)
@@ -129,26 +121,24 @@ def triton_repo(
 
 def _form(settings: ExportSettings) -> tuple[str, FileForm]:
     """The precision of the engine that executes the file, and the form of the ONNX file."""
-    if settings.to is ExportFormat.AOTINDUCTOR:
-        return _package_form(settings)
-    if settings.to is ExportFormat.TENSORRT and settings.operators is Operators.FUSED:
+    if settings.to == "aotinductor":
+        from servers.export.torch_export import package_target
+
+        if settings.operators:
+            raise ExportError("a package of AOTInductor has no ONNX operators; leave --operators out")
+        requested = EngineSettings("aotinductor", settings.precision)
+        requested.check_here()
+        return requested.precision, executed_form("aotinductor", requested.precision, package_target())
+    if settings.operators and settings.operators not in OPSETS:
+        raise ExportError(f"--operators {settings.operators}: {choose_from(settings.operators, OPSETS)}")
+    if settings.to == "tensorrt" and settings.operators == FUSED:
         raise ExportError("TensorRT has none of the fused operators; use --operators standard")
-    engine = "onnxruntime" if settings.to is ExportFormat.ONNX else "tensorrt"
+    engine = "onnxruntime" if settings.to == "onnx" else "tensorrt"
     precision = EngineSettings(engine, settings.precision).precision
     if engine == "tensorrt" and precision == "int8":
         raise ExportError("abserve builds no INT8 plan for TensorRT; use --precision fp16, or --to onnx")
     stored = "fp32" if engine == "tensorrt" and precision == "tf32" else precision
     return precision, FileForm(stored, settings.operators or executed_form(engine, precision).operators)
-
-
-def _package_form(settings: ExportSettings) -> tuple[str, FileForm]:
-    from servers.export.torch_export import package_target
-
-    if settings.operators is not None:
-        raise ExportError("a package of AOTInductor has no ONNX operators; leave --operators out")
-    requested = EngineSettings("aotinductor", settings.precision)
-    requested.check_here()
-    return requested.precision, executed_form("aotinductor", requested.precision, package_target())
 
 
 def _build_plan(

@@ -6,7 +6,6 @@ batch as a free dimension. A dimension of the items cannot be freed like that: s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from servers.engines.interface import EngineError, first_line
 from servers.engines.jax_engine import as_jax, start_jax
-from servers.export.manifest import ExportError
+from servers.export.manifest import JAX, OPSETS, ExportError
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import TensorSpec
 
@@ -26,32 +25,29 @@ _MOST_POOLED = 3
 """The most dimensions that ONNX Runtime's MaxPool has, besides batch and channels."""
 
 
-def write_jax_graph(specification: ModelSpecification, module: torch.nn.Module, path: Path, opset: int) -> float:
-    """Write the module that takes this variant's inputs to `path`; returns the seconds taken.
+def write_jax_graph(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> None:
+    """Write the module that takes this variant's inputs to `path`.
 
     The model's items have one size (see `why_not_through_jax`). Raises `ExportError` for a model that torchax or
     jax2onnx does not cover.
     """
     import onnx
 
-    started_ns = time.perf_counter_ns()
     try:
-        model = _traced(specification, module, opset)
+        model = _traced(specification, module)
         _pool_fewer_dimensions(model.graph)
         _restore_datatypes(model.graph, specification)
         onnx.save(model, path)
     except OSError:
         raise
     except Exception as exc:  # the model's own code runs here, and jax2onnx and JAX raise errors of every kind
-        reason = first_line(exc)
         raise ExportError(
-            f"jax2onnx cannot export {specification.name} to ONNX: {type(exc).__name__}: {reason}; use --operators "
-            "standard"
+            f"jax2onnx cannot export {specification.name} to ONNX: {type(exc).__name__}: {first_line(exc)}; "
+            "use --operators standard"
         ) from exc
-    return (time.perf_counter_ns() - started_ns) / 1e9
 
 
-def _traced(specification: ModelSpecification, module: torch.nn.Module, opset: int) -> Any:
+def _traced(specification: ModelSpecification, module: torch.nn.Module) -> Any:
     try:
         start_jax("cpu", 0)
     except EngineError as exc:
@@ -73,7 +69,7 @@ def _traced(specification: ModelSpecification, module: torch.nn.Module, opset: i
         jax.vmap(of_item),
         shapes,
         model_name=specification.name,
-        opset=opset,
+        opset=OPSETS[JAX],
         input_names=[tensor.name for tensor in specification.inputs],
         output_names=[tensor.name for tensor in specification.outputs],
     )

@@ -1,14 +1,9 @@
-"""What an exported file is: its form, and the manifest beside it (`manifest.json`, schema abserve.artefact/1).
-
-ExportError
-└── ParityError    the file does not compute the same as torch; no artefact is kept
-"""
+"""What an exported file is: its form, and the manifest beside it (`manifest.json`, schema abserve.artefact/1)."""
 
 from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -22,36 +17,24 @@ class ExportError(Exception):
     """The artefact cannot be made; the message names the remedy where there is one."""
 
 
-class ParityError(ExportError):
-    """The exported file's answers differ from torch's; the message gives the measured value and the threshold."""
-
-
 PRECISIONS = ("fp32", "fp16", "int8")
 """Of an ONNX file."""
+STANDARD, FUSED, JAX = "standard", "fused", "jax"
+"""ONNX's standard operators, which every runtime has, ONNX Runtime's fused ones (see `tower_graph`), or standard ones
+that jax2onnx makes from the model's JAX function (see `jax_graph`)."""
+OPSETS = {STANDARD: 18, FUSED: 19, JAX: 18}
+"""Versions of ONNX's standard operators. 23 would emit Attention operators, which some runtimes may not support; 19 is
+the first one whose DequantizeLinear gives FP16."""
 PACKAGE = "package"
 """In place of operators: machine code that torch's AOTInductor made for one kind of CPU."""
 
 
-class Operators(StrEnum):
-    """ONNX's standard operators, which every runtime has, ONNX Runtime's fused ones (see `tower_graph`), or standard
-    ones that jax2onnx makes from the model's JAX function (see `jax_graph`)."""
-
-    STANDARD = "standard"
-    FUSED = "fused"
-    JAX = "jax"
-
-
-OPSETS = {Operators.STANDARD: 18, Operators.FUSED: 19, Operators.JAX: 18}
-"""Versions of ONNX's standard operators. 23 would emit Attention operators, which some runtimes may not support; 19 is
-the first one whose DequantizeLinear gives FP16."""
-
-
 @dataclass(frozen=True, slots=True)
 class FileForm:
-    """The requested form of a file; `operators` is a value of `Operators`, or `PACKAGE`."""
+    """The requested form of a file; `operators` is one of `OPSETS`, or `PACKAGE`."""
 
     precision: str = "fp32"
-    operators: str = Operators.STANDARD
+    operators: str = STANDARD
     target: str | None = None
     """The CPU of a package, see `servers.export.torch_export.package_target`."""
 
@@ -72,7 +55,7 @@ def executed_form(engine: str, precision: str, target: str | None = None) -> Fil
     ONNX Runtime gets fused operators: with torch's export it leaves shape arithmetic on the CPU of a GPU session. An
     INT8 file has standard operators for every engine. A package is for the CPU `target`.
     """
-    operators = engine_kind(engine).executes or Operators.STANDARD
+    operators = engine_kind(engine).executes or STANDARD
     if operators == PACKAGE:
         return FileForm(precision, PACKAGE, target)
     if precision == "int8":

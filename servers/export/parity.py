@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from servers.engines.agreement import Answer, Proof, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine
-from servers.export.manifest import ParityError, ParityMeasurement
+from servers.export.manifest import ExportError, ParityMeasurement
 from servers.models.images import UInt8Array, decode_jpeg, normalise, resize_and_crop
 from servers.models.items import jpeg_paths, valid_items
 from servers.models.specification import Axis, ModelSpecification
@@ -23,14 +22,8 @@ LONGEST_IN_DEFAULTS = 4
 """Batches along an axis are compared up to this many times its default size: a longer one takes minutes on a CPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParityBatch:
-    """One batch for the reference and the same for the engine; they differ for UINT8 pixels."""
-
-    rows: int
-    reference: Mapping[str, Array]
-    sent: Proof
-    sizes: Mapping[str, int] = field(default_factory=dict)
+ParityBatch = tuple[Mapping[str, Array], Proof, dict[str, int]]
+"""One batch for the reference and the same for the engine, which differ for UINT8 pixels; and the sizes of the axes."""
 
 
 def measure_parity(
@@ -42,15 +35,15 @@ def measure_parity(
     the payloads too. Places of an answer that belong to an item's padding are not compared.
     """
     measurements = []
-    for batch in parity_batches(specification):
-        expected = batch.sent.without_padding(reference(batch.reference))
-        answers = batch.sent.without_padding(engine.infer(batch.sent.inputs))
+    for inputs, sent, sizes in parity_batches(specification):
+        expected = sent.without_padding(reference(inputs))
+        answers = sent.without_padding(engine.infer(sent.inputs))
         agreement = disagreement(specification, expected, answers, precision)
         measurements.append(
             ParityMeasurement(
-                batch=batch.rows,
-                sizes=dict(batch.sizes),
-                padded=bool(batch.sent.lengths),
+                batch=len(next(iter(inputs.values()))),
+                sizes=sizes,
+                padded=bool(sent.lengths),
                 cosine_min=agreement.cosine_min,
                 relative_error=agreement.relative_error,
                 max_abs=max((output.max_abs for output in agreement.outputs.values()), default=None),
@@ -62,11 +55,11 @@ def measure_parity(
 
 
 def assert_parity(measurements: Sequence[ParityMeasurement]) -> None:
-    """Raise `ParityError` for a batch whose answers are not the model's."""
+    """Raise `ExportError` for a batch whose answers are not the model's."""
     for measured in measurements:
         if measured.fault is not None:
             along = "".join(f", {name} {size}" for name, size in measured.sizes.items())
-            raise ParityError(
+            raise ExportError(
                 f"the exported file differs from the model at batch {measured.batch}{along}"
                 f"{', padded' if measured.padded else ''}: {measured.fault}; no artefact was kept"
             )
@@ -83,18 +76,17 @@ def parity_batches(specification: ModelSpecification) -> Iterator[ParityBatch]:
         for end, rows in zip(np.cumsum(BATCHES), BATCHES, strict=True):
             part = slice(int(end) - rows, int(end))
             sent = (pixels if specification.payload == "uint8" else images)[part]
-            yield ParityBatch(rows, {name: images[part]}, Proof(specification, {name: sent}))
+            yield {name: images[part]}, Proof(specification, {name: sent}), {}
         return
     axes = specification.axes
     for seed, rows in enumerate(BATCHES):
-        sizes = {axis.name: (axis.default, _longest(axis), _short(specification, axis))[seed] for axis in axes}
+        sizes = {axis.name: _sizes(specification, axis)[seed] for axis in axes}
         inputs = random_inputs(specification, rows, seed, sizes)
-        yield ParityBatch(rows, inputs, Proof(specification, inputs), sizes)
+        yield inputs, Proof(specification, inputs), sizes
     if (padded := specification.padded_axis) is not None:
         lengths = tuple(int(length) for length in np.linspace(1, padded.default, BATCHES[-1]))
         inputs = valid_items(specification, len(BATCHES), lengths)
-        sizes = {padded.name: padded.default}
-        yield ParityBatch(len(lengths), inputs, Proof(specification, inputs, lengths), sizes)
+        yield inputs, Proof(specification, inputs, lengths), {padded.name: padded.default}
 
 
 def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
@@ -104,10 +96,8 @@ def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
     return np.stack([resize_and_crop(pixels, specification.preprocessing) for pixels in needed])
 
 
-def _longest(axis: Axis) -> int:
-    return min(axis.largest, LONGEST_IN_DEFAULTS * axis.default)
-
-
-def _short(specification: ModelSpecification, axis: Axis) -> int:
-    """Random bits for an unknown model may be a mask, which hides a whole item if there are few of them."""
-    return min(axis.largest, 2 if specification.make_items is not None else max(2, axis.default // 2))
+def _sizes(specification: ModelSpecification, axis: Axis) -> tuple[int, int, int]:
+    """The axis's sizes in the batches. Random bits for an unknown model may be a mask, and few of them may hide a whole
+    item."""
+    short = 2 if specification.make_items is not None else max(2, axis.default // 2)
+    return axis.default, min(axis.largest, LONGEST_IN_DEFAULTS * axis.default), min(axis.largest, short)

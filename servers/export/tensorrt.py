@@ -49,7 +49,10 @@ def trtexec_version() -> str | None:
     if (program := find_trtexec()) is None:
         return None
     match = re.search(r"\[TensorRT v(\d+)\]", _output([program, "--help"]))
-    return None if match is None else "{}.{}.{}".format(*_parts(int(match[1])))
+    if match is None:
+        return None
+    number = int(match[1])
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
 def bindings_version() -> str | None:
@@ -79,10 +82,6 @@ def _output(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout + done.stderr
-
-
-def _parts(number: int) -> tuple[int, int, int]:
-    return number // 10_000, number // 100 % 100, number % 100
 
 
 TENSORRT_IMAGE = (

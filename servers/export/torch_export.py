@@ -16,16 +16,13 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.engines.batches import random_inputs
 from servers.engines.interface import first_line
-from servers.engines.onnxruntime import PRECISION_KEY, stored_precision
-from servers.export.manifest import OPSETS, ExportError, FileForm, Operators
-from servers.models.files import onnx_parts, parts_sha256
+from servers.engines.onnxruntime import PRECISION_KEY
+from servers.export.manifest import FUSED, JAX, OPSETS, STANDARD, ExportError, FileForm
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -48,7 +45,7 @@ _CHATTY_LOGGERS = (
 
 def write_onnx(
     specification: ModelSpecification, module: torch.nn.Module, path: Path, form: FileForm
-) -> tuple[float, Operators]:
+) -> tuple[float, str]:
     """Write `module`, as from `specification.load_module`, to `path`.
 
     Returns the seconds taken and the operators in the file: standard ones where the fused do not cover the model.
@@ -57,18 +54,20 @@ def write_onnx(
     from servers.models.uint8_module import executed_module
 
     started_ns = time.perf_counter_ns()
-    if form.operators == Operators.JAX:
-        from servers.export.jax_graph import write_jax_graph
+    operators = form.operators
+    if operators == FUSED and not (
+        specification.fused_tower and _write_fused(specification, module, path, form.precision)
+    ):
+        operators = STANDARD
+    if operators != FUSED:
+        executed = executed_module(specification, module)
+        if operators == JAX:
+            from servers.export.jax_graph import write_jax_graph
 
-        with quiet_exporter():
-            seconds = write_jax_graph(
-                specification, executed_module(specification, module), path, OPSETS[Operators.JAX]
-            )
-        return seconds + (convert_to_fp16(path, path) if form.precision == "fp16" else 0.0), Operators.JAX
-    operators = Operators.FUSED if specification.fused_tower else Operators.STANDARD
-    if form.operators != operators or not _write_fused(specification, module, path, form.precision):
-        operators = Operators.STANDARD
-        _export(specification, executed_module(specification, module), path)
+            with quiet_exporter():
+                write_jax_graph(specification, executed, path)
+        else:
+            _export(specification, executed, path)
         if form.precision == "fp16":
             convert_to_fp16(path, path)
     return (time.perf_counter_ns() - started_ns) / 1e9, operators
@@ -120,7 +119,7 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
                 tuple(torch.from_numpy(inputs[name]) for name in names),
                 dynamo=True,
                 verbose=False,
-                opset_version=OPSETS[Operators.STANDARD],
+                opset_version=OPSETS[STANDARD],
                 input_names=names,
                 output_names=[tensor.name for tensor in specification.outputs],
                 dynamic_shapes=free,
@@ -167,42 +166,6 @@ def dynamic_shapes(specification: ModelSpecification) -> tuple[dict[int, Any], .
             if (place := axis.places.get(tensor.name)) is not None:
                 dimensions[place] = dimension
     return tuple(free)
-
-
-@dataclass(frozen=True, slots=True)
-class UserFile:
-    """A user's ONNX file, with its external data in `sha256` and `bytes`."""
-
-    precision: str
-    operators: Operators
-    opset: int
-    sha256: str
-    bytes: int
-    modified_at: str
-
-
-def read_user_file(path: Path) -> UserFile:
-    """Read what a manifest says of a user's file. Raises `ExportError` for one that is missing or not an ONNX file."""
-    import onnx
-
-    try:
-        model = onnx.load(path, load_external_data=False)
-        parts = onnx_parts(path, model)
-        sha256, states = parts_sha256(parts), [part.stat() for part in parts]
-        modified = datetime.fromtimestamp(max(state.st_mtime for state in states), UTC)
-    except OSError as exc:
-        raise ExportError(f"cannot read {exc.filename or path}: {exc.strerror or exc}") from exc
-    except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
-        raise ExportError(f"{path.name} is not an ONNX file: {first_line(exc)}") from exc
-    versions = {entry.domain: entry.version for entry in model.opset_import}
-    return UserFile(
-        stored_precision(model),
-        Operators.FUSED if "com.microsoft" in versions else Operators.STANDARD,
-        versions.get("", 0),
-        sha256,
-        sum(state.st_size for state in states),
-        modified.isoformat(timespec="seconds"),
-    )
 
 
 def convert_to_fp16(source: Path, path: Path) -> float:
@@ -261,17 +224,14 @@ CONFIGURATION = {"cpp.dynamic_threads": True}
 
 
 def package_target() -> str:
-    """This kind of CPU, by its vector instructions."""
+    """This kind of CPU: its vector instructions, and a short hash of all instruction sets, which the compiler uses
+    (-march=native)."""
     import torch
 
-    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}-{_instructions()}"
-
-
-def _instructions() -> str:
-    """A short hash of the processor's instruction sets: the compiler uses all of them (-march=native)."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(" ".join(sorted(flags.partition(":")[2].split())).encode()).hexdigest()[:8]
+    instructions = hashlib.sha256(" ".join(sorted(flags.partition(":")[2].split())).encode()).hexdigest()[:8]
+    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}-{instructions}"
 
 
 def write_package(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> float:

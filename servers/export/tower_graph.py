@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servers.engines.torch.vit_tower import BYTE_CENTRE, BYTE_SCALE, TowerShape, fold_bytes, read_shape
-from servers.export.manifest import OPSETS, Operators
+from servers.export.manifest import FUSED, OPSETS
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -194,10 +194,7 @@ class _TowerGraph:
             [helper.make_tensor_value_info(target.name, TensorProto.FLOAT, ["batch", *target.item_shape])],
             self._initializers,
         )
-        imports = [
-            helper.make_opsetid("", OPSETS[Operators.FUSED]),
-            helper.make_opsetid(CONTRIB_DOMAIN, _CONTRIB_VERSION),
-        ]
+        imports = [helper.make_opsetid("", OPSETS[FUSED]), helper.make_opsetid(CONTRIB_DOMAIN, _CONTRIB_VERSION)]
         model = helper.make_model(graph, opset_imports=imports, ir_version=_IR_VERSION, producer_name="abserve")
         onnx.checker.check_model(model)
         return model

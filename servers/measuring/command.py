@@ -36,7 +36,7 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 
 if TYPE_CHECKING:
-    from servers.measuring.profile import EngineProfile
+    from servers.measuring.profile import BatchProfile
 
 SCHEMA = "abserve.engine/2"
 
@@ -105,8 +105,11 @@ def engine(
             "matrix_product_tflops": matrix,
             "load_seconds": load_seconds,
             "batches": [asdict(result) for result in results],
-            **({} if profile is None else profile.as_document()),
         }
+        if isinstance(profile, str):
+            document |= {"profile": [], "profile_missing": profile}
+        elif profile is not None:
+            document["profile"] = [asdict(batch) for batch in profile]
         try:
             json.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
         except OSError as exc:
@@ -124,10 +127,9 @@ def _measure(
     requested: EngineSettings,
     sizes: list[int],
     lengths: list[dict[str, int]],
-) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], EngineProfile | None]:
-    executed = artefact(specification, weights, requested, settings.artefacts)
+) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], list[BatchProfile] | str | None]:
+    path, _ = artefact(specification, weights, requested, settings.artefacts)
     references = references_of(specification, weights, lengths, photographs(specification))
-    path = None if executed is None else executed.path
     with loaded_engine(specification, weights, requested, path, sizes) as (measured, load_seconds):
         device = measured.engine.describe().device
         matrix = None if settings.engine == "null" else matrix_tflops(device, requested.precision)
@@ -205,12 +207,6 @@ def _show(
     console.print(table)
 
 
-def _flight_ratio(result: BatchMeasurement) -> float | None:
-    """The share of the engine's own rate that is left with the copies of two batches in flight."""
-    in_flight = result.flights_items_per_second
-    return None if in_flight is None else in_flight / result.items_per_second
-
-
 def _columns(specification: ModelSpecification, null: bool, results: list[BatchMeasurement]) -> dict[str, list[str]]:
     """The cells of the table by column, without empty columns.
 
@@ -222,6 +218,11 @@ def _columns(specification: ModelSpecification, null: bool, results: list[BatchM
 
     def milliseconds(value_ns: float) -> str:
         return f"{value_ns / 1e6:.3f}"
+
+    def flight_ratio(result: BatchMeasurement) -> float | None:
+        """The share of the engine's own rate that is left with the copies of two batches in flight."""
+        in_flight = result.flights_items_per_second
+        return None if in_flight is None else in_flight / result.items_per_second
 
     def rate(value: float) -> str:
         return f"{value:,.{0 if value >= 100 else 2}f}"
@@ -237,7 +238,7 @@ def _columns(specification: ModelSpecification, null: bool, results: list[BatchM
         "alone ms": cells(lambda result: result.alone_ns, milliseconds),
         f"{specification.item}s/s": cells(lambda result: result.items_per_second, rate),
         "in flight/s": cells(lambda result: result.flights_items_per_second, rate),
-        "ratio": cells(_flight_ratio, "{:.1%}".format),
+        "ratio": cells(flight_ratio, "{:.1%}".format),
         "tokens/s": cells(lambda result: result.tokens_per_second, rate),
         "TFLOP/s": cells(lambda result: None if null else result.tflops, "{:.3g}".format),
         "share": cells(lambda result: None if null else result.share_of_matrix_product, "{:.0%}".format),

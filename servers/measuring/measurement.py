@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from mmap import mmap
@@ -37,7 +37,7 @@ from servers.models.weights import WeightsSource
 from servers.protocol.tensors import Array
 
 if TYPE_CHECKING:
-    from servers.export.artefacts import ExecutedFile
+    from servers.export.manifest import Manifest
 
 ROTATION, DISTINCT_ROWS = 4, 8
 """Inputs that take turns, so that no run finds its own in a cache, and the rows in which they differ."""
@@ -269,12 +269,9 @@ def loaded_engine(
     batches: Sequence[int],
 ) -> Iterator[tuple[MeasuredEngine, float]]:
     """A loaded engine for measurements, and the seconds that loading took; closes it at the end."""
-    engine = build_engine(specification, weights, settings, path)
-    try:
+    with closing(build_engine(specification, weights, settings, path)) as engine:
         load_ns = _elapsed_ns(engine.load)
         yield MeasuredEngine(engine, specification, batches), load_ns / 1e9
-    finally:
-        engine.close()
 
 
 def rotation_rows(batch: int) -> int:
@@ -472,10 +469,8 @@ def _answers_of_file(
     except EngineError as exc:  # another engine may execute it all the same
         print(f"no answers to compare with: {exc}", file=sys.stderr)  # noqa: T201  the log of this process
         return [None] * len(batches)
-    try:
+    with closing(engine):
         return [dict(engine.infer(inputs)) for inputs in batches]
-    finally:
-        engine.close()
 
 
 def stored_references(
@@ -567,10 +562,10 @@ def photographs(specification: ModelSpecification) -> Mapping[str, Array] | None
 
 def artefact(
     specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, root: Path
-) -> ExecutedFile | None:
-    """The file that the engine executes, made first when it is missing; None for an engine without one."""
+) -> tuple[Path | None, Manifest | None]:
+    """The file that the engine executes, made first when it is missing, and its manifest, if they have any."""
     if engine_kind(settings.kind).executes is None:
-        return None
+        return None, None
     from servers.export.artefacts import executed_file
     from servers.export.manifest import ExportError
     from servers.models.files import FolderError

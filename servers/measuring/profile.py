@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -176,10 +176,6 @@ LABEL_WIDTH, CELL_WIDTH = 30, 18
 """Columns of the table of categories; a narrow terminal gets several tables."""
 
 
-class ProfileError(Exception):
-    """The engine cannot be profiled; the message names the remedy where there is one."""
-
-
 @dataclass(frozen=True, slots=True)
 class CategoryTime:
     """The time of one category; `share` is its share of the span."""
@@ -223,51 +219,54 @@ class BatchProfile:
     kernels: list[KernelTime]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineProfile:
-    """One record per batch size, or no records and the reason in `missing`."""
-
-    batches: list[BatchProfile]
-    missing: str | None = None
-
-    def as_document(self) -> dict[str, object]:
-        """The keys of the profile in the file of `abserve engine --json`."""
-        document: dict[str, object] = {"profile": [asdict(batch) for batch in self.batches]}
-        return document if self.missing is None else {**document, "profile_missing": self.missing}
-
-
 @dataclass(slots=True)
-class Total:
-    """The launches of one kernel, or the calls of one operator, over all executions."""
+class ProfileTotals:
+    """The sums over all executions of one batch size, by kernel or by operator; `span_ns` adds up their spans."""
 
-    count: int = 0
-    ns: float = 0.0
-
-
-class ProfileTotals(NamedTuple):
-    """The sums over all executions of one batch size; `span_ns` adds up their spans."""
-
-    totals: Mapping[str, Total]
-    span_ns: float
+    counts: Counter[str] = field(default_factory=Counter)
+    busy_ns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    span_ns: float = 0.0
     with_copies: bool = False
+
+    def add(self, launches: Sequence[KernelLaunch], span_ns: float) -> None:
+        """Add launches: the times added are the length of the union of all intervals.
+
+        An instant in which n launches run counts 1/n for each.
+        """
+        self.span_ns += span_ns
+        edges = []
+        for index, launch in enumerate(launches):
+            self.counts[launch.name] += 1
+            edges += [(launch.start_ns, 0, index), (launch.end_ns, 1, index)]
+        running: set[int] = set()
+        before_ns = 0
+        for at_ns, is_end, index in sorted(edges):
+            for other in running:
+                self.busy_ns[launches[other].name] += (at_ns - before_ns) / len(running)
+            before_ns = at_ns
+            if is_end:
+                running.discard(index)
+            else:
+                running.add(index)
 
 
 def summarised(part: ProfileTotals, batch: int, measured_us: float, *, on_device: bool) -> BatchProfile:
-    """The record of one batch size. Raises `ProfileError` if its executions took no time."""
+    """The record of one batch size. Raises `EngineError` if its executions took no time."""
     executions = EXECUTIONS_ON_DEVICE if on_device else EXECUTIONS_ON_HOST
     idle_name = IDLE_ON_DEVICE if on_device else IDLE_ON_HOST
-    busy_ns = sum(total.ns for total in part.totals.values())
+    busy_ns = sum(part.busy_ns.values())
     span_ns = max(part.span_ns, busy_ns)  # a clock of whole µs may make the parts longer than the whole
     if not span_ns:
-        raise ProfileError(f"the profile of batch {batch} contains no time")
+        raise EngineError(f"the profile of batch {batch} contains no time")
     by_category: dict[str, float] = defaultdict(float)
     kernels = []
-    for name, total in part.totals.items():
+    for name, count in part.counts.items():
+        of_kernel_ns = part.busy_ns.get(name, 0.0)
         category = kernel_category(name) if on_device else operator_category(name)
         label = kernel_label(name) if on_device else name
-        by_category[category] += total.ns
-        us = total.ns / executions / 1e3
-        kernels.append(KernelTime(name, label, category, total.count / executions, us, total.ns / span_ns))
+        by_category[category] += of_kernel_ns
+        us = of_kernel_ns / executions / 1e3
+        kernels.append(KernelTime(name, label, category, count / executions, us, of_kernel_ns / span_ns))
     by_category[idle_name] = span_ns - busy_ns
     return BatchProfile(
         batch=batch,
@@ -285,10 +284,12 @@ def summarised(part: ProfileTotals, batch: int, measured_us: float, *, on_device
     )
 
 
-def profile_engine(engine: Engine, specification: ModelSpecification, measured: Sequence[EngineTimes]) -> EngineProfile:
+def profile_engine(
+    engine: Engine, specification: ModelSpecification, measured: Sequence[EngineTimes]
+) -> list[BatchProfile] | str:
     """Profile a loaded engine at every measured batch size, each measured once; measure nothing in this process later.
 
-    Never raises for an engine that cannot be profiled, since its measurement is valid.
+    The reason in its place for an engine that cannot be profiled, whose measurement is valid all the same.
     """
     batches = [(times.batch, times.reference.sizes) for times in measured]
     effective = engine.describe()
@@ -303,15 +304,13 @@ def profile_engine(engine: Engine, specification: ModelSpecification, measured: 
                 _torch_operators(engine, random_inputs(specification, batch, 0, sizes)) for batch, sizes in batches
             ]
         else:
-            return EngineProfile([], f"there is no profiler for the {effective.kind} engine on a CPU")
-        return EngineProfile(
-            [
-                summarised(part, times.batch, round(times.best_ns) / 1e3, on_device=on_device)
-                for part, times in zip(parts, measured, strict=True)
-            ]
-        )
-    except (ProfileError, EngineError) as exc:
-        return EngineProfile([], str(exc))
+            return f"there is no profiler for the {effective.kind} engine on a CPU"
+        return [
+            summarised(part, times.batch, round(times.best_ns) / 1e3, on_device=on_device)
+            for part, times in zip(parts, measured, strict=True)
+        ]
+    except EngineError as exc:
+        return str(exc)
 
 
 def _on_device(
@@ -329,11 +328,10 @@ def _on_device(
     groups = device_launches(calls, device)
     parts = []
     for number, copies in enumerate(with_copies):
-        executions = groups[number * EXECUTIONS_ON_DEVICE :][:EXECUTIONS_ON_DEVICE]
-        totals: dict[str, Total] = {}
-        for launches in executions:
-            add_busy_time(launches, totals)
-        parts.append(ProfileTotals(totals, sum(map(span_ns, executions)), copies))
+        part = ProfileTotals(with_copies=copies)
+        for launches in groups[number * EXECUTIONS_ON_DEVICE :][:EXECUTIONS_ON_DEVICE]:
+            part.add(launches, span_ns(launches))
+        parts.append(part)
     return parts
 
 
@@ -349,8 +347,9 @@ def _torch_operators(engine: Engine, inputs: Mapping[str, Array]) -> ProfileTota
         span_ns = time.perf_counter_ns() - started_ns
     events = [event for event in profiler.key_averages() if event.count]
     if not events:
-        raise ProfileError("torch's profiler reports no operator, so there is no profile")
-    return ProfileTotals({event.key: Total(event.count, event.self_cpu_time_total * 1e3) for event in events}, span_ns)
+        raise EngineError("torch's profiler reports no operator, so there is no profile")
+    busy_ns = {event.key: event.self_cpu_time_total * 1e3 for event in events}
+    return ProfileTotals(Counter({event.key: event.count for event in events}), busy_ns, span_ns)
 
 
 def _nodes(engine: OnnxRuntimeEngine, batch: int, sizes: Mapping[str, int]) -> ProfileTotals:
@@ -360,7 +359,7 @@ def _nodes(engine: OnnxRuntimeEngine, batch: int, sizes: Mapping[str, int]) -> P
             path = engine.node_profile(Path(folder), batch, EXECUTIONS_ON_HOST + 1, sizes)  # the first one allocates
         except Exception as exc:  # ORT's exceptions share no base but Exception
             reason = first_line(exc)
-            raise ProfileError(f"ONNX Runtime cannot execute batch {batch} with its profiler on: {reason}") from exc
+            raise EngineError(f"ONNX Runtime cannot execute batch {batch} with its profiler on: {reason}") from exc
         events = json.loads(path.read_text())
     nodes: list[KernelLaunch] = []
     runs: list[KernelLaunch] = []
@@ -373,10 +372,10 @@ def _nodes(engine: OnnxRuntimeEngine, batch: int, sizes: Mapping[str, int]) -> P
             nodes.append(KernelLaunch(event["args"]["op_name"], start_ns, end_ns))
     runs = sorted(runs, key=lambda run: run.start_ns)[-EXECUTIONS_ON_HOST:]
     if len(runs) < EXECUTIONS_ON_HOST or not nodes:
-        raise ProfileError("ONNX Runtime's profile names no node, so there is no profile")
-    totals: dict[str, Total] = {}
-    add_busy_time([node for node in nodes if node.start_ns >= runs[0].start_ns], totals)
-    return ProfileTotals(totals, sum(run.end_ns - run.start_ns for run in runs))
+        raise EngineError("ONNX Runtime's profile names no node, so there is no profile")
+    part = ProfileTotals()
+    part.add([node for node in nodes if node.start_ns >= runs[0].start_ns], sum(map(span_ns, ([run] for run in runs))))
+    return part
 
 
 class KernelLaunch(NamedTuple):
@@ -392,39 +391,16 @@ def span_ns(launches: Sequence[KernelLaunch]) -> int:
     return max(launch.end_ns for launch in launches) - min(launch.start_ns for launch in launches)
 
 
-def add_busy_time(launches: Sequence[KernelLaunch], totals: dict[str, Total]) -> None:
-    """Add one execution to `totals`: the times added are the length of the union of all intervals.
-
-    An instant in which n launches run counts 1/n for each.
-    """
-    edges = []
-    for index, launch in enumerate(launches):
-        totals.setdefault(launch.name, Total()).count += 1
-        edges += [(launch.start_ns, 0, index), (launch.end_ns, 1, index)]
-    running: set[int] = set()
-    before_ns = 0
-    for at_ns, is_end, index in sorted(edges):
-        if running and at_ns > before_ns:
-            part_ns = (at_ns - before_ns) / len(running)
-            for other in running:
-                totals[launches[other].name].ns += part_ns
-        before_ns = at_ns
-        if is_end:
-            running.discard(index)
-        else:
-            running.add(index)
-
-
 def device_launches(executions: Sequence[Callable[[], object]], device: str) -> list[list[KernelLaunch]]:
     """The launches of each of `executions`; a short spinning kernel of torch marks where one ends.
 
-    `device` is cuda:N. Raises `ProfileError` where CUPTI reports nothing, or not every execution.
+    `device` is cuda:N. Raises `EngineError` where CUPTI reports nothing, or not every execution.
     """
     try:
         import torch
         from torch.profiler import ProfilerActivity, profile
     except ImportError as exc:
-        raise ProfileError("kernels are read through torch's profiler, and torch is not installed") from exc
+        raise EngineError("kernels are read through torch's profiler, and torch is not installed") from exc
 
     def mark() -> None:
         torch.cuda.synchronize()
@@ -441,7 +417,7 @@ def device_launches(executions: Sequence[Callable[[], object]], device: str) -> 
                 mark()
         events = list(profiler.events() or ())
     except RuntimeError as exc:
-        raise ProfileError(f"torch's profiler failed: {first_line(exc)}") from exc
+        raise EngineError(f"torch's profiler failed: {first_line(exc)}") from exc
     launches = [
         KernelLaunch(event.name, round(event.time_range.start * 1e3), round(event.time_range.end * 1e3))
         for event in events
@@ -451,7 +427,7 @@ def device_launches(executions: Sequence[Callable[[], object]], device: str) -> 
 
 
 def split(launches: Iterable[KernelLaunch], executions: int) -> list[list[KernelLaunch]]:
-    """The launches of each execution, which are those between two marks; `ProfileError` if some are missing."""
+    """The launches of each execution, which are those between two marks. Raises `EngineError` if some are missing."""
     groups: list[list[KernelLaunch]] = []
     for launch in sorted(launches, key=lambda launch: launch.start_ns):
         if MARK in launch.name:
@@ -460,24 +436,23 @@ def split(launches: Iterable[KernelLaunch], executions: int) -> list[list[Kernel
             groups[-1].append(launch)
     complete = [group for group in groups[:-1] if group]  # the last mark ends the last execution
     if not groups:
-        raise ProfileError(
+        raise EngineError(
             "torch's profiler reports no kernel, so there is no profile: the driver may let only administrators "
             "profile (run as root, or load nvidia with NVreg_RestrictProfilingToAdminUsers=0), or another profiler is "
             "attached"
         )
     if len(complete) != executions:
-        raise ProfileError(
+        raise EngineError(
             f"torch's profiler reports {len(complete)} of {executions} executions; profile fewer batch sizes at a time "
             "(--batches)"
         )
     return complete
 
 
-def show_profile(console: Console, profile: EngineProfile) -> None:
-    """Print µs per execution by category and batch, and the kernels of the first and the last batch."""
-    profiles = profile.batches
-    if profile.missing is not None:
-        console.print(f"no profile: {profile.missing}", markup=False)
+def show_profile(console: Console, profiles: Sequence[BatchProfile] | str) -> None:
+    """Print µs per execution by category and batch, and the kernels of the first and the last batch; or why not."""
+    if isinstance(profiles, str):
+        console.print(f"no profile: {profiles}", markup=False)
         return
     on_device = profiles[0].categories[-1].name == IDLE_ON_DEVICE
     copies = ", copies from and to the host included" if any(batch.with_copies for batch in profiles) else ""

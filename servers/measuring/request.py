@@ -97,18 +97,16 @@ def resolved_device(device: str) -> str:
 
 
 def offers(device: str) -> dict[str, object]:
-    """The device, the modes and precisions of every engine by kind of device, and this machine's GPUs. Raises
+    """The device, the modes and the precisions by engine and kind of device, and this machine's GPUs. Raises
     `EngineError`."""
     EngineSettings(device=device).check_here()
-    engines = {
-        name: {
-            "modes": {place: list(modes) for place, modes in kind.modes.items()},
-            "precisions": {place: list(precisions) for place, precisions in kind.precisions.items()},
-        }
-        for name in engine_names()
-        for kind in [engine_kind(name)]
+    kinds = {name: engine_kind(name) for name in engine_names()}
+    return {
+        "device": resolved_device(device),
+        "modes": {name: kind.modes for name, kind in kinds.items()},
+        "precisions": {name: kind.precisions for name, kind in kinds.items()},
+        "gpu": gpu_info(None),
     }
-    return {"device": resolved_device(device), "engines": engines, "gpu": gpu_info(None)}
 
 
 def checked(request: MeasurementRequest) -> RequestCheck:

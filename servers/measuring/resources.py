@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from servers.engines.processors import cuda_index
 from servers.gpu.cuda_library import device_uuid
@@ -26,12 +26,8 @@ Read = Callable[[], float | None]
 """Reads a counter of joules; None if it cannot be read."""
 
 
-class Energy(NamedTuple):
-    """The energy of a device for a number of runs; `seconds_per_run` is of runs without readings between them."""
-
-    joules: float
-    runs: int
-    seconds_per_run: float
+Energy = tuple[float, int, float]
+"""Joules of a device, the number of runs that took them, and the seconds of one run without readings in between."""
 
 
 class Resources:
@@ -41,7 +37,7 @@ class Resources:
         self._cuda, self._uuid = cuda_index(device), None
         self._gpu: int | None = None
         self._others: frozenset[int] = frozenset()
-        self._joules: Read = _RaplCounter().joules
+        self._joules = rapl_counter()
         if self._cuda is None:
             return
         from servers.gpu.nvml import NvmlReader
@@ -127,7 +123,7 @@ def joules_of(read: Read, run: Callable[[], object], seconds: float) -> Energy |
     per_run = (perf_counter() - began) / runs
     before = read()
     end, further = (None, 0) if before is None else _next_step(read, before, run)
-    return None if start is None or end is None or end <= start else Energy(end - start, runs + further, per_run)
+    return None if start is None or end is None or end <= start else (end - start, runs + further, per_run)
 
 
 def _next_step(read: Read, before: float, run: Callable[[], object]) -> tuple[float | None, int]:
@@ -139,24 +135,25 @@ def _next_step(read: Read, before: float, run: Callable[[], object]) -> tuple[fl
     return now, runs
 
 
-class _RaplCounter:
-    """The energy of all CPU packages, from the kernel's counters, which wrap around."""
+def rapl_counter(folder: Path = RAPL) -> Read:
+    """A reader of the energy of all CPU packages since its first call, from the kernel's counters, which wrap around;
+    it gives None if this user may not read them."""
+    packages = sorted(folder.glob("intel-rapl:[0-9]")) + sorted(folder.glob("intel-rapl:[0-9][0-9]"))
+    last: list[int] = []
+    total_uj = 0
 
-    def __init__(self, folder: Path = RAPL) -> None:
-        self._packages = sorted(folder.glob("intel-rapl:[0-9]")) + sorted(folder.glob("intel-rapl:[0-9][0-9]"))
-        self._last: list[int] = []
-        self._total = 0
-
-    def joules(self) -> float | None:
-        """Joules since the first call; None if this user may not read them."""
+    def joules() -> float | None:
+        nonlocal last, total_uj
         try:
-            now = [int((package / "energy_uj").read_text()) for package in self._packages]
-            ranges = [int((package / "max_energy_range_uj").read_text()) for package in self._packages]
+            now = [int((package / "energy_uj").read_text()) for package in packages]
+            ranges = [int((package / "max_energy_range_uj").read_text()) for package in packages]
         except (OSError, ValueError):
             return None
         if not now:
             return None
-        for new, old, largest in zip(now, self._last or now, ranges, strict=True):
-            self._total += new - old if new >= old else new + largest - old
-        self._last = now
-        return self._total / 1e6
+        for new, old, largest in zip(now, last or now, ranges, strict=True):
+            total_uj += new - old if new >= old else new + largest - old
+        last = now
+        return total_uj / 1e6
+
+    return joules

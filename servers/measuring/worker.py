@@ -166,14 +166,14 @@ def _converted(
     """The steps from the model to the file that the engine executes, and the file; the steps of a TensorRT plan have
     no manifest, so they are known only when it is made."""
     began, started_ns = began or time.time(), time.perf_counter_ns()
-    executed = artefact(specification, weights, request.settings(), Path(request.artefacts))
+    path, manifest = artefact(specification, weights, request.settings(), Path(request.artefacts))
     seconds = _seconds_since(started_ns)
-    if executed is None or executed.path == specification.file:
-        return [], None if executed is None else executed.path
-    status, manifest = executed.path.stat(), executed.manifest
+    if path is None or path == specification.file:
+        return [], path
+    status = path.stat()
     made_now = status.st_mtime >= began
     if manifest is None and not made_now:
-        return [], executed.path
+        return [], path
     name, source = "build" if manifest is None else "export", list[dict[str, Any]]()
     if manifest is not None and manifest.quantisation is not None:
         plain = msgspec.structs.replace(request, engine="openvino", precision="fp32")  # the file that INT8 is made from
@@ -182,11 +182,11 @@ def _converted(
         "step": name,
         "seconds": seconds if manifest is None else manifest.seconds,
         "made_now": made_now,
-        "file": executed.path.name,
+        "file": path.name,
         "file_bytes": status.st_size,
         "sha256": None if manifest is None else manifest.sha256,
     }
-    return [*source, step], executed.path
+    return [*source, step], path
 
 
 def _serve(request: MeasurementRequest, commands: BinaryIO, answer: SendAnswer) -> None:
@@ -269,6 +269,7 @@ def measured_cell(
     resources.begin()
     times = measured.measure(batch, reference, command.seconds, in_rounds=True)
     energy = resources.energy(measured.run(batch, reference)) if command.energy else None
+    joules, runs, seconds_per_run = energy or (None, 0, None)
     null = measured.engine.describe().kind == "null"
     comparison = None if null else times.comparison
     fault = None if comparison is None else comparison.fault
@@ -284,9 +285,9 @@ def measured_cell(
         "fault": "the null engine computes no model" if null else fault,
         "flops_per_item": reference.flops_per_item,
         **resources.memory(),
-        "energy_joules": None if energy is None else energy.joules,
-        "energy_items": 0 if energy is None else energy.runs * batch,
-        "sustained_ns": None if energy is None else round(energy.seconds_per_run * 1e9),
+        "energy_joules": joules,
+        "energy_items": runs * batch,
+        "sustained_ns": None if seconds_per_run is None else round(seconds_per_run * 1e9),
     }
     return cell, times
 
@@ -297,16 +298,16 @@ def _profiled(
     """The longest kernels of each cell; none where the engine cannot be profiled."""
     from servers.measuring.profile import TOP_KERNELS, profile_engine
 
-    profile = profile_engine(engine, specification, times)
-    if profile.missing is not None:
-        print(f"no profile: {profile.missing}", file=sys.stderr)  # noqa: T201  the log of this process
+    profiles = profile_engine(engine, specification, times)
+    if isinstance(profiles, str):
+        print(f"no profile: {profiles}", file=sys.stderr)  # noqa: T201  the log of this process
         return [[] for _ in times]
     return [
         [
             {"name": kernel.label, "count": kernel.count, "seconds": kernel.us / 1e6, "share": kernel.share}
             for kernel in batch.kernels[:TOP_KERNELS]
         ]
-        for batch in profile.batches
+        for batch in profiles
     ]
 
 

@@ -14,7 +14,8 @@ def main() -> int:
 
     from pydantic import ValidationError
 
-    from servers.cli.launch import ListenerError, bind
+    from servers.cli.defaults import OptionError
+    from servers.cli.launch import bind
     from servers.cli.options import from_argument, validation_sentence
     from servers.engines.padding import padding_of
     from servers.engines.processors import wait_policy
@@ -35,7 +36,7 @@ def main() -> int:
         grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
     except ValidationError as error:
         return _refuse(validation_sentence(error))
-    except (UnknownModelError, WeightsError, EngineError, ListenerError) as error:
+    except (UnknownModelError, WeightsError, EngineError, OptionError) as error:
         return _refuse(str(error))
 
     from servers.native.server import configure_logs, run

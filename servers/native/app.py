@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Awaitable, Callable, Mapping
 from inspect import isawaitable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import orjson
@@ -42,12 +42,8 @@ class _SystemMemory(msgspec.Struct):
     offset: int = 0
 
 
-class _EncodedHandle(msgspec.Struct):
-    b64: str
-
-
 class _CudaMemory(msgspec.Struct):
-    raw_handle: _EncodedHandle
+    raw_handle: dict[Literal["b64"], str]
     device_id: int
     byte_size: int
 
@@ -90,8 +86,8 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
         await regions.check_cuda()
         memory = await _body(request, _CudaMemory)
         try:  # split: perf_analyzer's encoder breaks lines after 72 characters
-            handle = base64.b64decode("".join(memory.raw_handle.b64.split()), validate=True)
-        except ValueError as exc:
+            handle = base64.b64decode("".join(memory.raw_handle["b64"].split()), validate=True)
+        except (KeyError, ValueError) as exc:
             raise InvalidRequestError("'raw_handle' must hold the bytes of the IPC handle in base64") from exc
         await regions.register_cuda(_region(request), handle, memory.device_id, memory.byte_size)
 

@@ -29,12 +29,10 @@ import numpy as np
 from servers.engines.interface import DeviceMemory, Engine, Finish, HostMemory, Request
 from servers.engines.padding import Padding
 from servers.native.errors import (
-    EXPIRED,
-    SHUTTING_DOWN,
     FailureLog,
-    QueueFullError,
-    RequestExpiredError,
-    ShuttingDownError,
+    RefusedError,
+    expired,
+    shutting_down,
 )
 from servers.native.interface import QueuedRequest
 from servers.native.memory import Arena, PageLocks
@@ -262,13 +260,13 @@ class Batcher:
         self._wake = wake
 
     def submit(self, request: QueuedRequest) -> None:
-        """Queue a request. Raises `QueueFullError` or `ShuttingDownError` at once."""
+        """Queue a request. Raises `RefusedError` at once."""
         request.enqueued_ns = time.perf_counter_ns()
         with self._lock:
             if self._closed:
-                raise ShuttingDownError(SHUTTING_DOWN)
+                raise shutting_down()
             if self.waiting + request.count > self._queue_size:
-                raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
+                raise RefusedError("queue_full", f"Exceeds maximum queue size of {self._queue_size} requests")
             self._count_waiting(request.count)
             self._enqueue(request)
 
@@ -416,17 +414,17 @@ class Batcher:
         """The batch without withdrawn and expired requests; the others can no longer be withdrawn."""
         now_ns = time.perf_counter_ns()
         claimed: list[QueuedRequest] = []
-        expired: list[QueuedRequest] = []
+        late: list[QueuedRequest] = []
         with self._lock:
             for request in batch:
                 if request.taken:
                     continue
                 request.taken = True
-                late = request.deadline_ns is not None and now_ns >= request.deadline_ns
-                (expired if late else claimed).append(request)
-            self._count_waiting(-sum([request.count for request in (*claimed, *expired)]))
-        if expired:
-            self._refuse(expired, RequestExpiredError(EXPIRED))
+                is_late = request.deadline_ns is not None and now_ns >= request.deadline_ns
+                (late if is_late else claimed).append(request)
+            self._count_waiting(-sum([request.count for request in (*claimed, *late)]))
+        if late:
+            self._refuse(late, expired())
         return claimed
 
     def _readable(self, claimed: list[QueuedRequest]) -> list[QueuedRequest]:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from servers.cli.defaults import ARTEFACTS, TuningError
-from servers.cli.launch import LaunchPlan, ListenerError, bind, check_free, host_in_url
+from servers.cli.defaults import ARTEFACTS, OptionError
+from servers.cli.launch import LaunchPlan, bind, check_free, host_in_url
 from servers.cli.options import fail, takes_settings, to_argument, tuning_of, validation_sentence, with_tuning
 from servers.engines.factory import check_engine, enter_environment_of
 from servers.engines.interface import EngineError
@@ -112,7 +112,7 @@ def serve_native(
         plan = launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
     except ValidationError as exc:
         fail(validation_sentence(exc), exc, status=2)
-    except (UnknownModelError, WeightsError, ListenerError, EngineError, TuningError) as exc:
+    except (UnknownModelError, WeightsError, EngineError, OptionError) as exc:
         fail(str(exc), exc, status=2)
     except (ExportError, FolderError) as exc:
         fail(str(exc), exc)
@@ -127,7 +127,7 @@ def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Pat
     """The exported file, made first when it is missing, and its manifest."""
     from servers.export.artefacts import executed_file  # not above: it imports an engine
 
-    artefact = executed_file(
+    path, manifest = executed_file(
         launch.settings.engine,
         launch.settings.precision,
         specification,
@@ -136,4 +136,4 @@ def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Pat
         progress=lambda step: typer.echo(step, err=True),
         max_batch_size=launch.settings.max_batch_size,
     )
-    return artefact.path.absolute(), None if artefact.manifest is None else artefact.manifest.to_dict()
+    return path.absolute(), None if manifest is None else manifest.to_dict()

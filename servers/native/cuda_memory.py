@@ -26,13 +26,11 @@ import structlog
 
 from servers.engines.interface import DeviceMemory
 from servers.gpu.cuda_library import CudaError, CudaLibrary
-from servers.protocol.errors import InternalError, InvalidRequestError, UnsupportedError
+from servers.protocol.errors import InternalError, InvalidRequestError
 from servers.protocol.records import shown
 from servers.protocol.tensors import Array
 
 log = structlog.get_logger("abserve.cuda")
-
-NO_CUDA_MEMORY = "this server does not offer CUDA shared memory; use system shared memory or send the data"
 
 HANDLE_BYTES = 64
 
@@ -61,12 +59,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _DeviceStreams:
-    context: c_void_p
-    reading: c_void_p
-    writing: c_void_p
-    """Separate streams: a copy does not wait for an engine's kernels, nor reading for writing."""
+_Device = tuple[c_void_p, c_void_p, c_void_p]
+"""The context of a device, and a stream for reading and one for writing.
+
+Streams of the server: a copy does not wait for an engine's kernels, nor reading for writing.
+"""
 
 
 class CudaDriver:
@@ -82,7 +79,7 @@ class CudaDriver:
         self.device_count = self._library.count()
         if self.device_count < 1:
             raise CudaError("the driver sees no device")
-        self._devices: dict[int, _DeviceStreams] = {}
+        self._devices: dict[int, _Device] = {}
         self._lock = threading.Lock()
 
     def open(self, device: int, handle: bytes) -> int:
@@ -107,30 +104,30 @@ class CudaDriver:
 
     def read(self, device: int, address: int, destination: int, size: int) -> None:
         """Copy device memory to the host address `destination`; returns when it is there. Raises `CudaError`."""
-        with self._current(device) as streams:
-            self._call("cuMemcpyDtoHAsync_v2", destination, address, size, streams.reading)
-            self._call("cuStreamSynchronize", streams.reading)
+        with self._current(device) as (_, reading, _):
+            self._call("cuMemcpyDtoHAsync_v2", destination, address, size, reading)
+            self._call("cuStreamSynchronize", reading)
 
     def write(self, device: int, address: int, source: int, size: int) -> None:
         """Copy from the host address `source`; returns when every process sees it. Raises `CudaError`."""
-        with self._current(device) as streams:
-            self._call("cuMemcpyHtoDAsync_v2", address, source, size, streams.writing)
-            self._call("cuStreamSynchronize", streams.writing)
+        with self._current(device) as (_, _, writing):
+            self._call("cuMemcpyHtoDAsync_v2", address, source, size, writing)
+            self._call("cuStreamSynchronize", writing)
 
     @contextmanager
-    def _current(self, device: int) -> Iterator[_DeviceStreams]:
-        streams = self._device(device)
-        self._call("cuCtxPushCurrent_v2", streams.context)
+    def _current(self, index: int) -> Iterator[_Device]:
+        device = self._device(index)
+        self._call("cuCtxPushCurrent_v2", device[0])
         try:
-            yield streams
+            yield device
         finally:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
-    def _device(self, index: int) -> _DeviceStreams:
+    def _device(self, index: int) -> _Device:
         with self._lock:
-            streams = self._devices.get(index)
-            if streams is not None:
-                return streams
+            device = self._devices.get(index)
+            if device is not None:
+                return device
             context, reading, writing = c_void_p(), c_void_p(), c_void_p()
             self._call("cuDevicePrimaryCtxRetain", byref(context), self._library.device(index))
             self._call("cuCtxPushCurrent_v2", context)
@@ -139,55 +136,8 @@ class CudaDriver:
                     self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
             finally:
                 self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
-            self._devices[index] = _DeviceStreams(context, reading, writing)
-            return self._devices[index]
-
-
-class CudaAccess:
-    """Loads the driver at its first use; any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._driver: CudaDriver | None = None
-        self._logged = False
-
-    def driver(self) -> CudaDriver:
-        """Blocks for up to a second the first time. Raises `UnsupportedError` where no device answers."""
-        with self._lock:
-            if self._driver is None:
-                try:
-                    self._driver = CudaDriver()
-                except CudaError as exc:
-                    if not self._logged:
-                        log.info("CUDA shared memory is not offered", reason=str(exc))
-                        self._logged = True
-                    raise UnsupportedError(NO_CUDA_MEMORY) from exc
-            return self._driver
-
-    def open(self, name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
-        """Map a client's memory; blocks. Raises `ContractError`."""
-        driver = self.driver()
-        if len(handle) != HANDLE_BYTES:
-            raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
-        if not 0 <= device < driver.device_count:
-            raise InvalidRequestError(f"GPU {device} does not exist: this server sees {driver.device_count}, from 0 on")
-        try:
-            address = driver.open(device, handle)
-        except CudaError as exc:
-            raise InvalidRequestError(
-                f"the raw handle of region {shown(name)} cannot be opened on GPU {device}: give the one that "
-                f"cudaIpcGetMemHandle made in another running process of this machine ({exc})"
-            ) from exc
-        region = CudaRegion(name, driver, device, address, byte_size)
-        try:
-            available = driver.bytes_behind(device, address)
-        except CudaError as exc:
-            region.close()
-            raise InvalidRequestError(f"the size of region {shown(name)} cannot be read ({exc})") from exc
-        if byte_size > available:
-            region.close()
-            raise InvalidRequestError(f"region {shown(name)} ends at byte {byte_size} of an allocation of {available}")
-        return region
+            device = self._devices[index] = context, reading, writing
+            return device
 
 
 class CudaRegion:
@@ -271,6 +221,31 @@ class CudaRegion:
             log.warning("a CUDA shared-memory region could not be closed", region=shown(self.name), reason=str(exc))
         finally:
             self._closed.set()
+
+
+def open_region(driver: CudaDriver, name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
+    """Map a client's memory; blocks. Raises `InvalidRequestError`."""
+    if len(handle) != HANDLE_BYTES:
+        raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
+    if not 0 <= device < driver.device_count:
+        raise InvalidRequestError(f"GPU {device} does not exist: this server sees {driver.device_count}, from 0 on")
+    try:
+        address = driver.open(device, handle)
+    except CudaError as exc:
+        raise InvalidRequestError(
+            f"the raw handle of region {shown(name)} cannot be opened on GPU {device}: give the one that "
+            f"cudaIpcGetMemHandle made in another running process of this machine ({exc})"
+        ) from exc
+    region = CudaRegion(name, driver, device, address, byte_size)
+    try:
+        available = driver.bytes_behind(device, address)
+    except CudaError as exc:
+        region.close()
+        raise InvalidRequestError(f"the size of region {shown(name)} cannot be read ({exc})") from exc
+    if byte_size > available:
+        region.close()
+        raise InvalidRequestError(f"region {shown(name)} ends at byte {byte_size} of an allocation of {available}")
+    return region
 
 
 @dataclass(frozen=True, slots=True)

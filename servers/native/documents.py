@@ -57,7 +57,7 @@ def model_metadata(service: InferenceService) -> Document:
 def model_config(service: InferenceService) -> Document:
     """A model's configuration, with the parameters in effect as the loaded engine reports them.
 
-    Raises `NotReadyError` until the model is loaded.
+    Raises `RefusedError` until the model is loaded.
     """
     description = service.description
     if description is None:

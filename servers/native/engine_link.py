@@ -28,8 +28,6 @@ from servers.native.interface import (
     ModelStatus,
     OpenRegion,
     QueuedRequest,
-    RegisterCudaMemory,
-    RegisterSystemMemory,
 )
 from servers.native.ipc import (
     FAILED,
@@ -40,13 +38,10 @@ from servers.native.ipc import (
     Control,
     ControlDone,
     Form,
-    FrameReader,
     Message,
     RequestDone,
-    RequestsDone,
     SentForms,
     Submit,
-    SubmitMany,
     UnusableMessage,
     divided,
     encode_all,
@@ -54,6 +49,7 @@ from servers.native.ipc import (
     failed,
     failure_of,
     outputs_of,
+    read_frames,
     submit_message,
     unusable_of,
 )
@@ -91,7 +87,7 @@ class LocalLink:
         self._side.submit(model, queued)
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
-        return self._side.hosts[model].withdraw(queued)
+        return self._side.withdraw(model, queued)
 
     async def control(self, operation: EngineOperation) -> None:
         """See `EngineLink`; goes on when the caller is cancelled."""
@@ -136,11 +132,15 @@ class EngineClient(asyncio.Protocol):
         self._controls: dict[int, asyncio.Future[None]] = {}
         self._execute: Execute | None = None
         self._outgoing: list[Message] = []
-        self._groups: dict[int, SubmitMany] = {}  # by form: those that are outgoing
-        self._reader = FrameReader()
+        self._groups: dict[int, Submit] = {}  # by form: the last of those outgoing that others may join
+        self._unread = bytearray()
         self._transport: asyncio.Transport | None = None
         self._executing: set[asyncio.Task[None]] = set()
         self._ended = False
+        self.rows = 0
+        """Of requests that are not complete."""
+        self.models: Sequence[ModelStatus] = ()
+        """As the engine said last; kept by `EnginePool`."""
 
     async def open(self, connected: socket.socket, execute: Execute) -> None:
         """Begin to use a connected socket; `execute` serves the operations of the engine's side."""
@@ -159,13 +159,18 @@ class EngineClient(asyncio.Protocol):
             self._groups.pop(number_of_form, None)  # those before it had another form of this number
             self._send(form)
         message, memory = submit_message(number, number_of_form, queued, self._memory, answer_bytes)
-        queued.number = number
+        queued.engine, queued.number = self, number
+        self.rows += queued.rows
         self._waiting[number] = queued, memory, message.room is not None
         plain = message.deadline_ns is None and message.room is None and not message.device_outputs
-        if plain and all([isinstance(place, int) for place in message.data]):  # noqa: C419  faster
-            self._send_together(message)
-        else:
-            self._send(message)
+        if plain and all([isinstance(place, int) for place in message.data[0]]):  # noqa: C419  faster
+            group = self._groups.get(number_of_form)
+            if group is not None and (len(group.numbers) + 1) * group.rows <= MAX_GROUP_ROWS:
+                group.numbers.append(number)
+                group.data += message.data
+                return
+            self._groups[number_of_form] = message
+        self._send(message)
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:  # noqa: ARG002  see EngineLink
         if queued.number in self._waiting:
@@ -187,7 +192,7 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Messages of the engine's side."""
-        for message in self._reader.feed(data):
+        for message in read_frames(self._unread, data):
             try:
                 self._take(message)
             except Exception:  # it must not end the connection: others wait for theirs
@@ -207,10 +212,7 @@ class EngineClient(asyncio.Protocol):
                 done.set_exception(UnavailableError(ENGINE_ENDED))
 
     def _take(self, message: Message | UnusableMessage) -> None:
-        if isinstance(message, RequestsDone):
-            for number, outputs in divided(message):
-                self._succeed(number, outputs)
-        elif isinstance(message, RequestDone):
+        if isinstance(message, RequestDone):
             self._complete(message)
         elif isinstance(message, Control):
             task = asyncio.get_running_loop().create_task(self._execute_control(message))
@@ -227,8 +229,7 @@ class EngineClient(asyncio.Protocol):
             self._forms.forget()
         for reply in failed(message, FAILED):
             if sent == (message.kind in REQUESTS):
-                with suppress(KeyError):  # it is complete already
-                    self._take(reply)
+                self._take(reply)
             else:
                 self._send(reply)
 
@@ -241,32 +242,28 @@ class EngineClient(asyncio.Protocol):
         else:
             done.set_exception(error_of(message.failure))
 
-    def _succeed(self, number: int, outputs: dict[str, Array]) -> None:
-        queued, _, _ = self._waiting.pop(number)
-        queued.drop_inputs()
-        queued.outputs = outputs
-        self._wake(queued)
-
     def _complete(self, message: RequestDone) -> None:
-        queued, memory, has_room = self._waiting[message.number]
-        if message.failure is None:
-            queued.outputs = outputs_of(message, self._memory.arena, memory[-1] if has_room else None)
-        else:
-            queued.error = error_of(message.failure)
+        if message.failure is not None:
             if message.failure == FORM_UNKNOWN:
                 self._forms.forget()
-        del self._waiting[message.number]
+            for number in message.numbers:
+                if number in self._waiting:  # else it is complete already
+                    self._waiting[number][0].error = error_of(message.failure)
+                    self._end(number)
+        elif len(message.numbers) > 1:
+            for number, outputs in divided(message):
+                self._waiting[number][0].outputs = outputs
+                self._end(number)
+        else:
+            (number,) = message.numbers
+            queued, memory, has_room = self._waiting[number]
+            queued.outputs = outputs_of(message, self._memory.arena, memory[-1] if has_room else None)
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        queued, _, _ = self._waiting.pop(number)
         queued.drop_inputs()
         self._wake(queued)
-
-    def _send_together(self, message: Submit) -> None:
-        """Send a request with the others of its form that come in the same turn."""
-        group = self._groups.get(message.form)
-        if group is None or (len(group.numbers) + 1) * message.rows > MAX_GROUP_ROWS:
-            group = self._groups[message.form] = SubmitMany([], message.form, message.rows, [])
-            self._send(group)
-        group.numbers.append(message.number)
-        group.data.append(message.data)  # type: ignore[arg-type]  # all are offsets
 
     def _send(self, message: Message) -> None:
         if not self._outgoing:
@@ -284,6 +281,7 @@ class EngineClient(asyncio.Protocol):
 
     def _wake(self, queued: QueuedRequest) -> None:
         """A request is complete."""
+        self.rows -= queued.rows
         wake_all([queued])
 
     async def _execute_control(self, message: Control) -> None:
@@ -315,24 +313,6 @@ _LEAST_READY_FIRST = (
 )
 
 
-class _PooledEngine(EngineClient):
-    """An engine process, with what it has to do for this front end."""
-
-    def __init__(self, memory: RequestMemory, signatures: list[ModelSignature], on_end: Callable[[], None]) -> None:
-        super().__init__(memory, signatures, on_end)
-        self.rows = 0
-        self.models: Sequence[ModelStatus] = ()
-
-    def submit(self, model: int, queued: QueuedRequest) -> None:
-        super().submit(model, queued)
-        self.rows += queued.rows
-        queued.engine = self
-
-    def _wake(self, queued: QueuedRequest) -> None:
-        self.rows -= queued.rows
-        super()._wake(queued)
-
-
 _ROWS = attrgetter("rows")
 
 
@@ -353,10 +333,10 @@ class EnginePool:
     ) -> None:
         """`on_end` is called when one of the processes has ended."""
         self._on_end = on_end
-        self._engines = [_PooledEngine(memory, signatures, self._end) for _ in devices]
+        self._engines = [EngineClient(memory, signatures, self._end) for _ in devices]
         self._gpus = [cuda_index(device) for device in devices]
         self._turns = list(self._engines)  # of those with equally few rows, the next one is the first
-        self._regions: dict[str, _PooledEngine] = {}  # by name, of the system as well: who has registered it
+        self._regions: dict[str, EngineClient] = {}  # by name, of the system as well: who has registered it
         self._execute: Execute | None = None
         self._ended = False
 
@@ -384,17 +364,16 @@ class EnginePool:
     async def control(self, operation: EngineOperation) -> None:
         """See `EngineLink`; returns when all engines that it concerns have done it, or raises the first error."""
         engines = self._engines
-        if isinstance(operation, RegisterSystemMemory | CheckCuda):
+        if isinstance(operation, OpenRegion) and operation.device in self._gpus:
+            engines = [engines[self._gpus.index(operation.device)]]
+        elif isinstance(operation, OpenRegion | CheckCuda):
             engines = engines[:1]
-        elif isinstance(operation, RegisterCudaMemory):
-            gpu = operation.device
-            engines = [engines[self._gpus.index(gpu)]] if gpu in self._gpus else engines[:1]
         results = await asyncio.gather(*(engine.control(operation) for engine in engines), return_exceptions=True)
         for result in results:
             if result is not None:
                 raise result
 
-    def _with_regions_of(self, queued: QueuedRequest) -> _PooledEngine:
+    def _with_regions_of(self, queued: QueuedRequest) -> EngineClient:
         """The engine that has the request's CUDA regions; the first one if they have just been unregistered."""
         places = (*queued.device_inputs.values(), *queued.device_outputs.values())
         engines = {self._regions.get(region, self._engines[0]) for region, *_ in places}
@@ -404,7 +383,7 @@ class EnginePool:
 
     # Operations of the engines
 
-    async def _execute_for(self, engine: _PooledEngine, operation: FrontEndOperation) -> None:
+    async def _execute_for(self, engine: EngineClient, operation: FrontEndOperation) -> None:
         assert self._execute is not None
         if isinstance(operation, ApplyStatus):
             engine.models = operation.models
@@ -421,7 +400,8 @@ class EnginePool:
             names = tuple(name for name in operation.names if self._regions.get(name) is engine)
             for name in names:
                 del self._regions[name]
-            await self._execute(CloseRegions(names))
+            if names:
+                await self._execute(CloseRegions(operation.on_device, names))
 
     def _end(self) -> None:
         self._ended = True

@@ -1,6 +1,6 @@
-"""The engine's side of a server: its models, the registered regions, and the process that executes.
+"""The engine's side of a server, and the process that executes.
 
-`ModelHost` is one model from loading to the end, `EngineSide` all models and regions, for front ends anywhere.
+`EngineSide` has the models and the regions of memory that clients have registered, for front ends anywhere.
 `EngineServer` is the loop of an engine's process. One thread receives what the front ends send, and gives the engines
 that execute beside Python their turns: while a batch is on a GPU it asks again and again for the next message and for
 the end of the batch, so that neither waits for a thread to wake up. Engines that execute in Python's threads have their
@@ -18,41 +18,27 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 import structlog
 
-from servers.engines.batches import warm_up_sizes
-from servers.engines.interface import Engine, EngineDescription, EngineError, HostMemory, profiled
-from servers.engines.padding import padding_of
-from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher, LoopBatcher
-from servers.native.errors import (
-    EXPIRED,
-    SHUTTING_DOWN,
-    FailureLog,
-    NotReadyError,
-    RequestExpiredError,
-    ShuttingDownError,
-)
-from servers.native.inference import signature_of
+from servers.engines.interface import EngineDescription, HostMemory
+from servers.native.batcher import Batcher
+from servers.native.errors import FailureLog, expired
 from servers.native.interface import (
     ApplyStatus,
     CheckCuda,
+    CloseRegions,
+    ControlModel,
     EngineOperation,
     FrontEnd,
     FrontEndOpened,
     FrontEndOperation,
-    LoadModel,
     ModelState,
     ModelStatus,
+    OpenRegion,
     QueuedRequest,
-    RegisterCudaMemory,
-    RegisterSystemMemory,
-    UnloadModel,
-    UnregisterMemory,
+    not_ready,
 )
 from servers.native.ipc import (
     FAILED,
@@ -63,248 +49,37 @@ from servers.native.ipc import (
     Control,
     ControlDone,
     Form,
-    FrameReader,
     Message,
     ReceivedForm,
     RequestDone,
     Submit,
-    SubmitMany,
+    SubmittedInput,
     UnusableMessage,
-    done_many_message,
     done_message,
     encode_all,
     error_of,
     failed,
     failure_of,
+    read_frames,
     unusable_of,
 )
 from servers.native.memory import Arena
+from servers.native.model_host import ModelHost, Offer
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import RegionRegister
 from servers.native.statistics import Statistics
-from servers.protocol.errors import ContractError, InternalError, UnavailableError
-from servers.protocol.records import ModelSignature
+from servers.protocol.errors import ContractError, UnavailableError
 from servers.protocol.tensors import Array, like
 
 log = structlog.get_logger("abserve.engine")
 log_limited = FailureLog("abserve.engine")
 
-UNLOAD_SECONDS = 30
 NOTIFY_SECONDS = 35.0
 """How long a front end may take to execute an operation: longer than the decoding of images that it has accepted."""
-
 MAX_BLOCKING = 8
 """Threads for operations that block, but for loads and unloads; more wait."""
 READ_BYTES = 256 * 1024
 LONG_S = 0.002
-
-_LOADING = threading.Lock()
-"""Models of one process load one after the other: while one captures CUDA graphs, no other may wait for a device."""
-
-BuildEngine = Callable[[EngineSettings], Engine]
-"""Builds a model's engine; called in the engine thread, where its imports block nothing else."""
-Offer = tuple[ModelSpecification, BuildEngine]
-"""A model to be served, and how its engine is built."""
-
-
-class ModelHost:
-    """One served model: its engine, its queue, and its life from loading to the end. Any thread; some methods block."""
-
-    def __init__(
-        self,
-        specification: ModelSpecification,
-        build_engine: BuildEngine,
-        settings: NativeSettings,
-        statistics: Statistics,
-        arena: Arena,
-        on_complete: Callable[[Sequence[QueuedRequest]], None],
-        on_change: Callable[[bool], None],
-        wake: Callable[[], None] | None,
-    ) -> None:
-        """`on_complete` gets requests that the engine is done with.
-
-        `wake`: see `LoopBatcher`.
-        `on_change` is called when `state` or `description` is another; with True it returns when all front ends know.
-        """
-        self.signature = signature_of(specification, settings)
-        self.state = ModelState.LOADING
-        self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
-        self._build_engine = partial(build_engine, settings.engine_settings())
-        self._settings = settings
-        self._statistics = statistics
-        self._arena = arena
-        self.padding = padding_of(specification, settings.pad_sizes)
-        self._on_complete = on_complete
-        self._on_change = on_change
-        self._wake = wake
-        self._on_failure: Callable[[], None] = lambda: None
-        self._front_ends_open: threading.Event | None = None
-        self._control = threading.Lock()
-        self._settled = threading.Event()  # the load has ended, with or without success
-        self._thread: threading.Thread | None = None
-        self._batcher: Batcher | None = None  # from the end of the first load on
-        self.takes_addresses = False
-        """Whether the inputs of a request may be `HostMemory`."""
-
-    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
-        """Begin to load; returns at once. `on_failure` is called, in any thread, if the model cannot be served.
-
-        The model is not READY before `front_ends_open` is set.
-        """
-        self._on_failure = on_failure
-        self._front_ends_open = front_ends_open
-        self._start_thread()
-
-    def load(self) -> None:
-        """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
-        with self._control:
-            if self.state not in (ModelState.UNLOADED, ModelState.FAILED):
-                self._check_ready()
-                return
-            self._finish()
-            self._on_failure = lambda: None  # the client gets the error, and the server goes on
-            self._settled.clear()
-            self._change(ModelState.LOADING)
-            self._start_thread()
-            self._settled.wait()
-            if self.state is ModelState.FAILED:
-                raise InternalError(f"model '{self.signature.name}' failed to load, the server's log has the reason")
-
-    def unload(self) -> None:
-        """Refuse new requests, finish the accepted ones and free the engine. Raises `ContractError`."""
-        with self._control:
-            if self.state not in (ModelState.UNLOADED, ModelState.FAILED):
-                self._check_ready()
-            self._change(ModelState.UNLOADED, wait=True)
-            self._finish()
-
-    def submit(self, queued: QueuedRequest) -> None:
-        """Queue a checked request. Raises `UnavailableError`."""
-        if self._batcher is None:
-            self._check_ready()
-        else:
-            self._batcher.submit(queued)
-
-    def turn(self) -> float | None:
-        return None if self._batcher is None else self._batcher.turn()
-
-    def withdraw(self, queued: QueuedRequest, remaining: Sequence[QueuedRequest] = ()) -> bool:
-        """Take it back; True if the engine will not execute it and `on_complete` will not get it. See `Batcher`."""
-        return self._batcher is not None and self._batcher.withdraw(queued, remaining)
-
-    def stop(self, timeout: float) -> bool:
-        """Execute the queue, then free the engine. False if that took longer than `timeout` seconds."""
-        loading = self.state in (ModelState.LOADING, ModelState.ACCEPTING)
-        self.state = ModelState.STOPPING
-        # A load cannot be interrupted, so do not wait for it.
-        if self._batcher is None:
-            return self._thread is None or not loading
-        return self._batcher.stop(0 if loading else timeout)
-
-    def _check_ready(self) -> None:
-        if self.state is ModelState.STOPPING:
-            raise ShuttingDownError(SHUTTING_DOWN)
-        if self.state is not ModelState.READY:
-            raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
-
-    def _finish(self) -> None:
-        if self._batcher is not None and not self._batcher.stop(UNLOAD_SECONDS):
-            raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again later")
-        self.description = None  # nothing is in effect any more
-        self._on_change(True)
-
-    def _change(self, state: ModelState, *, wait: bool = False) -> None:
-        if self.state is not ModelState.STOPPING:
-            self.state = state
-        self._on_change(wait)
-        if state is ModelState.FAILED:
-            self._on_failure()
-
-    def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        """Load, and execute unless the process's loop does that; in the engine's thread."""
-        batcher = self._load_batcher()
-        if batcher is None:
-            self._change(ModelState.FAILED)
-            self._settled.set()
-            return
-        self._batcher = batcher
-        self.takes_addresses = batcher.takes_addresses
-        try:
-            if self.state is ModelState.STOPPING:  # since the load began
-                batcher.stop(0)
-            elif self._front_ends_open is not None:
-                self._front_ends_open.wait()
-            with suppress(ContractError):  # a front end that does not answer learns it all the same
-                self._change(ModelState.ACCEPTING, wait=True)
-            self._change(ModelState.READY)
-        except Exception:
-            log.exception("the thread of an engine failed")
-            batcher.fail()
-        self._settled.set()
-        batcher.run()
-
-    def _load_batcher(self) -> Batcher | None:
-        """Load and warm up. None when that failed, after the log has the reason."""
-        check_values = self.signature.check_values if self.signature.id_counts else None
-        try:
-            with _LOADING:
-                engine, self.description = _load_engine(self._build_engine, self.signature)
-            if engine.device_index is not None:
-                self._arena.page_locks = True
-            kind = LoopBatcher if engine.flights > 1 and self._wake is not None else Batcher
-            return kind(
-                engine,
-                self._settings,
-                self._statistics,
-                self._on_complete,
-                self._broken,
-                self.padding,
-                check_values,
-                self._arena,
-                self._wake,
-            )
-        except EngineError as error:
-            log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
-        except Exception:
-            log.exception("the model cannot be served")
-        return None
-
-    def _broken(self) -> None:
-        """The engine broke: the server ends, or stays not ready, and its supervisor sees that. In the engine thread."""
-        if self.state in (ModelState.LOADING, ModelState.ACCEPTING, ModelState.READY):
-            self._change(ModelState.FAILED)
-        self._settled.set()
-
-
-def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) -> tuple[Engine, EngineDescription]:
-    """A loaded and warm engine; blocks, in the thread that will use it. Raises `EngineError` and whatever it raises."""
-    started_ns = time.perf_counter_ns()
-    engine = build_engine()
-    log.info("engine imported", model=signature.name)  # a step of a cold start, as is "weights loaded"
-    engine.load()
-    log.info("weights loaded", model=signature.name)
-    description = engine.describe()
-    if description.max_batch_size < signature.max_batch_size:
-        most = description.max_batch_size
-        raise EngineError(f"the engine executes at most {most} items at once: set --max-batch-size {most} or less")
-    loaded_ns = time.perf_counter_ns()
-    engine.warm_up(warm_up_sizes(signature.max_batch_size))
-    description = profiled(engine) or description
-    log.info(
-        "ready",
-        model=signature.name,
-        engine=f"{description.kind} {description.version}",
-        precision=description.precision,
-        device=description.device,
-        weights=description.weights,
-        load_s=round((loaded_ns - started_ns) / 1e9, 2),
-        warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
-    )
-    return engine, description
 
 
 class EngineSide:
@@ -352,26 +127,24 @@ class EngineSide:
 
     def threads(self, operation: EngineOperation) -> ThreadPoolExecutor:
         """Where `execute` may block. A model is loaded and unloaded in one thread, however many ask for that."""
-        if isinstance(operation, LoadModel | UnloadModel):
+        if isinstance(operation, ControlModel):
             return self._loading[operation.model]
         return self._blocking
 
     def execute(self, operation: EngineOperation) -> None:
         """Execute an operation for a front end; blocks. Raises `ContractError`."""
         match operation:
-            case LoadModel(model=model):
+            case ControlModel(model=model, load=True):
                 self.hosts[model].load()
                 self._changed(True)  # front ends were notified of READY without waiting
-            case UnloadModel(model=model):
+            case ControlModel(model=model):
                 self.hosts[model].unload()
-            case RegisterSystemMemory(name=name, key=key, offset=offset, byte_size=byte_size):
-                self.regions.register_system(name, key, offset, byte_size)
-            case RegisterCudaMemory(name=name, handle=handle, device=device, byte_size=byte_size):
-                self.regions.register_cuda(name, handle, device, byte_size)
-            case UnregisterMemory(on_device=on_device, name=name):
-                self.regions.unregister(on_device, name)
+            case OpenRegion():
+                self.regions.open(operation)
+            case CloseRegions():
+                self.regions.close(operation)
             case CheckCuda():
-                self.regions.check_cuda()
+                self.regions.cuda()
             case _:
                 raise TypeError(f"only the process of the engine executes {type(operation).__name__}")
 
@@ -379,7 +152,19 @@ class EngineSide:
         """Queue a checked request. Raises `ContractError`."""
         if queued.device_inputs or queued.device_outputs:
             self._open_windows(model, queued)
-        self.hosts[model].submit(queued)
+        self._batcher(model).submit(queued)
+
+    def withdraw(self, model: int, queued: QueuedRequest, remaining: Sequence[QueuedRequest] = ()) -> bool:
+        """Take it back; True if the engine will not execute it and no front end will get it. See `Batcher`."""
+        batcher = self.hosts[model].batcher
+        return batcher is not None and batcher.withdraw(queued, remaining)
+
+    def _batcher(self, model: int) -> Batcher:
+        """Raises `RefusedError` until the model has been loaded once."""
+        host = self.hosts[model]
+        if host.batcher is None:
+            raise not_ready(host.signature.name, host.state)
+        return host.batcher
 
     def _open_windows(self, model: int, queued: QueuedRequest) -> None:
         window, inputs = self.regions.window, queued.inputs
@@ -399,8 +184,8 @@ class EngineSide:
 
     def turn(self) -> float | None:
         """A turn of every model; see `LoopBatcher`."""
-        waits = [seconds for host in self.hosts if (seconds := host.turn()) is not None]
-        return min(waits, default=None)
+        batchers = [host.batcher for host in self.hosts if host.batcher is not None]
+        return min([seconds for batcher in batchers if (seconds := batcher.turn()) is not None], default=None)
 
     def stop(self, timeout: float) -> bool:
         """Execute the queues and free the engines; blocks. False if that took longer than `timeout` in all."""
@@ -468,7 +253,7 @@ class FrontEndChannel:
     def __init__(self, connected: socket.socket, arena: Arena, epoll: select.epoll) -> None:
         connected.setblocking(False)
         self.socket = connected
-        self.reader = FrameReader()
+        self.unread = bytearray()
         self.forms: dict[int, ReceivedForm] = {}
         self.groups: dict[int, list[int]] = {}
         """By the number of the first: the numbers of requests that were queued as one."""
@@ -496,7 +281,7 @@ class FrontEndChannel:
                 self._add_done(done, queued)
             except Exception as error:  # it must not stop the thread of an engine
                 log_limited.exception("an answer could not be sent")
-                done.append(RequestDone(queued.number, [], failure_of(error)))
+                done.append(RequestDone([queued.number], [], failure_of(error)))
         self.send(done)
 
     def _add_done(self, done: list[Message], queued: QueuedRequest) -> None:
@@ -504,15 +289,11 @@ class FrontEndChannel:
         if numbers is None:
             _, _, room = self.requests.pop(queued.number)
             if not self._ended:  # else the room may belong to another request by now
-                done.append(done_message(queued, self._arena, room))
+                done.append(done_message([queued.number], queued, self._arena, room))
             return
         for number in numbers:
             del self.requests[number]
-        if queued.error is None:
-            done.append(done_many_message(numbers, queued.outputs or {}))
-        else:
-            failure = failure_of(queued.error)
-            done += [RequestDone(number, [], failure) for number in numbers]
+        done.append(done_message(numbers, queued, self._arena))
 
     def notify(self, operation: FrontEndOperation) -> Future[None]:
         """See `FrontEnd`; one that has ended has done everything."""
@@ -679,7 +460,7 @@ class EngineServer:
         if count == 0:
             self._remove(channel)
             return
-        for message in channel.reader.feed(memoryview(self._buffer)[:count]):
+        for message in read_frames(channel.unread, memoryview(self._buffer)[:count]):
             try:
                 self._handle(channel, message)
             except Exception:  # it must not end the process: others wait for theirs
@@ -689,8 +470,6 @@ class EngineServer:
     def _handle(self, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Submit):
             self._submit(channel, message)
-        elif isinstance(message, SubmitMany):
-            self._submit_many(channel, message)
         elif isinstance(message, Form):
             channel.forms[message.number] = ReceivedForm(message, self._side.hosts[message.model].padding)
         elif isinstance(message, Cancel):
@@ -704,40 +483,17 @@ class EngineServer:
             channel.fail(message, sent=False)
 
     def _submit(self, channel: FrontEndChannel, message: Submit) -> None:
+        """Queue several requests as one object if the engine takes addresses: that costs as little as a single one."""
         form = channel.form(message.form, message.rows)
         if form is None:
-            channel.send([RequestDone(message.number, [], FORM_UNKNOWN)])
-            return
-        try:
-            inputs: Mapping[str, Array | HostMemory]
-            if self._side.hosts[form.model].takes_addresses and not message.device_inputs:
-                inputs = form.addresses([message.data], self._arena)
-            else:
-                inputs = form.arrays(message.data, self._arena)
-            queued = QueuedRequest(inputs, message.rows, form.key, message.deadline_ns, None)
-            queued.front_end, queued.number = channel, message.number
-            if message.device_inputs or message.device_outputs:
-                queued.device_inputs, queued.device_outputs = message.device_inputs or {}, message.device_outputs or {}
-            channel.requests[message.number] = queued, form.model, message.room
-            self._side.submit(form.model, queued)
-        except Exception as error:
-            if not isinstance(error, ContractError):
-                log_limited.exception("a request could not be queued")
-            channel.requests.pop(message.number, None)
-            channel.send([RequestDone(message.number, [], failure_of(error))])
-
-    def _submit_many(self, channel: FrontEndChannel, message: SubmitMany) -> None:
-        """Queue the group as one object if the engine accepts addresses: that costs as little as a single request."""
-        form = channel.form(message.form, message.rows)
-        if form is None:
-            channel.send([RequestDone(number, [], FORM_UNKNOWN) for number in message.numbers])
-            return
-        if len(message.numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
-            for number, data in zip(message.numbers, message.data, strict=True):
-                self._submit(channel, Submit(number, message.form, message.rows, None, list(data)))
+            channel.send([RequestDone(message.numbers, [], FORM_UNKNOWN)])
             return
         if len(message.numbers) != len(message.data):
-            raise ValueError("not every request of a group has its data")
+            raise ValueError("not every request has its data")
+        if len(message.numbers) == 1 or not self._side.hosts[form.model].takes_addresses:
+            for number, data in zip(message.numbers, message.data, strict=True):
+                self._submit_single(channel, form, message, number, data)
+            return
         queued = self._group(channel, form, message.rows, message.numbers, message.data)
         try:
             self._side.submit(form.model, queued)
@@ -745,8 +501,34 @@ class EngineServer:
             queued.error = error
             channel.complete([queued])
 
+    def _submit_single(
+        self, channel: FrontEndChannel, form: ReceivedForm, message: Submit, number: int, data: Sequence[SubmittedInput]
+    ) -> None:
+        try:
+            inputs: Mapping[str, Array | HostMemory]
+            if self._side.hosts[form.model].takes_addresses and not message.device_inputs:
+                inputs = form.addresses([data], self._arena)
+            else:
+                inputs = form.arrays(data, self._arena)
+            queued = QueuedRequest(inputs, message.rows, form.key, message.deadline_ns, None)
+            queued.front_end, queued.number = channel, number
+            if message.device_inputs or message.device_outputs:
+                queued.device_inputs, queued.device_outputs = message.device_inputs or {}, message.device_outputs or {}
+            channel.requests[number] = queued, form.model, message.room
+            self._side.submit(form.model, queued)
+        except Exception as error:
+            if not isinstance(error, ContractError):
+                log_limited.exception("a request could not be queued")
+            channel.requests.pop(number, None)
+            channel.send([RequestDone([number], [], failure_of(error))])
+
     def _group(
-        self, channel: FrontEndChannel, form: ReceivedForm, rows: int, numbers: list[int], data: list[list[int]]
+        self,
+        channel: FrontEndChannel,
+        form: ReceivedForm,
+        rows: int,
+        numbers: list[int],
+        data: Sequence[Sequence[SubmittedInput]],
     ) -> QueuedRequest:
         """One queued request for all of these, each of `rows` rows."""
         count = len(numbers)
@@ -780,8 +562,8 @@ class EngineServer:
         if leaving.split is not None:
             leaving, after = leaving.split(1)
             remaining.append(after)
-        if self._side.hosts[model].withdraw(queued, remaining):
-            leaving.error = RequestExpiredError(EXPIRED)
+        if self._side.withdraw(model, queued, remaining):
+            leaving.error = expired()
             channel.complete([leaving])
 
     def _execute(self, channel: FrontEndChannel, number: int, operation: EngineOperation) -> None:
@@ -804,5 +586,5 @@ class EngineServer:
         del self._channels[channel.socket.fileno()]
         self._side.remove(channel)
         for queued, model, _ in list(channel.requests.values()):
-            self._side.hosts[model].withdraw(queued)
+            self._side.withdraw(model, queued)
         channel.end()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 import structlog
 
@@ -22,29 +21,25 @@ from servers.protocol.errors import (
     UnsupportedError,
 )
 
-
-class NotReadyError(UnavailableError):
-    """The model is not loaded and warmed up yet."""
+REFUSALS = ("not_ready", "queue_full", "expired", "slow_client", "shutting_down")
 
 
-class QueueFullError(UnavailableError):
-    """The queue is full: as many requests wait as the settings allow."""
+class RefusedError(UnavailableError):
+    """The server cannot take the request now, and it is counted under `reason`, one of `REFUSALS`.
 
+    - not_ready: the model is not loaded and warmed up yet
+    - queue_full: as many requests wait as the settings allow
+    - expired: the request's timeout, or the server's, passed before the engine took it
+    - slow_client: a gRPC message took longer to arrive than the server waits
+    - shutting_down: the server has been told to stop
+    """
 
-class RequestExpiredError(UnavailableError):
-    """The request's timeout, or the server's, passed before the engine took it."""
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)
+        self.reason = reason
 
-
-class CallDeadlineError(RequestExpiredError):
-    """The deadline of the gRPC call passed before the engine took it."""
-
-
-class SlowClientError(UnavailableError):
-    """A gRPC message took longer to arrive than the server waits."""
-
-
-class ShuttingDownError(UnavailableError):
-    """The server has been told to stop."""
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class HttpError(Exception):
@@ -60,49 +55,41 @@ class HttpError(Exception):
 
 
 INTERNAL_ERROR = "internal error, the server's log has the cause"
-EXPIRED = "Request timeout expired"
-SHUTTING_DOWN = "the server is shutting down, send the request to another one"
 HOLDS_ENOUGH = "the server's memory for requests is full, send this one again later"
 
-
-class _Outcome(NamedTuple):
-    error: type[ContractError]
-    reason: str
-    http_status: int
-    grpc_status: str
-
-
-_OUTCOMES = (
-    _Outcome(NotReadyError, "not_ready", 503, "UNAVAILABLE"),
-    _Outcome(QueueFullError, "queue_full", 503, "UNAVAILABLE"),
-    _Outcome(CallDeadlineError, "expired", 503, "DEADLINE_EXCEEDED"),
-    _Outcome(RequestExpiredError, "expired", 503, "UNAVAILABLE"),
-    _Outcome(SlowClientError, "slow_client", 503, "UNAVAILABLE"),
-    _Outcome(ShuttingDownError, "shutting_down", 503, "UNAVAILABLE"),
-    _Outcome(UnavailableError, "unavailable", 503, "UNAVAILABLE"),
-    _Outcome(InvalidRequestError, "invalid_request", 400, "INVALID_ARGUMENT"),
-    _Outcome(NotFoundError, "not_found", 404, "NOT_FOUND"),
-    _Outcome(TooLargeError, "too_large", 413, "INVALID_ARGUMENT"),
-    _Outcome(UnsupportedError, "unsupported", 501, "UNIMPLEMENTED"),
-    _Outcome(InternalError, "internal", 500, "INTERNAL"),
-)
-"""Triton's mapping of errors; the first row that fits an error counts."""
-FAILURE_REASONS = tuple(dict.fromkeys(outcome.reason for outcome in _OUTCOMES))
+_OUTCOMES: dict[type[ContractError], tuple[str, int, str]] = {
+    UnavailableError: ("unavailable", 503, "UNAVAILABLE"),
+    InvalidRequestError: ("invalid_request", 400, "INVALID_ARGUMENT"),
+    NotFoundError: ("not_found", 404, "NOT_FOUND"),
+    TooLargeError: ("too_large", 413, "INVALID_ARGUMENT"),
+    UnsupportedError: ("unsupported", 501, "UNIMPLEMENTED"),
+    InternalError: ("internal", 500, "INTERNAL"),
+}
+"""Triton's mapping of errors: reason, HTTP status and gRPC status."""
+FAILURE_REASONS = (*REFUSALS, *(reason for reason, _, _ in _OUTCOMES.values()))
 _HTTP_REASONS = {408: "slow_client", 413: "too_large"}
 
 
-def _outcome(error: ContractError) -> _Outcome:
-    return next((outcome for outcome in _OUTCOMES if isinstance(error, outcome.error)), _OUTCOMES[-1])
+def expired() -> RefusedError:
+    return RefusedError("expired", "Request timeout expired")
+
+
+def shutting_down() -> RefusedError:
+    return RefusedError("shutting_down", "the server is shutting down, send the request to another one")
+
+
+def _outcome(error: ContractError) -> tuple[str, int, str]:
+    return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind)), _OUTCOMES[InternalError])
 
 
 def failure_reason(error: ContractError | HttpError) -> str:
     """The label under which a failed request is counted."""
-    return error.reason if isinstance(error, HttpError) else _outcome(error).reason
+    return error.reason if isinstance(error, HttpError | RefusedError) else _outcome(error)[0]
 
 
 def http_status(error: ContractError | HttpError) -> int:
     """The HTTP status of a failed request."""
-    return error.status if isinstance(error, HttpError) else _outcome(error).http_status
+    return error.status if isinstance(error, HttpError) else _outcome(error)[1]
 
 
 def unread(error: ContractError) -> HttpError:
@@ -112,7 +99,7 @@ def unread(error: ContractError) -> HttpError:
 
 def grpc_status(error: ContractError) -> str:
     """The name of a failed call's gRPC status."""
-    return _outcome(error).grpc_status
+    return _outcome(error)[2]
 
 
 LOGGED_EVERY_S = 10.0

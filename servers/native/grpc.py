@@ -25,9 +25,8 @@ from servers.native import documents
 from servers.native.errors import (
     HOLDS_ENOUGH,
     INTERNAL_ERROR,
-    CallDeadlineError,
     FailureLog,
-    RequestExpiredError,
+    RefusedError,
     failure_reason,
 )
 from servers.native.grpc_call import Call, MessageAnswer
@@ -74,7 +73,7 @@ def with_prefix(message: Any) -> list[bytes]:
 
 
 class PendingGrpcRequest:
-    """A ModelInferRequest between its last byte and its answer; the `Waiter` of its `QueuedRequest`.
+    """A ModelInferRequest between its last byte and its answer; `wake` is the waiter of its `QueuedRequest`.
 
     Belongs to the event loop. It ends in one of `wake`, `stop` and its task; only the first of them is counted.
     """
@@ -112,7 +111,7 @@ class PendingGrpcRequest:
         try:
             service.check_loaded()
             find = self._front_end.regions.find
-            queued = template.queued(content, offset, find, self._call.deadline_ns, self)
+            queued = template.queued(content, offset, find, self._call.deadline_ns, self.wake)
             self._targets = template.targets(queued, find)
             self._times.decode_ns = time.perf_counter_ns() - begun_ns
             self._queued = queued
@@ -209,12 +208,11 @@ class PendingGrpcRequest:
     def _read(self, content: memoryview) -> tuple[InferRequest, list[RawInput]]:
         """The request and its raw inputs; any thread. Raises `ContractError`."""
         front_end = self._front_end
-        parsed = parse_message(content)
-        message = parsed.message
+        parsed = message, raw, _ = parse_message(content)
         self._service = service = front_end.models.find(message.model_name, message.model_version or None)
         service.check_accepting()
         request = decode_message(parsed, front_end.regions.find, service.signature, front_end.allocate)
-        return request, parsed.raw
+        return request, raw
 
     def _succeed(self, pieces: list[bytes]) -> None:
         self._message.release()
@@ -232,12 +230,12 @@ class PendingGrpcRequest:
         self._over = True
         deadline_ns = self._call.deadline_ns
         late = deadline_ns is not None and time.perf_counter_ns() + TIMER_SLACK_NS >= deadline_ns
-        if late and isinstance(error, RequestExpiredError):
-            error = CallDeadlineError("the call's deadline passed while the request waited")
         self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
-        if isinstance(error, TooLargeError) and self._message.compressed:  # as for one that comes uncompressed
+        if late and isinstance(error, RefusedError) and error.reason == "expired":
+            self._call.failed(CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed while the request waited"))
+        elif isinstance(error, TooLargeError) and self._message.compressed:  # as for one that comes uncompressed
             self._call.failed(CallStatus("RESOURCE_EXHAUSTED", str(error)))
-        elif self._call.method.streams and not isinstance(error, CallDeadlineError):
+        elif self._call.method.streams:
             answer = service_pb2.ModelStreamInferResponse(error_message=shortened(str(error)))
             self._call.answered(with_prefix(answer))
         else:

@@ -1,14 +1,14 @@
-"""gRPC calls: a call's messages one after the other, and its status at the end."""
+"""gRPC calls: a call's messages one after the other and its status at the end, and how the answers are sent."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from servers.native import http2
-from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, ShuttingDownError, SlowClientError
+from servers.native.errors import HOLDS_ENOUGH, RefusedError, shutting_down
 from servers.native.http2 import TRAILERS_OK, CallHead, CallStatus, status_of
 from servers.native.memory import GrpcMessage
 from servers.native.settings import NativeSettings
@@ -92,13 +92,14 @@ class CallServer(Protocol):
         """Count a client that left before its message was complete."""
 
 
-class Call(http2.OutgoingStream):
+class Call:
     """One call of a connection: receives the bytes of its messages and has them answered, one at a time."""
 
     __slots__ = (
         "_begun", "_connection", "_deadline", "_going_on", "_idle", "_inbox", "_last_arrival", "_prefix", "_server",
-        "answering", "closed", "deadline_ns", "ending", "head", "message", "method", "receive_window",
-        "remote_closed", "start_ns",
+        "answering", "blocked_since", "closed", "deadline_ns", "ending", "head", "headers_sent", "message", "method",
+        "receive_window", "remote_closed", "send_window", "sent_blocked", "start_ns", "stream", "stream_bytes",
+        "trailers", "unsent", "unsent_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -112,7 +113,16 @@ class Call(http2.OutgoingStream):
         assert head.method is not None
         self._connection = connection
         self._server = server
-        super().__init__(stream, send_window)
+        self.stream = stream
+        self.stream_bytes = http2.NUMBER.pack(stream)
+        self.headers_sent = False
+        self.send_window = send_window
+        self.unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        """Messages, or their rest, that wait for the client's windows; behind them come the trailers."""
+        self.trailers: bytes | None = None
+        self.blocked_since = 0.0
+        self.sent_blocked = 0
         self.head = head
         self.method = head.method
         self.start_ns = time.perf_counter_ns()
@@ -357,23 +367,158 @@ class Call(http2.OutgoingStream):
             if pressed:
                 longest_s = min(longest_s, PRESSED_S, settings.read_timeout_s)
             if now > self._begun + longest_s or now > self._last_arrival:
-                self.refuse(SlowClientError("the message did not arrive in time"))
+                self.refuse(RefusedError("slow_client", "the message did not arrive in time"))
         elif self.answering is None and now > self._idle + settings.keep_alive_timeout_s:
-            self.refuse(SlowClientError("the next message did not arrive in time"))
+            self.refuse(RefusedError("slow_client", "the next message did not arrive in time"))
 
     def shut_down(self) -> None:
         """The server is told to stop: end a stream that waits for its client, let everything else go on for a while."""
         if self.arriving:
             self._last_arrival = time.monotonic() + PRESSED_S
         elif self.answering is None:
-            self.refuse(ShuttingDownError(SHUTTING_DOWN))
+            self.refuse(shutting_down())
 
     def give_up(self) -> None:
         """The server's time to finish is over."""
         self._stop_answering("shutting_down")
-        self.refuse(ShuttingDownError(SHUTTING_DOWN))
+        self.refuse(shutting_down())
 
     def _stop_answering(self, reason: str) -> None:
         answering, self.answering = self.answering, None
         if answering is not None:
             answering.stop(reason)
+
+
+_HEADERS_START = http2.frame_head(http2.HEADERS, http2.END_HEADERS, 0, len(http2.RESPONSE_HEADERS))[:5]
+_ENDING_START = http2.frame_head(http2.HEADERS, http2.END_HEADERS | http2.END_STREAM, 0, len(TRAILERS_OK))[:5]
+
+
+class OutgoingMessages:
+    """Sends messages and ends of calls in their order; what the client's windows do not allow yet waits."""
+
+    def __init__(self, write: Callable[[bytes], None], end: Callable[[Call], None]) -> None:
+        """`end` is called for each call whose last http2.frame is sent."""
+        self._write = write
+        self._end = end
+        self._window = http2.DEFAULT_WINDOW
+        self._max_frame = http2.DEFAULT_FRAME
+        self._waiting: dict[int, Call] = {}  # only the connection's window lets them wait
+        self.initial_window = http2.DEFAULT_WINDOW
+        """Of a new call."""
+        self.waiting_bytes = 0
+        """Of messages that the client's windows do not allow yet."""
+
+    def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
+        """Send a message with its prefix; the `last` one ends the call."""
+        size = sum(map(len, pieces))
+        if call.unsent or size > min(self._window, call.send_window, self._max_frame):
+            call.unsent.append(memoryview(b"".join(pieces)))
+            call.unsent_bytes += size
+            self.waiting_bytes += size
+            call.trailers = TRAILERS_OK if last else None
+            self._flush(call)
+            return
+        self._window -= size
+        call.send_window -= size
+        stream = call.stream_bytes
+        parts = [] if call.headers_sent else [_HEADERS_START, stream, http2.RESPONSE_HEADERS]
+        parts += [http2.frame_head(http2.DATA, 0, call.stream, size), *pieces]
+        if last:
+            parts += [_ENDING_START, stream, TRAILERS_OK]
+        call.headers_sent = True
+        self._write(b"".join(parts))
+        if last:
+            self._end(call)
+
+    def finish(self, call: Call, trailers: bytes) -> None:
+        """End the call, behind the messages that still wait."""
+        if call.unsent:
+            call.trailers = trailers
+            return
+        if not call.headers_sent and trailers is TRAILERS_OK:
+            self._write(http2.frame(http2.HEADERS, http2.END_HEADERS, call.stream, http2.RESPONSE_HEADERS))
+        self._write(http2.ending_frame(call.stream, trailers))
+        self._end(call)
+
+    def forget(self, call: Call) -> None:
+        """The call has ended."""
+        self._waiting.pop(call.stream, None)
+        self.waiting_bytes -= call.unsent_bytes
+        call.unsent_bytes = 0
+
+    def set_up(self, settings: Iterable[tuple[int, int]], calls: Iterable[Call]) -> None:
+        """Use the client's settings. Raises `Http2Error`."""
+        before = self.initial_window
+        for name, value in settings:
+            if name == http2.INITIAL_WINDOW_SIZE:
+                self.initial_window = value
+            elif name == http2.MAX_FRAME_SIZE:
+                self._max_frame = value
+        more = self.initial_window - before
+        if more:
+            for call in calls:
+                call.send_window = _widened(call.send_window, more)
+                if call.unsent and call.send_window > 0:
+                    self._waiting[call.stream] = call
+        self._flush_all()
+
+    def widen(self, increment: int) -> None:
+        """The connection's window grows. Raises `Http2Error`."""
+        self._window = _widened(self._window, increment)
+        self._flush_all()
+
+    def widen_call(self, call: Call, increment: int) -> None:
+        """The call's window grows. Raises `Http2Error`."""
+        call.send_window = _widened(call.send_window, increment)
+        if call.unsent:
+            self._flush(call)
+
+    def _flush_all(self) -> None:
+        for call in list(self._waiting.values()):
+            if self._window <= 0:
+                break
+            self._flush(call)
+
+    def _flush(self, call: Call) -> None:
+        parts: list[bytes | memoryview] = []
+        if not call.headers_sent:
+            call.headers_sent = True
+            parts.append(http2.frame(http2.HEADERS, http2.END_HEADERS, call.stream, http2.RESPONSE_HEADERS))
+        while call.unsent:
+            piece = call.unsent[0]
+            size = min(len(piece), self._window, call.send_window, self._max_frame)
+            if size <= 0:
+                break
+            self._window -= size
+            call.send_window -= size
+            call.sent_blocked += size
+            call.unsent_bytes -= size
+            self.waiting_bytes -= size
+            parts += [http2.frame_head(http2.DATA, 0, call.stream, size), piece[:size]]
+            if size == len(piece):
+                call.unsent.popleft()
+            else:
+                call.unsent[0] = piece[size:]
+        if parts:
+            self._write(b"".join(parts))
+        if call.unsent:
+            if call.send_window > 0:
+                self._waiting[call.stream] = call
+            else:
+                self._waiting.pop(call.stream, None)
+            call.blocked_since = call.blocked_since or time.monotonic()
+            return
+        self._waiting.pop(call.stream, None)
+        call.blocked_since, call.sent_blocked = 0.0, 0
+        if call.trailers is None:
+            call.go_on()
+        else:
+            self._write(http2.ending_frame(call.stream, call.trailers))
+            self._end(call)
+
+
+def _widened(window: int, increment: int) -> int:
+    window += increment
+    if window > http2.LARGEST_WINDOW:
+        raise http2.Http2Error(http2.FLOW_CONTROL_ERROR, "the window is larger than HTTP/2 allows")
+    return window

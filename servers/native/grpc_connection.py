@@ -20,14 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from servers.native import http2
 from servers.native.errors import HOLDS_ENOUGH, FailureLog, failure_reason
-from servers.native.grpc_call import STREAM_WINDOW, Call, MessageAnswer
+from servers.native.grpc_call import STREAM_WINDOW, Call, MessageAnswer, OutgoingMessages
 from servers.native.grpc_messages import MessageTemplates
 from servers.native.http2 import (
     MAX_METADATA_BYTES,
     CallHead,
     GrpcMethod,
     Http2Error,
-    OutgoingMessages,
     ending_frame,
     read_call_head,
 )

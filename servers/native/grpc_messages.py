@@ -97,12 +97,8 @@ class RawInput(NamedTuple):
     tag: int
 
 
-class ParsedMessage(NamedTuple):
-    """A ModelInferRequest without the values of its inputs, and these: raw ones, and by input its typed contents."""
-
-    message: Any
-    raw: list[RawInput]
-    contents: list[list[memoryview]]
+ParsedMessage = tuple[Any, list[RawInput], list[list[memoryview]]]
+"""A ModelInferRequest without the values of its inputs, and these: raw ones, and by input its typed contents."""
 
 
 def is_short(content: memoryview) -> bool:
@@ -149,7 +145,7 @@ def parse_message(content: bytes | memoryview) -> ParsedMessage:
         raise InvalidRequestError("the message is not a ModelInferRequest") from exc
     if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
         raise InvalidRequestError(f"a request has at most {MAX_TENSORS} inputs and {MAX_TENSORS} outputs")
-    return ParsedMessage(message, raw, contents)
+    return message, raw, contents
 
 
 def decode_message(

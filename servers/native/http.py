@@ -28,11 +28,10 @@ from uvicorn.server import ServerState
 from servers.native.errors import (
     HOLDS_ENOUGH,
     INTERNAL_ERROR,
-    SHUTTING_DOWN,
     FailureLog,
     HttpError,
-    ShuttingDownError,
     failure_reason,
+    shutting_down,
 )
 from servers.native.http_parser import (
     Headers,
@@ -246,7 +245,7 @@ class HttpFrontEnd:
 
 
 class PendingHttpRequest:
-    """One inference request between its last byte and its response; the `Waiter` of its `QueuedRequest`.
+    """One inference request between its last byte and its response; `wake` is the waiter of its `QueuedRequest`.
 
     Belongs to the event loop. Exactly one of its ways to end is taken.
     """
@@ -275,7 +274,7 @@ class PendingHttpRequest:
             if isinstance(work, tuple):
                 self._template, self._request_id, offset = work
                 find = self._front_end.regions.find
-                queued = self._template.queued(body, offset, find, None, self)
+                queued = self._template.queued(body, offset, find, None, self.wake)
                 self._targets = self._template.targets(queued, find)
                 self._queued = queued
                 self._service.enqueue(queued)
@@ -584,7 +583,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
             if self._pending is not None:
                 self._pending.give_up()
             self._pending = None
-            self._transport.write(refusal(ShuttingDownError(SHUTTING_DOWN)).encode(self.common_headers))
+            self._transport.write(refusal(shutting_down()).encode(self.common_headers))
         self._transport.close()
 
     def expire(self) -> None:

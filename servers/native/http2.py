@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 from urllib.parse import quote
@@ -53,7 +51,6 @@ LONGEST_NS = 24 * 3_600_000_000_000
 """A call's deadline is at most a day from now: eight digits of hours are beyond 64 bits of nanoseconds."""
 
 T = TypeVar("T")
-S = TypeVar("S", bound="OutgoingStream")
 
 
 class Http2Error(Exception):
@@ -88,6 +85,11 @@ def window_update(stream: int, increment: int) -> bytes:
 def reset_frame(stream: int, code: int) -> bytes:
     """The frame that ends a call at once."""
     return frame(RST_STREAM, 0, stream, NUMBER.pack(code))
+
+
+def ending_frame(stream: int, block: bytes) -> bytes:
+    """The frame that ends a response."""
+    return frame(HEADERS, END_HEADERS | END_STREAM, stream, block)
 
 
 def settings_frame(settings: Iterable[tuple[int, int]]) -> bytes:
@@ -274,167 +276,3 @@ def read_call_head(fields: list[tuple[bytes, bytes]], methods: Mapping[bytes, Gr
         return CallHead(refusal=CallStatus("INTERNAL", "grpc-timeout must be up to eight digits and a unit"))
     timeout_ns = None if match is None else min(int(match[1]) * _UNIT_NS[match[2]], LONGEST_NS)
     return CallHead(method, timeout_ns, encoding)
-
-
-_HEADERS_START = frame_head(HEADERS, END_HEADERS, 0, len(RESPONSE_HEADERS))[:5]
-_ENDING_START = frame_head(HEADERS, END_HEADERS | END_STREAM, 0, len(TRAILERS_OK))[:5]
-
-
-class OutgoingStream:
-    """The sending half of one HTTP/2 stream: its messages wait here until the client's windows allow them."""
-
-    __slots__ = (
-        "blocked_since", "headers_sent", "send_window", "sent_blocked", "stream", "stream_bytes", "trailers", "unsent",
-        "unsent_bytes",
-    )  # fmt: skip
-
-    def __init__(self, stream: int, send_window: int) -> None:
-        self.stream = stream
-        self.stream_bytes = NUMBER.pack(stream)
-        self.headers_sent = False
-        self.send_window = send_window
-        self.unsent: deque[memoryview] = deque()
-        self.unsent_bytes = 0
-        """Messages, or their rest, that wait for the client's windows; behind them come the trailers."""
-        self.trailers: bytes | None = None
-        self.blocked_since = 0.0
-        self.sent_blocked = 0
-
-    def go_on(self) -> None:
-        """All that waited has been sent, and the stream does not end with it."""
-
-
-class OutgoingMessages(Generic[S]):
-    """Sends messages and ends of calls in their order; what the client's windows do not allow yet waits."""
-
-    def __init__(self, write: Callable[[bytes], None], end: Callable[[S], None]) -> None:
-        """`end` is called for each call whose last frame is sent."""
-        self._write = write
-        self._end = end
-        self._window = DEFAULT_WINDOW
-        self._max_frame = DEFAULT_FRAME
-        self._waiting: dict[int, S] = {}  # only the connection's window lets them wait
-        self.initial_window = DEFAULT_WINDOW
-        """Of a new call."""
-        self.waiting_bytes = 0
-        """Of messages that the client's windows do not allow yet."""
-
-    def send(self, call: S, pieces: Sequence[bytes], *, last: bool) -> None:
-        """Send a message with its prefix; the `last` one ends the call."""
-        size = sum(map(len, pieces))
-        if call.unsent or size > min(self._window, call.send_window, self._max_frame):
-            call.unsent.append(memoryview(b"".join(pieces)))
-            call.unsent_bytes += size
-            self.waiting_bytes += size
-            call.trailers = TRAILERS_OK if last else None
-            self._flush(call)
-            return
-        self._window -= size
-        call.send_window -= size
-        stream = call.stream_bytes
-        parts = [] if call.headers_sent else [_HEADERS_START, stream, RESPONSE_HEADERS]
-        parts += [frame_head(DATA, 0, call.stream, size), *pieces]
-        if last:
-            parts += [_ENDING_START, stream, TRAILERS_OK]
-        call.headers_sent = True
-        self._write(b"".join(parts))
-        if last:
-            self._end(call)
-
-    def finish(self, call: S, trailers: bytes) -> None:
-        """End the call, behind the messages that still wait."""
-        if call.unsent:
-            call.trailers = trailers
-            return
-        if not call.headers_sent and trailers is TRAILERS_OK:
-            self._write(frame(HEADERS, END_HEADERS, call.stream, RESPONSE_HEADERS))
-        self._write(ending_frame(call.stream, trailers))
-        self._end(call)
-
-    def forget(self, call: S) -> None:
-        """The call has ended."""
-        self._waiting.pop(call.stream, None)
-        self.waiting_bytes -= call.unsent_bytes
-        call.unsent_bytes = 0
-
-    def set_up(self, settings: Iterable[tuple[int, int]], calls: Iterable[S]) -> None:
-        """Use the client's settings. Raises `Http2Error`."""
-        before = self.initial_window
-        for name, value in settings:
-            if name == INITIAL_WINDOW_SIZE:
-                self.initial_window = value
-            elif name == MAX_FRAME_SIZE:
-                self._max_frame = value
-        more = self.initial_window - before
-        if more:
-            for call in calls:
-                call.send_window = _widened(call.send_window, more)
-                if call.unsent and call.send_window > 0:
-                    self._waiting[call.stream] = call
-        self._flush_all()
-
-    def widen(self, increment: int) -> None:
-        """The connection's window grows. Raises `Http2Error`."""
-        self._window = _widened(self._window, increment)
-        self._flush_all()
-
-    def widen_call(self, call: S, increment: int) -> None:
-        """The call's window grows. Raises `Http2Error`."""
-        call.send_window = _widened(call.send_window, increment)
-        if call.unsent:
-            self._flush(call)
-
-    def _flush_all(self) -> None:
-        for call in list(self._waiting.values()):
-            if self._window <= 0:
-                break
-            self._flush(call)
-
-    def _flush(self, call: S) -> None:
-        parts: list[bytes | memoryview] = []
-        if not call.headers_sent:
-            call.headers_sent = True
-            parts.append(frame(HEADERS, END_HEADERS, call.stream, RESPONSE_HEADERS))
-        while call.unsent:
-            piece = call.unsent[0]
-            size = min(len(piece), self._window, call.send_window, self._max_frame)
-            if size <= 0:
-                break
-            self._window -= size
-            call.send_window -= size
-            call.sent_blocked += size
-            call.unsent_bytes -= size
-            self.waiting_bytes -= size
-            parts += [frame_head(DATA, 0, call.stream, size), piece[:size]]
-            if size == len(piece):
-                call.unsent.popleft()
-            else:
-                call.unsent[0] = piece[size:]
-        if parts:
-            self._write(b"".join(parts))
-        if call.unsent:
-            if call.send_window > 0:
-                self._waiting[call.stream] = call
-            else:
-                self._waiting.pop(call.stream, None)
-            call.blocked_since = call.blocked_since or time.monotonic()
-            return
-        self._waiting.pop(call.stream, None)
-        call.blocked_since, call.sent_blocked = 0.0, 0
-        if call.trailers is None:
-            call.go_on()
-        else:
-            self._write(ending_frame(call.stream, call.trailers))
-            self._end(call)
-
-
-def ending_frame(stream: int, block: bytes) -> bytes:
-    """The frame that ends a response."""
-    return frame(HEADERS, END_HEADERS | END_STREAM, stream, block)
-
-
-def _widened(window: int, increment: int) -> int:
-    window += increment
-    if window > LARGEST_WINDOW:
-        raise Http2Error(FLOW_CONTROL_ERROR, "the window is larger than HTTP/2 allows")
-    return window

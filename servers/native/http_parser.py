@@ -82,19 +82,22 @@ class FixedBody:
 
 
 class DroppedBody:
-    """A body of known size whose bytes are not needed."""
+    """A body whose bytes are not needed; None: of unknown size."""
 
     __slots__ = ("_left", "_size", "complete")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int | None) -> None:
         self._left = self._size = size
         self.complete = size == 0
 
     @property
     def arrived(self) -> int:
-        return self._size - self._left
+        return 0 if self._size is None or self._left is None else self._size - self._left
 
     def feed(self, data: bytearray, start: int, end: int) -> int:  # noqa: ARG002  the bytes are dropped
+        """Raises `HttpError` for a body of unknown size."""
+        if self._left is None:
+            raise unread(UnavailableError(HOLDS_ENOUGH))
         taken = min(end - start, self._left)
         self._left -= taken
         self.complete = self._left == 0
@@ -393,17 +396,6 @@ class HttpRequest:
         self._body = None
 
 
-class LostBody:
-    """A chunked body whose memory was needed by others. Its end is not known before it comes, so it is not read."""
-
-    arrived = 0
-    complete = False
-
-    def feed(self, _data: bytearray, _start: int, _end: int) -> int:
-        """Raises `HttpError`."""
-        raise unread(UnavailableError(HOLDS_ENOUGH))
-
-
 class RequestParser:
     """The parser of one connection. Bytes come through `parse`, those of a large body through `space` and `received`.
 
@@ -422,7 +414,7 @@ class RequestParser:
         self._memory = memory
         self._budget = memory.budget
         self._check = check
-        self._body: FixedBody | ChunkedBody | DroppedBody | LostBody | None = None
+        self._body: FixedBody | ChunkedBody | DroppedBody | None = None
         self._body_began = 0.0
         self._refusal: ContractError | None = None
         self._skipped_line = False  # the one empty line that may come before a request
@@ -496,8 +488,8 @@ class RequestParser:
         """Others need the memory of the body that is arriving."""
         if isinstance(self._body, FixedBody):
             self.drop_body(UnavailableError(HOLDS_ENOUGH))
-        else:
-            self._body = LostBody()
+        else:  # its end is not known before it comes, so it is not read
+            self._body = DroppedBody(None)
 
     def _parse_head(self, data: bytearray, start: int, end: int) -> tuple[int, HttpRequest | RequestHead | None]:
         if data.startswith(b"\r\n", start, end):
@@ -554,7 +546,7 @@ class RequestParser:
         return DroppedBody(size)
 
     def _feed(
-        self, body: FixedBody | ChunkedBody | DroppedBody | LostBody, data: bytearray, start: int, end: int
+        self, body: FixedBody | ChunkedBody | DroppedBody, data: bytearray, start: int, end: int
     ) -> tuple[int, HttpRequest | None]:
         if isinstance(body, FixedBody):
             used = body.feed(data, start, min(end, start + self._budget.left))

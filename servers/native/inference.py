@@ -19,15 +19,11 @@ from servers.engines.padding import batch_key, padding_of
 from servers.models.images import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
 from servers.native.errors import (
-    EXPIRED,
-    SHUTTING_DOWN,
     FailureLog,
-    NotReadyError,
-    QueueFullError,
-    RequestExpiredError,
-    ShuttingDownError,
+    RefusedError,
+    expired,
 )
-from servers.native.interface import EngineLink, LoadModel, ModelState, ModelStatus, QueuedRequest, UnloadModel
+from servers.native.interface import ControlModel, EngineLink, ModelState, ModelStatus, QueuedRequest, check_ready
 from servers.native.memory import RequestMemory
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
@@ -57,30 +53,12 @@ PIECE_BYTES = 4 * 2**20
 R = TypeVar("R")
 
 
-class FutureWaiter:
-    """A coroutine that awaits `future`."""
-
-    __slots__ = ("future",)
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def wake(self, queued: QueuedRequest) -> None:  # noqa: ARG002  the awaiting coroutine has it
-        if not self.future.done():  # its task was cancelled while the engine worked
-            self.future.set_result(None)  # not the request: they would refer to each other
-
-    async def again(self) -> None:
-        """After `future` was cancelled: wait for the incomplete request."""
-        self.future = asyncio.get_running_loop().create_future()
-        await self.future
-
-
 def wake_all(requests: Sequence[QueuedRequest]) -> None:
     """Tell the waiters that their requests are complete; in the event loop. One that fails stops no other."""
     for queued in requests:
         if queued.waiter is not None:
             try:
-                queued.waiter.wake(queued)
+                queued.waiter(queued)
             except Exception:
                 log.exception("a request failed unexpectedly")
 
@@ -112,10 +90,10 @@ class RequestDecoder:
     async def decode(self, files: InputTensor, deadline_ns: int | None) -> Mapping[str, Array]:
         """The engine's inputs for a request's files; a thread reads those in shared memory.
 
-        Raises `ImageError`, `QueueFullError` at once, `RequestExpiredError` at `deadline_ns` of `perf_counter_ns`.
+        Raises `ImageError`, and `RefusedError` at once if too many wait or at `deadline_ns` of `perf_counter_ns`.
         """
         if self.pending >= self._queue_size:
-            raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
+            raise RefusedError("queue_full", f"Exceeds maximum queue size of {self._queue_size} requests")
         self._count(1)
         self.idle.clear()
         decoding: Decoding | None = None
@@ -128,8 +106,9 @@ class RequestDecoder:
                     await asyncio.wrap_future(image)
         except TimeoutError:
             if timeout_s < DECODING_S:
-                raise RequestExpiredError(EXPIRED) from None
-            raise RequestExpiredError(f"the images were not decoded within {DECODING_S:g} s, send fewer") from None
+                raise expired() from None
+            message = f"the images were not decoded within {DECODING_S:g} s, send fewer"
+            raise RefusedError("expired", message) from None
         finally:
             self._count(-1)
             if not self.pending:
@@ -209,11 +188,7 @@ class InferenceService:
 
     def check_ready(self) -> None:
         """Raises `UnavailableError` unless the model can answer now, and every front end knows."""
-        if self.state is ModelState.READY:
-            return
-        if self.state is ModelState.STOPPING:
-            raise ShuttingDownError(SHUTTING_DOWN)
-        raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
+        check_ready(self.signature.name, self.state)
 
     @property
     def direct(self) -> bool:
@@ -251,9 +226,13 @@ class InferenceService:
             times.decode_ns += time.perf_counter_ns() - start_ns
         else:
             arrays = {**arrays, **await self._fetch(request)}
-        waiter = FutureWaiter()
+        complete = asyncio.Event()
+
+        def wake(_queued: QueuedRequest) -> None:  # keeps no request: they would refer to each other
+            complete.set()
+
         key = batch_key(((name, array.shape) for name, array in arrays.items()), self.padding)
-        queued = QueuedRequest(arrays, rows, key, deadline_ns, waiter)
+        queued = QueuedRequest(arrays, rows, key, deadline_ns, wake)
         queued.device_inputs = _device_places(request.inputs)
         queued.device_outputs = _device_places(request.outputs or ())
         del arrays
@@ -262,10 +241,10 @@ class InferenceService:
         if deadline_ns is not None:
             timer = loop.call_later((deadline_ns - time.perf_counter_ns()) / 1e9, self._expire, queued)
         try:
-            await waiter.future
+            await complete.wait()
         except asyncio.CancelledError:
             if not self.withdraw(queued) and not queued.complete:
-                await waiter.again()
+                await complete.wait()
             raise
         finally:
             if timer is not None:
@@ -301,7 +280,7 @@ class InferenceService:
 
     def _expire(self, queued: QueuedRequest) -> None:
         if self.withdraw(queued):
-            queued.error = RequestExpiredError(EXPIRED)
+            queued.error = expired()
             wake_all([queued])
 
 
@@ -427,14 +406,14 @@ class ServedModels:
         number = self._number(name)
         if parameters:
             raise InvalidRequestError("a load takes no configuration and no files: models are chosen at the start")
-        await self._link.control(LoadModel(number))
+        await self._link.control(ControlModel(number, load=True))
 
     async def unload(self, name: str) -> None:
         """Refuse new requests at once; returns when accepted ones are finished and the engine is freed.
 
         Raises `ContractError`.
         """
-        await self._link.control(UnloadModel(self._number(name)))
+        await self._link.control(ControlModel(self._number(name), load=False))
 
     def _number(self, name: str) -> int:
         """Raises `ContractError` without model control or for a bad name; names never reach a file system."""

@@ -17,6 +17,7 @@ import msgspec
 from servers.engines.interface import DeviceMemory, EngineDescription
 from servers.engines.padding import BatchKey
 from servers.native.cuda_memory import CudaWindow
+from servers.native.errors import RefusedError, shutting_down
 from servers.protocol.errors import ContractError
 from servers.protocol.tensors import Array
 
@@ -40,6 +41,19 @@ class ModelState(Enum):
     STOPPING = "stopping"
 
 
+def check_ready(model: str, state: ModelState) -> None:
+    """Raises `RefusedError` unless a model in this state can answer now, and every front end knows."""
+    if state is not ModelState.READY:
+        raise not_ready(model, state)
+
+
+def not_ready(model: str, state: ModelState) -> RefusedError:
+    """Why a model in this state cannot answer."""
+    if state is ModelState.STOPPING:
+        return shutting_down()
+    return RefusedError("not_ready", f"model '{model}' is not ready: {state.value}")
+
+
 # Requests
 
 
@@ -52,14 +66,15 @@ class QueuedRequest:
     A group stands for `count` requests of equally many rows that came together: `split(n)` makes two of it, the first
     with n requests.
     `taken` means claimed for a batch, expired or withdrawn.
-    `waiter`, `front_end`, `engine` and `number` belong to whoever queued it; the batcher never uses them.
+    `waiter` is called in the event loop when the request is complete. `waiter`, `front_end`, `engine` and `number`
+    belong to what queued it; the batcher never uses them.
     """
 
     inputs: Mapping[str, Any]
     rows: int
     key: BatchKey
     deadline_ns: int | None
-    waiter: Waiter | None
+    waiter: Callable[[QueuedRequest], None] | None
     device_inputs: Mapping[str, DevicePlace] = field(default_factory=lambda: _NOTHING)
     device_outputs: Mapping[str, DevicePlace] = field(default_factory=lambda: _NOTHING)
     enqueued_ns: int = 0
@@ -90,67 +105,44 @@ class QueuedRequest:
         self.device_inputs, self.input_windows, self.borrowed_inputs, self.borrowed = _NOTHING, None, _NOTHING, ()
 
 
-class Waiter(Protocol):
-    """The part of a front end that waits for a queued request."""
-
-    def wake(self, queued: QueuedRequest) -> None:
-        """The request is complete; called in the event loop."""
+# Control operations: of engines for front ends, and of front ends for engines
 
 
-# Control operations, which engines execute for front ends
-
-
-class LoadModel(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """Load an unloaded model, and return when it is ready."""
+class ControlModel(msgspec.Struct, array_like=True, tag=0, frozen=True):
+    """Load an unloaded model and return when it is ready, or finish a model's accepted requests and free its engine."""
 
     model: int
+    load: bool
 
 
-class UnloadModel(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """Finish a model's accepted requests and free its engine."""
+class OpenRegion(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """Register a region of a client's memory, or, in a front end, offer a registered one to requests.
 
-    model: int
-
-
-class RegisterSystemMemory(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """Open a client's shared-memory object in every front end."""
-
-    name: str
-    key: str
-    offset: int
-    byte_size: int
-
-
-class RegisterCudaMemory(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """Map a client's device memory."""
+    Memory on GPU `device` has an IPC handle, of which front ends hear nothing: they never read it. Memory of the system
+    has a path: the client's key or, in front ends, where it is open already.
+    """
 
     name: str
-    handle: bytes
-    device: int
     byte_size: int
+    offset: int = 0
+    path: str = ""
+    device: int | None = None
+    handle: bytes = b""
 
 
-class UnregisterMemory(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """Close a region, or with an empty name all regions, on devices or of the system."""
+class CloseRegions(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """Close regions on devices or of the system: those with these names, without any names all."""
 
     on_device: bool
-    name: str
+    names: tuple[str, ...]
 
 
-class CheckCuda(msgspec.Struct, array_like=True, tag=5, frozen=True):
+class CheckCuda(msgspec.Struct, array_like=True, tag=3, frozen=True):
     """Fail unless a device answers."""
 
 
-class FrontEndOpened(msgspec.Struct, array_like=True, tag=6, frozen=True):
+class FrontEndOpened(msgspec.Struct, array_like=True, tag=4, frozen=True):
     """The front end that sends this answers requests now."""
-
-
-EngineOperation = (
-    LoadModel | UnloadModel | RegisterSystemMemory | RegisterCudaMemory | UnregisterMemory | CheckCuda | FrontEndOpened
-)
-
-
-# Control operations, which front ends execute for engines
 
 
 class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
@@ -160,27 +152,13 @@ class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
     description: EngineDescription | None
 
 
-class ApplyStatus(msgspec.Struct, array_like=True, tag=7, frozen=True):
+class ApplyStatus(msgspec.Struct, array_like=True, tag=5, frozen=True):
     """Use these states of all models from now on; done when every request that was accepted before is queued."""
 
     models: tuple[ModelStatus, ...]
 
 
-class OpenRegion(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """Offer a registered region to requests: of the system, which is open at `path`, or of a GPU, without a path."""
-
-    name: str
-    path: str | None
-    offset_or_device: int
-    byte_size: int
-
-
-class CloseRegions(msgspec.Struct, array_like=True, tag=9, frozen=True):
-    """Offer these regions no more."""
-
-    names: tuple[str, ...]
-
-
+EngineOperation = ControlModel | OpenRegion | CloseRegions | CheckCuda | FrontEndOpened
 FrontEndOperation = ApplyStatus | OpenRegion | CloseRegions
 
 
@@ -188,7 +166,7 @@ FrontEndOperation = ApplyStatus | OpenRegion | CloseRegions
 
 
 class EngineLink(Protocol):
-    """The way from a front end to the engine; belongs to the event loop, where it calls `Waiter.wake`."""
+    """The way from a front end to the engine; belongs to the event loop, where it calls `QueuedRequest.waiter`."""
 
     def submit(self, model: int, queued: QueuedRequest) -> None:
         """Queue a checked request for a model, by its number. Raises `UnavailableError`, or completes it with one."""
@@ -196,7 +174,7 @@ class EngineLink(Protocol):
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
         """Take it back; True if the engine will not execute it and its waiter will not be called.
 
-        False: it will be complete soon, with `RequestExpiredError` if it came back.
+        False: it will be complete soon, with a `RefusedError` if it came back.
         """
 
     async def control(self, operation: EngineOperation) -> None:

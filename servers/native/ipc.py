@@ -16,8 +16,7 @@ import numpy as np
 
 from servers.engines.interface import HostMemory
 from servers.engines.padding import Padding, batch_key
-from servers.native import errors as native_errors
-from servers.native.errors import INTERNAL_ERROR, FailureLog
+from servers.native.errors import INTERNAL_ERROR, REFUSALS, FailureLog, RefusedError
 from servers.native.interface import DevicePlace, EngineOperation, FrontEndOperation, QueuedRequest
 from servers.native.memory import ALIGNMENT, Arena, RequestMemory
 from servers.protocol import errors as protocol_errors
@@ -39,7 +38,7 @@ STOP_BY = struct.Struct("d")
 
 _LENGTH = struct.Struct("<Q")
 Failure = tuple[str, str]
-"""An error's class and its message."""
+"""An error's class, or the reason of a `RefusedError`, and its message."""
 
 FORM_UNKNOWN: Failure = (UnavailableError.__name__, "the engine did not get the form of the request, send it again")
 FAILED: Failure = (InternalError.__name__, INTERNAL_ERROR)
@@ -68,30 +67,25 @@ class Form(msgspec.Struct, array_like=True, tag=5):
     tensors: list[tuple[str, str, tuple[int, ...]]]
 
 
+SubmittedInput = int | list[bytes] | None
+"""Where a request's input is: its offset in the arena, the elements of BYTES, or None for one in device memory."""
+
+
 class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """Execute a request.
+    """Execute requests of one form and of `rows` rows each, that came at one time.
 
-    `data` has one entry for each input: its offset in the arena, the elements of BYTES, or None for one in device
-    memory. Large answers go to `room`, an offset and a size in the arena.
+    `data` has the inputs of each. Several requests have offsets only, and nothing of what follows `data`.
+    Large answers go to `room`, an offset and a size in the arena.
     """
-
-    number: int
-    form: int
-    rows: int
-    deadline_ns: int | None
-    data: list[int | list[bytes] | None]
-    room: tuple[int, int] | None = None
-    device_inputs: dict[str, DevicePlace] | None = None
-    device_outputs: dict[str, DevicePlace] | None = None
-
-
-class SubmitMany(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """Execute several requests of one form that came at one time; each has `rows`, and its own entry in `data`."""
 
     numbers: list[int]
     form: int
     rows: int
-    data: list[list[int]]
+    data: list[list[SubmittedInput]]
+    deadline_ns: int | None = None
+    room: tuple[int, int] | None = None
+    device_inputs: dict[str, DevicePlace] | None = None
+    device_outputs: dict[str, DevicePlace] | None = None
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -101,18 +95,14 @@ class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class RequestDone(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """The engine does not read the request's memory any more."""
+    """The engine does not read the memory of these requests any more.
 
-    number: int
-    outputs: list[Tensor] = []
-    failure: Failure | None = None
-
-
-class RequestsDone(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """Requests of one `SubmitMany` have been executed: their outputs one after the other."""
+    Requests that were executed as one have their outputs one after the other in each tensor.
+    """
 
     numbers: list[int]
-    outputs: list[Tensor]
+    outputs: list[Tensor] = []
+    failure: Failure | None = None
 
 
 class Control(msgspec.Struct, array_like=True, tag=3):
@@ -129,8 +119,8 @@ class ControlDone(msgspec.Struct, array_like=True, tag=4):
     failure: Failure | None = None
 
 
-Message = Form | Submit | SubmitMany | Cancel | RequestDone | RequestsDone | Control | ControlDone
-REQUESTS = (Submit, SubmitMany, Control)
+Message = Form | Submit | Cancel | RequestDone | Control | ControlDone
+REQUESTS = (Submit, Control)
 """Messages that the other side replies to."""
 
 
@@ -176,9 +166,7 @@ def unusable_of(message: Message | UnusableMessage) -> UnusableMessage:
     """A message that only fails what it is about."""
     if isinstance(message, UnusableMessage):
         return message
-    return _unusable(
-        type(message), message.numbers if isinstance(message, SubmitMany | RequestsDone) else message.number
-    )
+    return _unusable(type(message), message.numbers if isinstance(message, Submit | RequestDone) else message.number)
 
 
 def _unusable(kind: type[Message] | None, about: object) -> UnusableMessage:
@@ -189,33 +177,26 @@ def _unusable(kind: type[Message] | None, about: object) -> UnusableMessage:
 
 def failed(unusable: UnusableMessage, failure: Failure) -> list[Message]:
     """The replies that end what an unusable message asks for; or what takes its place, if it is a reply itself."""
-    if unusable.kind in (Submit, SubmitMany, RequestDone, RequestsDone):
-        return [RequestDone(number, [], failure) for number in unusable.numbers]
+    if unusable.kind in (Submit, RequestDone):
+        return [RequestDone([number], [], failure) for number in unusable.numbers]
     if unusable.kind in (Control, ControlDone):
         return [ControlDone(number, failure) for number in unusable.numbers]
     return []
 
 
-class FrameReader:
-    """Messages from the bytes of a stream."""
-
-    def __init__(self) -> None:
-        self._unread = bytearray()
-
-    def feed(self, data: bytes | memoryview) -> list[Message | UnusableMessage]:
-        """The messages that are complete with `data`."""
-        unread = self._unread
-        unread += data
-        messages: list[Message | UnusableMessage] = []
-        start = 0
-        while len(unread) - start >= _LENGTH.size:
-            end = start + _LENGTH.size + _LENGTH.unpack_from(unread, start)[0]
-            if end > len(unread):
-                break
-            messages += _decoded(memoryview(unread)[start + _LENGTH.size : end])
-            start = end
-        del unread[:start]
-        return messages
+def read_frames(unread: bytearray, data: bytes | memoryview) -> list[Message | UnusableMessage]:
+    """The messages of a stream that are complete with `data`; `unread` keeps the rest for the next call."""
+    unread += data
+    messages: list[Message | UnusableMessage] = []
+    start = 0
+    while len(unread) - start >= _LENGTH.size:
+        end = start + _LENGTH.size + _LENGTH.unpack_from(unread, start)[0]
+        if end > len(unread):
+            break
+        messages += _decoded(memoryview(unread)[start + _LENGTH.size : end])
+        start = end
+    del unread[:start]
+    return messages
 
 
 def _decoded(content: memoryview) -> Sequence[Message | UnusableMessage]:
@@ -236,6 +217,8 @@ def _one_decoded(content: bytes) -> Message | UnusableMessage:
 
 def failure_of(error: Exception) -> Failure:
     """An error to be raised again in the other process; only a `ContractError` is for clients."""
+    if isinstance(error, RefusedError):
+        return error.reason, str(error)
     if isinstance(error, ContractError):
         return type(error).__name__, str(error)
     return FAILED
@@ -244,7 +227,9 @@ def failure_of(error: Exception) -> Failure:
 def error_of(failure: Failure) -> ContractError:
     """The error that the other process had."""
     name, message = failure
-    kind = getattr(native_errors, name, None) or getattr(protocol_errors, name, None)
+    if name in REFUSALS:
+        return RefusedError(name, message)
+    kind = getattr(protocol_errors, name, None)
     if isinstance(kind, type) and issubclass(kind, ContractError):
         return kind(message)
     return InternalError(INTERNAL_ERROR)
@@ -289,7 +274,7 @@ class ReceivedForm:
             for name, dtype, shape in form.tensors
         ]
 
-    def arrays(self, data: Sequence[int | list[bytes] | None], arena: Arena) -> dict[str, Array]:
+    def arrays(self, data: Sequence[SubmittedInput], arena: Arena) -> dict[str, Array]:
         """The inputs of a request, as views over the arena."""
         return {
             name: _array(place, shape, dtype, arena)
@@ -321,7 +306,7 @@ def submit_message(
     """
     arena = memory.arena
     in_use: list[Array] = []
-    data: list[int | list[bytes] | None] = []
+    data: list[SubmittedInput] = []
     for name, array in queued.inputs.items():
         if name in queued.device_inputs:
             data.append(None)
@@ -334,7 +319,7 @@ def submit_message(
                 offset = arena.offset_of(array)
             in_use.append(array)
             data.append(offset)
-    message = Submit(number, form, queued.rows, queued.deadline_ns, data)
+    message = Submit([number], form, queued.rows, [data], queued.deadline_ns)
     if queued.device_inputs or queued.device_outputs:
         message.device_inputs, message.device_outputs = dict(queued.device_inputs), dict(queued.device_outputs)
     if answer_bytes > INLINE_BYTES:
@@ -346,32 +331,32 @@ def submit_message(
     return message, in_use
 
 
-def done_message(queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None) -> RequestDone:
-    """The message for a complete request; its large outputs are copied to its room."""
+def done_message(
+    numbers: list[int], queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None = None
+) -> RequestDone:
+    """The message for a complete request, or for several that were executed as one.
+
+    Large outputs are copied to the room; several requests have none.
+    """
     if queued.error is not None:
-        return RequestDone(queued.number, [], failure_of(queued.error))
+        return RequestDone(numbers, [], failure_of(queued.error))
     tensors = []
     start, left = (0, 0) if room is None else room
     for name, array in (queued.outputs or {}).items():
         if name in queued.device_outputs:
             tensors.append(Tensor(name, array.dtype.str, array.shape))
-        elif array.nbytes <= left and not array.dtype.hasobject:
+        elif room is not None and array.nbytes <= left and not array.dtype.hasobject:
             arena.view(start, array.shape, array.dtype)[...] = array
             tensors.append(Tensor(name, array.dtype.str, array.shape, start))
             taken = -(-array.nbytes // ALIGNMENT) * ALIGNMENT
             start, left = start + taken, left - taken
         else:
             tensors.append(_inline(name, array))
-    return RequestDone(queued.number, tensors)
+    return RequestDone(numbers, tensors)
 
 
-def done_many_message(numbers: list[int], outputs: Mapping[str, Array]) -> RequestsDone:
-    """The message for requests that were executed as one."""
-    return RequestsDone(numbers, [_inline(name, array) for name, array in outputs.items()])
-
-
-def divided(message: RequestsDone) -> Iterator[tuple[int, dict[str, Array]]]:
-    """Each request's number and outputs."""
+def divided(message: RequestDone) -> Iterator[tuple[int, dict[str, Array]]]:
+    """The numbers and the outputs of requests that were executed as one."""
     count = len(message.numbers)
     whole: dict[str, Array] = {}
     for tensor in message.outputs:
@@ -403,7 +388,7 @@ def outputs_of(message: RequestDone, arena: Arena, room: Array | None) -> dict[s
     return outputs
 
 
-def _array(data: int | list[bytes] | None, shape: tuple[int, ...], dtype: np.dtype[np.generic], arena: Arena) -> Array:
+def _array(data: SubmittedInput, shape: tuple[int, ...], dtype: np.dtype[np.generic], arena: Arena) -> Array:
     if data is None:
         return like(dtype, shape)
     if isinstance(data, int):

@@ -125,49 +125,29 @@ class SlotClass:
     warm: int
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the slots are."""
-
-    classes: tuple[SlotClass, ...]
-    partition_bytes: int
-    partitions: int
-
-    @classmethod
-    def of(cls, partitions: int, held_bytes: int, largest_bytes: int) -> Layout:
-        """Slots for requests of up to `largest_bytes`, in each partition at least for `held_bytes` of them."""
-        classes: list[SlotClass] = []
-        size, start = SMALLEST_SLOT_BYTES, 0
-        while not classes or classes[-1].size < largest_bytes:
-            count = max(MIN_SLOTS, -(-held_bytes // size))
-            warm = max(1, min(MAX_WARM_SLOTS, held_bytes // WARM_SHARE // size))
-            classes.append(SlotClass(size, start, count, warm))
-            start += size * count
-            size *= 2
-        return cls(tuple(classes), start, partitions)
-
-    @classmethod
-    def of_settings(cls, partitions: int, settings: NativeSettings) -> Layout:
-        """Slots for the bodies and messages that a server takes."""
-        return cls.of(partitions, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES)
-
-    def class_of(self, size: int) -> int | None:
-        """The index of the smallest class whose slots hold `size` bytes."""
-        index = max(0, (size - 1).bit_length() - SMALLEST_SLOT_BYTES.bit_length() + 1)
-        return index if index < len(self.classes) else None
-
-
 class Arena:
     """The mapped file, and 64-bit counters that all processes share."""
 
-    def __init__(self, layout: Layout, counters: int = 0) -> None:
-        """Raises `MemoryError` if the system does not have the addresses."""
-        self.layout = layout
+    def __init__(self, partitions: int, held_bytes: int, largest_bytes: int, counters: int = 0) -> None:
+        """Slots for requests of up to `largest_bytes`, in each partition at least for `held_bytes` of them.
+
+        Raises `MemoryError` if the system does not have the addresses.
+        """
+        self.classes: list[SlotClass] = []
+        size, start = SMALLEST_SLOT_BYTES, 0
+        while not self.classes or self.classes[-1].size < largest_bytes:
+            count = max(MIN_SLOTS, -(-held_bytes // size))
+            warm = max(1, min(MAX_WARM_SLOTS, held_bytes // WARM_SHARE // size))
+            self.classes.append(SlotClass(size, start, count, warm))
+            start += size * count
+            size *= 2
+        self.partition_bytes = start
+        self.partitions = partitions
         shared = memoryview(mmap.mmap(-1, 8 * (1 + max(1, counters)))).cast("q")
         self._flags, self.counters = shared[:1], shared[1:]
         descriptor = os.memfd_create("abserve-requests", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(descriptor, layout.partitions * layout.partition_bytes)
+            os.ftruncate(descriptor, partitions * self.partition_bytes)
             self._mapping = mmap.mmap(descriptor, 0)
         except (OSError, ValueError) as exc:
             raise MemoryError("the memory for requests cannot be mapped") from exc
@@ -176,6 +156,16 @@ class Arena:
         self._bytes = np.frombuffer(self._mapping, np.uint8)
         self.address: int = self._bytes.__array_interface__["data"][0]
         self.end = self.address + self._bytes.nbytes
+
+    @classmethod
+    def of_settings(cls, partitions: int, settings: NativeSettings, counters: int = 0) -> Arena:
+        """Slots for the bodies and messages that a server takes."""
+        return cls(partitions, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES, counters)
+
+    def class_of(self, size: int) -> int | None:
+        """The index of the smallest class whose slots hold `size` bytes."""
+        index = max(0, (size - 1).bit_length() - SMALLEST_SLOT_BYTES.bit_length() + 1)
+        return index if index < len(self.classes) else None
 
     @property
     def page_locks(self) -> bool:
@@ -197,11 +187,11 @@ class Arena:
 
     def warm_range(self, offset: int) -> tuple[int, int] | None:
         """Offset and size of the warm slots of the class in which `offset` lies; None if its slot is not warm."""
-        partition, inside = divmod(offset, self.layout.partition_bytes)
-        slots = next(slots for slots in reversed(self.layout.classes) if slots.start <= inside)
+        partition, inside = divmod(offset, self.partition_bytes)
+        slots = next(slots for slots in reversed(self.classes) if slots.start <= inside)
         if inside >= slots.start + slots.warm * slots.size:
             return None
-        return partition * self.layout.partition_bytes + slots.start, slots.warm * slots.size
+        return partition * self.partition_bytes + slots.start, slots.warm * slots.size
 
     def remove(self, offset: int, size: int) -> None:
         """Give the pages back to the system; the next bytes find zeros."""
@@ -249,27 +239,27 @@ class RequestMemory:
     def __init__(self, arena: Arena, budget: ByteBudget, number: int = 0) -> None:
         self.arena = arena
         self.budget = budget
-        self._start = number * arena.layout.partition_bytes
+        self._start = number * arena.partition_bytes
         self._keep_at_most = budget.limit // KEPT_SHARE
         # Reentrant: the garbage collector may free a slot anywhere. Each step below leaves everything consistent.
         self._lock = threading.RLock()
-        self._free: list[list[int]] = [[] for _ in arena.layout.classes]
-        self._used = [0] * len(arena.layout.classes)  # slots that have been used at least once: these are the first
-        self._receivers: list[dict[int, Receiver]] = [{} for _ in arena.layout.classes]
+        self._free: list[list[int]] = [[] for _ in arena.classes]
+        self._used = [0] * len(arena.classes)  # slots that have been used at least once: these are the first
+        self._receivers: list[dict[int, Receiver]] = [{} for _ in arena.classes]
         self._kept: set[tuple[int, int]] = set()
         self._kept_bytes = 0
 
     @classmethod
     def alone(cls, settings: NativeSettings) -> RequestMemory:
         """The memory of a server that is one process."""
-        return cls(Arena(Layout.of_settings(1, settings)), ByteBudget(settings.max_held_bytes))
+        return cls(Arena.of_settings(1, settings), ByteBudget(settings.max_held_bytes))
 
     def take(self, size: int) -> ArenaSlot | None:
         """A slot of at least `size` bytes with any content, not charged yet; None if no slot is free."""
-        kind = self.arena.layout.class_of(size)
+        kind = self.arena.class_of(size)
         if kind is None:
             return None
-        slots = self.arena.layout.classes[kind]
+        slots = self.arena.classes[kind]
         with self._lock:
             if self._free[kind]:
                 index = heappop(self._free[kind])
@@ -289,12 +279,12 @@ class RequestMemory:
 
         When few are left, another receiver makes way for it.
         """
-        kind = self.arena.layout.class_of(size)
+        kind = self.arena.class_of(size)
         if kind is None:
             return None
         receivers = self._receivers[kind]
         slot = None
-        if len(receivers) < self.arena.layout.classes[kind].count // 2:
+        if len(receivers) < self.arena.classes[kind].count // 2:
             slot = self.take(size)
         if slot is None and not receiver.greedy:
             now = time.monotonic()
@@ -328,7 +318,7 @@ class RequestMemory:
 
     def free(self, slot: ArenaSlot) -> None:
         """Called when nothing refers to the slot any more."""
-        slots = self.arena.layout.classes[slot.kind]
+        slots = self.arena.classes[slot.kind]
         self.budget.release(slot.charged)
         self._receivers[slot.kind].pop(slot.index, None)
         with self._lock:

@@ -22,7 +22,7 @@ from servers.engines.settings import EngineSettings, engine_kind
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-from servers.native.engine_process import Offer
+from servers.native.model_host import Offer
 from servers.native.settings import NativeSettings, artefact_field
 from servers.native.supervisor import Supervisor, exit_status
 

@@ -23,16 +23,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from servers.native.cuda_memory import CudaAccess, CudaRegion, CudaWindow
+import msgspec
+import structlog
+
+from servers.gpu.cuda_library import CudaError
+from servers.native.cuda_memory import CudaDriver, CudaRegion, CudaWindow, open_region
 from servers.native.interface import (
     CheckCuda,
     CloseRegions,
     EngineLink,
     FrontEndOperation,
     OpenRegion,
-    RegisterCudaMemory,
-    RegisterSystemMemory,
-    UnregisterMemory,
 )
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
@@ -43,10 +44,14 @@ from servers.protocol.errors import (
     NotFoundError,
     TooLargeError,
     UnavailableError,
+    UnsupportedError,
 )
 from servers.protocol.records import MAX_REGION_NAME_CHARACTERS, RegionReference, RegionWindow, shown
 from servers.protocol.tensors import Array
 
+log = structlog.get_logger("abserve.cuda")
+
+NO_CUDA_MEMORY = "this server does not offer CUDA shared memory; use system shared memory or send the data"
 MAX_ADDRESS = 2**64
 MAX_DEVICE = 2**31 - 1
 
@@ -59,19 +64,19 @@ RESERVED_PREFIXES = ("triton_python_backend_shm_region", "abserve_triton_", "sem
 class SystemRegion:
     """A region of a shared-memory object. Its file stays open as long as a request names it."""
 
-    def __init__(self, name: str, key: str, offset: int, byte_size: int, path: str | None = None) -> None:
-        """`path` is that of the file where another process has it open: the key's may be gone by now.
+    def __init__(self, opening: OpenRegion, *, is_open: bool = False) -> None:
+        """The path is a key unless `is_open` in another process: the key's file may be gone by now.
 
         Raises `ContractError` when there is no such memory.
         """
-        self.name = name
-        self.offset = offset
-        self.byte_size = byte_size
+        self.name = name = opening.name
+        self.offset = offset = opening.offset
+        self.byte_size = byte_size = opening.byte_size
         try:
             # O_NOFOLLOW: a link would lead out of the folder. O_NONBLOCK: a FIFO would block.
             descriptor = os.open(
-                FOLDER / _file_name(key, name) if path is None else path,
-                os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if path is None else 0),
+                opening.path if is_open else FOLDER / _file_name(opening.path, name),
+                os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (0 if is_open else os.O_NOFOLLOW),
             )
         except OSError as exc:
             if exc.errno in (errno.EMFILE, errno.ENFILE):
@@ -169,7 +174,7 @@ class RegionTable:
         """Open a client's system memory in every front end. Raises `ContractError`."""
         self.check_allowed()
         check_range(f"region {shown(name)}", offset, byte_size)
-        await self._link.control(RegisterSystemMemory(name, key, offset, byte_size))
+        await self._link.control(OpenRegion(name, byte_size, offset, key))
 
     async def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Map a client's device memory. Raises `ContractError`."""
@@ -177,7 +182,7 @@ class RegionTable:
         check_range(f"region {shown(name)}", 0, byte_size)
         if abs(device) > MAX_DEVICE:
             raise InvalidRequestError(f"'device_id' is the number of a GPU, at most {MAX_DEVICE}, got {device}")
-        await self._link.control(RegisterCudaMemory(name, handle, device, byte_size))
+        await self._link.control(OpenRegion(name, byte_size, device=device, handle=handle))
 
     async def unregister(self, name: str, *, on_device: bool) -> None:
         """Close regions; returns when no front end finds them and no copy uses device memory any more.
@@ -185,12 +190,11 @@ class RegionTable:
         An unknown name is not an error.
         """
         self.check_allowed()
-        await self._link.control(UnregisterMemory(on_device, name))
+        await self._link.control(CloseRegions(on_device, (name,) if name else ()))
 
     def open(self, opening: OpenRegion) -> None:
         """The engine's side has registered a region. Raises `ContractError` when its memory cannot be opened."""
-        name, path, offset, byte_size = opening.name, opening.path, opening.offset_or_device, opening.byte_size
-        self._regions[name] = opening if path is None else SystemRegion(name, "", offset, byte_size, path)
+        self._regions[opening.name] = opening if opening.device is not None else SystemRegion(opening, is_open=True)
 
     def close(self, names: Sequence[str]) -> None:
         """The engine's side has unregistered these."""
@@ -209,7 +213,7 @@ class RegionTable:
         rows: list[dict[str, object]] = []
         for region in regions:
             if isinstance(region, OpenRegion) and on_device:
-                rows.append({"name": region.name, "device_id": region.offset_or_device, "byte_size": region.byte_size})
+                rows.append({"name": region.name, "device_id": region.device, "byte_size": region.byte_size})
             elif isinstance(region, SystemRegion) and not on_device:
                 rows.append({"name": region.name, "key": "", "offset": region.offset, "byte_size": region.byte_size})
         if name and not rows:
@@ -279,52 +283,66 @@ class RegionRegister:
         self._openings: dict[str, OpenRegion] = {}
         self._of_system: dict[str, SystemRegion] = {}  # open for front ends to come, whose clients may unlink the names
         self._on_device: dict[str, CudaRegion] = {}
-        self._cuda = CudaAccess()
+        self._cuda: CudaDriver | None = None
+        self._cuda_lock = threading.Lock()
+        self._without_cuda = ""  # why, as it is logged once
 
     @property
     def openings(self) -> list[OpenRegion]:
         """What a new front end has to open."""
         return list(self._openings.values())
 
-    def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Open system memory in every front end. Raises `ContractError`."""
+    def open(self, opening: OpenRegion) -> None:
+        """Open a client's memory, that of the system in every front end. Raises `ContractError`."""
         with self._lock:
-            self._check_new(name, offset, byte_size)
-            region = SystemRegion(name, key, offset, byte_size)
-            self._open(OpenRegion(name, region.path, offset, byte_size))
-            if self._others_come:
-                self._of_system[name] = region
-
-    def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
-        """Map device memory of a client. Raises `ContractError`."""
-        with self._lock:
-            self._check_new(name, 0, byte_size)
-            region = self._cuda.open(name, handle, device, byte_size)
+            self._check_new(opening.name)
+            if opening.device is None:
+                region = SystemRegion(opening)
+                self._offer(msgspec.structs.replace(opening, path=region.path))
+                if self._others_come:
+                    self._of_system[opening.name] = region
+                return
+            on_device = open_region(self.cuda(), opening.name, opening.handle, opening.device, opening.byte_size)
             try:
-                self._open(OpenRegion(name, None, device, byte_size))
+                self._offer(msgspec.structs.replace(opening, handle=b""))
             except ContractError:
-                region.close()
+                on_device.close()
                 raise
-            self._on_device[name] = region
+            self._on_device[opening.name] = on_device
 
-    def unregister(self, on_device: bool, name: str) -> None:
-        """Close a region, for an empty name all of its kind; returns when no copy uses device memory any more."""
+    def close(self, closing: CloseRegions) -> None:
+        """Close regions; returns when no copy uses device memory any more."""
         with self._lock:
             names = tuple(
                 opening.name
                 for opening in self._openings.values()
-                if (opening.path is None) == on_device and name in ("", opening.name)
+                if (opening.device is not None) == closing.on_device
+                and (not closing.names or opening.name in closing.names)
             )
-            for closed_name in names:
-                del self._openings[closed_name]
-                self._of_system.pop(closed_name, None)
-            self._notify_all(CloseRegions(names))
-            for region in [self._on_device.pop(closed_name) for closed_name in names if closed_name in self._on_device]:
+            if not names:
+                return
+            for name in names:
+                del self._openings[name]
+                self._of_system.pop(name, None)
+            self._notify_all(CloseRegions(closing.on_device, names))
+            for region in [self._on_device.pop(name) for name in names if name in self._on_device]:
                 region.close()
 
-    def check_cuda(self) -> None:
-        """Raises `ContractError` unless a device answers."""
-        self._cuda.driver()
+    def cuda(self) -> CudaDriver:
+        """The driver, which is loaded at its first use; blocks for up to a second then.
+
+        Raises `UnsupportedError` unless a device answers.
+        """
+        with self._cuda_lock:
+            if self._cuda is None:
+                try:
+                    self._cuda = CudaDriver()
+                except CudaError as exc:
+                    if not self._without_cuda:
+                        self._without_cuda = str(exc)
+                        log.info("CUDA shared memory is not offered", reason=self._without_cuda)
+                    raise UnsupportedError(NO_CUDA_MEMORY) from exc
+            return self._cuda
 
     def window(self, name: str, offset: int, byte_size: int, like: Array | None) -> CudaWindow:
         """The piece of a region on a GPU for a tensor like this one. Raises `NotFoundError`."""
@@ -333,19 +351,18 @@ class RegionRegister:
             raise NotFoundError(f"shared-memory region {shown(name)} is not registered")
         return CudaWindow(region, offset, byte_size, like)
 
-    def _open(self, opening: OpenRegion) -> None:
+    def _offer(self, opening: OpenRegion) -> None:
         try:
             self._notify_all(opening)
         except ContractError:
-            self._notify_all(CloseRegions((opening.name,)))
+            self._notify_all(CloseRegions(opening.device is not None, (opening.name,)))
             raise
         self._openings[opening.name] = opening
 
-    def _check_new(self, name: str, offset: int, byte_size: int) -> None:
+    def _check_new(self, name: str) -> None:
         if not 0 < len(name) <= MAX_REGION_NAME_CHARACTERS:
             raise InvalidRequestError(f"a region's name must have 1 to {MAX_REGION_NAME_CHARACTERS} characters")
         if name in self._openings:
             raise InvalidRequestError(f"region {shown(name)} is registered already: unregister it first")
         if len(self._openings) >= self._most:
             raise TooLargeError(f"{self._most} regions are registered, the server's limit: unregister one first")
-        check_range(f"region {shown(name)}", offset, byte_size)

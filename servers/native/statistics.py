@@ -37,23 +37,6 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class BatchTimes:
-    """The three parts of executing, of one batch size or of all requests."""
-
-    count: int
-    input_ns: int
-    infer_ns: int
-    output_ns: int
-
-    def as_json(self) -> Times:
-        return {
-            "compute_input": _duration(self.count, self.input_ns),
-            "compute_infer": _duration(self.count, self.infer_ns),
-            "compute_output": _duration(self.count, self.output_ns),
-        }
-
-
-@dataclass(slots=True)
 class RequestTimes:
     """The stages of one request outside the batcher."""
 
@@ -79,26 +62,29 @@ class Counters:
     decoding: int
     queued: int
     failures: dict[str, int]
-    compute: BatchTimes
-    batches: dict[int, BatchTimes]
+    compute: Sequence[int]
+    """How many requests, and the ns of their inputs, their execution and their outputs."""
+    batches: dict[int, Sequence[int]]
+    """By batch size: how many batches, and their ns in the same way."""
     request_duration: Histogram
     queue_duration: Histogram
     compute_duration: Histogram
 
     @property
     def batch_size(self) -> Histogram:
-        counts = [self.batches[rows].count if rows in self.batches else 0 for rows in range(1, self.max_batch_size + 1)]
-        return Histogram(tuple(range(1, self.max_batch_size + 1)), self.inference_count, [*counts, 0])
+        sizes = range(1, self.max_batch_size + 1)
+        counts = [self.batches[rows][0] if rows in self.batches else 0 for rows in sizes]
+        return Histogram(tuple(sizes), self.inference_count, [*counts, 0])
 
     @property
     def stages(self) -> Times:
         """The latency breakdown of answered requests."""
-        answered, compute = self.request_duration.count, self.compute
+        answered, (computed, *compute_ns) = self.request_duration.count, self.compute
         return {
             "receive": _duration(answered, self.receive_ns),
             "decode": _duration(answered, self.decode_ns),
             "queue": _duration(self.queue_duration.count, self.queue_duration.total),
-            "compute": _duration(compute.count, compute.input_ns + compute.infer_ns + compute.output_ns),
+            "compute": _duration(computed, sum(compute_ns)),
             "encode": _duration(answered, self.encode_ns),
         }
 
@@ -110,17 +96,17 @@ class Counters:
             "version": version,
             "last_inference": self.last_inference_ms,
             "inference_count": self.inference_count,
-            "execution_count": sum(times.count for times in self.batches.values()),
+            "execution_count": sum(count for count, *_ in self.batches.values()),
             "inference_stats": {
                 "success": _duration(self.request_duration.count, self.request_duration.total),
                 "fail": _duration(sum(self.failures.values()), self.failed_ns),
                 "queue": stages["queue"],
-                **self.compute.as_json(),
+                **_compute(self.compute),
                 "cache_hit": _duration(0, 0),
                 "cache_miss": _duration(0, 0),
             },
             "response_stats": {},
-            "batch_stats": [{"batch_size": rows, **times.as_json()} for rows, times in sorted(self.batches.items())],
+            "batch_stats": [{"batch_size": rows, **_compute(times)} for rows, times in sorted(self.batches.items())],
             "memory_usage": [],
             "abserve_stages": stages,
         }
@@ -137,7 +123,7 @@ _HISTOGRAMS = _FAILURES + len(FAILURE_REASONS)
 _HISTOGRAM_WIDTH = len(DURATION_BOUNDS_NS) + 2  # its buckets, then the sum of its values
 _REQUEST_NS, _QUEUE_NS, _COMPUTE_NS = (_HISTOGRAMS + _HISTOGRAM_WIDTH * number for number in range(3))
 _COMPUTE = _HISTOGRAMS + 3 * _HISTOGRAM_WIDTH
-_BATCHES = _COMPUTE + 4  # from here on, four counters for each batch size, as in `BatchTimes`
+_BATCHES = _COMPUTE + 4  # from here on, four counters for each batch size, as in `Counters.batches`
 _FAILURE_PLACES = {reason: _FAILURES + place for place, reason in enumerate(FAILURE_REASONS)}
 
 
@@ -215,16 +201,16 @@ class Statistics:
         rows = [row[:width].tolist() for row in self._rows]
         sums = rows[0] if len(rows) == 1 else [sum(values) for values in zip(*rows, strict=True)]
         sums[_LAST_MS] = max(row[_LAST_MS] for row in rows)
-        batches = {}
+        batches: dict[int, Sequence[int]] = {}
         for number in range(1, self._max_batch_size + 1):
             place = _BATCHES + 4 * (number - 1)
             if sums[place]:
-                batches[number] = BatchTimes(*sums[place : place + 4])
+                batches[number] = sums[place : place + 4]
         return Counters(
             self._max_batch_size,
             **dict(zip(_SCALARS, sums[:_FAILURES], strict=True)),
             failures=dict(zip(FAILURE_REASONS, sums[_FAILURES:_HISTOGRAMS], strict=True)),
-            compute=BatchTimes(*sums[_COMPUTE:_BATCHES]),
+            compute=sums[_COMPUTE:_BATCHES],
             batches=batches,
             request_duration=_histogram(sums, _REQUEST_NS),
             queue_duration=_histogram(sums, _QUEUE_NS),
@@ -240,6 +226,12 @@ class Statistics:
 def _histogram(counters: Sequence[int], place: int) -> Histogram:
     *counts, total = counters[place : place + _HISTOGRAM_WIDTH]
     return Histogram(DURATION_BOUNDS_NS, total, counts)
+
+
+def _compute(counters: Sequence[int]) -> Times:
+    count, *parts_ns = counters
+    names = ("compute_input", "compute_infer", "compute_output")
+    return {name: _duration(count, ns) for name, ns in zip(names, parts_ns, strict=True)}
 
 
 def _duration(count: int, ns: int) -> dict[str, int]:

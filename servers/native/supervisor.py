@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import structlog
 
 from servers.models.specification import ModelSpecification
-from servers.native.engine_process import Offer
 from servers.native.ipc import GRPC, HTTP, STOP_BY
-from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, RequestMemory
+from servers.native.model_host import Offer
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics, row_width
 
@@ -189,12 +189,12 @@ class Supervisor:
             to_front_end.close()
 
     def _budget_counters(self) -> memoryview:
-        return self._arena.counters[: self._arena.layout.partitions]
+        return self._arena.counters[: self._arena.partitions]
 
     def _statistics(self, process: int) -> list[Statistics]:
         """Of each model: one row for each engine, then one for each front end."""
         size, rows = self._settings.max_batch_size, _process_count(self._settings)
-        width, place = row_width(size), self._arena.layout.partitions
+        width, place = row_width(size), self._arena.partitions
         statistics = []
         for _ in self._offers:
             views = [self._arena.counters[place + row * width : place + (row + 1) * width] for row in range(rows)]
@@ -366,8 +366,8 @@ def exit_status(signals: Sequence[int]) -> int:
 def make_arena(settings: NativeSettings, models: int) -> Arena:
     """The memory for two partitions of each front end, and the counters of all processes."""
     count = settings.fronts or 0
-    layout = Layout.of_settings(2 * count, settings)
-    return Arena(layout, 2 * count + models * _process_count(settings) * row_width(settings.max_batch_size))
+    counters = 2 * count + models * _process_count(settings) * row_width(settings.max_batch_size)
+    return Arena.of_settings(2 * count, settings, counters)
 
 
 def _process_count(settings: NativeSettings) -> int:

@@ -10,17 +10,17 @@ threads read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import orjson
 
 from servers.engines.padding import BatchKey, Padding, batch_key
 from servers.native.inference import INLINE_READ_BYTES
-from servers.native.interface import QueuedRequest, Waiter
+from servers.native.interface import QueuedRequest
 from servers.protocol.codec import HEADER_LENGTH, encode_response, write_output
 from servers.protocol.records import (
     FindWindow,
@@ -42,12 +42,9 @@ _KEPT_ANSWERS = 8
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class _InputPlace(NamedTuple):
-    name: str
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
-    place: int | RegionReference
-    """Where its bytes begin in the request's content, counted as `Repeated` says, or its piece of shared memory."""
+_InputPlace = tuple[str, np.dtype[np.generic], tuple[int, ...], int | RegionReference]
+"""An input's name, dtype and shape, and where its bytes begin in the request's content, counted as `Repeated` says, or
+its piece of shared memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,9 +77,7 @@ class Template:
         rows, _ = signature.validate(request)
         left = iter(starts)
         inputs = tuple(
-            _InputPlace(
-                item.name, item.data.dtype, item.shape, next(left) if item.window is None else item.window.reference
-            )
+            (item.name, item.data.dtype, item.shape, next(left) if item.window is None else item.window.reference)
             for item in request.inputs
         )
         outputs = tuple(
@@ -92,7 +87,12 @@ class Template:
         return cls(rows, key, inputs, outputs)
 
     def queued(
-        self, content: memoryview, offset: int, find: FindWindow, deadline_ns: int | None, waiter: Waiter | None
+        self,
+        content: memoryview,
+        offset: int,
+        find: FindWindow,
+        deadline_ns: int | None,
+        waiter: Callable[[QueuedRequest], None] | None,
     ) -> QueuedRequest:
         """The request with the values of `content`, of which its arrays are views; `offset`: see `Repeated`.
 

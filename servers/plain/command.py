@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from servers.cli.defaults import TuningError
-from servers.cli.launch import LaunchPlan, ListenerError, bind, host_in_url
+from servers.cli.defaults import OptionError
+from servers.cli.launch import LaunchPlan, bind, host_in_url
 from servers.cli.options import checked, fail, takes_settings, to_argument, tuning_of, with_tuning
 from servers.engines.settings import EngineError, EngineSettings
 from servers.models.registry import UnknownModelError
@@ -40,7 +40,7 @@ def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool) 
     try:
         requested = with_tuning(requested, requested.tuning)
         settings, name = _resolved(requested)
-    except (UnknownModelError, WeightsError, ListenerError, EngineError, TuningError) as exc:
+    except (UnknownModelError, WeightsError, EngineError, OptionError) as exc:
         fail(str(exc), exc, status=2)
     url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
     assert settings.max_batch_size is not None

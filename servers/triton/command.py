@@ -14,15 +14,15 @@ from typing import Annotated, BinaryIO
 import typer
 from rich.console import Console
 
-from servers.cli.defaults import TuningError
+from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan
 from servers.cli.options import checked, fail, takes_settings
 from servers.engines.interface import EngineError
-from servers.export.manifest import ExportError
+from servers.export.manifest import ExportError, Manifest
 from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.weights import WeightsError, parse_weights, pin
-from servers.triton.installation import TritonDiedError, TritonError, TritonOptionError
+from servers.triton.installation import TritonDiedError, TritonError
 from servers.triton.launch import (
     assert_python,
     assert_ready,
@@ -64,7 +64,7 @@ def serve_triton(
                 results.write(plan.to_json())
                 return
             _run(plan, settings.log_file or settings.folder / "tritonserver.log", console)
-        except (TritonOptionError, TuningError, UnknownModelError, WeightsError) as exc:
+        except (OptionError, UnknownModelError, WeightsError) as exc:
             fail(str(exc), exc, status=2)
         except (TritonError, EngineError, ExportError, FolderError) as exc:
             if isinstance(exc, TritonDiedError):
@@ -78,7 +78,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.engines.factory import check_engine, environment_of
     from servers.engines.padding import padding_of, parse_pad_to
     from servers.engines.settings import engine_kind, precision_on
-    from servers.export.artefacts import ExecutedFile, current_plan, executed_file
+    from servers.export.artefacts import current_plan, executed_file
     from servers.export.tensorrt import library_version
 
     installation = find_installation(settings, announce=console.print)
@@ -109,9 +109,9 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         engine.check_here()
         elsewhere = backend == "python" and environment_of(engine.kind) is not None
     except EngineError as exc:
-        raise TritonOptionError(str(exc)) from exc
+        raise OptionError(str(exc)) from exc
     if elsewhere:
-        raise TritonOptionError(
+        raise OptionError(
             f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine "
             "are in another one; use abserve serve native"
         )
@@ -119,14 +119,14 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         if any(specification.payload == "jpeg" for specification in specifications):
             assert_python(installation, "decoding JPEG", "send another payload")
         if parse_pad_to(settings.pad_to):
-            raise TritonOptionError(f"--pad-to: {does_not_pad(backend)}; leave the option out, or use --backend python")
+            raise OptionError(f"--pad-to: {does_not_pad(backend)}; leave the option out, or use --backend python")
     release = library_version() if backend == "tensorrt" else None  # the python backend's is found with the bindings
     if backend == "tensorrt" and release is None:
-        raise TritonOptionError(
+        raise OptionError(
             "libnvinfer, which the tensorrt backend loads, was not found, so its version is unknown; add its folder to "
             "LD_LIBRARY_PATH, or use --backend onnxruntime"
         )
-    files: dict[str, ExecutedFile] = {}  # JPEG and UINT8 execute the same file
+    files: dict[str, tuple[Path, Manifest | None]] = {}  # JPEG and UINT8 execute the same file
     models = []
     for specification in specifications:
         executed = specification.executed
@@ -144,8 +144,8 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
                 max_batch_size=engine.max_batch_size,
                 release=release,
             )
-        file = files[executed.name]
-        models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))
+        path, manifest = files[executed.name]
+        models.append(PlacedModel(specification, path, None if manifest is None else manifest.to_dict()))
     return prepare(settings, models, weights, installation, backend)
 
 

@@ -13,7 +13,6 @@ For JPEG on the native backends a python model decodes, and an ensemble connects
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -55,16 +54,6 @@ def artefact_name(specification: ModelSpecification, suffix: str) -> str:
     return f"model{'_uint8' if specification.payload == 'uint8' else ''}.{suffix}"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchingSettings:
-    """Triton's dynamic batcher."""
-
-    max_batch_size: int
-    max_queue_delay_us: int = MAX_QUEUE_DELAY_US
-    queue_size: int = 0
-    """Most waiting requests; 0: no limit, and no queue policy, with which Triton's batcher is slower."""
-
-
 def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
     """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; returns the written files.
 
@@ -95,9 +84,26 @@ def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, Mappi
         yield name, ensemble_config(specification, name, executing), _EMPTY
 
 
+def dynamic_batching(max_queue_delay_us: int = MAX_QUEUE_DELAY_US, queue_size: int = 0) -> str:
+    """Triton's batcher, with only the settings that were asked for: each line costs speed
+    (docs/triton.md#what-each-line-costs). `queue_size` is the most waiting requests; 0: no limit and no queue policy.
+    """
+    delay = f" max_queue_delay_microseconds: {max_queue_delay_us}" if max_queue_delay_us else ""
+    if not queue_size:
+        return f"dynamic_batching {{{delay} }}"
+    return f"""# A queue policy, which was asked for: with any of these lines a waiting request may sleep up to 0.5 s.
+dynamic_batching {{{delay} default_queue_policy {{
+  timeout_action: REJECT default_timeout_microseconds: {QUEUE_TIMEOUT_US}
+  allow_timeout_override: true max_queue_size: {queue_size}
+}} }}"""
+
+
+BATCHING = dynamic_batching()
+
+
 def onnxruntime_config(
     specification: ModelSpecification,
-    batching: BatchingSettings | None = None,
+    batching: str = BATCHING,
     device: str = "cuda:0",
     parameters: Mapping[str, str] = NO_PARAMETERS,
 ) -> str:
@@ -130,8 +136,8 @@ optimization {{ execution_accelerators {{
     return f"""{_header(specification, parameters)}name: {quote(specification.name + "_onnx")}
 backend: "onnxruntime"
 default_model_filename: {quote(artefact_name(specification, "onnx"))}
-{_signature(specification, largest)}
-{_dynamic_batching(batching or BatchingSettings(largest))}
+{_signature(specification)}
+{batching}
 {_parameter_lines(parameters)}{where}
 {warm}
 """
@@ -139,7 +145,7 @@ default_model_filename: {quote(artefact_name(specification, "onnx"))}
 
 def tensorrt_config(
     specification: ModelSpecification,
-    batching: BatchingSettings | None = None,
+    batching: str = BATCHING,
     device: str = "cuda:0",
     parameters: Mapping[str, str] = NO_PARAMETERS,
 ) -> str:
@@ -153,10 +159,10 @@ def tensorrt_config(
 backend: "tensorrt"
 # FP16 or FP32 is a property of the plan: TensorRT 11 networks are strongly typed, there is no flag for it here.
 default_model_filename: {quote(artefact_name(specification, "plan"))}
-{_signature(specification, specification.max_batch_size)}
+{_signature(specification)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
 {_gpu_group(device, ' profile: [ "0" ]')}
-{_dynamic_batching(batching or BatchingSettings(specification.max_batch_size))}
+{batching}
 {_parameter_lines(parameters)}optimization {{ cuda {{
   graphs: true
   # One CPU core spins while the GPU computes: lower latency at the price of CPU time.
@@ -229,7 +235,7 @@ def ensemble_config(specification: ModelSpecification, name: str, executing: str
     (image,), (pixels,), (output,) = specification.inputs, specification.executed.inputs, specification.outputs
     return f"""{_header(specification)}name: {quote(name)}
 platform: "ensemble"
-{_signature(specification, specification.max_batch_size)}
+{_signature(specification)}
 ensemble_scheduling {{ step [
   {{
     model_name: {quote(preprocess_name(specification))} model_version: -1
@@ -247,7 +253,7 @@ ensemble_scheduling {{ step [
 
 def python_config(
     specification: ModelSpecification,
-    batching: BatchingSettings,
+    batching: str,
     device: str,
     parameters: Mapping[str, str],
     *,
@@ -263,10 +269,10 @@ def python_config(
     group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
     return f"""{_header(specification, parameters)}name: {quote(specification.name)}
 backend: "python"
-{_signature(specification, batching.max_batch_size, ragged=ragged)}
+{_signature(specification, ragged=ragged)}
 # One instance is one process with one engine; several would compete for the same cores or GPU.
 instance_group [ {{ {group} }} ]
-{_dynamic_batching(batching)}
+{batching}
 # The model compares these with the settings of its engine. No model_warmup: the model warms its engine itself.
 {_parameter_lines(parameters)}"""
 
@@ -298,13 +304,13 @@ def _parameter_lines(parameters: Mapping[str, str]) -> str:
     )
 
 
-def _signature(specification: ModelSpecification, max_batch_size: int, *, ragged: bool = False) -> str:
+def _signature(specification: ModelSpecification, *, ragged: bool = False) -> str:
     axis = specification.padded_axis if ragged else None
     inputs = ", ".join(
         _tensor(tensor, ragged=axis is not None and tensor.name in axis.places) for tensor in specification.inputs
     )
     outputs = ", ".join(map(_tensor, specification.outputs))
-    return f"max_batch_size: {max_batch_size}\ninput [ {inputs} ]\noutput [ {outputs} ]"
+    return f"max_batch_size: {specification.max_batch_size}\ninput [ {inputs} ]\noutput [ {outputs} ]"
 
 
 def _tensor(tensor: TensorSpec, *, ragged: bool = False) -> str:
@@ -323,18 +329,6 @@ def _dims(tensor: TensorSpec) -> str:
 
 def _listed(shape: Iterable[int]) -> str:
     return f"[ {', '.join(map(str, shape))} ]"
-
-
-def _dynamic_batching(batching: BatchingSettings) -> str:
-    """Only the settings that were asked for: each line costs speed (docs/triton.md#what-each-line-costs)."""
-    delay = f" max_queue_delay_microseconds: {batching.max_queue_delay_us}" if batching.max_queue_delay_us else ""
-    if not batching.queue_size:
-        return f"dynamic_batching {{{delay} }}"
-    return f"""# A queue policy, which was asked for: with any of these lines a waiting request may sleep up to 0.5 s.
-dynamic_batching {{{delay} default_queue_policy {{
-  timeout_action: REJECT default_timeout_microseconds: {QUEUE_TIMEOUT_US}
-  allow_timeout_override: true max_queue_size: {batching.queue_size}
-}} }}"""
 
 
 def _axis_sizes(specification: ModelSpecification) -> tuple[int | None, ...]:

@@ -1,14 +1,9 @@
-"""A tritonserver that is installed on this machine, the Python that its python backend needs, and the errors of both.
+"""A tritonserver that is installed on this machine, and the Python that its python backend needs.
 
 In NVIDIA's images it is in /opt/tritonserver: bin/tritonserver, TRITON_VERSION and one folder per backend in backends/.
 The python backend's process, the stub, links to a shared libpython. Debian's and Ubuntu's static `python3` leaves that
 to the package libpython3.X, which is fetched with apt's own signature checks and unpacked inside the virtual
 environment, so that the system does not change.
-
-TritonError
-├── TritonUnavailableError   this machine or Python environment cannot run it
-├── TritonOptionError        an option cannot be honoured
-└── TritonDiedError          the server, or the process that executes the model, ended, with the end of its log
 """
 
 from __future__ import annotations
@@ -27,17 +22,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from servers.cli.defaults import OptionError
+
 
 class TritonError(Exception):
-    """Root of the errors of the embedded Triton."""
-
-
-class TritonUnavailableError(TritonError):
     """This machine or this Python environment cannot run the embedded Triton."""
-
-
-class TritonOptionError(TritonError):
-    """An option cannot be honoured, such as a port in use; the message names the option."""
 
 
 class TritonDiedError(TritonError):
@@ -145,20 +134,20 @@ def find_libpython(interpreter: Interpreter) -> Path | None:
 def provide_libpython(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
     """The library's path; fetched first if it is missing and apt can help.
 
-    Calls `announce` once before a download. Raises `TritonUnavailableError` with the exact remedy.
+    Calls `announce` once before a download. Raises `TritonError` with the exact remedy.
     """
     library = find_libpython(interpreter)
     if library is not None:
         return library
     missing = f"{interpreter.libpython_name} is missing"
     if not can_fetch(interpreter):
-        raise TritonUnavailableError(f"{missing}: {libpython_remedy(interpreter)}")
+        raise TritonError(f"{missing}: {libpython_remedy(interpreter)}")
     announce(f"{missing}: fetching it with apt-get into {cache_folder(interpreter)}")
     try:
         return _fetch(interpreter)
     except (OSError, subprocess.SubprocessError) as exc:
         lines = exc.stderr.strip().splitlines() if isinstance(exc, subprocess.CalledProcessError) else [str(exc)]
-        raise TritonUnavailableError(
+        raise TritonError(
             f"{missing} and could not be fetched ({lines[-1] if lines else 'no reason given'}): "
             f"{libpython_remedy(interpreter)}"
         ) from exc
@@ -292,11 +281,11 @@ class Installation:
 def find_folder(requested: Path | None) -> Path | None:
     """The folder of a tritonserver installed here: `requested`, that of the one on PATH, or NVIDIA's; else None.
 
-    Raises `TritonOptionError` where `requested` holds none.
+    Raises `OptionError` where `requested` holds none.
     """
     if requested is not None:
         if not os.access(requested / BINARY, os.X_OK):
-            raise TritonOptionError(
+            raise OptionError(
                 f"--tritonserver {requested}: it has no executable {BINARY}; give the folder that holds bin and "
                 f"backends, such as {IMAGE_FOLDER}"
             )

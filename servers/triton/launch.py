@@ -16,17 +16,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from servers.cli.defaults import ALL
-from servers.cli.launch import LaunchPlan, ListenerError, check_free, host_in_url, in_path
+from servers.cli.defaults import ALL, OptionError
+from servers.cli.launch import LaunchPlan, check_free, host_in_url, in_path
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
-from servers.triton.config import BatchingSettings
 from servers.triton.installation import (
     CODE,
     Installation,
-    TritonOptionError,
     current_interpreter,
     find_folder,
     libpython_remedy,
@@ -43,13 +41,14 @@ from servers.triton.process import (
     remove_abandoned_regions,
 )
 from servers.triton.repository import (
+    LIBRARIES,
+    MODELS,
     PlacedModel,
-    Repository,
     Serving,
     apply_tuning,
     assert_usable,
+    backend_folder,
     lay_out,
-    link_installation,
     merge_config,
     plain_path,
 )
@@ -75,7 +74,7 @@ def find_installation(
 def choose_backend(settings: TritonSettings, installation: Installation, has_plan: Callable[[], bool]) -> str:
     """The backend to execute with; `has_plan` returns whether the model's TensorRT plan exists.
 
-    Raises `TritonOptionError` for one that the installation does not have.
+    Raises `OptionError` for one that the installation does not have.
     """
     offered = [name for name in ("tensorrt", "onnxruntime", "python") if name in installation.backends]
     asked: str = settings.backend
@@ -85,7 +84,7 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
         usable = (name for name in offered if name != "tensorrt" or (settings.device != "cpu" and has_plan()))
         asked = next(usable, "python")
     if asked not in offered:
-        raise TritonOptionError(
+        raise OptionError(
             f"--backend {asked}: the tritonserver of {installation.origin} does not have it; its backends: "
             f"{', '.join(installation.backends) or 'none'}"
         )
@@ -95,17 +94,15 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
 
 
 def assert_python(installation: Installation, what: str, instead: str) -> None:
-    """Raise `TritonOptionError` where the python backend's process cannot run here: Triton would wait minutes for it.
+    """Raise `OptionError` where the python backend's process cannot run here: Triton would wait minutes for it.
 
     `instead` is what to do without it.
     """
     interpreter, stub, other = current_interpreter(), installation.stub, installation.stub_python
     if stub is None and other is None:
-        raise TritonOptionError(
-            f"{what} needs the python backend, which {installation.origin} does not have; {instead}"
-        )
+        raise OptionError(f"{what} needs the python backend, which {installation.origin} does not have; {instead}")
     if stub is None:
-        raise TritonOptionError(
+        raise OptionError(
             f"{what} needs Python {other}, for which {installation.origin} has the process of its python backend; this "
             f"is Python {interpreter.minor}: install abserve with Python {other}, or {instead}"
         )
@@ -113,7 +110,7 @@ def assert_python(installation: Installation, what: str, instead: str) -> None:
         remedy = f"install the whole tritonserver with its lib, or {instead}"
         if missing.startswith(interpreter.libpython_name):
             remedy = libpython_remedy(interpreter)
-        raise TritonOptionError(
+        raise OptionError(
             f"{what} needs the python backend, whose process in {installation.origin} does not start: {missing}; "
             f"{remedy}"
         )
@@ -125,7 +122,7 @@ def search_path(installation: Installation) -> str:
 
 
 def assert_ready(settings: TritonSettings) -> None:
-    """Raise `TritonOptionError` for anything that would keep the server from starting, before anything slow."""
+    """Raise `OptionError` for anything that would keep the server from starting, before anything slow."""
     assert_free(
         settings.host,
         {"--http-port": settings.http_port, "--grpc-port": settings.grpc_port, "--metrics-port": settings.metrics_port},
@@ -134,19 +131,16 @@ def assert_ready(settings: TritonSettings) -> None:
 
 
 def assert_free(host: str, ports: Mapping[str, int]) -> None:
-    """Raise `TritonOptionError` for a port in use; tritonserver's own message names neither option nor remedy.
+    """Raise `OptionError` for a port in use; tritonserver's own message names neither option nor remedy.
 
     `ports` maps an option, as in `--http-port`, to its port.
     """
     options: dict[int, str] = {}
     for option, port in ports.items():
         if port in options:
-            raise TritonOptionError(f"{options[port]} and {option} are both {port}; use two different ports")
+            raise OptionError(f"{options[port]} and {option} are both {port}; use two different ports")
         options[port] = option
-        try:
-            check_free(host, port, option)
-        except ListenerError as exc:
-            raise TritonOptionError(str(exc)) from exc
+        check_free(host, port, option)
 
 
 def prepare(
@@ -166,17 +160,17 @@ def prepare(
     _clean_up()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
     assert_space(shared_bytes * len(models))
-    batching = BatchingSettings(engine.max_batch_size, settings.max_queue_delay_us, settings.queue_size)
-    serving = Serving(engine, weights, batching, settings.decoding, backend)
-    repository = lay_out(settings.folder, installation, models, serving)
-    first = models[0]
+    delay_us, queue_size = settings.max_queue_delay_us, settings.queue_size
+    serving = Serving(engine, weights, delay_us, queue_size, settings.decoding, backend)
+    lay_out(settings.folder, installation, models, serving)
+    first, repository = models[0], settings.folder / MODELS
     if settings.merge_config:
         for executed in dict.fromkeys(serving.name(model.specification.executed) for model in models):
-            merge_config(repository.models, executed, settings.merge_config)
+            merge_config(repository, executed, settings.merge_config)
     names = [serving.name(model.specification) for model in models]
     for name in names:
         _assert_name(name)
-    tuning = apply_tuning(repository.models, names, settings.tuning, repository.models)
+    tuning = apply_tuning(repository, names, settings.tuning, repository)
     executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
     decodes = backend != "python" and first.specification.decodes_to is not None
     how = f"ensemble of the python and {backend} backends" if decodes else f"{backend} backend"
@@ -189,7 +183,7 @@ def prepare(
         *(["--pinned-memory-pool-byte-size=0"] if engine.device == "cpu" else []),
         f"--backend-config=python,shm-default-byte-size={shared_bytes}",
     ]
-    shared = _shared_fields(settings, installation, repository, repository.models, more)
+    shared = _shared_fields(settings, installation, repository, more)
     shared["env"] |= wait_policy(engine.spinning)
     return LaunchPlan(
         **shared,
@@ -211,15 +205,15 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     assert folder is not None
     model = folder.expanduser() / settings.model
     if not model.is_dir():
-        raise TritonOptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
+        raise OptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
     _assert_name(settings.model)
     if settings.merge_config:
-        raise TritonOptionError("--merge-config changes generated configs; edit the one in your own repository")
+        raise OptionError("--merge-config changes generated configs; edit the one in your own repository")
     assert_ready(settings)
     _clean_up()
-    repository = link_installation(settings.folder, installation)
+    lay_out(settings.folder, installation)
     models = folder.expanduser().absolute()
-    served = models if settings.tuning == ALL else repository.models
+    served = models if settings.tuning == ALL else settings.folder / MODELS
     tuning = apply_tuning(models, [settings.model], settings.tuning, served)
     config = _config_in(model)
     backend = "" if config is None else config.backend or config.platform
@@ -230,7 +224,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     # Only this model and those that it names; other folders of the repository may not even load here.
     more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     return LaunchPlan(
-        **_shared_fields(settings, installation, repository, served, more),
+        **_shared_fields(settings, installation, served, more),
         model=settings.model,
         title=", ".join(filter(None, (installation.title, how, f"your {settings.model}"))),
         max_batch_size=None if config is None else max(1, config.max_batch_size),
@@ -247,9 +241,9 @@ def does_not_pad(backend: str) -> str | None:
 
 def prepare_trial(settings: TritonSettings, installation: Installation, models: Path) -> LaunchPlan:
     """A launch of all models in a folder; it goes on when one does not load. Raises `TritonError`."""
-    repository = link_installation(settings.folder, installation)
+    lay_out(settings.folder, installation)
     more = ["--model-control-mode=none", "--disable-auto-complete-config"]
-    shared = _shared_fields(settings, installation, repository, models, more, exit_on_error="false")
+    shared = _shared_fields(settings, installation, models, more, exit_on_error="false")
     return LaunchPlan(**shared, model="", title=installation.title, max_batch_size=None)
 
 
@@ -274,16 +268,16 @@ def _cannot_measure(folder: Path) -> str | None:
 
 
 def _assert_name(model: str) -> None:
-    """Raise `TritonOptionError` for a name that no URL can hold as it is: Triton does not decode percent-encoding."""
+    """Raise `OptionError` for a name that no URL can hold as it is: Triton does not decode percent-encoding."""
     if in_path(model) != model:
-        raise TritonOptionError(
+        raise OptionError(
             f"tritonserver does not decode names in URLs, so no HTTP client reaches a model called {model!r}; rename "
             "its folder, with letters and digits of ASCII and . _ - alone"
         )
 
 
 def _assert_step(installation: Installation, folder: Path, model: str) -> None:
-    """Raise `TritonOptionError` for a model of the python backend that cannot load here."""
+    """Raise `OptionError` for a model of the python backend that cannot load here."""
     config = _config_in(folder)
     file = (config and config.default_model_filename) or CODE
     has_code = any(folder.glob(f"*/{file}"))
@@ -295,18 +289,18 @@ def _assert_step(installation: Installation, folder: Path, model: str) -> None:
     if backend != "python":
         return
     if not has_code:
-        raise TritonOptionError(f"{what} has no {file} in its version folder {folder}/1, which the python backend runs")
+        raise OptionError(f"{what} has no {file} in its version folder {folder}/1, which the python backend runs")
     _assert_numpy(installation, folder)
 
 
 def _assert_numpy(installation: Installation, model: Path) -> None:
-    """Raise `TritonOptionError` where a user's Python model would answer with empty tensors."""
+    """Raise `OptionError` where a user's Python model would answer with empty tensors."""
     assert installation.stub is not None
     if int(version("numpy").partition(".")[0]) < 2 or takes_numpy_2(installation.stub):
         return
     for file in sorted(model.rglob("*.py")):
         if re.search(rb"\.as_numpy\(|\bTensor\(", file.read_bytes()):
-            raise TritonOptionError(
+            raise OptionError(
                 f"{file} uses as_numpy or pb_utils.Tensor(…), with which the python backend of {installation.origin} "
                 "returns empty tensors with NumPy 2; run pip install 'numpy<2', or use to_dlpack and "
                 "Tensor.from_dlpack there"
@@ -318,7 +312,7 @@ def _engine(settings: TritonSettings, backend: str) -> EngineSettings:
         engine = settings.resolved_engine(backend)
         engine.check_here()
     except EngineError as exc:
-        raise TritonOptionError(str(exc)) from exc
+        raise OptionError(str(exc)) from exc
     return engine
 
 
@@ -336,7 +330,6 @@ def _listed(folder: Path) -> str:
 def _shared_fields(
     settings: TritonSettings,
     installation: Installation,
-    repository: Repository,
     models: Path,
     more: Sequence[str],
     exit_on_error: str = "true",
@@ -350,7 +343,7 @@ def _shared_fields(
     argv = (
         str(installation.binary),
         f"--model-repository={plain_path(models)}",
-        f"--backend-directory={plain_path(repository.backends)}",
+        f"--backend-directory={plain_path(backend_folder(settings.folder, installation))}",
         f"--http-address={address}",
         f"--grpc-address={address}",
         f"--metrics-address={address}",
@@ -370,7 +363,9 @@ def _shared_fields(
     )
     # The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader.
     environment = {
-        "LD_LIBRARY_PATH": _path(installation.libraries, repository.libraries, os.environ.get("LD_LIBRARY_PATH")),
+        "LD_LIBRARY_PATH": _path(
+            installation.libraries, settings.folder / LIBRARIES, os.environ.get("LD_LIBRARY_PATH")
+        ),
         "PATH": _path(Path(sys.executable).parent, os.environ.get("PATH")),
         "PYTHONUNBUFFERED": "1",  # the last output of a dying model explains its death
     }
@@ -385,7 +380,7 @@ def _shared_fields(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Raises `TritonOptionError` for a name without an address."""
+    """Whether only this machine can reach `host`. Raises `OptionError` for a name without an address."""
     return ipaddress.ip_address(_address(host)).is_loopback
 
 
@@ -400,4 +395,4 @@ def _address(host: str) -> str:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return str(min(addresses, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
     except OSError as exc:
-        raise TritonOptionError(f"--host {host} cannot be resolved; use an address such as 127.0.0.1") from exc
+        raise OptionError(f"--host {host} cannot be resolved; use an address such as 127.0.0.1") from exc

@@ -33,9 +33,10 @@ from typing import BinaryIO
 
 import psutil
 
+from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan, cause_in, in_path
 from servers.models.specification import ModelSpecification
-from servers.triton.installation import TritonDiedError, TritonOptionError, TritonUnavailableError
+from servers.triton.installation import TritonDiedError, TritonError
 
 LOG_LINES = 12
 
@@ -101,10 +102,10 @@ def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
 
 
 def assert_space(needed_bytes: int) -> None:
-    """Raise `TritonUnavailableError` if /dev/shm is too small: Triton would die with a bus error under load."""
+    """Raise `TritonError` if /dev/shm is too small: Triton would die with a bus error under load."""
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < needed_bytes:
-        raise TritonUnavailableError(
+        raise TritonError(
             f"{SHARED_MEMORY} has {free // MEBIBYTE} MiB free and Triton's python backend needs "
             f"{needed_bytes // MEBIBYTE} MiB; enlarge it (docker run --shm-size=1g) or lower --max-batch-size"
         )
@@ -179,7 +180,7 @@ class TritonProcess:
     """A tritonserver that this process started. Not thread-safe."""
 
     def __init__(self, plan: LaunchPlan, log_file: Path, *, needs_all: bool = True) -> None:
-        """Start it, with all output to a new `log_file`. Raises `TritonOptionError` if that cannot be written.
+        """Start it, with all output to a new `log_file`. Raises `OptionError` if that cannot be written.
 
         Without `needs_all` it may go on after a stub has ended.
         """
@@ -326,7 +327,7 @@ def _opened(log_file: Path) -> BinaryIO:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         return log_file.open("wb")
     except OSError as exc:
-        raise TritonOptionError(
+        raise OptionError(
             f"cannot write {log_file}: {exc.strerror or exc}; choose another file with --log-file"
         ) from exc
 

@@ -30,18 +30,18 @@ from typing import Any
 
 import msgspec
 
-from servers.cli.defaults import TuningError, chosen_tuning
+from servers.cli.defaults import MAX_QUEUE_DELAY_US, OptionError, chosen_tuning
 from servers.engines.settings import SPINS, EngineSettings
 from servers.models.images import DecodingSettings
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.specification import ModelSpecification
-from servers.models.weights import RandomWeights, WeightsSource
+from servers.models.weights import WeightsSource
 from servers.triton.config import (
     MODEL_PY,
     NATIVE_BACKENDS,
-    BatchingSettings,
     EngineFile,
     artefact_name,
+    dynamic_batching,
     ensemble_config,
     parameters_from_model,
     parameters_from_settings,
@@ -50,9 +50,10 @@ from servers.triton.config import (
     preprocess_name,
     python_config,
 )
-from servers.triton.installation import Installation, TritonOptionError
+from servers.triton.installation import Installation
 
-MARKER = ".abserve-triton"
+MARKER, MODELS, BACKENDS, LIBRARIES = ".abserve-triton", "models", "backends", "lib"
+"""What is in the working folder."""
 DECODING = DecodingSettings()
 _PLAIN = re.compile(r"[\w./+,=@%-]+", re.ASCII)
 
@@ -72,7 +73,8 @@ class Serving:
 
     engine: EngineSettings
     weights: WeightsSource
-    batching: BatchingSettings
+    max_queue_delay_us: int = MAX_QUEUE_DELAY_US
+    queue_size: int = 0
     decoding: DecodingSettings = DECODING
     backend: str = "python"
 
@@ -80,53 +82,55 @@ class Serving:
         """The name under which Triton serves it."""
         return specification.name + ("" if self.backend == "python" else NATIVE_BACKENDS[self.backend].ending)
 
-
-@dataclass(frozen=True, slots=True)
-class Repository:
-    """The folders in a working folder."""
-
-    models: Path
-    backends: Path
-    libraries: Path
+    @property
+    def batching(self) -> str:
+        """The batcher's field of a config."""
+        return dynamic_batching(self.max_queue_delay_us, self.queue_size)
 
 
 def assert_usable(folder: Path) -> None:
-    """Raise `TritonOptionError` if `folder` holds foreign files: Triton serves everything that it finds."""
+    """Raise `OptionError` if `folder` holds foreign files: Triton serves everything that it finds."""
     if folder.is_dir() and not (folder / MARKER).exists() and any(folder.iterdir()):
-        raise TritonOptionError(
+        raise OptionError(
             f"the working folder {folder} holds other files, which would be removed; give --work-dir an empty folder"
         )
 
 
-def lay_out(folder: Path, installation: Installation, placed: Sequence[PlacedModel], serving: Serving) -> Repository:
-    """Write `folder` anew. Raises `TritonOptionError` if it cannot be written or holds foreign files."""
-    backends = installation.backend_folder if installation.stub_in_place else folder / "backends"
-    repository = Repository(folder / "models", backends, folder / "lib")
+def backend_folder(folder: Path, installation: Installation) -> Path:
+    """The backend directory of a tritonserver with this working folder."""
+    return installation.backend_folder if installation.stub_in_place else folder / BACKENDS
+
+
+def lay_out(
+    folder: Path, installation: Installation, placed: Sequence[PlacedModel] = (), serving: Serving | None = None
+) -> None:
+    """Write `folder` anew, without models where they are the user's. Raises `OptionError` if it cannot be written or
+    holds foreign files."""
+    libraries = folder / LIBRARIES
     try:
-        _prepare(folder, repository)
+        assert_usable(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).touch()
+        for name in (MODELS, BACKENDS, LIBRARIES):
+            shutil.rmtree(folder / name, ignore_errors=True)
         for model in placed:
+            assert serving is not None
             place = _place_python if serving.backend == "python" else _place_native
-            place(repository.models, model, serving)
+            place(folder / MODELS, model, serving)
         if not installation.stub_in_place:
-            _link_backends(backends, installation)
-        repository.libraries.mkdir()
+            _link_backends(folder / BACKENDS, installation)
+        libraries.mkdir()
         if installation.libpython is not None:
-            (repository.libraries / installation.libpython.name).symlink_to(installation.libpython)
+            (libraries / installation.libpython.name).symlink_to(installation.libpython)
     except OSError as exc:
-        raise TritonOptionError(
+        raise OptionError(
             f"cannot write the working folder {folder}: {exc.strerror or exc}; give another one with --work-dir"
         ) from exc
-    return repository
-
-
-def link_installation(folder: Path, installation: Installation) -> Repository:
-    """Write `folder` anew without models, which are the user's. Raises `TritonOptionError` as `lay_out` does."""
-    return lay_out(folder, installation, (), Serving(EngineSettings(), RandomWeights(0), BatchingSettings(1)))
 
 
 def plain_path(path: Path) -> Path:
     """The path itself, or a link to it where it has characters that the python backend cannot take: it puts the path
-    into a shell's command, and Python there imports only from paths in ASCII. Raises `TritonOptionError`."""
+    into a shell's command, and Python there imports only from paths in ASCII. Raises `OptionError`."""
     if _PLAIN.fullmatch(str(path)):
         return path
     for place in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
@@ -142,22 +146,15 @@ def plain_path(path: Path) -> Path:
                 with suppress(FileExistsError):  # made by another process at this moment
                     link.symlink_to(path.absolute())
             return link
-    raise TritonOptionError(
+    raise OptionError(
         f"tritonserver cannot use {path}, whose name has blanks or letters beyond ASCII, and no folder for a link to "
         "it can be written; set TMPDIR to one"
     )
 
 
-def _prepare(folder: Path, repository: Repository) -> None:
-    assert_usable(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).touch()
-    for path in (repository.models, folder / "backends", repository.libraries):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
-    engine, specification, parameters = serving.engine, model.specification, _parameters(model, serving)
+    engine, parameters = serving.engine, _parameters(model, serving)
+    specification = replace(model.specification, max_batch_size=engine.max_batch_size)
     if engine.device == "cpu" and engine.kind in SPINS:
         parameters["spinning"] = "on" if engine.threads != 1 and engine.spinning is not False else "off"
     config = python_config(specification, serving.batching, engine.device, parameters, ragged=bool(engine.pad_to))
@@ -172,7 +169,7 @@ def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
 
 def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     """The exported file behind a native backend; for JPEG the model that decodes, and the ensemble of both."""
-    specification = replace(model.specification, max_batch_size=serving.batching.max_batch_size)
+    specification = replace(model.specification, max_batch_size=serving.engine.max_batch_size)
     executed = replace(specification.executed, max_batch_size=specification.max_batch_size)
     assert model.artefact is not None
     backend, parameters = NATIVE_BACKENDS[serving.backend], _parameters(model, serving, executed)
@@ -256,7 +253,7 @@ def apply_tuning(models: Path, names: Iterable[str], tuning: str, target: Path) 
     """The tuning in effect, by field, of these models in the repository `models` and of the models that they name.
 
     Where `tuning` leaves fields out, the changed configs are written into `target`, which may be `models` itself; the
-    other files of a model become links there. Raises `UnknownModelError` and `TuningError`.
+    other files of a model become links there. Raises `UnknownModelError` and `OptionError`.
     """
     folders = list(step_folders(models, names))
     configs = {folder: read_config(folder) for folder in folders if (folder / CONFIG).is_file()}
@@ -277,7 +274,7 @@ def apply_tuning(models: Path, names: Iterable[str], tuning: str, target: Path) 
 def merge_config(models: Path, name: str, text: str) -> None:
     """Merge `text` into the config of a model: fields are set, repeated ones get more entries, and comments are lost.
 
-    Raises `TuningError` for a text that is not part of a config.
+    Raises `OptionError` for a text that is not part of a config.
     """
     from google.protobuf import text_format
 
@@ -285,7 +282,7 @@ def merge_config(models: Path, name: str, text: str) -> None:
     try:
         text_format.Merge(text, config)
     except text_format.ParseError as exc:
-        raise TuningError(f"--merge-config {text}: {exc}; write it as in a config.pbtxt") from exc
+        raise OptionError(f"--merge-config {text}: {exc}; write it as in a config.pbtxt") from exc
     (models / name / CONFIG).write_text(text_format.MessageToString(config), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from servers.triton.installation import (
     STUB,
     Installation,
     Interpreter,
-    TritonUnavailableError,
+    TritonError,
     cache_folder,
     can_fetch,
     current_interpreter,
@@ -46,7 +46,7 @@ INSTALL = f"run pip install --no-deps {WHEEL}=={VERSION}"
 def find_wheel(
     interpreter: Interpreter | None = None, announce: Callable[[str], None] = lambda _message: None
 ) -> Installation:
-    """The wheel's tritonserver. Raises `TritonUnavailableError` for the first unmet condition.
+    """The wheel's tritonserver. Raises `TritonError` for the first unmet condition.
 
     May fetch the wheel and a missing libpython (see `provide_libpython`), each after a call of `announce`.
     """
@@ -86,7 +86,7 @@ def diagnose(interpreter: Interpreter | None = None) -> list[MachineCheck]:
 def _assert(*checks: MachineCheck) -> None:
     for check in checks:
         if not check.ok:
-            raise TritonUnavailableError(f"the embedded Triton cannot run here: {check.detail}; {check.remedy}")
+            raise TritonError(f"the embedded Triton cannot run here: {check.detail}; {check.remedy}")
 
 
 def _platform_checks(interpreter: Interpreter) -> list[MachineCheck]:
@@ -152,10 +152,10 @@ def _fetch(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
             with atomic_folder(site, NEEDED_BYTES) as folder:
                 _run_pip(folder)
     except FolderError as exc:
-        raise TritonUnavailableError(f"{WHEEL} {VERSION} cannot be unpacked: {exc}") from exc
+        raise TritonError(f"{WHEEL} {VERSION} cannot be unpacked: {exc}") from exc
     site_of_wheel = _find_site(interpreter)
     if site_of_wheel is None:
-        raise TritonUnavailableError(f"{WHEEL} {VERSION} in {site} is incomplete; remove that folder and try again")
+        raise TritonError(f"{WHEEL} {VERSION} in {site} is incomplete; remove that folder and try again")
     return site_of_wheel
 
 
@@ -174,7 +174,7 @@ def _run_pip(folder: Path) -> None:
         )
     except (OSError, subprocess.SubprocessError) as exc:
         errors = exc.stderr if isinstance(exc, subprocess.CalledProcessError) else str(exc)
-        raise TritonUnavailableError(
+        raise TritonError(
             f"pip could not fetch {WHEEL} {VERSION} ({_reason(errors)}); check the network and pip's configuration, or "
             f"{INSTALL} (in an environment without pip: uv {INSTALL.removeprefix('run ')})"
         ) from exc
@@ -218,7 +218,7 @@ def main() -> None:
 
     try:
         announce(f"the embedded Triton is {find_wheel(announce=announce).binary}")
-    except TritonUnavailableError as exc:
+    except TritonError as exc:
         sys.exit(str(exc))
 
 

@@ -52,7 +52,7 @@ from loadgen.client.inputs import read_inputs
 from loadgen.records.samples import SampleWriter
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare
 from loadgen.client.traffic import Traffic
-from loadgen.client.bodies import FreshNumbers, find_variation
+from loadgen.client.bodies import find_variation, fresh_numbers
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")
@@ -86,7 +86,7 @@ def measured(send, requests):
 
 def ours(name, requests):
     writer = SampleWriter(folder / "samples.npy")
-    prepared = PreparedBodies((bodies[name],), ((0,),), varied.get(name), FreshNumbers())
+    prepared = PreparedBodies((bodies[name],), ((0,),), varied.get(name), fresh_numbers())
     traffic = Traffic(targets[name], prepared, 1, writer)
     def user():
         connection = traffic.connection()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def toy(sessions) -> Iterator[str]:
-    with closing(sessions()) as session:
-        yield session.subject(DEFAULTS).url
+def toy(sessions) -> str:
+    return sessions().subject(DEFAULTS).url
 
 
 def test_zero_when_nothing_deviates(toy: str, tmp_path: Path) -> None:
@@ -57,8 +55,9 @@ def test_one_and_a_clean_standard_output_when_something_deviates(sessions) -> No
 
 
 def test_a_dead_remote_server_ends_the_run(sessions) -> None:
-    url = sessions("die-on-deep-json").subject(DEFAULTS).url
-    code, out, _ = invoke(url, "--model", "toy", "--only", "1a,2b,2c", "--json", "-")
+    with closing(sessions("die-on-deep-json")) as session:
+        url = session.subject(DEFAULTS).url
+        code, out, _ = invoke(url, "--model", "toy", "--only", "1a,2b,2c", "--json", "-")
     report = json.loads(out)
     assert code == 1
     assert [row["verdict"] for row in report["results"] if row["protocol"] == "http"] == [

@@ -17,7 +17,7 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.engines.torch.forms import expected_answers
 from servers.export.artefacts import ensure_artefact, executed_file, find_artefact
-from servers.export.manifest import ExportError, FileForm, Operators, executed_form
+from servers.export.manifest import JAX, ExportError, FileForm, executed_form
 from servers.measuring.measurement import RepeatingEngine
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
@@ -234,7 +234,7 @@ def test_what_jax_cannot_do_is_one_sentence(models: Path) -> None:
 def test_the_way_back_to_onnx_keeps_the_answers(models: Path, name: str, tmp_path: Path) -> None:
     specification = variant(models, name)
     form = executed_form("onnxruntime-jax", "fp32")
-    assert form == FileForm("fp32", Operators.JAX)
+    assert form == FileForm("fp32", JAX)
     made = ensure_artefact(specification, WEIGHTS, tmp_path, form=form)
     assert (made.manifest.operators, made.manifest.opset) == ("jax", 18)
     assert {"jax", "torchax", "jax2onnx"} <= made.manifest.versions.keys()
@@ -254,7 +254,7 @@ def test_the_way_back_to_onnx_keeps_the_answers(models: Path, name: str, tmp_pat
 
 def test_tensorrt_gets_a_plan_of_the_jax_file(models: Path, tmp_path: Path, trtexec: ScriptedTrtexec) -> None:
     def plan(engine: str) -> Path:
-        return executed_file(engine, "fp32", variant(models, "pooled"), WEIGHTS, tmp_path, release="10.13.3").path
+        return executed_file(engine, "fp32", variant(models, "pooled"), WEIGHTS, tmp_path, release="10.13.3")[0]
 
     of_jax = plan("tensorrt-jax")
     assert "-jax/model.onnx" in of_jax.read_text()
@@ -268,4 +268,4 @@ def test_tensorrt_gets_a_plan_of_the_jax_file(models: Path, tmp_path: Path, trte
 )
 def test_a_model_without_a_way_back_is_refused(models: Path, name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=rf"{words}.*; use --operators standard$"):
-        ensure_artefact(variant(models, name), WEIGHTS, tmp_path, form=FileForm("fp32", Operators.JAX))
+        ensure_artefact(variant(models, name), WEIGHTS, tmp_path, form=FileForm("fp32", JAX))

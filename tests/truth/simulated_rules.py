@@ -99,17 +99,13 @@ class Load:
 
     @property
     def forecast(self) -> Any:
+        return SimpleNamespace(round_s=self.round_s)
+
+    @property
+    def progress(self) -> Any:
         return self
 
-    progress = forecast
-
     def enter(self, _: str) -> None: ...
-
-    def load_begins(self) -> None: ...
-
-    def load_ends(self) -> None: ...
-
-    def load_ends_within(self, _: float) -> None: ...
 
     def idle(self) -> None: ...
 

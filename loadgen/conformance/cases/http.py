@@ -21,12 +21,12 @@ from loadgen.conformance.cases.tensors import response_json
 from loadgen.conformance.model import HEADER, Body, InferenceRequest
 from loadgen.conformance.records import MIB, Fact, NotApplicableError, Protocol, Response, Seen
 from loadgen.conformance.servers import (
+    DISCONNECT_SERIES,
+    ERROR_SERIES,
     SHORT_READS,
     SMALL_BODIES,
     WITH_MODEL_CONTROL,
     Subject,
-    counts_disconnects,
-    counts_errors,
     increases,
 )
 from loadgen.conformance.wire import infer_message, messages, request_head
@@ -177,8 +177,8 @@ def _disconnect(subject: Subject, _: Protocol) -> Seen:
         yield Fact("a counter for disconnects", None, "the metrics could not be read")
         return
     grown = increases(before, after)
-    errors = [series for series in grown if counts_errors(series)]
-    counted = sum(value for series, value in grown.items() if counts_disconnects(series))
+    errors = [series for series in grown if ERROR_SERIES.search(series)]
+    counted = sum(value for series, value in grown.items() if DISCONNECT_SERIES.search(series))
     yield Fact("4xx, 5xx and failures in the metrics", not errors, ", ".join(errors) or "unchanged")
     seen = f"{counted:.0f} of {DISCONNECTS} disconnects counted"
     yield Fact("a counter for disconnects", counted >= DISCONNECTS, seen)
@@ -241,7 +241,7 @@ SIZES = (
     Case("9a", f"{CHUNK_LIMIT + 1:,} chunks", TOO_MANY_CHUNKS, "400", **HARM),
     Case("9b", f"{MANY_CHUNKS:,} chunks, {MANY_CHUNK_REQUESTS} requests",
          partial(in_chunks, count=MANY_CHUNKS, requests=MANY_CHUNK_REQUESTS), "400",
-         warm_up=lambda subject: list(in_chunks(subject, Protocol.HTTP, CHUNK_LIMIT + 1, 3)), retained_mib=1, **HARM),
+         warm_up=lambda subject: list(in_chunks(subject, "http", CHUNK_LIMIT + 1, 3)), retained_mib=1, **HARM),
 )
 
 PARSING = (

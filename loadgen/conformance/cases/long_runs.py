@@ -6,13 +6,12 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from time import perf_counter, sleep
 
 from loadgen.client.connection import quoted
 from loadgen.conformance.case import Case
 from loadgen.conformance.model import ServedModel
-from loadgen.conformance.records import Fact, NotApplicableError
+from loadgen.conformance.records import Fact, NotApplicableError, Protocol
 from loadgen.conformance.servers import Subject
 
 VERBS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
@@ -114,43 +113,33 @@ def fuzz_case(count: int, seed: int) -> Case:
     return Case("16", title, lambda subject, _: fuzz(subject, count, seed), "", note=note, destructive=True)
 
 
-@dataclass(frozen=True, slots=True)
-class GrowthPlan:
-    """How long the load runs, and how many requests are in flight."""
+def growth_case(
+    *, seconds: float = 20.0, rounds: int = 10, concurrency: int = 20, batch: int = 8, bound_bytes: int = BOUND_BYTES
+) -> Case:
+    """Case 35: resident memory over rounds of steady load. The first half fills caches and buffers, so only growth
+    after it counts as a leak."""
 
-    seconds: float = 20.0
-    rounds: int = 10
-    concurrency: int = 20
-    batch: int = 8
-    bound_bytes: int = BOUND_BYTES
+    def growth(subject: Subject, _: Protocol) -> Iterator[Fact]:
+        request = subject.infer_bytes(subject.model.binary(subject.model.rows(batch)))
+        counts: Counter[bool] = Counter()
+        resident = [_resident(subject)]
+        for _round in range(rounds):
+            counts += _load(subject, request, seconds, concurrency)
+            sleep(SETTLE_SECONDS)
+            resident.append(_resident(subject))
+        grown = resident[-1] - resident[len(resident) // 2]
+        answered = f"{counts[True]} answered, {counts[False]} failed"
+        yield Fact("requests answered", counts[False] == 0 and counts[True] > 0, answered)
+        yield Fact(f"growth from the midpoint < {bound}", grown < bound_bytes, f"{grown / 1e6:+.1f} MB")
 
-
-def growth(subject: Subject, plan: GrowthPlan) -> Iterator[Fact]:
-    """Resident memory over rounds of steady load. The first half fills caches and buffers, so only growth after it
-    counts as a leak. Raises `NotApplicableError` when memory cannot be read."""
-    request = subject.infer_bytes(subject.model.binary(subject.model.rows(plan.batch)))
-    counts: Counter[bool] = Counter()
-    resident = [_resident(subject)]
-    for _ in range(plan.rounds):
-        counts += _round(subject, request, plan)
-        sleep(SETTLE_SECONDS)
-        resident.append(_resident(subject))
-    grown, bound = resident[-1] - resident[len(resident) // 2], plan.bound_bytes
-    answered = f"{counts[True]} answered, {counts[False]} failed"
-    yield Fact("requests answered", counts[False] == 0 and counts[True] > 0, answered)
-    yield Fact(f"growth from the midpoint < {bound / 1e6:g} MB", grown < bound, f"{grown / 1e6:+.1f} MB")
+    bound = f"{bound_bytes / 1e6:g} MB"
+    title = f"{seconds:g} s × {rounds} rounds at concurrency {concurrency}, batch {batch}"
+    return Case("35", title, growth, "", note=f"memory growth < {bound} from the midpoint", destructive=True)
 
 
-def growth_case(plan: GrowthPlan) -> Case:
-    """Case 35 with this load."""
-    title = f"{plan.seconds:g} s × {plan.rounds} rounds at concurrency {plan.concurrency}, batch {plan.batch}"
-    note = f"memory growth < {plan.bound_bytes / 1e6:g} MB from the midpoint"
-    return Case("35", title, lambda subject, _: growth(subject, plan), "", note=note, destructive=True)
-
-
-def _round(subject: Subject, request: bytes, plan: GrowthPlan) -> Counter[bool]:
+def _load(subject: Subject, request: bytes, seconds: float, concurrency: int) -> Counter[bool]:
     """How many requests were answered 200, and how many were not."""
-    end = perf_counter() + plan.seconds
+    end = perf_counter() + seconds
 
     def user(_: int) -> Counter[bool]:
         counts: Counter[bool] = Counter()
@@ -165,8 +154,8 @@ def _round(subject: Subject, request: bytes, plan: GrowthPlan) -> Counter[bool]:
             counts[False] += 1
         return counts
 
-    with ThreadPoolExecutor(plan.concurrency) as pool:
-        return sum(pool.map(user, range(plan.concurrency)), Counter[bool]())
+    with ThreadPoolExecutor(concurrency) as pool:
+        return sum(pool.map(user, range(concurrency)), Counter[bool]())
 
 
 def _resident(subject: Subject) -> int:

@@ -38,17 +38,29 @@ MERGE_ROUNDS = 5
 
 
 class StartedRequest:
-    """One HTTP inference request on a thread: `sent` is set when its last byte has been sent."""
+    """One inference on a thread. Over HTTP `sent` is set when its last byte has been sent."""
 
-    def __init__(self, subject: Subject, data: bytes) -> None:
+    def __init__(
+        self, subject: Subject, protocol: Protocol, request: InferenceRequest | bytes, deadline_s: float = CALL_SECONDS
+    ) -> None:
+        """`request` may be the bytes of a whole request; `deadline_s` is the deadline of a gRPC call."""
         self.sent = threading.Event()
         self.connection: RawConnection | None = None
+        self.call: Any = None
+        """The gRPC future."""
+        self._started = perf_counter()
         self._response = Response("silent")
-        self._thread = threading.Thread(target=self._run, args=(subject, data), daemon=True)
+        if protocol == "grpc":
+            message = infer_message(request) if isinstance(request, InferenceRequest) else request
+            self.call = subject.grpc_client().start("ModelInfer", message, deadline_s)
+            self._thread = threading.Thread(target=self._await_call, daemon=True)
+        else:
+            data = subject.infer_bytes(request.body()) if isinstance(request, InferenceRequest) else request
+            self._thread = threading.Thread(target=self._send, args=(subject, data), daemon=True)
         self._thread.start()
 
     def wait(self) -> Response:
-        """The answer; "silent" when it has not come in 60 s."""
+        """The answer; "silent" when it has not come in 60 s, DEADLINE_EXCEEDED at a call's deadline."""
         self._thread.join(RESPONSE_SECONDS)
         return self._response
 
@@ -57,41 +69,19 @@ class StartedRequest:
         """Whether the request has been answered."""
         return not self._thread.is_alive()
 
-    def _run(self, subject: Subject, data: bytes) -> None:
+    def _await_call(self) -> None:
+        self._response = finish(self.call, self._started)
+
+    def _send(self, subject: Subject, data: bytes) -> None:
         def pieces() -> Iterator[bytes]:
             yield data
             self.sent.set()
 
         response = Response("refused")
-        started = perf_counter()
         with suppress(OSError), subject.connect() as self.connection:
             response = self.connection.request(pieces(), RESPONSE_SECONDS)
         self.sent.set()
-        self._response = replace(response, elapsed_s=perf_counter() - started)
-
-
-class StartedCall:
-    """One gRPC inference call."""
-
-    def __init__(self, subject: Subject, request: InferenceRequest, deadline_s: float) -> None:
-        self._started = perf_counter()
-        self.future = subject.grpc_client().start("ModelInfer", infer_message(request), deadline_s)
-
-    def wait(self) -> Response:
-        """The answer; DEADLINE_EXCEEDED when none comes in time."""
-        return finish(self.future, self._started)
-
-    @property
-    def done(self) -> bool:
-        """Whether the request has been answered."""
-        return bool(self.future.done())
-
-
-def start(subject: Subject, protocol: Protocol, request: InferenceRequest) -> StartedRequest | StartedCall:
-    """Start an inference over either protocol."""
-    if protocol is Protocol.GRPC:
-        return StartedCall(subject, request, CALL_SECONDS)
-    return StartedRequest(subject, subject.infer_bytes(request.body()))
+        self._response = replace(response, elapsed_s=perf_counter() - self._started)
 
 
 class EngineBlocker:
@@ -115,7 +105,7 @@ class EngineBlocker:
         self.requests: list[StartedRequest] = []
 
     def __enter__(self) -> EngineBlocker:
-        self.requests = [StartedRequest(self._subject, self._data) for _ in range(self._count)]
+        self.requests = [StartedRequest(self._subject, "http", self._data) for _ in range(self._count)]
         wait_until_read(self.requests)
         sleep(min(0.1, self._one_s / 4))  # from the socket to the queue
         return self
@@ -174,20 +164,20 @@ def _disconnect(subject: Subject, _: Protocol) -> Seen:
 
 def _cancel(subject: Subject, _: Protocol) -> Seen:
     def abandon() -> list[Response]:
-        calls = [StartedCall(subject, subject.model.request(seed=1), CALL_SECONDS) for _ in range(ABANDONED)]
+        requests = [StartedRequest(subject, "grpc", subject.model.request(seed=1)) for _ in range(ABANDONED)]
         sleep(0.1)
-        for call in calls:
-            call.future.cancel()
-        return [call.wait() for call in calls]
+        for request in requests:
+            request.call.cancel()
+        return [request.wait() for request in requests]
 
     return _abandoned(subject, abandon)
 
 
 def _pass_the_deadline(subject: Subject, _: Protocol) -> Seen:
     def abandon() -> list[Response]:
-        request = subject.model.request(seed=1)
-        calls = [StartedCall(subject, request, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
-        return [call.wait() for call in calls]
+        content = subject.model.request(seed=1)
+        requests = [StartedRequest(subject, "grpc", content, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
+        return [request.wait() for request in requests]
 
     return _abandoned(subject, abandon)
 
@@ -225,15 +215,15 @@ def _flood(subject: Subject, protocol: Protocol) -> Seen:
     """More requests than the queue holds, while the engine is busy and health is requested."""
     health: list[Response] = []
     with EngineBlocker(subject, limit=SMALL_QUEUE) as blocker:
-        flood = [start(subject, protocol, subject.model.request(seed=1)) for _ in range(FLOOD)]
-        while blocker.busy and protocol is Protocol.HTTP:
+        flood = [StartedRequest(subject, protocol, subject.model.request(seed=1)) for _ in range(FLOOD)]
+        while blocker.busy and protocol == "http":
             health += [subject.http("GET", f"/v2/health/{kind}", deadline_s=5.0) for kind in ("live", "ready")]
             sleep(0.02)
         responses = [request.wait() for request in flood]
     refused = [response for response in responses if not response.succeeded]
     yield from refused
     yield Fact("some are refused", bool(refused), f"{len(refused)} of {FLOOD}")
-    if protocol is Protocol.HTTP:
+    if protocol == "http":
         slowest = max((response.elapsed_s for response in refused), default=0.0)
         bad = [response for response in health if response.status != "200" or response.elapsed_s > 1.0]
         yield Fact("at once", slowest < PROMPT_SECONDS, f"slowest {slowest * 1e3:.0f} ms")
@@ -259,18 +249,19 @@ def _nan_in_a_batch(subject: Subject, _: Protocol) -> Seen:
     bodies = [model.binary(1, seed) for seed in range(1, 6)]
     alone = [subject.infer(body) for body in bodies]
     nan = model.request(arrays=[np.full_like(array, np.nan) for array in model.arrays(1)]).body()
+    together = [subject.infer_bytes(body) for body in (*bodies[:2], nan, *bodies[2:])]
     changed: list[str] = []
     before = subject.statistics()["execution_count"]
     for _round in range(MERGE_ROUNDS):
-        running = [StartedRequest(subject, subject.infer_bytes(body)) for body in (*bodies[:2], nan, *bodies[2:])]
+        running = [StartedRequest(subject, "http", data) for data in together]
         merged = [request.wait() for request in running]
         del merged[2]
         yield from merged
         differences = (output_difference(a, b, MERGED_TOLERANCE) for a, b in zip(alone, merged, strict=True))
         changed += filter(None, differences)
-    executed, requests = subject.statistics()["execution_count"] - before, MERGE_ROUNDS * (len(bodies) + 1)
+    executed, sent = subject.statistics()["execution_count"] - before, MERGE_ROUNDS * len(together)
     yield Fact("the others equal their results alone", not changed, changed[0] if changed else "yes")
-    yield Fact("batches were merged", executed < requests or None, f"{executed} executions of {requests} requests")
+    yield Fact("batches were merged", executed < sent or None, f"{executed} executions of {sent} requests")
 
 
 QUEUE_FULL: dict[str, Any] = {"setting": SMALL_QUEUES, "destructive": True}
@@ -331,12 +322,13 @@ def _terminate(server: Subject) -> Callable[[], Fact]:
 def _in_flight(subject: Subject, protocol: Protocol) -> Seen:
     with _new_server(subject, ready=True) as server:
         content = server.model.request(_rows_of_a_second(server))
-        running = [start(server, protocol, content) for _ in range(IN_FLIGHT)]
-        wait_until_read([request for request in running if isinstance(request, StartedRequest)])
+        running = [StartedRequest(server, protocol, content) for _ in range(IN_FLIGHT)]
+        if protocol == "http":
+            wait_until_read(running)
         sleep(2 * SETTLED_SECONDS)
         left = sum(not request.done for request in running)
         exited = _terminate(server)
-        if protocol is Protocol.HTTP:
+        if protocol == "http":
             sleep(SETTLED_SECONDS)
             new = server.infer(server.model.binary(1, seed=1), deadline_s=10.0).status
             yield Fact("requests in flight at the signal", left > 0 or None, f"{left} of {IN_FLIGHT}")
@@ -379,14 +371,14 @@ def _before_ready(subject: Subject, protocol: Protocol) -> Seen:
                 raise NotApplicableError("the server ended while it was loading")
             sleep(0.05)
     if not responses:
-        kind = "calls" if protocol is Protocol.GRPC else "connections"
+        kind = "calls" if protocol == "grpc" else "connections"
         raise NotApplicableError(f"it accepts no {kind} before it is ready")
     return responses
 
 
 def _ready(subject: Subject, protocol: Protocol) -> bool | None:
     """Whether the server reports that it is ready; None when nothing answers."""
-    if protocol is Protocol.GRPC:
+    if protocol == "grpc":
         response = subject.grpc_client().call("ServerReady", b"", 2.0)
         return bool(response.body) if response.succeeded else None  # ready: true takes two bytes, false takes no bytes
     response = subject.http("GET", "/v2/health/ready", deadline_s=5.0)

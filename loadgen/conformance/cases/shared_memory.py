@@ -40,7 +40,7 @@ def _segment(key: str, size: int) -> Iterator[Path]:
 def _registered(subject: Subject, protocol: Protocol, key: str, offset: int, size: int) -> Iterator[Response]:
     """The answer to the registration of a region, which is unregistered at the end if that succeeded."""
     fields: dict[str, Any] = {"key": f"/{key}", "offset": offset, "byte_size": size}
-    if protocol is Protocol.GRPC:
+    if protocol == "grpc":
         register = grpc("SystemSharedMemoryRegister", {"name": REGION, **fields})
     else:
         register = http(f"POST /v2/systemsharedmemory/region/{REGION}/register", fields)
@@ -68,7 +68,7 @@ def from_region(request: InferenceRequest, /, region: str, offset: int = 0, more
 def _by_default(subject: Subject, protocol: Protocol) -> Seen:
     with _segment(KEY, 4096), _registered(subject, protocol, KEY, 0, 4096) as response:
         yield response
-        if protocol is Protocol.HTTP:
+        if protocol == "http":
             yield from_region(REGION)(subject, protocol)
 
 

@@ -318,7 +318,7 @@ TENSORS = (
 ENCODED_IMAGES = (
     Case("25", f"JPEG header claiming {CLAIMED_PIXELS}×{CLAIMED_PIXELS} in {CLAIMING_BYTES} bytes",
          image(claiming_jpeg(CLAIMED_PIXELS, CLAIMED_PIXELS, CLAIMING_BYTES)), "400", peak_mib=16, destructive=True,
-         warm_up=lambda subject: image(JPEG)(subject, Protocol.HTTP), **IMAGES),
+         warm_up=lambda subject: image(JPEG)(subject, "http"), **IMAGES),
     Case("26", f"valid JPEG of {HUGE_WIDTH * HUGE_HEIGHT // 1_000_000} megapixels",
          image(lambda: flat_jpeg(HUGE_WIDTH, HUGE_HEIGHT)), "400", note="over the pixel limit", destructive=True,
          **IMAGES),

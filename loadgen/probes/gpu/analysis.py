@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from loadgen.metrics.facts import Facts
@@ -113,18 +112,7 @@ def assess(
         witness=_witness(load, control, is_control),
         control_idle=control_idle,
     )
-    decision = decide(inputs, thresholds)
-    if gpu is not None and decision.no_energy is not None:
-        uncharged = msgspec.structs.replace(gpu, joules_per_item=None, excess_joules_per_item=None)
-        inputs = msgspec.structs.replace(inputs, gpu=uncharged)
-    return EvidenceRecord(
-        label=label,
-        workload=workload,
-        control=is_control,
-        inputs=inputs,
-        thresholds=thresholds,
-        **msgspec.structs.asdict(decision),
-    )
+    return decide(label, workload, inputs, thresholds, control=is_control)
 
 
 def _beside(edge: EdgeLine, windows: Sequence[TimeSpan]) -> bool:

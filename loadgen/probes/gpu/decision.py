@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from loadgen.probes.gpu.records import (
     Activity,
     Attribution,
-    Decision,
     DeviceReadings,
     EdgeLine,
     EvidenceInputs,
+    EvidenceRecord,
     Gpu,
     GpuFinding,
     InconclusiveCode,
@@ -413,8 +414,11 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
-    """GPU_VERIFIED, CPU_FALLBACK or INCONCLUSIVE with a code."""
+def decide(
+    label: Label, workload: str | None, inputs: EvidenceInputs, thresholds: Thresholds, *, control: bool = False
+) -> EvidenceRecord:
+    """GPU_VERIFIED, CPU_FALLBACK or INCONCLUSIVE with a code; without the energy per item where the GPU's energy must
+    not be charged to the arm."""
     placement, gpu = inputs.placement, inputs.gpu
     activity = judge_activity(gpu, inputs.load.window_s, thresholds) if gpu is not None else None
     attributed = None
@@ -437,7 +441,11 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
         code, sentence = _weigh(inputs, activity, attributed is True, witness, thresholds)
         if code is None:
             finding = GpuFinding.CPU_FALLBACK if activity == "idle" else GpuFinding.GPU_VERIFIED
-    return Decision(
+    no_energy = None if gpu is None else _no_energy(inputs, finding, activity, attributed, thresholds)
+    if gpu is not None and no_energy is not None:
+        uncharged = msgspec.structs.replace(gpu, joules_per_item=None, excess_joules_per_item=None)
+        inputs = msgspec.structs.replace(inputs, gpu=uncharged)
+    return EvidenceRecord(
         finding=finding,
         code=code,
         sentence=sentence,
@@ -445,7 +453,12 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
         activity=activity,
         attributed=attributed,
         cpu_witness=witness,
-        no_energy=None if gpu is None else _no_energy(inputs, finding, activity, attributed, thresholds),
+        no_energy=no_energy,
+        label=label,
+        workload=workload,
+        control=control,
+        inputs=inputs,
+        thresholds=thresholds,
     )
 
 

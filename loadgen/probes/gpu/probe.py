@@ -26,7 +26,6 @@ from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext
-    from loadgen.run.gpu_recording import GpuRecording
 
 CONTROL_SECONDS = 12.0
 ALL_SCENARIOS = "all scenarios"
@@ -43,26 +42,26 @@ CAPTION = (
 
 def measure(context: RunContext) -> None:
     """Judge, run the control, judge again with it. The first judgement survives an interrupt."""
-    recording = context.gpu.recording
-    if recording is None:
+    recording = context.gpu
+    if not recording.running:
         return
-    context.gpu.note_processes()  # of this restart: they have ended by the time they are judged
+    recording.note_processes()  # of this restart: they have ended by the time they are judged
     if not context.last:
         return
     context.enter("verifying where the model ran")
-    _judge(context, recording, {})
-    controls = _run_controls(context, recording)
+    _judge(context, {})
+    controls = _run_controls(context)
     recording.stop()
-    _judge(context, recording, controls)
-    context.gpu.close()
+    _judge(context, controls)
 
 
-def _judge(context: RunContext, recording: GpuRecording, controls: Mapping[Label, ControlRun]) -> None:
+def _judge(context: RunContext, controls: Mapping[Label, ControlRun]) -> None:
+    recording = context.gpu
     try:
         evidence = assess_run(
             context.store.directory,
-            [recording.file],
-            arms=context.gpu.records,
+            [recording.FILE],
+            arms=recording.records,
             blocks=read_run(context.store.directory).blocks,
             gaps=recording.gaps,
             pids=recording.pids,
@@ -75,7 +74,7 @@ def _judge(context: RunContext, recording: GpuRecording, controls: Mapping[Label
         context.store.write(evidence)
 
 
-def _run_controls(context: RunContext, recording: GpuRecording) -> dict[Label, ControlRun]:
+def _run_controls(context: RunContext) -> dict[Label, ControlRun]:
     """Run one arm as a control: whether the detector can say "no" does not depend on the arm."""
     experiment = context.experiment
     embedded = [request for request in experiment.arms if request.embedded]
@@ -93,7 +92,7 @@ def _run_controls(context: RunContext, recording: GpuRecording) -> dict[Label, C
     controls: dict[Label, ControlRun] = {}
 
     def run_control() -> None:
-        controls[request.label] = _run_control(context, recording, request)
+        controls[request.label] = _run_control(context, request)
 
     failure = context.attempt(run_control, OSError, ValueError)
     if failure is not None:
@@ -101,7 +100,7 @@ def _run_controls(context: RunContext, recording: GpuRecording) -> dict[Label, C
     return controls
 
 
-def _run_control(context: RunContext, recording: GpuRecording, request: ArmRequest) -> ControlRun:
+def _run_control(context: RunContext, request: ArmRequest) -> ControlRun:
     """Start the server on the CPU, load it between two idle gaps, stop it. Raises what starting and loading raise.
 
     The control's folder, DIR/gpu/control, looks like a run's.
@@ -114,9 +113,9 @@ def _run_control(context: RunContext, recording: GpuRecording, request: ArmReque
         record = context.gpu.describe(arm.record(), store)
         runner = context.load_runner({request.label: arm}, store)
         runner.warm_up([workload])
-        recording.gap()  # a new gap: after the load a GPU cools down for a while, and its idle power falls
+        context.gpu.gap()  # a new gap: after the load a GPU cools down for a while, and its idle power falls
         block = runner.measure(ScheduledBlock(0, workload, 0, request.label, 0))
-        recording.gap()
+        context.gpu.gap()
         pids = frozenset(arm.deployment.pids())
     return ControlRun(arm=record, block=block, samples=read_samples(store.samples_path(block.index)), pids=pids)
 

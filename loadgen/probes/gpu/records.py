@@ -3,7 +3,7 @@
     DIR/evidence.json     EvidenceFile   every input of each decision, and the decision
     DIR/gpu/NAME.jsonl    readings as the sampler process wrote them
 
-`loadgen.probes.gpu.decision.decide(record.inputs, record.thresholds)` gives the stored decision again.
+`loadgen.probes.gpu.decision.decide` gives the stored record again from its inputs and thresholds.
 None means "not known" everywhere, never 0.
 
 A file of readings is `abserve.gpu-readings/1`, one JSON object per line:
@@ -252,8 +252,9 @@ class EvidenceInputs(Record, frozen=True, kw_only=True):
     """Whether the run's CPU control run came out CPU_FALLBACK beside an idle GPU; None without one."""
 
 
-class Decision(Record, frozen=True, kw_only=True):
-    """A finding with the signals behind it; those are None if they could not be judged."""
+class EvidenceRecord(Record, frozen=True, kw_only=True):
+    """The finding for one arm in one workload, or in all of its workloads together (`workload` None), with the signals
+    behind it; those are None if they could not be judged."""
 
     finding: GpuFinding
     code: InconclusiveCode | None
@@ -264,11 +265,6 @@ class Decision(Record, frozen=True, kw_only=True):
     cpu_witness: bool | None
     no_energy: str | None = None
     """Why no energy per item is given: the GPU's energy is not this arm's."""
-
-
-class EvidenceRecord(Decision, frozen=True, kw_only=True):
-    """The finding for one arm in one workload, or in all of its workloads together (`workload` None)."""
-
     label: Label
     workload: str | None
     control: bool = False
@@ -304,11 +300,23 @@ class ReadingsError(Exception):
     """A file of readings cannot be used; the message names the file and the line."""
 
 
-class HeaderDevice(msgspec.Struct, frozen=True):
-    """A device that the sampler reads."""
+class EdgeProcess(msgspec.Struct, frozen=True):
+    """A process that holds memory on a device."""
+
+    pid: int
+    used_bytes: int | None = None
+    """None where the driver does not report it."""
+
+
+class GpuDevice(msgspec.Struct, frozen=True):
+    """A device that the sampler reads: in a header with its name, at an edge with its processes."""
 
     uuid: str
     name: str | None = None
+    processes: tuple[EdgeProcess, ...] | None = None
+    """None where the list cannot be read."""
+    failing: bool | None = None
+    """Whether every call of its last reading failed; None in older files, which have one status for all devices."""
 
 
 class HeaderLine(msgspec.Struct, frozen=True, tag="header", tag_field="type"):
@@ -319,7 +327,7 @@ class HeaderLine(msgspec.Struct, frozen=True, tag="header", tag_field="type"):
     boot_id: str | None = None
     error: str | None = None
     driver_version: str | None = None
-    devices: tuple[HeaderDevice, ...] = ()
+    devices: tuple[GpuDevice, ...] = ()
     device_count: int | None = None
     """GPUs of the machine, read or not; None in older files, which hold all of them."""
     call_cost_ns: dict[str, int] = {}
@@ -342,23 +350,6 @@ class SamplesLine(msgspec.Struct, frozen=True, tag="samples", tag_field="type"):
     utilization: tuple[tuple[int, float], ...]
 
 
-class EdgeProcess(msgspec.Struct, frozen=True):
-    """A process that holds memory on a device."""
-
-    pid: int
-    used_bytes: int | None = None
-    """None where the driver does not report it."""
-
-
-class EdgeDevice(msgspec.Struct, frozen=True):
-    """One device at an edge; `processes` is None where the list cannot be read."""
-
-    uuid: str
-    processes: tuple[EdgeProcess, ...] | None = None
-    failing: bool | None = None
-    """Whether every call of its last reading failed; None in older files, which have one status for all devices."""
-
-
 class EdgeLine(msgspec.Struct, frozen=True, tag="edge", tag_field="type"):
     """Everything read once, on demand."""
 
@@ -366,7 +357,7 @@ class EdgeLine(msgspec.Struct, frozen=True, tag="edge", tag_field="type"):
     label: str
     status: str
     driver_version: str | None = None
-    devices: tuple[EdgeDevice, ...] = ()
+    devices: tuple[GpuDevice, ...] = ()
 
 
 class EventLine(msgspec.Struct, frozen=True, tag="event", tag_field="type"):

@@ -450,7 +450,7 @@ def blocks_complete(facts: Facts) -> Iterator[Judgement]:
         if notes:
             detail += f"; {notes[0]}"
         elif len(complete) < planned and facts.run.partial_blocks:
-            lost = sum(partial.requests for partial in facts.run.partial_blocks)
+            lost = sum(facts.run.partial_blocks.values())
             detail += f"; {lost:,} requests of an unfinished block are not compared"
         ok = len(complete) >= planned and len(complete) == len(load.blocks)
         yield Judgement(ok, detail, len(complete), planned, load.scope)

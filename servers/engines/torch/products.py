@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from time import perf_counter_ns, process_time_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,6 @@ Change = tuple[nn.Module, str, object]
 """A module, the name of its attribute, and the value that this gets."""
 
 
-class LinearSize(NamedTuple):
-    """A linear layer by what its time depends on; `rows` are those of one item."""
-
-    rows: int
-    inputs: int
-    outputs: int
-    bias: bool
-
-
 class TunedProducts:
     """The products that were chosen for a module, which has them until `restore`."""
 
@@ -64,8 +55,9 @@ class TunedProducts:
             faster = self._faster_sizes(weights, items)
             packed = {
                 id(weight): product
-                for size, weight, bias in weights
-                if size in faster and (product := agreeing_product(size, weight, bias, items)) is not None
+                for rows, weight, bias in weights
+                if (rows, *weight.shape, bias is None) in faster
+                and (product := agreeing_product(rows, weight, bias, items)) is not None
             }
             linear, convolutions = linear_changes(module, shapes, packed), convolution_changes(shapes)
             candidates = []
@@ -89,12 +81,12 @@ class TunedProducts:
         _exchange(self._changes)
         self._changes = []
 
-    def _faster_sizes(self, weights: Sequence[tuple[LinearSize, Tensor, Tensor | None]], items: int) -> set[LinearSize]:
-        """The sizes at which oneDNN is faster."""
-        first = {size: (weight, bias) for size, weight, bias in reversed(weights)}
+    def _faster_sizes(self, weights: Sequence[tuple[int, Tensor, Tensor | None]], items: int) -> set[tuple[int, ...]]:
+        """The sizes at which oneDNN is faster: rows of one item, outputs, inputs, and whether there is no bias."""
+        first = {(rows, *weight.shape, bias is None): (weight, bias) for rows, weight, bias in reversed(weights)}
         faster = set()
         for size, (weight, bias) in first.items():
-            rows = sorted({size.rows, size.rows * items})
+            rows = sorted({size[0], size[0] * items})
             product = packed_linear(weight, bias, rows[-1])
             seconds = SIZES_SECONDS / len(first) / len(rows)
             times = [_times_of_linear(weight, bias, product, count, seconds) for count in rows]
@@ -102,7 +94,7 @@ class TunedProducts:
             chosen = statistics.geometric_mean(ratios) <= MARGIN and max(ratios) <= 1
             if chosen:
                 faster.add(size)
-            what = f"linear {size.inputs}→{size.outputs}, {' and '.join(map(str, rows))} rows"
+            what = f"linear {size[2]}→{size[1]}, {' and '.join(map(str, rows))} rows"
             self.details.append(_measured(what, times, chosen=chosen))
         return faster
 
@@ -161,10 +153,10 @@ def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
     return lambda inputs: multiply(inputs, packed, bias, "none", [], "")
 
 
-def agreeing_product(size: LinearSize, weight: Tensor, bias: Tensor | None, items: int) -> Product | None:
+def agreeing_product(rows: int, weight: Tensor, bias: Tensor | None, items: int) -> Product | None:
     """oneDNN's product with this weight; None if it differs from torch's, or has NaN or infinities."""
-    product = packed_linear(weight, bias, size.rows * items)
-    inputs = _random_rows(size.rows, size.inputs)
+    product = packed_linear(weight, bias, rows * items)
+    inputs = _random_rows(rows, weight.shape[1])
     expected = functional.linear(inputs, weight, bias)
     error = torch.linalg.vector_norm(product(inputs) - expected) / torch.linalg.vector_norm(expected)
     return product if float(error) <= MAX_ERROR else None
@@ -223,14 +215,9 @@ def _is_known(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear
 
 
-def _linear_weights(shapes: Mapping[nn.Module, tuple[int, ...]]) -> list[tuple[LinearSize, Tensor, Tensor | None]]:
-    """Size, weight and bias of each linear product, those of attention among them."""
-    weights = []
-    for layer, shape in shapes.items():
-        for weight, bias in _products_of(layer):
-            size = LinearSize(prod(shape[:-1]), weight.shape[1], weight.shape[0], bias is not None)
-            weights.append((size, weight, bias))
-    return weights
+def _linear_weights(shapes: Mapping[nn.Module, tuple[int, ...]]) -> list[tuple[int, Tensor, Tensor | None]]:
+    """Rows, weight and bias of each linear product, those of attention among them."""
+    return [(prod(shape[:-1]), weight, bias) for layer, shape in shapes.items() for weight, bias in _products_of(layer)]
 
 
 def _products_of(layer: nn.Module) -> list[tuple[Tensor, Tensor | None]]:

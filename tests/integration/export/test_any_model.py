@@ -23,7 +23,7 @@ from servers.export.artefacts import (
     find_artefact,
     plan_request,
 )
-from servers.export.manifest import ExportError, FileForm, ParityError, executed_form
+from servers.export.manifest import ExportError, FileForm, executed_form
 from servers.models.files import file_sha256
 from servers.models.registry import get_specification, get_variant
 from servers.models.specification import Axis, ModelSpecification
@@ -131,7 +131,7 @@ def test_a_mask_that_is_lost_is_noticed(tmp_path: Path) -> None:
         module.forward = forgetful
         return module
 
-    with pytest.raises(ParityError, match="sequence 12, padded: last_hidden_state"):
+    with pytest.raises(ExportError, match="sequence 12, padded: last_hidden_state"):
         ensure_artefact(replace(bert, load_module=load), WEIGHTS, tmp_path)
 
 
@@ -234,15 +234,13 @@ def users_file(tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
 
 
 def test_a_users_onnx_file_is_executed_as_it_is(users_file: ModelSpecification, tmp_path: Path) -> None:
-    found = executed_file("onnxruntime", "fp32", users_file, WEIGHTS, tmp_path)
-    assert found.path == users_file.file
-    assert found.manifest is not None
-    assert found.manifest.sha256 == found.manifest.model_sha256
-    assert (found.manifest.file, found.manifest.precision, found.manifest.parity) == ("mine.onnx", "fp32", ())
+    path, manifest = executed_file("onnxruntime", "fp32", users_file, WEIGHTS, tmp_path)
+    assert path == users_file.file
+    assert manifest is not None
+    assert manifest.sha256 == manifest.model_sha256
+    assert (manifest.file, manifest.precision, manifest.parity) == ("mine.onnx", "fp32", ())
     assert list(tmp_path.iterdir()) == []
-    plan = plan_request(
-        tmp_path, users_file, WEIGHTS, Artefact(found.path, found.manifest, False), "fp32", 8, "10.13.3"
-    )
+    plan = plan_request(tmp_path, users_file, WEIGHTS, Artefact(path, manifest, False), "fp32", 8, "10.13.3")
     assert plan.onnx == users_file.file
     assert plan.path.is_relative_to(tmp_path)
 

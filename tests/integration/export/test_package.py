@@ -68,9 +68,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(root: Path) -> Artefact:
-    found = executed_file("aotinductor", "fp32", scores(), WEIGHTS, root)
-    assert found.manifest is not None
-    return Artefact(found.path, found.manifest, made_now=True)
+    path, manifest = executed_file("aotinductor", "fp32", scores(), WEIGHTS, root)
+    assert manifest is not None
+    return Artefact(path, manifest, made_now=True)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
-from servers.export.manifest import ExportError, FileForm, ParityError
+from servers.export.manifest import ExportError, FileForm
 from servers.export.parity import corpus_pixels
 from servers.models.images import normalise
 from servers.models.registry import payload_variants
@@ -122,7 +122,7 @@ def test_a_file_that_normalises_wrongly_is_not_kept(
         return result
 
     monkeypatch.setattr(UInt8Images, "forward", forward)
-    with pytest.raises(ParityError, match="no artefact was kept"):
+    with pytest.raises(ExportError, match="no artefact was kept"):
         ensure_artefact(small[1], WEIGHTS, tmp_path)
     assert find_artefact(tmp_path, small[1], WEIGHTS) is None
 

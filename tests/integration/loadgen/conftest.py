@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -126,22 +127,22 @@ def start_runner(experiment: Experiment, out: Path, patch: str = "") -> subproce
 
 def descendants() -> set[str]:
     """Command lines of everything that this test process has started and that still lives."""
-    found = set()
+    lines = set()
     for process in psutil.Process().children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.add(" ".join(process.cmdline()))
+                lines.add(" ".join(process.cmdline()))
         except psutil.NoSuchProcess:
             continue
-    return found
+    return lines
 
 
 def regions_of_load() -> list[str]:
     """Names of the generators' shared memory, without that of another run on this machine that is still alive."""
-    own = {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}
-    others = set(psutil.pids()) - own
-    found = [path.name for path in Path("/dev/shm").glob("abserve-load-*")]
-    return [name for name in found if int(name.split("-")[2]) not in others]
+    ours = {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}
+    others = set(psutil.pids()) - ours
+    names = [path.name for path in Path("/dev/shm").glob("abserve-load-*")]
+    return [name for name in names if int(name.split("-")[2]) not in others]
 
 
 @pytest.fixture
@@ -164,8 +165,8 @@ def no_process_left() -> Iterator[None]:
     await_true(lambda: descendants() <= before, f"processes left: {descendants() - before}", 5.0)
 
 
-@pytest.fixture
-def fake_url() -> Iterator[Callable[..., str]]:
+@contextmanager
+def fake_servers() -> Iterator[Callable[..., str]]:
     """Starts fake servers with options; returns their URL once they listen."""
     running: list[subprocess.Popen[bytes]] = []
 
@@ -185,13 +186,22 @@ def fake_url() -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture
+def fake_url() -> Iterator[Callable[..., str]]:
+    """Starts fake servers for one test."""
+    with fake_servers() as start:
+        yield start
+
+
+@pytest.fixture
 def unused_url() -> str:
     """Where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(tmp_path / "images")], check=True)
-    return tmp_path / "images"
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of samples, which no test changes."""
+    folder = tmp_path_factory.mktemp("samples") / "images"
+    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(folder)], check=True)
+    return folder

@@ -6,12 +6,16 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from loadgen.probes.ceiling import measure_ceilings
+from loadgen.probes import ceiling as ceiling_probe
+from loadgen.probes.ceiling import measure
 from loadgen.probes.ceiling_analysis import Ceiling, Ceilings, CeilingsFound
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
 from loadgen.report.files import write_reports
@@ -38,6 +42,14 @@ def arm(kind: str) -> ArmRecord:
     )  # fmt: skip
 
 
+def context(tmp_path: Path, kind: str, abserve: Sequence[str]) -> Any:
+    """What the probe reads of a run with one arm whose server says that it has this engine."""
+    return SimpleNamespace(
+        experiment=make_experiment(workloads=(SINGLE,), ceiling=True), records=[arm(kind)], inputs={}, work=tmp_path,
+        store=RunStore(tmp_path / "run"), progress=RunProgress(), abserve=abserve, enter=lambda _: None,
+    )  # fmt: skip
+
+
 def measured(directory: Path) -> tuple[Ceiling, ...]:
     return stored(directory / "ceilings.json", Ceilings).measured
 
@@ -52,10 +64,11 @@ def measured(directory: Path) -> tuple[Ceiling, ...]:
     ],
 )
 def test_a_measurement_that_fails_is_a_note_with_its_reason(
-    tmp_path: Path, kind: str, timeout_s: float, words: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, timeout_s: float, words: list[str]
 ) -> None:
-    store, experiment = RunStore(tmp_path / "run"), make_experiment(workloads=(SINGLE,), ceiling=True)
-    measure_ceilings(experiment, [arm(kind)], store, RunProgress(), tmp_path, FAKE_ABSERVE, timeout_s=timeout_s)
+    monkeypatch.setattr(ceiling_probe, "LOAD_TIMEOUT_S", timeout_s)
+    monkeypatch.setattr(ceiling_probe, "SIZE_TIMEOUT_S", 0.0)
+    measure(context(tmp_path, kind, FAKE_ABSERVE))
     (ceiling,) = measured(tmp_path / "run")
     assert ceiling.document is None
     assert ceiling.reason is not None
@@ -65,8 +78,7 @@ def test_a_measurement_that_fails_is_a_note_with_its_reason(
 
 
 def test_a_program_that_is_not_there_is_a_note_too(tmp_path: Path) -> None:
-    store, experiment = RunStore(tmp_path / "run"), make_experiment(workloads=(SINGLE,), ceiling=True)
-    measure_ceilings(experiment, [arm("torch")], store, RunProgress(), tmp_path, ["/no/such/program"])
+    measure(context(tmp_path, "torch", ["/no/such/program"]))
     (ceiling,) = measured(tmp_path / "run")
     assert ceiling.reason is not None
     assert "cannot start /no/such/program" in ceiling.reason

@@ -86,7 +86,7 @@ class ScriptedContainer:
 
     def log_since(self, wall_s: float) -> list[LogLine]:
         texts = ("hello", "engine imported", "weights loaded", "engine ready")
-        return [LogLine(self.started_at_ns + 2_000 + 1_000 * n, text) for n, text in enumerate(texts)]
+        return [(self.started_at_ns + 2_000 + 1_000 * n, text) for n, text in enumerate(texts)]
 
     def last_words(self) -> str:
         return "nothing"

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from loadgen.client.endpoint import Endpoint
-from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.experiment.schedule import due_offsets_ns
 from tests.integration.loadgen.conftest import await_true
 
@@ -44,8 +44,8 @@ def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str
 
 def workers() -> list[psutil.Process]:
     """In the order in which they were started."""
-    found = [child for child in psutil.Process().children() if "loadgen.client.worker" in child.cmdline()]
-    return sorted(found, key=lambda child: child.create_time())
+    children = [child for child in psutil.Process().children() if "loadgen.client.worker" in child.cmdline()]
+    return sorted(children, key=lambda child: child.create_time())
 
 
 def command(url: str, path: Path | None, **changes: object) -> Open:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.engine_matrix.measure import MatrixProgress, run_matrix
+from loadgen.child_process import ENGINE_WORKER
+from loadgen.engine_matrix.measure import run_matrix
 from loadgen.engine_matrix.plan import expand, make_plan, requests_of
 from loadgen.engine_matrix.records import MatrixPlan, Measured, Visit
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import check, read_offers
-from loadgen.invocation import ENGINE_WORKER
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = """
@@ -77,7 +77,7 @@ def measured(folder: Path, plan: MatrixPlan) -> dict[str, list[Visit]]:
     store = MatrixStore(folder / "run")
     with store.open():
         store.write(plan)
-        assert run_matrix(plan, store, MatrixProgress(), worker=ENGINE_WORKER).state == "finished"
+        assert run_matrix(plan, store, worker=ENGINE_WORKER).state == "finished"
     found: dict[str, list[Visit]] = {}
     for visit in store.visits():
         one = plan.configurations[visit.configuration]

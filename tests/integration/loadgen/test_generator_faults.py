@@ -31,8 +31,8 @@ LONG = Workload(scenario="concurrent", batch_size=1, concurrency=4, requests=1, 
 
 
 def children_of(process: subprocess.Popen[bytes], module: str) -> list[psutil.Process]:
-    found = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in found if module in child.cmdline()]
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if module in child.cmdline()]
 
 
 def run_until_samples(experiment: Experiment, out: Path, name: str) -> subprocess.Popen[bytes]:
@@ -72,7 +72,7 @@ def test_a_lost_worker_fails_the_run_and_everything_measured_is_in_one_file(tmp_
     assert record.note.startswith("load worker 2 of 2 was killed by SIGKILL")
     assert record.workers[1].lost is not None
     assert record.workers[1].requests > 0
-    assert len(np.load(out / record.samples)) == record.requests == sum(one.requests for one in record.workers)
+    assert len(np.load(out / record.samples)) == record.requests == sum(worker.requests for worker in record.workers)
     result = analyse(out)
     assert not result.valid
     assert any("load worker 2 of 2 was killed" in sentence for sentence in result.verdict.failed)

@@ -14,16 +14,10 @@ import psutil
 import pytest
 
 from loadgen.records.samples import read_samples
-from tests.integration.loadgen.conftest import FAKE, await_true
+from tests.integration.loadgen.conftest import await_true
 from tests.integration.loadgen.test_locustfile import LOCUSTFILE
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(tmp_path / "images")], check=True)
-    return tmp_path / "images"
 
 
 def start(url: str, out: Path, images: Path, *options: str) -> subprocess.Popen[str]:
@@ -44,21 +38,8 @@ def test_workers_share_a_rate_and_their_samples_are_merged(
     """A worker without users has no share: the rate is what was asked for all the same."""
     out = tmp_path / "raw"
     url = fake_url("--delay-ms", "5")
-    options = [
-        "--processes",
-        "2",
-        "-u",
-        str(users),
-        "-r",
-        str(users),
-        "-t",
-        "4s",
-        "--arrivals",
-        "constant",
-        "--rate",
-        "50",
-    ]
-    process = start(url, out, images, *options, "OpenLoop")
+    options = f"--processes 2 -u {users} -r {users} -t 4s --arrivals constant --rate 50 OpenLoop"
+    process = start(url, out, images, *options.split())
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
     samples, about = merged(out)

@@ -13,11 +13,10 @@ import pytest
 from loadgen.experiment.schedule import schedule
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
-from loadgen.run.errors import PreparationError
 from loadgen.run.preparation import export_artefacts
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.run.storage import RunStore, StorageError
+from loadgen.run.storage import RunError, RunStore, StorageError
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
@@ -330,7 +329,7 @@ def test_a_failed_export_is_told_by_its_own_sentence(tmp_path: Path) -> None:
     program = "import sys; print('looking', flush=True); sys.exit('error: --weights nope: unknown\\nretrying')"
     store = RunStore(tmp_path / "run")
     said: list[str] = []
-    with pytest.raises(PreparationError, match=r"^the export failed: --weights nope: unknown$"):
+    with pytest.raises(RunError, match=r"^the export failed: --weights nope: unknown$"):
         export_artefacts(make_experiment(), store, said.append, abserve=(sys.executable, "-c", program))
     assert said == ["looking"]
 

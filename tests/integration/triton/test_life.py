@@ -14,10 +14,11 @@ import psutil
 import pytest
 import tritonclient.http as http_client
 
+from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.triton.installation import TritonDiedError, TritonOptionError
+from servers.triton.installation import TritonDiedError
 from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
@@ -93,7 +94,7 @@ def test_a_killed_server_is_named_and_cleaned_up(own_triton: Any) -> None:
 def test_a_taken_port_stops_the_second_server(
     own_triton: Any, own_settings: TritonSettings, specification: ModelSpecification
 ) -> None:
-    with pytest.raises(TritonOptionError, match=f"port {own_settings.http_port} .* --http-port"):
+    with pytest.raises(OptionError, match=f"port {own_settings.http_port} .* --http-port"):
         prepare(own_settings, [PlacedModel(specification)], RandomWeights(0))
 
 

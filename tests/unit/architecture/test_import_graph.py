@@ -46,7 +46,7 @@ MEASURING = (
 # first, since all else reads it; of a probe what the verdict reads. What needs every probe gets it from the registry,
 # which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "strict_yaml", "headers", "invocation", "child_process", "records", "stats",
+    "quantities", "documents", "strict_yaml", "headers", "child_process", "records", "stats",
     "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "metrics",
     *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",

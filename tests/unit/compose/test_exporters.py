@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.locust.metrics import BOUNDS_S, DurationCounts, LoadCollector, LoadCounts
+from loadgen.locust.metrics import BOUNDS_S, DurationCounts, LoadMetrics
 from loadgen.report.prometheus import SILENT_SECONDS, RunsCollector
 from loadgen.run.storage import running
 
@@ -123,17 +123,13 @@ def environment(**runner: object) -> Any:
 
 def test_the_latency_says_from_when_it_counts() -> None:
     """The locustfile counts from the due time where there is a rate; see test_open_loop_run."""
-    (latency,) = [
-        one
-        for one in LoadCollector(environment(), LoadCounts()).collect()
-        if one.name == "abserve_load_latency_seconds"
-    ]
+    (latency,) = [one for one in LoadMetrics(environment()).collect() if one.name == "abserve_load_latency_seconds"]
     assert "From when a request was due (in a closed loop: sent)" in latency.documentation
 
 
 def test_a_master_shows_the_sum_of_its_workers() -> None:
-    workers = [LoadCounts(), LoadCounts()]
-    total = LoadCounts()
+    workers = [LoadMetrics(environment()), LoadMetrics(environment())]
+    total = LoadMetrics(environment())
     for worker in workers:
         for _ in range(3):
             worker.on_request(name="infer", response_time=10.0, response_length=2000, exception=None)
@@ -141,7 +137,7 @@ def test_a_master_shows_the_sum_of_its_workers() -> None:
         worker.lag.add(0.001)
         total.merge(json.loads(json.dumps(worker.take())))
         total.merge(worker.take())  # nothing counts twice
-    found = scraped(LoadCollector(environment(), total))
+    found = scraped(total)
     name = (("name", "infer"),)
     assert found["abserve_load_requests_total"] == {name: 8.0}
     assert found["abserve_load_failures_total"] == {name: 2.0}

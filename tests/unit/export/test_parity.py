@@ -12,7 +12,7 @@ import torch
 
 from servers.engines.agreement import Answer
 from servers.engines.torch.forms import expected_answers
-from servers.export.manifest import ParityError
+from servers.export.manifest import ExportError
 from servers.export.parity import BATCHES, assert_parity, corpus_pixels, measure_parity
 from servers.models.images import normalise
 from servers.models.items import valid_items
@@ -79,7 +79,7 @@ def nan_row(answer: np.ndarray) -> np.ndarray:
 )
 def test_a_wrong_engine_fails(alter: Alter, batch: int, answers: Answer, specification: ModelSpecification) -> None:
     measured = measure_parity(specification, answers, altered(answers, alter))
-    with pytest.raises(ParityError, match=f"differs from the model at batch {batch}: embedding .*no artefact was kept"):
+    with pytest.raises(ExportError, match=f"differs from the model at batch {batch}: embedding .*no artefact was kept"):
         assert_parity(measured)
 
 
@@ -155,5 +155,5 @@ def test_only_places_in_padding_may_differ() -> None:
         found["scaled"][-1, -1] += 1
         return found
 
-    with pytest.raises(ParityError, match="batch 1, length 6: scaled"):
+    with pytest.raises(ExportError, match="batch 1, length 6: scaled"):
         assert_parity(measure_parity(TWO_INPUTS, weighted, altered(short, lambda answer: answer)))

@@ -29,8 +29,8 @@ from loadgen.entry import build
 from loadgen.probes.gpu.records import EvidenceFile
 from loadgen.records.samples import SAMPLE_DTYPE, part_path
 from loadgen.report.prometheus import RunsCollector
-from loadgen.run.machine import CalibrationError, read_calibration
-from loadgen.run.storage import StorageError, is_running, read_run, running, write_whole
+from loadgen.run.machine import MachineRecordError, read_calibration
+from loadgen.run.storage import is_running, read_run, running, write_record
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration
 from tests.synthetic_matrix import matrix as synthetic_matrix
@@ -259,8 +259,7 @@ def test_unfinished_samples_are_counted_and_not_read(folder: Path) -> None:
     header = len(path.read_bytes().partition(b"\n")[0]) + 1
     with path.open("r+b") as file:
         file.truncate(header + 2**34 * SAMPLE_DTYPE.itemsize + 5)
-    (unfinished,) = read_run(folder).partial_blocks
-    assert unfinished.requests == 2**34
+    assert list(read_run(folder).partial_blocks.values()) == [2**34]
 
 
 def test_a_name_that_no_result_has(good: Path, tmp_path: Path) -> None:
@@ -347,7 +346,7 @@ def test_a_stored_calibration_that_is_none(tmp_path: Path, kind: Callable[[Path]
     path = tmp_path / "inner/calibration.json"
     path.write_text("{}")
     replace(path, kind)
-    with pytest.raises(CalibrationError, match=r"calibration\.json"):
+    with pytest.raises(MachineRecordError, match=r"calibration\.json"):
         read_calibration(path)
 
 
@@ -382,13 +381,14 @@ def test_a_folder_of_inputs_with_something_else_in_place_of_a_file(
 def test_what_is_written_goes_to_no_other_place(tmp_path: Path, kind: Callable[[Path], None]) -> None:
     folder = tmp_path / "inner" / "run"
     folder.mkdir(parents=True)
-    for name in (".running", "run.json.part"):
+    for name in (".running", "run.json"):
         (folder / name).write_text("kept")
         replace(folder / name, kind)
     assert not is_running(folder)
     with running(folder):
         pass
-    with pytest.raises(StorageError, match=r"run\.json"):
-        write_whole(folder / "run.json", [])
+    write_record(folder / "run.json", [])
+    assert (folder / "run.json").read_bytes() == b"[]\n"
+    assert not (folder / "run.json").is_symlink()
     if kind is linked:
         assert {path.read_text() for path in tmp_path.glob("outside-*")} == {"kept"}

@@ -12,8 +12,8 @@ import pytest
 
 from loadgen.probes.gpu.records import ReadingsError, read_readings
 from loadgen.records.samples import load_samples
-from loadgen.run.machine import CalibrationError, read_calibration, read_environment
-from loadgen.run.noise_floor import NoiseFloorError, read_floors
+from loadgen.run.machine import MachineRecordError, read_calibration, read_environment
+from loadgen.run.noise_floor import read_floors
 from loadgen.run.storage import RunStore, StorageError, StoredRunError, read_run
 from loadgen.verdict.result import ResultError, read_result
 
@@ -23,8 +23,8 @@ from loadgen.verdict.result import ResultError, read_result
     [
         ("experiment.json", lambda path: read_run(path.parent), StoredRunError),
         ("result.json", read_result, ResultError),
-        ("calibration.json", read_calibration, CalibrationError),
-        ("floors.json", read_floors, NoiseFloorError),
+        ("calibration.json", read_calibration, MachineRecordError),
+        ("floors.json", read_floors, MachineRecordError),
         ("gpu.jsonl", lambda path: read_readings(path.parent, [path.name]), ReadingsError),
     ],
 )

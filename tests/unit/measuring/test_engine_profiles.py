@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +18,16 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from servers.engines.factory import build_engine
-from servers.engines.interface import EngineDescription
+from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.measuring import profile as profile_module
 from servers.measuring.measurement import EngineTimes, Reference
 from servers.measuring.profile import (
     CATEGORIES,
-    EngineProfile,
+    BatchProfile,
     KernelLaunch,
-    ProfileError,
     ProfileTotals,
-    Total,
     profile_engine,
     show_profile,
     summarised,
@@ -40,21 +39,26 @@ MEASURED = EngineTimes(1, Reference({}, None), None, 60_000_000, [50_000_000], N
 BLOCKS = 12
 
 
-def shown(profile: EngineProfile, width: int = 100) -> str:
+def shown(profiles: list[BatchProfile] | str, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show_profile(console, profile)
+    show_profile(console, profiles)
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def profiled(engine: Engine, specification: ModelSpecification, measured: list[EngineTimes]) -> list[BatchProfile]:
+    profiles = profile_engine(engine, specification, measured)
+    assert not isinstance(profiles, str), profiles
+    return profiles
 
 
 def test_torchs_operators_on_the_real_model(specification: ModelSpecification) -> None:
     engine = build_engine(specification, RandomWeights(0), EngineSettings("torch", device="cpu"))
     engine.load()
     try:
-        profile = profile_engine(engine, specification, [MEASURED])
+        profiles = profiled(engine, specification, [MEASURED])
     finally:
         engine.close()
-    assert profile.missing is None
-    (batch,) = profile.batches
+    (batch,) = profiles
     assert (batch.batch, batch.measured_us, batch.with_copies) == (1, 50_000.0, False)
     assert [category.name for category in batch.categories] == [*CATEGORIES, "outside operators"]
     assert sum(category.share for category in batch.categories) == pytest.approx(1)
@@ -63,7 +67,7 @@ def test_torchs_operators_on_the_real_model(specification: ModelSpecification) -
     assert counts["aten::gelu"] == BLOCKS
     times = {category.name: category.us for category in batch.categories}
     assert min(times[name] for name in CATEGORIES[:5]) > 0
-    table = shown(profile)
+    table = shown(profiles)
     assert "aten::addmm" in table
     assert "50,000.0" in table
 
@@ -93,13 +97,20 @@ def test_the_command_writes_onnx_runtimes_nodes_down(artefact_dir: Path, tmp_pat
         assert profile["launches"] == sum(kernel["count"] for kernel in kernels.values())
 
 
-def test_the_null_engine_has_nothing_to_profile(specification: ModelSpecification) -> None:
-    engine = build_engine(specification, RandomWeights(0), EngineSettings("null"))
-    engine.load()
-    profile = profile_engine(engine, specification, [MEASURED])
+def test_the_null_engine_has_nothing_to_profile(tmp_path: Path) -> None:
+    module, out = tmp_path / "mine.py", tmp_path / "engine.json"
+    module.write_text(
+        "import torch\nfrom servers.models import Input, Output, UserModel\n\n"
+        "def build():\n    return UserModel(torch.nn.Linear(4, 3), [Input('x', 'FP32', ('batch', 4))], "
+        "[Output('y', 'FP32', ('batch', 3))])\n"
+    )
+    options = ["--engine", "null", "--device", "cpu", "--batches", "1", "--seconds", "0.01", "--profile"]
+    done = CliRunner().invoke(build(), ["engine", "--model", f"{module}:build", *options, "--json", str(out)])
+    assert done.exit_code == 0, done.output
     reason = "there is no profiler for the null engine on a CPU"
-    assert profile.as_document() == {"profile": [], "profile_missing": reason}
-    assert shown(profile) == f"no profile: {reason}\n"
+    assert f"no profile: {reason}\n" in done.output
+    document = json.loads(out.read_text())
+    assert (document["profile"], document["profile_missing"]) == ([], reason)
 
 
 class GraphEngine(NullEngine):
@@ -143,9 +154,7 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
 
     monkeypatch.setattr(profile_module, "device_launches", launched)
     measured = [replace(MEASURED, batch=batch, executions_ns=None if batch == 8 else [3000]) for batch in (2, 8)]
-    profile = profile_engine(engine, specification, measured)
-    assert profile.missing is None
-    small, large = profile.batches
+    small, large = profiled(engine, specification, measured)
     assert (small.batch, small.with_copies, small.measured_us, small.span_us, small.idle_us) == (
         2,
         False,
@@ -156,29 +165,23 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
     assert (large.batch, large.with_copies, large.measured_us, large.span_us) == (8, True, 50_000.0, 10.0)
     assert [kernel.count for kernel in large.kernels] == [1, 1, 1]
     assert small.categories[-1].name == "idle between kernels"
-    table = shown(profile, width=60)
+    table = shown([small, large], width=60)
     assert "copies from and to the host included" in " ".join(table.split())
     assert "2.0 (67%)" in table
     assert "8.0 (80%)" in table
 
     def nothing(executions: Sequence[Callable[[], object]], on: str) -> list[list[KernelLaunch]]:
-        raise ProfileError("torch's profiler reports no kernel")
+        raise EngineError("torch's profiler reports no kernel")
 
     monkeypatch.setattr(profile_module, "device_launches", nothing)
-    assert profile_engine(engine, specification, measured).missing == "torch's profiler reports no kernel"
+    assert profile_engine(engine, specification, measured) == "torch's profiler reports no kernel"
 
 
 def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
-    batches = [
-        summarised(
-            ProfileTotals({"cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8": Total(20, 4e7)}, 5e7),
-            batch,
-            measured_us=2222.2,
-            on_device=True,
-        )
-        for batch in (1, 2, 4, 8, 16, 32, 64, 128)
-    ]
-    table = shown(EngineProfile(batches), width=80)
+    kernel = "cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8"
+    totals = ProfileTotals(Counter({kernel: 20}), {kernel: 4e7}, 5e7)
+    batches = [summarised(totals, batch, measured_us=2222.2, on_device=True) for batch in (1, 2, 4, 8, 16, 32, 64, 128)]
+    table = shown(batches, width=80)
     assert table.count("2,000.0 (80%)") == len(batches)
     assert table.count("2,222.2") == len(batches)
     assert "…" not in table

@@ -35,7 +35,7 @@ from servers.measuring.measurement import (
     stored_references,
 )
 from servers.measuring.request import MeasurementRequest, RequestCheck, checked, offers, resolved_device
-from servers.measuring.resources import Resources, _RaplCounter, joules_of, peak_rss_bytes
+from servers.measuring.resources import Resources, joules_of, peak_rss_bytes, rapl_counter
 from servers.measuring.worker import WorkerCommand, measured_cell, private_compile_cache
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
@@ -115,7 +115,7 @@ def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
 
 def test_offers_are_what_the_load_generator_reads() -> None:
     offered = msgspec.convert(json.loads(msgspec.json.encode(offers("cpu"))), plan_of.Offers)
-    assert offered.engines["torch"].modes["cpu"] == ("tuned", "eager", "traced", "scripted")
+    assert offered.modes["torch"]["cpu"] == ("tuned", "eager", "traced", "scripted")
     assert offered.device == "cpu"
     with pytest.raises(EngineError, match="unknown device 'gpu'; use auto, cpu or cuda:N"):
         offers("gpu")
@@ -243,8 +243,9 @@ def test_energy_is_read_from_one_step_of_the_counter_to_another() -> None:
     runs.append(None)
     found = joules_of(read, lambda: runs.append(None), 0.0)
     assert found is not None
-    assert found.joules / found.runs == 10 / 4
-    assert found.seconds_per_run > 0
+    joules, runs_of_them, seconds_per_run = found
+    assert joules / runs_of_them == 10 / 4
+    assert seconds_per_run > 0
 
 
 @pytest.mark.parametrize("readings", [[None], [5.0, 5.0], [5.0, 6.0, None]])
@@ -261,14 +262,14 @@ def test_the_counters_of_all_packages_are_added_and_wrap(tmp_path: Path) -> None
         (package / "max_energy_range_uj").write_text(f"{largest}\n")
         (package / "energy_uj").write_text("900\n")
     (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package, which must not count twice
-    counter = _RaplCounter(tmp_path)
-    assert counter.joules() == 0.0
+    joules = rapl_counter(tmp_path)
+    assert joules() == 0.0
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("100\n")
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("950\n")
-    assert counter.joules() == pytest.approx(250e-6)
+    assert joules() == pytest.approx(250e-6)
     (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
-    assert counter.joules() is None
-    assert _RaplCounter(tmp_path / "none").joules() is None
+    assert joules() is None
+    assert rapl_counter(tmp_path / "none")() is None
 
 
 def test_memory_of_the_host_is_known_and_that_of_a_device_that_is_not_used_is_not() -> None:

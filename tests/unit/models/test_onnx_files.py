@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from servers.export.torch_export import read_user_file
+from servers.export.artefacts import users_manifest
 from servers.models.sources import onnx_file
 from servers.models.specification import UnknownModelError
 from servers.models.weights import CheckpointWeights, WeightsError, pin, verify
@@ -56,7 +56,7 @@ def hashes(path: Path) -> tuple[str | None, str | None, str]:
     assert specification is not None
     pinned = pin(CheckpointWeights(path), None)
     assert isinstance(pinned, CheckpointWeights)
-    return specification.definition_sha256, pinned.sha256, read_user_file(path).sha256
+    return specification.definition_sha256, pinned.sha256, users_manifest(specification, pinned, path).sha256
 
 
 @pytest.mark.parametrize("place", PLACES)

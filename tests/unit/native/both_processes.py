@@ -22,13 +22,13 @@ from servers.native.engine_process import EngineServer
 from servers.native.inference import signature_of
 from servers.native.interface import (
     ApplyStatus,
+    CloseRegions,
     FrontEndOpened,
     FrontEndOperation,
     ModelState,
     QueuedRequest,
-    UnregisterMemory,
 )
-from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.errors import ContractError, UnavailableError
@@ -61,20 +61,12 @@ class Copying(RunnerEngine):
         return self._description(version="1", precision="fp32", mode="graph", device="cpu", threads=1, details={})
 
 
-class Waiting:
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
-
-    def wake(self, queued: QueuedRequest) -> None:
-        self.event.set()
-
-
 class BothProcesses:
     """The engine's side in a thread and a front end's in this one, over the sockets that connect their processes."""
 
     def __init__(self, engine: type[Engine]) -> None:
         settings = NativeSettings(fronts=1, max_batch_size=8, max_queue_delay_us=0)
-        arena = Arena(Layout.of(1, HELD, HELD))
+        arena = Arena(1, HELD, HELD)
         self.memory = RequestMemory(arena, ByteBudget(HELD))
         self._loop = asyncio.new_event_loop()
         supervisor, at_engine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -110,10 +102,10 @@ class BothProcesses:
 
     async def infer(self, value: float) -> QueuedRequest:
         array = self.memory.placed(np.full((1, 4), value, np.float32))
-        waiting = Waiting()
-        queued = QueuedRequest({"x": array}, 1, [("x", (4,))], None, waiting)
+        complete = asyncio.Event()
+        queued = QueuedRequest({"x": array}, 1, [("x", (4,))], None, lambda _queued: complete.set())
         self.client.submit(0, queued)
-        await waiting.event.wait()
+        await complete.wait()
         return queued
 
     async def check(self) -> None:
@@ -129,7 +121,7 @@ class BothProcesses:
 
         await asyncio.gather(*(honest(value) for value in (1.0, 2.0, 3.0)))
         with suppress(ContractError):
-            await self.client.control(UnregisterMemory(False, "r"))
+            await self.client.control(CloseRegions(False, ("r",)))
         assert self.thread.is_alive()
 
     def stop(self) -> None:

@@ -18,11 +18,12 @@ from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.native.batcher import Batcher
 from servers.native.engine_link import LocalLink
-from servers.native.engine_process import BuildEngine, EngineSide
+from servers.native.engine_process import EngineSide
 from servers.native.front_server import NativeServer
 from servers.native.http import connection_factory
 from servers.native.interface import QueuedRequest
 from servers.native.memory import RequestMemory
+from servers.native.model_host import BuildEngine
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.tensors import Array, TensorSpec

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from servers.native.http import HttpFrontEnd
-from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, RequestMemory
 from servers.native.settings import NativeSettings
 from tests.unit.native.conftest import served, specification_of
 
@@ -97,7 +97,7 @@ def with_server(test: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
         settings = NativeSettings(max_batch_size=8, max_queue_delay_us=0)
         budget = WatchedBudget(LIMIT)
-        memory = RequestMemory(Arena(Layout.of(1, LIMIT, settings.max_body_bytes + ALIGNMENT)), budget)
+        memory = RequestMemory(Arena(1, LIMIT, settings.max_body_bytes + ALIGNMENT), budget)
         async with served(SPECIFICATION, settings, memory=memory) as one:
             await test(Served(budget, one.server.http, one.port))
         await until(lambda: budget.held == 0)

@@ -36,7 +36,7 @@ class Waiter:
         self.fails = fails
         self.woken = False
 
-    def wake(self, _queued: QueuedRequest) -> None:
+    def __call__(self, _queued: QueuedRequest) -> None:
         self.woken = True
         if self.fails:
             raise RuntimeError("planted")

@@ -13,13 +13,14 @@ import pytest
 
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
-from servers.native.cuda_memory import NO_CUDA_MEMORY, CudaAccess, CudaRegion, CudaWindow
+from servers.native import shared_memory
+from servers.native.cuda_memory import CudaRegion, CudaWindow
 from servers.native.engine_link import LocalLink
 from servers.native.engine_process import EngineSide
 from servers.native.interface import CloseRegions, OpenRegion
-from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, RequestMemory
 from servers.native.settings import NativeSettings
-from servers.native.shared_memory import RegionTable
+from servers.native.shared_memory import NO_CUDA_MEMORY, RegionRegister, RegionTable
 from servers.protocol.codec import window_array
 from servers.protocol.errors import (
     InternalError,
@@ -34,10 +35,10 @@ from servers.protocol.records import RegionReference, RegionWindow
 @pytest.mark.parametrize("library", ["libabserve_absent.so.1", "libc.so.6"])  # no such file; none of its functions
 def test_without_a_driver_it_is_refused_in_one_sentence(monkeypatch, library):
     monkeypatch.setattr(cuda_library, "LIBRARY", library)
-    access = CudaAccess()
+    register = RegionRegister(lambda _operation: None)
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="does not offer CUDA shared memory") as caught:
-            access.driver()
+            register.cuda()
         assert str(caught.value) == NO_CUDA_MEMORY
         assert library in str(caught.value.__cause__)
 
@@ -70,7 +71,7 @@ class Driver:
 def table(max_input_bytes=1000, held_bytes=1000):
     """A front end's regions, registered on an engine's side in the same process; in an event loop."""
     settings = NativeSettings(allow_shared_memory=True, max_body_bytes=max_input_bytes)
-    memory = RequestMemory(Arena(Layout.of(1, held_bytes, max_input_bytes)), ByteBudget(held_bytes))
+    memory = RequestMemory(Arena(1, held_bytes, max_input_bytes), ByteBudget(held_bytes))
     link = LocalLink(EngineSide(settings, [], [], memory.arena))
     regions = RegionTable(settings, memory, link)
 
@@ -111,8 +112,8 @@ def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
         assert not driver.closed
         driver.proceed.set()
         reading.result(10)
-        for one in closing:
-            one.result(10)
+        for ended in closing:
+            ended.result(10)
     region.close()
     assert driver.closed == 1
 
@@ -165,12 +166,13 @@ def test_a_name_is_taken_while_its_region_is_opened_and_a_client_that_leaves_los
     """Two registrations at once cannot both succeed, and what a client began can be undone by name."""
     opening, proceed = threading.Event(), threading.Event()
 
-    def open_slowly(_access, _name, _handle, _device, _byte_size):
+    def open_slowly(_driver, _name, _handle, _device, _byte_size):
         opening.set()
         assert proceed.wait(10)
         return region
 
-    monkeypatch.setattr(CudaAccess, "open", open_slowly)
+    monkeypatch.setattr(shared_memory, "open_region", open_slowly)
+    monkeypatch.setattr(RegionRegister, "cuda", lambda _register: driver)
 
     async def run() -> None:
         regions = table()
@@ -197,7 +199,8 @@ def test_a_name_is_taken_while_its_region_is_opened_and_a_client_that_leaves_los
 
 
 def test_a_region_that_a_front_end_cannot_open_is_closed_again(region, driver, monkeypatch):
-    monkeypatch.setattr(CudaAccess, "open", lambda *_arguments: region)
+    monkeypatch.setattr(shared_memory, "open_region", lambda *_arguments: region)
+    monkeypatch.setattr(RegionRegister, "cuda", lambda _register: driver)
 
     async def run() -> None:
         regions = table()

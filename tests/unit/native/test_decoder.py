@@ -15,7 +15,7 @@ import pytest
 from servers.models.images import Decoding, DecodingSettings, ImageError
 from servers.models.items import jpeg_paths
 from servers.models.registry import get_variant
-from servers.native.errors import QueueFullError, RequestExpiredError
+from servers.native.errors import RefusedError
 from servers.native.inference import RequestDecoder
 from servers.native.interface import ModelState
 from servers.native.memory import RequestMemory
@@ -66,7 +66,7 @@ def test_no_more_wait_than_the_queue_holds(decoder: RequestDecoder, gate: thread
         waiting = [asyncio.create_task(decoder.decode(GOOD, None)) for _ in range(2)]
         await asyncio.sleep(0)
         assert decoder.pending == 2
-        with pytest.raises(QueueFullError, match="maximum queue size of 2"):
+        with pytest.raises(RefusedError, match="maximum queue size of 2"):
             await decoder.decode(GOOD, None)
         gate.set()
         await asyncio.gather(*waiting)
@@ -115,7 +115,7 @@ def test_a_deadline_ends_the_wait(
     monkeypatch.setattr(decoder._decoder, "start", noted)
     if not own:
         monkeypatch.setattr("servers.native.inference.DECODING_S", 0.02)
-    with pytest.raises(RequestExpiredError, match="timeout expired" if own else "not decoded within 0.02 s"):
+    with pytest.raises(RefusedError, match="timeout expired" if own else "not decoded within 0.02 s"):
         asyncio.run(decoder.decode(GOOD, time.perf_counter_ns() + 20_000_000 if own else None))
     assert decoder.pending == 0
     assert all(image.cancelled() for image in begun[0].images)

@@ -17,29 +17,24 @@ from servers.native.interface import (
     ApplyStatus,
     CheckCuda,
     CloseRegions,
+    ControlModel,
     EngineOperation,
     FrontEndOperation,
-    LoadModel,
     ModelState,
     ModelStatus,
     OpenRegion,
     QueuedRequest,
-    RegisterCudaMemory,
-    RegisterSystemMemory,
-    UnloadModel,
-    UnregisterMemory,
 )
 from servers.native.ipc import (
     Cancel,
     Control,
     ControlDone,
-    FrameReader,
     Message,
     RequestDone,
     Submit,
-    SubmitMany,
     UnusableMessage,
     encode,
+    read_frames,
 )
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
@@ -64,30 +59,28 @@ class EngineEnd:
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.socket = connected
-        self._reader = FrameReader()
+        self._unread = bytearray()
         self.received: list[Message | UnusableMessage] = []
 
     async def messages(self, count: int) -> list[Any]:
         """All messages, of which there are at least so many."""
         loop = asyncio.get_running_loop()
         while len(self.received) < count:
-            self.received += self._reader.feed(await asyncio.wait_for(loop.sock_recv(self.socket, 65536), 5))
+            self.received += read_frames(self._unread, await asyncio.wait_for(loop.sock_recv(self.socket, 65536), 5))
         return self.received
 
     def send(self, *messages: Message) -> None:
         self.socket.send(encode(messages))
 
     async def asked(self, count: int) -> list[Control]:
-        return [one for one in await self.messages(count) if isinstance(one, Control)]
+        return [message for message in await self.messages(count) if isinstance(message, Control)]
 
     async def numbers(self, requests: int) -> list[int]:
         """The numbers of the requests that it has got, of which there are so many."""
         while True:
-            found: list[int] = []
-            for one in self.received:
-                found += one.numbers if isinstance(one, SubmitMany) else [one.number] if isinstance(one, Submit) else []
-            if len(found) >= requests:
-                return found
+            numbers = [number for message in self.received if isinstance(message, Submit) for number in message.numbers]
+            if len(numbers) >= requests:
+                return numbers
             await self.messages(len(self.received) + 1)
 
 
@@ -151,7 +144,7 @@ def test_the_engine_with_the_fewest_rows_gets_the_next_request_and_equals_take_t
             assert await first.numbers(1) == [requests[0].number]
             assert sorted(await second.numbers(3)) == [requests[place].number for place in (1, 3, 5)]
             assert sorted(await third.numbers(3)) == [requests[place].number for place in (2, 4, 6)]
-            first.send(RequestDone(requests[0].number))
+            first.send(RequestDone([requests[0].number]))
             while not requests[0].complete:
                 await asyncio.sleep(0)
             for _ in range(3):
@@ -168,7 +161,7 @@ def test_lone_requests_take_turns() -> None:
                 queued = pool.submit()
                 engine = pool.engines[turn % 2]
                 assert (await engine.numbers(1 + turn // 2))[-1] == queued.number
-                engine.send(RequestDone(queued.number))
+                engine.send(RequestDone([queued.number]))
                 while not queued.complete:
                     await asyncio.sleep(0)
 
@@ -180,10 +173,10 @@ def test_a_request_is_taken_back_where_it_is() -> None:
         async with opened("cpu", "cpu") as pool:
             _, second = pool.submit(), pool.submit()
             assert not pool.pool.withdraw(0, second)
-            while not any(isinstance(one, Cancel) for one in pool.engines[1].received):
+            while not any(isinstance(message, Cancel) for message in pool.engines[1].received):
                 await pool.engines[1].messages(len(pool.engines[1].received) + 1)
             await pool.engines[0].numbers(1)
-            assert not any(isinstance(one, Cancel) for one in pool.engines[0].received)
+            assert not any(isinstance(message, Cancel) for message in pool.engines[0].received)
 
     asyncio.run(run())
 
@@ -191,13 +184,13 @@ def test_a_request_is_taken_back_where_it_is() -> None:
 @pytest.mark.parametrize(
     ("operation", "engines"),
     [
-        (LoadModel(0), (0, 1)),
-        (UnregisterMemory(True, "r"), (0, 1)),
-        (RegisterSystemMemory("r", "/k", 0, 8), (0,)),
+        (ControlModel(0, load=True), (0, 1)),
+        (CloseRegions(True, ("r",)), (0, 1)),
+        (OpenRegion("r", 8, 0, "/k"), (0,)),
         (CheckCuda(), (0,)),
-        (RegisterCudaMemory("r", b"", 2, 8), (1,)),
-        (RegisterCudaMemory("r", b"", 3, 8), (0,)),
-        (RegisterCudaMemory("r", b"", 0, 8), (0,)),
+        (OpenRegion("r", 8, device=2), (1,)),
+        (OpenRegion("r", 8, device=3), (0,)),
+        (OpenRegion("r", 8, device=0), (0,)),
     ],
 )
 def test_an_operation_reaches_the_engines_that_it_concerns(
@@ -212,7 +205,7 @@ def test_an_operation_reaches_the_engines_that_it_concerns(
                 assert ask.operation == operation
                 pool.engines[number].send(ControlDone(ask.number))
             await asyncio.wait_for(asking, 5)
-            assert sum(len(one.received) for one in pool.engines) == len(engines)
+            assert sum(len(engine.received) for engine in pool.engines) == len(engines)
 
     asyncio.run(run())
 
@@ -220,7 +213,7 @@ def test_an_operation_reaches_the_engines_that_it_concerns(
 def test_the_first_error_is_told_after_all_have_answered() -> None:
     async def run() -> None:
         async with opened("cpu", "cpu") as pool:
-            asking = asyncio.create_task(pool.pool.control(UnloadModel(0)))
+            asking = asyncio.create_task(pool.pool.control(ControlModel(0, load=False)))
             asks = [(await engine.asked(1))[0] for engine in pool.engines]
             pool.engines[0].send(ControlDone(asks[0].number, ("UnavailableError", "later")))
             await asyncio.wait([asking], timeout=0.05)
@@ -271,12 +264,12 @@ def test_nothing_is_said_before_all_have_spoken_nor_after_one_has_ended() -> Non
             pool.engines[0].socket.close()
             while not pool.ends:
                 await asyncio.sleep(0)
-            assert [one.complete for one in waiting] == [True, False]
+            assert [queued.complete for queued in waiting] == [True, False]
             await pool.engines[1].numbers(1)
             await pool.notify(1, ApplyStatus((READY,)))
             assert len(pool.executed) == 2
             (number,) = await pool.engines[1].numbers(1)
-            pool.engines[1].send(RequestDone(number))
+            pool.engines[1].send(RequestDone([number]))
             while not waiting[1].complete:
                 await asyncio.sleep(0)
             assert waiting[1].error is None
@@ -287,14 +280,14 @@ def test_nothing_is_said_before_all_have_spoken_nor_after_one_has_ended() -> Non
 def test_a_name_belongs_to_the_engine_that_has_registered_it() -> None:
     async def run() -> None:
         async with opened("cuda:0", "cuda:1") as pool:
-            await pool.notify(0, OpenRegion("r", "/proc/1/fd/3", 0, 8))
+            await pool.notify(0, OpenRegion("r", 8, 0, "/proc/1/fd/3"))
             with pytest.raises(ContractError, match="registered already"):
-                await pool.notify(1, OpenRegion("r", None, 1, 8))
-            await pool.notify(1, CloseRegions(("r",)))  # as the engine does when one front end could not open it
-            assert pool.executed == [OpenRegion("r", "/proc/1/fd/3", 0, 8), CloseRegions(())]
-            await pool.notify(0, CloseRegions(("r",)))
-            await pool.notify(1, OpenRegion("r", None, 1, 8))
-            assert pool.executed[2:] == [CloseRegions(("r",)), OpenRegion("r", None, 1, 8)]
+                await pool.notify(1, OpenRegion("r", 8, device=1))
+            await pool.notify(1, CloseRegions(False, ("r",)))  # as the engine does when one front end could not open it
+            assert pool.executed == [OpenRegion("r", 8, 0, "/proc/1/fd/3")]
+            await pool.notify(0, CloseRegions(False, ("r",)))
+            await pool.notify(1, OpenRegion("r", 8, device=1))
+            assert pool.executed[1:] == [CloseRegions(False, ("r",)), OpenRegion("r", 8, device=1)]
 
     asyncio.run(run())
 
@@ -302,8 +295,8 @@ def test_a_name_belongs_to_the_engine_that_has_registered_it() -> None:
 def test_a_request_goes_where_its_cuda_regions_are() -> None:
     async def run() -> None:
         async with opened("cuda:0", "cuda:1") as pool:
-            await pool.notify(0, OpenRegion("a", None, 0, 64))
-            await pool.notify(1, OpenRegion("b", None, 1, 64))
+            await pool.notify(0, OpenRegion("a", 64, device=0))
+            await pool.notify(1, OpenRegion("b", 64, device=1))
             for _ in range(3):
                 pool.submit(device_inputs={"x": ("b", 0, 4)}, device_outputs={"y": ("b", 4, 4)})
             pool.submit(device_outputs={"y": ("b", 4, 4)})

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from hpack import Decoder
 
-from servers.native.errors import QueueFullError, SlowClientError
+from servers.native.errors import REFUSALS, RefusedError
 from servers.native.grpc_call import Call
 from servers.native.http2 import STATUS_CODES, CallHead, GrpcMethod, read_call_head, shortened, status_of
 from servers.native.memory import GrpcMessage, RequestMemory
@@ -21,21 +21,20 @@ HEAD = [(b":method", b"POST"), (b":path", b"/s/M"), (b"content-type", b"applicat
 
 
 @pytest.mark.parametrize(
-    ("kind", "status"),
+    ("error", "status"),
     [
-        (errors.InvalidRequestError, "INVALID_ARGUMENT"),
-        (errors.NotFoundError, "NOT_FOUND"),
-        (errors.TooLargeError, "INVALID_ARGUMENT"),
-        (errors.UnavailableError, "UNAVAILABLE"),
-        (QueueFullError, "UNAVAILABLE"),
-        (SlowClientError, "UNAVAILABLE"),
-        (errors.UnsupportedError, "UNIMPLEMENTED"),
-        (errors.InternalError, "INTERNAL"),
-        (errors.ContractError, "INTERNAL"),
+        (errors.InvalidRequestError("x"), "INVALID_ARGUMENT"),
+        (errors.NotFoundError("x"), "NOT_FOUND"),
+        (errors.TooLargeError("x"), "INVALID_ARGUMENT"),
+        (errors.UnavailableError("x"), "UNAVAILABLE"),
+        *((RefusedError(reason, "x"), "UNAVAILABLE") for reason in REFUSALS),
+        (errors.UnsupportedError("x"), "UNIMPLEMENTED"),
+        (errors.InternalError("x"), "INTERNAL"),
+        (errors.ContractError("x"), "INTERNAL"),
     ],
 )
-def test_triton_s_mapping(kind, status):
-    assert status_of(kind("x")).status == status
+def test_triton_s_mapping(error, status):
+    assert status_of(error).status == status
 
 
 def test_every_direct_kind_of_error_is_in_the_table():

@@ -7,13 +7,13 @@ import gc
 import numpy as np
 import pytest
 
-from servers.native.memory import Arena, ByteBudget, GrpcMessage, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, GrpcMessage, RequestMemory
 
 MIB = 2**20
 
 
 def memory_of(limit: int = 64 * MIB) -> RequestMemory:
-    return RequestMemory(Arena(Layout.of(1, limit, 4 * MIB)), ByteBudget(limit))
+    return RequestMemory(Arena(1, limit, 4 * MIB), ByteBudget(limit))
 
 
 class Announced:

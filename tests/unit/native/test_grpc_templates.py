@@ -47,7 +47,7 @@ def message(rows: int, value: float, **changes) -> service_pb2.ModelInferRequest
 def keep(templates: MessageTemplates, request: service_pb2.ModelInferRequest) -> memoryview:
     content = memoryview(request.SerializeToString())
     parsed = parse_message(content)
-    templates.keep(content, parsed.raw, decode_message(parsed, FIND), SERVICE)
+    templates.keep(content, parsed[1], decode_message(parsed, FIND), SERVICE)
     return content
 
 
@@ -140,7 +140,7 @@ def test_of_several_ids_the_last_one_counts() -> None:
     for _ in range(2):
         for content in (twice, memoryview(once)):
             parsed = parse_message(content)
-            templates.keep(content, parsed.raw, decode_message(parsed, FIND), SERVICE)
+            templates.keep(content, parsed[1], decode_message(parsed, FIND), SERVICE)
             for streamed in (False, True):
                 assert answered(templates, content, streamed=streamed) == "b"
     other = memoryview(bytes(twice).replace(b"\x1a\x01a", b"\x1a\x01c"))

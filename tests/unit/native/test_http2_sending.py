@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from servers.native import http2
-from servers.native.http2 import OutgoingMessages
+from servers.native.grpc_call import OutgoingMessages
 
 
 class WaitingCall:

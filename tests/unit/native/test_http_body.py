@@ -19,10 +19,10 @@ from servers.native.http_parser import (
     DroppedBody,
     FixedBody,
 )
-from servers.native.memory import ALIGNMENT, Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import ALIGNMENT, Arena, ByteBudget, RequestMemory
 
 LARGE_BYTES = 2**20
-MEMORY = RequestMemory(Arena(Layout.of(1, 64 * LARGE_BYTES, 2 * LARGE_BYTES)), ByteBudget(64 * LARGE_BYTES))
+MEMORY = RequestMemory(Arena(1, 64 * LARGE_BYTES, 2 * LARGE_BYTES), ByteBudget(64 * LARGE_BYTES))
 
 
 def chunked(max_bytes: int, max_chunks: int) -> ChunkedBody:

@@ -13,18 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from servers.native import errors as native_errors
 from servers.native.engine_link import EngineClient
-from servers.native.errors import INTERNAL_ERROR
+from servers.native.errors import INTERNAL_ERROR, REFUSALS, RefusedError, failure_reason
 from servers.native.interface import (
     CheckCuda,
     CloseRegions,
-    LoadModel,
+    ControlModel,
     OpenRegion,
     QueuedRequest,
-    RegisterCudaMemory,
-    RegisterSystemMemory,
-    UnregisterMemory,
 )
 from servers.native.ipc import (
     INLINE_BYTES,
@@ -33,37 +29,36 @@ from servers.native.ipc import (
     Control,
     ControlDone,
     Form,
-    FrameReader,
     Message,
     ReceivedForm,
     RequestDone,
-    RequestsDone,
     SentForms,
     Submit,
-    SubmitMany,
     UnusableMessage,
     divided,
-    done_many_message,
     done_message,
     encode,
     error_of,
     failure_of,
     outputs_of,
+    read_frames,
     submit_message,
 )
-from servers.native.memory import Arena, ByteBudget, Layout, RequestMemory
+from servers.native.memory import Arena, ByteBudget, RequestMemory
 from servers.protocol import errors as protocol_errors
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 HELD = 2**20
-ARENA = Arena(Layout.of(1, HELD, HELD))
+ARENA = Arena(1, HELD, HELD)
 ERRORS = [
-    kind
-    for module in (protocol_errors, native_errors)
-    for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, ContractError) and kind is not ContractError
+    *(
+        kind("what a client is told: ü")
+        for kind in vars(protocol_errors).values()
+        if isinstance(kind, type) and issubclass(kind, ContractError) and kind is not ContractError
+    ),
+    *(RefusedError(reason, "what a client is told: ü") for reason in REFUSALS),
 ]
 
 
@@ -75,11 +70,12 @@ def memory() -> RequestMemory:
 def received(messages: Iterable[Message], cuts: Iterable[int] = ()) -> list[Message]:
     """The messages, each a frame of its own, after a stream that is cut at these bytes."""
     stream = b"".join(encode([message]) for message in messages)
-    reader, found = FrameReader(), list[Message]()
+    unread, messages_read = bytearray(), list[Message]()
     edges = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
     for start, end in itertools.pairwise(edges):
-        found += [message for message in reader.feed(stream[start:end]) if not isinstance(message, UnusableMessage)]
-    return found
+        read = read_frames(unread, stream[start:end])
+        messages_read += [message for message in read if not isinstance(message, UnusableMessage)]
+    return messages_read
 
 
 @st.composite
@@ -98,11 +94,11 @@ def tensors(draw: st.DrawFn, memory: RequestMemory) -> Array:
     return array[:, :: draw(st.sampled_from([1, 2, -1]))]
 
 
-def same(found: Mapping[str, Array], sent: Mapping[str, Array]) -> None:
-    assert list(found) == list(sent)
+def same(got: Mapping[str, Array], sent: Mapping[str, Array]) -> None:
+    assert list(got) == list(sent)
     for name, array in sent.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-        np.testing.assert_array_equal(found[name], array)
+        assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(got[name], array)
 
 
 def form_of(inputs: Mapping[str, Array]) -> ReceivedForm:
@@ -130,19 +126,19 @@ def test_every_array_survives_the_way_to_the_engine_and_back(data: st.DataObject
     got_form, got = received([form, sent], cuts)
     assert isinstance(got_form, Form)
     assert isinstance(got, Submit)
-    assert (got.number, got.form, got.rows) == (7, number, 1)
+    assert (got.numbers, got.form, got.rows) == ([7], number, 1)
     assert ReceivedForm(got_form, None).model == 2
     assert (got.room is not None) == (answer_bytes > INLINE_BYTES)
-    at_engine = ReceivedForm(got_form, None).arrays(got.data, ARENA)
+    at_engine = ReceivedForm(got_form, None).arrays(got.data[0], ARENA)
     same(at_engine, inputs)
     for array in at_engine.values():
         assert array.dtype.hasobject or not array.size or ARENA.offset_of(array) is not None
 
     executed = request(at_engine)
-    executed.number, executed.outputs = got.number, outputs
-    (done,) = received([done_message(executed, ARENA, got.room)], cuts)
+    executed.outputs = outputs
+    (done,) = received([done_message(got.numbers, executed, ARENA, got.room)], cuts)
     assert isinstance(done, RequestDone)
-    assert done.number == 7
+    assert done.numbers == [7]
     answer = outputs_of(done, ARENA, kept[-1] if got.room else None)
     same(answer, outputs)
     held = memory.budget.held
@@ -159,7 +155,7 @@ def test_inputs_in_the_arena_are_not_copied_and_others_once(memory: RequestMemor
     sent, kept = submit_message(0, 0, request(inputs), memory, 0)
     assert kept[0] is inside
     assert memory.budget.held == before + 24 + 200
-    at_engine = form_of(inputs).arrays(sent.data, ARENA)
+    at_engine = form_of(inputs).arrays(sent.data[0], ARENA)
     inside[0] = 5
     assert (at_engine["x"][0], at_engine["z"][0]) == (5, 0)
 
@@ -170,7 +166,7 @@ def test_a_large_answer_is_written_to_its_room_and_what_does_not_fit_is_in_the_m
     assert sent.room is not None
     executed = request({})
     executed.outputs = {"first": rows, "small": rows[:3], "second": rows + 1}
-    done = done_message(executed, ARENA, sent.room)
+    done = done_message([0], executed, ARENA, sent.room)
     assert [type(tensor.data) for tensor in done.outputs] == [int, int, bytes]
     answer = outputs_of(done, ARENA, kept[-1])
     same(answer, executed.outputs)
@@ -201,10 +197,10 @@ def test_tensors_on_a_device_are_places_and_take_no_memory(memory: RequestMemory
     assert got.device_outputs is not None
     assert {name: tuple(place) for name, place in got.device_inputs.items()} == {"x": ("r", 8, 6000)}
     assert {name: tuple(place) for name, place in got.device_outputs.items()} == {"y": ("r", 0, 8)}
-    same(form_of({"x": placeholder}).arrays(got.data, ARENA), {"x": placeholder})
+    same(form_of({"x": placeholder}).arrays(got.data[0], ARENA), {"x": placeholder})
     executed = request({})
     executed.outputs, executed.device_outputs = {"y": np.ones((1, 2), np.float32)}, {"y": ("r", 0, 8)}
-    (done,) = received([done_message(executed, ARENA, None)])
+    (done,) = received([done_message([0], executed, ARENA)])
     assert isinstance(done, RequestDone)
     assert outputs_of(done, ARENA, None)["y"].shape == (1, 2)
 
@@ -213,12 +209,9 @@ names = st.text(max_size=10)
 failures = st.none() | st.tuples(names, names)
 numbers = st.integers(0, 2**63)
 operations: st.SearchStrategy[Any] = st.one_of(
-    st.builds(LoadModel, numbers),
-    st.builds(RegisterSystemMemory, names, names, numbers, numbers),
-    st.builds(RegisterCudaMemory, names, st.binary(), numbers, numbers),
-    st.builds(UnregisterMemory, st.booleans(), names),
-    st.builds(OpenRegion, names, st.none() | names, numbers, numbers),
-    st.builds(CloseRegions, st.lists(names).map(tuple)),
+    st.builds(ControlModel, numbers, st.booleans()),
+    st.builds(OpenRegion, names, numbers, numbers, names, st.none() | numbers, st.binary()),
+    st.builds(CloseRegions, st.booleans(), st.lists(names).map(tuple)),
     st.just(CheckCuda()),
 )
 
@@ -227,7 +220,7 @@ operations: st.SearchStrategy[Any] = st.one_of(
     st.lists(
         st.one_of(
             st.builds(Cancel, numbers),
-            st.builds(RequestDone, numbers, st.just([]), failures),
+            st.builds(RequestDone, st.lists(numbers), st.just([]), failures),
             st.builds(Control, numbers, operations),
             st.builds(ControlDone, numbers, failures),
         ),
@@ -238,18 +231,18 @@ operations: st.SearchStrategy[Any] = st.one_of(
 def test_messages_come_out_in_order_however_the_stream_is_cut(messages: list[Message], cuts: list[int]) -> None:
     assert received(messages, cuts) == messages
     assert received(messages, range(10_000)) == messages
-    assert FrameReader().feed(encode(messages)) == messages
+    assert read_frames(bytearray(), encode(messages)) == messages
 
 
-@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_an_error_keeps_its_class_and_its_message(kind: type[ContractError]) -> None:
+@pytest.mark.parametrize("sent", ERRORS, ids=failure_reason)
+def test_an_error_keeps_its_class_its_reason_and_its_message(sent: ContractError) -> None:
     queued = request({})
-    queued.error = kind("what a client is told: ü")
-    (done,) = received([done_message(queued, ARENA, None)])
+    queued.error = sent
+    (done,) = received([done_message([0], queued, ARENA)])
     assert isinstance(done, RequestDone)
     assert done.failure is not None
     error = error_of(done.failure)
-    assert (type(error), str(error)) == (kind, "what a client is told: ü")
+    assert (type(error), failure_reason(error), str(error)) == (type(sent), failure_reason(sent), str(sent))
 
 
 def test_what_clients_must_not_read_does_not_cross() -> None:
@@ -280,9 +273,10 @@ def test_several_requests_are_one_tensor_of_pieces_and_divided_again(memory: Req
     together = form.addresses(offsets, ARENA)["x"]
     assert (together.shape, together.nbytes, len(together)) == ((6, 3), 72, 6)
     assert [address - ARENA.address for address in together.addresses] == [offset for (offset,) in offsets]
-    outputs = {"y": np.concatenate(arrays_sent), "z": np.arange(6, dtype=np.int64)}
-    (done,) = received([done_many_message([5, 9, 6], outputs)])
-    assert isinstance(done, RequestsDone)
+    executed = request({})
+    executed.outputs = outputs = {"y": np.concatenate(arrays_sent), "z": np.arange(6, dtype=np.int64)}
+    (done,) = received([done_message([5, 9, 6], executed, ARENA)])
+    assert isinstance(done, RequestDone)
     answers = dict(divided(done))
     assert list(answers) == [5, 9, 6]
     for place, number in enumerate(answers):
@@ -309,18 +303,18 @@ def test_a_request_keeps_its_form_when_another_one_gets_its_number(memory: Reque
     async def submit() -> bytes:
         client, written = EngineClient(memory, [signature], lambda: None), Written()
         client.connection_made(written)  # type: ignore[arg-type]  # only written to
-        for one in requests:
-            client.submit(0, one)
+        for queued in requests:
+            client.submit(0, queued)
         while not written.data:
             await asyncio.sleep(0)
         return written.data
 
     forms: dict[int, Form] = {}
-    found: dict[int, int] = {}
-    for message in FrameReader().feed(asyncio.run(submit())):
+    sent_widths: dict[int, int] = {}
+    for message in read_frames(bytearray(), asyncio.run(submit())):
         if isinstance(message, Form):
             forms[message.number] = message
         else:
-            assert isinstance(message, SubmitMany)
-            found |= dict.fromkeys(message.numbers, forms[message.form].tensors[0][2][1])
-    assert [found[one.number] for one in requests] == widths
+            assert isinstance(message, Submit)
+            sent_widths |= dict.fromkeys(message.numbers, forms[message.form].tensors[0][2][1])
+    assert [sent_widths[queued.number] for queued in requests] == widths

@@ -20,7 +20,6 @@ from servers.native.memory import (
     Arena,
     ArenaSlot,
     ByteBudget,
-    Layout,
     RequestMemory,
 )
 from servers.protocol.errors import UnavailableError
@@ -32,7 +31,7 @@ LARGEST = 4 * MIB
 
 
 def memory(held: int = HELD, largest: int = LARGEST) -> RequestMemory:
-    return RequestMemory(Arena(Layout.of(1, held, largest)), ByteBudget(held))
+    return RequestMemory(Arena(1, held, largest), ByteBudget(held))
 
 
 def taken(one: RequestMemory, size: int) -> ArenaSlot:
@@ -68,20 +67,20 @@ def resident_bytes(array: Array) -> int:
 
 
 def whole_arena(one: RequestMemory) -> Array:
-    return one.arena.view(0, (one.arena.layout.partition_bytes,), np.dtype(np.uint8))
+    return one.arena.view(0, (one.arena.partition_bytes,), np.dtype(np.uint8))
 
 
 @given(st.integers(1, LARGEST), st.integers(1, HELD))
 def test_a_size_belongs_to_the_smallest_class_that_holds_it(size: int, held: int) -> None:
-    layout = Layout.of(2, held, LARGEST)
-    kind = layout.class_of(size)
+    arena = Arena(2, held, LARGEST)
+    kind = arena.class_of(size)
     assert kind is not None
-    assert size <= layout.classes[kind].size
-    assert kind == 0 or size > layout.classes[kind - 1].size
-    assert layout.class_of(LARGEST + 1) is None
-    for one, behind in zip(layout.classes, [*layout.classes[1:], None], strict=True):
+    assert size <= arena.classes[kind].size
+    assert kind == 0 or size > arena.classes[kind - 1].size
+    assert arena.class_of(LARGEST + 1) is None
+    for one, behind in zip(arena.classes, [*arena.classes[1:], None], strict=True):
         assert one.start % one.size == 0 or one.start % SMALLEST_SLOT_BYTES == 0
-        assert one.start + one.count * one.size == (behind.start if behind else layout.partition_bytes)
+        assert one.start + one.count * one.size == (behind.start if behind else arena.partition_bytes)
         assert one.count * one.size >= held
         assert one.count >= MIN_SLOTS
         assert 1 <= one.warm <= min(one.count, MAX_WARM_SLOTS)
@@ -99,9 +98,9 @@ def test_slots_of_one_size_lie_side_by_side_and_the_lowest_free_one_is_taken() -
 
 
 def test_partitions_do_not_overlap() -> None:
-    arena = Arena(Layout.of(2, HELD, LARGEST))
+    arena = Arena(2, HELD, LARGEST)
     first, second = (RequestMemory(arena, ByteBudget(HELD), number) for number in range(2))
-    assert taken(second, 1).offset - taken(first, 1).offset == arena.layout.partition_bytes
+    assert taken(second, 1).offset - taken(first, 1).offset == arena.partition_bytes
 
 
 def test_a_slot_is_free_when_no_array_over_it_is_left() -> None:
@@ -198,9 +197,9 @@ def test_arrays_are_copied_into_the_arena_only_if_they_are_not_there() -> None:
 def test_warm_slots_keep_their_pages_and_the_others_give_theirs_back() -> None:
     one = memory()
     pages = whole_arena(one)
-    kind = one.arena.layout.class_of(MIB)
+    kind = one.arena.class_of(MIB)
     assert kind is not None
-    warm = one.arena.layout.classes[kind].warm
+    warm = one.arena.classes[kind].warm
     arrays = [one.allocate(MIB) for _ in range(warm + 3)]
     assert resident_bytes(pages) == 0  # they are only promised
     for array in arrays:
@@ -243,7 +242,7 @@ def test_a_slot_behind_the_warm_ones_is_in_no_warm_range_and_loses_its_pages() -
     one = memory()
     one.arena.page_locks = True
     slots = [taken(one, LARGEST) for _ in range(2)]
-    assert one.arena.layout.classes[-1].warm == 1
+    assert one.arena.classes[-1].warm == 1
     assert one.arena.warm_range(slots[0].offset) == (slots[0].offset, LARGEST)
     assert one.arena.warm_range(slots[1].offset) is None
     for slot in slots:
@@ -257,12 +256,12 @@ def test_a_slot_behind_the_warm_ones_is_in_no_warm_range_and_loses_its_pages() -
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20_000), st.integers(0, 30)), max_size=80))
 def test_any_sequence_of_taking_and_freeing_agrees_with_a_simple_model(steps: list[tuple[bool, int, int]]) -> None:
     one = memory(held=MIB, largest=20_000)
-    classes = one.arena.layout.classes
+    classes = one.arena.classes
     held: list[tuple[Array, int]] = []  # with its value
     free: list[set[int]] = [set(range(slot_class.count)) for slot_class in classes]
     for number, (takes, size, which) in enumerate(steps):
         if takes or not held:
-            kind = one.arena.layout.class_of(size)
+            kind = one.arena.class_of(size)
             assert kind is not None
             if sum(array.nbytes for array, _ in held) + size > MIB:
                 with pytest.raises(UnavailableError):
@@ -278,7 +277,7 @@ def test_any_sequence_of_taking_and_freeing_agrees_with_a_simple_model(steps: li
         else:
             array, _ = held.pop(which % len(held))
             offset = one.arena.offset_of(array)
-            kind = one.arena.layout.class_of(array.nbytes)
+            kind = one.arena.class_of(array.nbytes)
             assert kind is not None
             assert offset is not None
             del array

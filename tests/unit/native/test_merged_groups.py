@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from servers.native.batcher import Batcher
-from servers.native.errors import RequestExpiredError
+from servers.native.errors import RefusedError
 from servers.native.interface import QueuedRequest
-from tests.unit.native.both_processes import BothProcesses, Copying, Waiting
+from tests.unit.native.both_processes import BothProcesses, Copying
 
 GATE = threading.Event()
 
@@ -38,13 +38,13 @@ def both() -> Iterator[BothProcesses]:
 
 def submit(both: BothProcesses, value: float, rows: int = 1) -> QueuedRequest:
     array = both.memory.placed(np.full((rows, 4), value, np.float32))
-    queued = QueuedRequest({"x": array}, rows, [("x", (4,))], None, Waiting())
+    queued = QueuedRequest({"x": array}, rows, [("x", (4,))], None, None)
     both.client.submit(0, queued)
     return queued
 
 
 def batcher_of(both: BothProcesses) -> Batcher:
-    batcher = both.server._side.hosts[0]._batcher
+    batcher = both.server._side.hosts[0].batcher
     assert batcher is not None
     return batcher
 
@@ -79,10 +79,12 @@ async def check_who_leaves(both: BothProcesses, places: tuple[int, ...]) -> None
     assert {since for _, since in queue[: len(stay)]} == ({came_ns} if stay else set())
     GATE.set()
     for queued in (*flying, *together, *later):
-        assert isinstance(queued.waiter, Waiting)
-        await queued.waiter.event.wait()
+        while not queued.complete:
+            await asyncio.sleep(0.001)
     for place in places:
-        assert isinstance(together[place].error, RequestExpiredError)
+        error = together[place].error
+        assert isinstance(error, RefusedError)
+        assert error.reason == "expired"
     for value, queued in zip((100, 101, *range(7)), (*flying, *together, *later), strict=True):
         if queued.error is None:
             assert queued.outputs is not None

@@ -15,7 +15,7 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.native.engine_link import LocalLink
 from servers.native.engine_process import EngineServer, EngineSide
-from servers.native.errors import NotReadyError
+from servers.native.errors import RefusedError
 from servers.native.inference import InferenceService
 from servers.native.interface import (
     ApplyStatus,
@@ -25,7 +25,7 @@ from servers.native.interface import (
     ModelStatus,
     QueuedRequest,
 )
-from servers.native.ipc import Control, ControlDone, FrameReader, encode
+from servers.native.ipc import Control, ControlDone, encode, read_frames
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
@@ -86,12 +86,12 @@ def test_a_front_end_that_accepts_requests_is_not_yet_said_to_be_ready() -> None
     memory = RequestMemory.alone(SETTINGS)
     link = LocalLink(EngineSide(SETTINGS, [], [], memory.arena))
     service = InferenceService(0, ROWS, SETTINGS, link, memory, Statistics(8))
-    with pytest.raises(NotReadyError):
+    with pytest.raises(RefusedError, match="is not ready"):
         service.check_accepting()
     asyncio.run(service.apply(ModelStatus(ModelState.ACCEPTING, None)))
     service.check_accepting()
     assert not service.ready
-    with pytest.raises(NotReadyError):
+    with pytest.raises(RefusedError, match="is not ready"):
         service.check_ready()
     asyncio.run(service.apply(ModelStatus(ModelState.READY, None)))
     service.check_accepting()
@@ -107,8 +107,8 @@ def test_a_model_whose_engine_cannot_be_used_fails(monkeypatch: pytest.MonkeyPat
     side.start(failed.set, threading.Event())
     assert failed.wait(10)
     assert side.failed
-    with pytest.raises(NotReadyError):
-        side.hosts[0].submit(QueuedRequest({}, 1, (), None, None))
+    with pytest.raises(RefusedError, match="is not ready"):
+        side.submit(0, QueuedRequest({}, 1, (), None, None))
     assert side.stop(10)
 
 
@@ -119,14 +119,14 @@ class OpeningFrontEnd:
         self._socket, theirs = socket.socketpair()
         socket.send_fds(supervisor, [b"f"], [theirs.fileno()])
         theirs.close()
-        self._reader = FrameReader()
+        self._unread = bytearray()
         self._messages: list[Any] = []
 
     def open(self) -> None:
         """Say so, and return when the engine's process has heard it."""
         self._socket.sendall(encode([Control(7, FrontEndOpened())]))
         while not any(isinstance(message, ControlDone) for message in self._messages):
-            self._messages += self._reader.feed(self._socket.recv(65536))
+            self._messages += read_frames(self._unread, self._socket.recv(65536))
 
     def die(self) -> None:
         self._socket.close()
@@ -154,6 +154,6 @@ def test_a_front_end_that_opens_and_dies_does_not_count_for_one_that_is_not_open
     finally:
         supervisor.close()
         thread.join(10)
-        for one in (child, server._wakes, server._waker):
-            one.close()
+        for used in (child, server._wakes, server._waker):
+            used.close()
     assert not thread.is_alive()

@@ -9,7 +9,7 @@ from typing import Any, cast
 from prometheus_client.parser import text_string_to_metric_families
 
 from servers.native.documents import render
-from servers.native.errors import FAILURE_REASONS, QueueFullError, failure_reason
+from servers.native.errors import FAILURE_REASONS, RefusedError, failure_reason
 from servers.native.inference import InferenceService
 from servers.native.statistics import DURATION_BOUNDS_NS, RequestTimes, Statistics, row_width
 
@@ -38,7 +38,7 @@ def test_success_failure_and_disconnect_are_kept_apart():
     statistics = Statistics(8)
     start_ns = time.perf_counter_ns() - 1_000_000
     statistics.record_success(RequestTimes(start_ns, 1, 2, 3))
-    statistics.record_failure(failure_reason(QueueFullError("full")), start_ns)
+    statistics.record_failure(failure_reason(RefusedError("queue_full", "full")), start_ns)
     statistics.record_disconnect()
     snapshot = statistics.snapshot()
     model: Any = snapshot.as_model_stats("m", "1")
@@ -77,27 +77,27 @@ def shared_rows(count: int) -> list[memoryview]:
 
 def test_every_process_reads_the_sum_of_what_all_have_counted():
     rows = shared_rows(3)
-    engine, *front_ends = [Statistics(8, rows, own) for own in range(3)]
+    engine, *front_ends = [Statistics(8, rows, number) for number in range(3)]
     engine.record_execution(3, 4, [(10, 1), (20, 1)], 1, 2, 3)
     for count, front_end in enumerate(front_ends, start=1):
         for _ in range(count):
             front_end.record_success(RequestTimes(time.perf_counter_ns(), 5, 6, 7))
         front_end.record_failure("queue_full", time.perf_counter_ns())
         front_end.set_decoding(count)
-    for one in (engine, *front_ends):
-        counters = one.snapshot()
+    for process in (engine, *front_ends):
+        counters = process.snapshot()
         assert (counters.inference_count, counters.executed_rows, counters.decoding) == (3, 4, 3)
         assert (counters.request_duration.count, counters.receive_ns) == (3, 15)
         assert counters.failures["queue_full"] == 2
-        assert counters.batches[3].count == 1
+        assert counters.batches[3][0] == 1
     assert [row[row_width(8) :].tolist() for row in rows] == [[], [], []]
 
 
 def test_the_last_inference_is_the_latest_of_all_rows_and_not_their_sum(monkeypatch):
     rows = shared_rows(2)
-    for own, seconds in enumerate((200, 100)):
+    for process, seconds in enumerate((200, 100)):
         monkeypatch.setattr(time, "time_ns", lambda seconds=seconds: seconds * 10**9)
-        Statistics(8, rows, own).record_execution(1, 1, [(1, 1)], 1, 1, 1)
+        Statistics(8, rows, process).record_execution(1, 1, [(1, 1)], 1, 1, 1)
     assert Statistics(8, rows).snapshot().last_inference_ms == 200_000
 
 

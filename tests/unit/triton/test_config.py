@@ -20,8 +20,9 @@ from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import CheckpointWeights, RandomWeights
 from servers.protocol.tensors import TensorSpec
 from servers.triton.config import (
-    BatchingSettings,
+    BATCHING,
     contradictions,
+    dynamic_batching,
     onnxruntime_config,
     parameters_from_model,
     parameters_from_settings,
@@ -45,11 +46,10 @@ def parse(text: str) -> Any:
 
 def generated_configs(specification: ModelSpecification) -> list[str]:
     """The configuration for each backend."""
-    batching = BatchingSettings(max_batch_size=specification.max_batch_size)
     return [
         onnxruntime_config(specification),
         tensorrt_config(specification),
-        python_config(specification, batching, "cpu", {}),
+        python_config(specification, BATCHING, "cpu", {}),
     ]
 
 
@@ -119,7 +119,7 @@ def test_warm_up_is_zeros_not_random_bits(specification: ModelSpecification) -> 
 
 
 def test_python_backend_says_its_device_and_its_parameters(specification: ModelSpecification) -> None:
-    batching = BatchingSettings(max_batch_size=5, max_queue_delay_us=700, queue_size=9)
+    specification, batching = replace(specification, max_batch_size=5), dynamic_batching(700, 9)
     on_cpu = parse(python_config(specification, batching, "cpu", {"engine": "onnxruntime"}))
     on_gpu = parse(python_config(specification, batching, "cuda:3", {}))
     assert on_cpu.name == specification.name
@@ -135,7 +135,7 @@ def test_python_backend_says_its_device_and_its_parameters(specification: ModelS
 
 def test_a_queue_limit_has_no_timeout_near_the_sleep_of_the_batcher(specification: ModelSpecification) -> None:
     """With a limit a request may bring its own timeout, which Triton ignores without a default one."""
-    batching = BatchingSettings(max_batch_size=5, queue_size=9)
+    batching = dynamic_batching(queue_size=9)
     for text in (
         python_config(specification, batching, "cpu", {}),
         onnxruntime_config(specification, batching),
@@ -241,11 +241,11 @@ def test_a_graph_of_tensorrt_is_of_one_size_along_an_axis_and_of_every_batch_siz
 
 
 def test_ragged_inputs_are_those_along_the_padded_axis() -> None:
-    bert, batching = ANY[0], BatchingSettings(max_batch_size=4)
+    bert = ANY[0]
     ragged = replace(bert, inputs=(*bert.inputs, TensorSpec("task", "INT64", (-1, 1))))
-    allowed = parse(python_config(ragged, batching, "cpu", {}, ragged=True)).input
+    allowed = parse(python_config(ragged, BATCHING, "cpu", {}, ragged=True)).input
     assert [tensor.allow_ragged_batch for tensor in allowed] == [True] * len(bert.inputs) + [False]
-    assert not any(tensor.allow_ragged_batch for tensor in parse(python_config(ragged, batching, "cpu", {})).input)
+    assert not any(tensor.allow_ragged_batch for tensor in parse(python_config(ragged, BATCHING, "cpu", {})).input)
 
 
 def test_the_decoding_step_of_a_users_model_finds_it_by_a_path_that_its_config_does_not_show(tmp_path: Path) -> None:

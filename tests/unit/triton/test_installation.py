@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from servers.cli.defaults import OptionError
 from servers.triton import installation as module
 from servers.triton import launch
 from servers.triton.installation import (
     Installation,
     Interpreter,
-    TritonOptionError,
-    TritonUnavailableError,
+    TritonError,
     cache_folder,
     find_folder,
     find_libpython,
@@ -90,7 +90,7 @@ def test_the_folder_is_the_one_asked_for_then_that_on_path_then_nvidias(
     monkeypatch.setattr(module, "IMAGE_FOLDER", tmp_path / "nothing")
     monkeypatch.setenv("PATH", "")
     assert find_folder(None) is None
-    with pytest.raises(TritonOptionError, match=r"--tritonserver .*has no executable bin/tritonserver"):
+    with pytest.raises(OptionError, match=r"--tritonserver .*has no executable bin/tritonserver"):
         find_folder(tmp_path)
 
 
@@ -143,7 +143,7 @@ def test_a_backend_that_cannot_run_is_refused(
     message: str,
 ) -> None:
     installation = read_installation(image(*backends, python=python), interpreter)
-    with pytest.raises(TritonOptionError, match=message):
+    with pytest.raises(OptionError, match=message):
         choose_backend(settings(tmp_path, **options), installation, lambda: False)
 
 
@@ -163,7 +163,7 @@ def test_a_backend_that_is_code_needs_the_process_of_the_python_backend(
     (folder / "backends" / "onnxruntime" / "model.py").touch()
     installation = read_installation(folder, interpreter)
     assert installation.backends == ("onnxruntime", "python")
-    with pytest.raises(TritonOptionError, match=r"the onnxruntime backend needs Python 3\.12, .* or use another"):
+    with pytest.raises(OptionError, match=r"the onnxruntime backend needs Python 3\.12, .* or use another"):
         choose_backend(settings(tmp_path), installation, lambda: True)
 
 
@@ -175,7 +175,7 @@ def test_a_process_that_lacks_a_library_is_found_before_the_start(
     stub = folder / "backends" / "python" / module.STUB
     words = "libpython3.99.so.1.0: cannot open shared object file: No such file or directory"
     executable(stub, f"echo '{stub}: error while loading shared libraries: {words}' >&2; exit 127")
-    with pytest.raises(TritonOptionError, match=rf"the python backend, whose process in {folder} does not .*: {words}"):
+    with pytest.raises(OptionError, match=rf"the python backend, whose process in {folder} does not .*: {words}"):
         choose_backend(settings(tmp_path), read_installation(folder, interpreter), lambda: True)
 
 
@@ -237,7 +237,7 @@ def test_a_model_that_would_get_empty_tensors_is_refused(
     if refused is None:
         assert prepare_repository(options, installation).model == "my_model"
     else:
-        with pytest.raises(TritonOptionError, match=refused):
+        with pytest.raises(OptionError, match=refused):
             prepare_repository(options, installation)
 
 
@@ -271,7 +271,7 @@ def test_a_step_in_python_is_checked_like_the_model_itself(
     if words is None:
         assert prepare_repository(options, installation).title == "Triton 2.61, ensemble, your my_model"
     else:
-        with pytest.raises(TritonOptionError, match=words):
+        with pytest.raises(OptionError, match=words):
             prepare_repository(options, installation)
 
 
@@ -282,13 +282,13 @@ def test_a_model_without_a_config_is_one_of_the_python_backend_by_its_code(
     (folder / "my_model" / "config.pbtxt").unlink()
     (folder / "my_model" / "1" / "model.py").touch()
     options = settings(tmp_path, triton_repository=folder, model="my_model")
-    with pytest.raises(TritonOptionError, match=r"model my_model needs Python 3\.12"):
+    with pytest.raises(OptionError, match=r"model my_model needs Python 3\.12"):
         prepare_repository(options, read_installation(image("python", python="3.12"), interpreter))
 
 
 def test_a_model_that_the_repository_does_not_have(tmp_path: Path, installation: Installation) -> None:
     options = settings(tmp_path, triton_repository=own_repository(tmp_path, ""), model="another")
-    with pytest.raises(TritonOptionError, match=r"has no model another; its models: my_model"):
+    with pytest.raises(OptionError, match=r"has no model another; its models: my_model"):
         prepare_repository(options, installation)
 
 
@@ -357,7 +357,7 @@ def test_private_package_lists_where_the_system_has_none(debian: Interpreter, to
 
 def test_a_failed_fetch_says_why_and_what_to_do(debian: Interpreter, tools: Path) -> None:
     script(tools, "apt-get", 'echo "E: Could not resolve deb.debian.org" >&2; exit 100')
-    with pytest.raises(TritonUnavailableError) as error:
+    with pytest.raises(TritonError) as error:
         provide_libpython(debian, lambda _message: None)
     assert "Could not resolve deb.debian.org" in str(error.value)
     assert "sudo apt-get install libpython3.99" in str(error.value)
@@ -368,7 +368,7 @@ def test_another_builds_library_is_never_fetched(interpreter: Interpreter, tmp_p
     shutil.rmtree(tmp_path / "lib")
     script(tools, "apt-get", "echo called > called; exit 1")
     said: list[str] = []
-    with pytest.raises(TritonUnavailableError, match="--enable-shared"):
+    with pytest.raises(TritonError, match="--enable-shared"):
         provide_libpython(interpreter, said.append)
     assert said == []
 

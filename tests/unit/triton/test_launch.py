@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import typer
 
+from servers.cli.defaults import OptionError
 from servers.gpu.command import gpu_exporter, gpu_info
 from servers.triton.command import serve_triton
-from servers.triton.installation import TritonOptionError
 from servers.triton.launch import assert_free
 
 CODE = """
@@ -52,12 +52,12 @@ def taken() -> Iterator[int]:
 
 
 def test_a_taken_port_names_its_option(taken: int) -> None:
-    with pytest.raises(TritonOptionError, match=rf"port {taken} on 127.0.0.1 .* --grpc-port"):
+    with pytest.raises(OptionError, match=rf"port {taken} on 127.0.0.1 .* --grpc-port"):
         assert_free("127.0.0.1", {"--grpc-port": taken})
 
 
 def test_two_options_with_one_port() -> None:
-    with pytest.raises(TritonOptionError, match="--http-port and --grpc-port are both 4711"):
+    with pytest.raises(OptionError, match="--http-port and --grpc-port are both 4711"):
         assert_free("127.0.0.1", {"--http-port": 4711, "--grpc-port": 4711})
 
 
@@ -72,5 +72,5 @@ def test_a_free_port_and_one_just_given_back(taken: int) -> None:
 
 
 def test_an_address_that_is_not_ours() -> None:
-    with pytest.raises(TritonOptionError, match="--host"):
+    with pytest.raises(OptionError, match="--host"):
         assert_free("192.0.2.1", {"--http-port": 4711})

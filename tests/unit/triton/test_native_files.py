@@ -11,10 +11,10 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 
+from servers.cli.defaults import OptionError
 from servers.engines import settings as engine_settings
 from servers.export.manifest import ExportError
 from servers.triton import command
-from servers.triton.installation import TritonOptionError
 from servers.triton.settings import TritonSettings
 from tests.scripted_trtexec import ScriptedTrtexec
 
@@ -75,6 +75,6 @@ def test_a_library_of_another_release_or_none_is_refused(
     with pytest.raises(ExportError, match=r"TensorRT 10\.13\.3 executes only .* has trtexec 10\.9\.0"):
         plan(backend="tensorrt")
     (tmp_path / "lib" / "libnvinfer.so.10.13.3").unlink()
-    with pytest.raises(TritonOptionError, match="libnvinfer, which the tensorrt backend loads, was not found"):
+    with pytest.raises(OptionError, match="libnvinfer, which the tensorrt backend loads, was not found"):
         plan(backend="tensorrt")
     assert trtexec.built == 0

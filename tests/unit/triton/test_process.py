@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from loadgen.child_process import ChildProcess
+from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan, cause_in
 from servers.triton import process
-from servers.triton.installation import TritonDiedError, TritonOptionError
+from servers.triton.installation import TritonDiedError
 from servers.triton.process import CAUSES, TritonProcess, region_prefixes, relevant_lines
 
 LOG = """\
@@ -100,7 +101,7 @@ def test_not_ready_in_time(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_written_is_told_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TritonOptionError, match=r"cannot write .*/file/log: .* --log-file"):
+    with pytest.raises(OptionError, match=r"cannot write .*/file/log: .* --log-file"):
         TritonProcess(plan("pass"), tmp_path / "file" / "log")
 
 

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from servers.cli.defaults import TuningError
+from servers.cli.defaults import OptionError
 from servers.engines.settings import EngineSettings
 from servers.models.images import DecodingSettings
 from servers.models.registry import get_specification, get_variant
@@ -19,14 +19,14 @@ from servers.models.sources.triton_repository import read_config
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.config import (
-    BatchingSettings,
+    BATCHING,
     onnxruntime_config,
     python_config,
     settings_from_parameters,
     tensorrt_config,
 )
-from servers.triton.installation import Interpreter, TritonOptionError
-from servers.triton.repository import PlacedModel, Repository, Serving, apply_tuning, lay_out, merge_config, tuning_of
+from servers.triton.installation import Interpreter
+from servers.triton.repository import PlacedModel, Serving, apply_tuning, lay_out, merge_config, tuning_of
 from servers.triton.wheel import find_wheel
 from tests.unit.triton.test_config import parse
 
@@ -35,18 +35,19 @@ ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", thread
 
 def laid_out(
     folder: Path, interpreter: Interpreter, specification: ModelSpecification, engine: EngineSettings = ENGINE
-) -> Repository:
-    serving = Serving(engine, RandomWeights(0), BatchingSettings(max_batch_size=8))
+) -> Path:
+    """The working folder."""
     model = PlacedModel(specification, Path("/artefacts/model.onnx"), {"sha256": "ab12"})
-    return lay_out(folder, find_wheel(interpreter), [model], serving)
+    lay_out(folder, find_wheel(interpreter), [model], Serving(engine, RandomWeights(0)))
+    return folder
 
 
 def test_everything_that_triton_reads(
     tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
 ) -> None:
-    repository = laid_out(tmp_path / "work", interpreter, specification)
-    model = repository.models / specification.name
-    assert [path.name for path in repository.models.iterdir()] == [specification.name]
+    folder = laid_out(tmp_path / "work", interpreter, specification)
+    model = folder / "models" / specification.name
+    assert [path.name for path in (folder / "models").iterdir()] == [specification.name]
     assert "/artefacts" not in (model / "config.pbtxt").read_text()
     assert json.loads((model / "1" / "engine.json").read_text()) == {
         "model": "open_clip:ViT-B-32",
@@ -54,13 +55,13 @@ def test_everything_that_triton_reads(
         "artefact": "/artefacts/model.onnx",
     }
     compile((model / "1" / "model.py").read_text(), "model.py", "exec")
-    assert {path.name for path in (repository.backends / "python").iterdir()} == {
+    assert {path.name for path in (folder / "backends" / "python").iterdir()} == {
         "libtriton_python.so",
         "triton_python_backend_utils.py",
         "triton_python_backend_stub",
     }
-    assert all(path.is_symlink() and path.exists() for path in (repository.backends / "python").iterdir())
-    assert [path.name for path in repository.libraries.iterdir()] == ["libpython3.99.so.1.0"]
+    assert all(path.is_symlink() and path.exists() for path in (folder / "backends" / "python").iterdir())
+    assert [path.name for path in (folder / "lib").iterdir()] == ["libpython3.99.so.1.0"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_the_config_of_the_python_backend_says_whether_threads_spin(
     spinning: str,
 ) -> None:
     engine = replace(ENGINE, **changes)
-    models = laid_out(tmp_path / "work", interpreter, specification, engine).models
+    models = laid_out(tmp_path / "work", interpreter, specification, engine) / "models"
     config = parse((models / specification.name / "config.pbtxt").read_text())
     parameters = {name: parameter.string_value for name, parameter in config.parameters.items()}
     assert parameters.get("spinning", "") == spinning
@@ -96,25 +97,25 @@ def test_only_sizes_to_pad_to_let_triton_merge_requests_of_different_sizes(
 ) -> None:
     bert = get_specification("transformers:distilbert-base-uncased")
     for pad_to, ragged in (((), 0), ((32, 64), len(bert.inputs))):
-        repository = laid_out(tmp_path / "work", interpreter, bert, replace(ENGINE, pad_to=pad_to))
-        config = (repository.models / bert.name / "config.pbtxt").read_text()
+        folder = laid_out(tmp_path / "work", interpreter, bert, replace(ENGINE, pad_to=pad_to))
+        config = (folder / "models" / bert.name / "config.pbtxt").read_text()
         assert config.count("allow_ragged_batch: true") == ragged
 
 
 def test_a_former_launchs_models_are_gone(
     tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
 ) -> None:
-    repository = laid_out(tmp_path / "work", interpreter, specification)
-    (repository.models / "another" / "1").mkdir(parents=True)
+    folder = laid_out(tmp_path / "work", interpreter, specification)
+    (folder / "models" / "another" / "1").mkdir(parents=True)
     laid_out(tmp_path / "work", interpreter, specification)
-    assert [path.name for path in repository.models.iterdir()] == [specification.name]
+    assert [path.name for path in (folder / "models").iterdir()] == [specification.name]
 
 
 def test_a_folder_that_cannot_be_written_is_told_in_one_sentence(
     tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TritonOptionError, match=r"cannot write .*/file/work: Not a directory; .* --work-dir"):
+    with pytest.raises(OptionError, match=r"cannot write .*/file/work: Not a directory; .* --work-dir"):
         laid_out(tmp_path / "file" / "work", interpreter, specification)
 
 
@@ -124,7 +125,7 @@ def test_a_folder_with_other_files_is_refused_and_kept(
     precious = tmp_path / "work" / "models" / "precious"
     precious.parent.mkdir(parents=True)
     precious.write_text("mine")
-    with pytest.raises(TritonOptionError, match="--work-dir"):
+    with pytest.raises(OptionError, match="--work-dir"):
         laid_out(tmp_path / "work", interpreter, specification)
     assert precious.read_text() == "mine"
 
@@ -132,9 +133,10 @@ def test_a_folder_with_other_files_is_refused_and_kept(
 def native(folder: Path, interpreter: Interpreter, payload: str, backend: str, device: str) -> Path:
     specification = get_variant("open_clip:ViT-B-32", payload)
     engine = replace(ENGINE, kind=backend, device=device, precision="fp16")
-    serving = Serving(engine, RandomWeights(0), BatchingSettings(8), DecodingSettings(threads=3), backend)
+    serving = Serving(engine, RandomWeights(0), decoding=DecodingSettings(threads=3), backend=backend)
     model = PlacedModel(specification, Path("/artefacts/exported"), {"sha256": "ab12"})
-    return lay_out(folder, find_wheel(interpreter), [model], serving).models
+    lay_out(folder, find_wheel(interpreter), [model], serving)
+    return folder / "models"
 
 
 @pytest.mark.parametrize(("backend", "ending"), [("onnxruntime", "onnx"), ("tensorrt", "plan")])
@@ -227,9 +229,8 @@ def models(tmp_path: Path) -> Path:
 
 def test_generated_configs_have_nothing_that_could_make_them_slow() -> None:
     specification = get_specification("openclip_vit_b32")
-    batching = BatchingSettings(specification.max_batch_size)
-    assert tuning_of(text_format.Parse(python_config(specification, batching, "cpu", {}), pb.ModelConfig())) == {}
-    on_cpu = onnxruntime_config(specification, batching, "cpu", {"threads": "1"})
+    assert tuning_of(text_format.Parse(python_config(specification, BATCHING, "cpu", {}), pb.ModelConfig())) == {}
+    on_cpu = onnxruntime_config(specification, device="cpu", parameters={"threads": "1"})
     assert tuning_of(text_format.Parse(on_cpu, pb.ModelConfig())) == {}
 
 
@@ -298,10 +299,10 @@ def test_text_is_merged_into_a_config(models: Path) -> None:
     config = read_config(models / "slow")
     assert list(config.dynamic_batching.preferred_batch_size) == [4, 8, 2]
     assert [group.count for group in config.instance_group] == [2, 3]
-    with pytest.raises(TuningError, match="no field named"):
+    with pytest.raises(OptionError, match="no field named"):
         merge_config(models, "slow", "dynamic_batching { speed: 9 }")
 
 
 def test_a_setting_that_is_not_in_effect_is_refused_with_those_that_are(models: Path) -> None:
-    with pytest.raises(TuningError, match=r"not a setting in effect; set here: dynamic_batching\.default_queue_policy"):
+    with pytest.raises(OptionError, match=r"not a setting in effect; set here: dynamic_batching\.default_queue_policy"):
         apply_tuning(models, ["slow"], "optimization.cuda", models)

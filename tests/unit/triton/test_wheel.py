@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from servers.triton import wheel
-from servers.triton.installation import Interpreter, TritonUnavailableError, current_interpreter
+from servers.triton.installation import Interpreter, TritonError, current_interpreter
 from servers.triton.wheel import diagnose, find_wheel
 
 
@@ -49,7 +49,7 @@ def test_one_condition_unmet(interpreter: Interpreter, change: dict[str, object]
     found = replace(interpreter, **change)  # type: ignore[arg-type]  # the parametrisation fits
     detail, remedy = failing(found)[name]
     assert word in remedy
-    with pytest.raises(TritonUnavailableError) as error:
+    with pytest.raises(TritonError) as error:
         find_wheel(found)
     assert detail in str(error.value)
     assert remedy in str(error.value)
@@ -63,7 +63,7 @@ def test_new_glibc_is_accepted(interpreter: Interpreter, glibc: tuple[int, int])
 def test_missing_libpython_is_found_and_named(interpreter: Interpreter, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "lib")
     assert list(failing(interpreter)) == ["triton-libpython"]
-    with pytest.raises(TritonUnavailableError, match=r"libpython3\.99\.so\.1\.0 is missing"):
+    with pytest.raises(TritonError, match=r"libpython3\.99\.so\.1\.0 is missing"):
         find_wheel(interpreter)
 
 
@@ -150,7 +150,7 @@ def test_an_incomplete_own_copy_is_fetched_again(index: Callable[..., tuple[Inte
 
 def test_a_file_with_another_hash_is_refused(index: Callable[..., tuple[Interpreter, Path]]) -> None:
     interpreter, site = index("0" * 64)
-    with pytest.raises(TritonUnavailableError, match="DO NOT MATCH THE HASHES"):
+    with pytest.raises(TritonError, match="DO NOT MATCH THE HASHES"):
         find_wheel(interpreter)
     assert not site.exists()
     assert [path.name for path in site.parent.iterdir()] == [f".{site.name}.lock"]
@@ -161,7 +161,7 @@ def test_without_the_file_the_message_says_what_to_run(
 ) -> None:
     interpreter, _ = index()
     shutil.rmtree(tmp_path / "packages")
-    with pytest.raises(TritonUnavailableError, match=r"run pip install --no-deps nvidia-pytriton==0\.7\.0"):
+    with pytest.raises(TritonError, match=r"run pip install --no-deps nvidia-pytriton==0\.7\.0"):
         find_wheel(interpreter)
 
 

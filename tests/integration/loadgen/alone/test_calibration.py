@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.client.grpc import GrpcConnection, GrpcRequest
+from loadgen.client.grpc import GrpcConnection, grpc_request
 from loadgen.entry import build
 from loadgen.records.machine import Calibration, ceiling_images_per_s
-from loadgen.run.calibrate import CalibrationRequest, SinkProcesses, calibrate
-from loadgen.run.machine import default_path, own_calibration, read_calibration, write_calibration
+from loadgen.run.calibrate import SinkProcesses, calibrate
+from loadgen.run.machine import cache_path, own_calibration, read_calibration, store_record
 
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     calibration = own_calibration()
     assert calibration is not None
     assert read_calibration(tmp_path / "copy.json") == calibration
-    assert read_calibration(default_path(calibration.fingerprint)) == calibration
+    assert read_calibration(cache_path("calibration", calibration.fingerprint)) == calibration
     (workload,) = calibration.workloads
     assert (workload.transport, workload.payload, workload.batch_size, workload.payload_bytes) == (
         "http",
@@ -47,7 +47,7 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_every_transport_and_payload() -> None:
-    calibration = calibrate(CalibrationRequest(seconds=0.2), lambda _: None)
+    calibration = calibrate(lambda _: None, seconds=0.2)
     assert not calibration.problems
     assert len(calibration.workloads) == 3 * 3 * 2
     heavy = {(c.transport, c.batch_size): c.cpu_us_per_request for c in calibration.workloads if c.payload == "fp32"}
@@ -61,7 +61,7 @@ def test_the_sink_keeps_requests_as_long_as_it_is_told(tmp_path: Path) -> None:
         assert sink.held_ns() == []
         connection = GrpcConnection(sink.grpc_address)
         for size in (1, 602_112, 20_000_000):
-            exchange = connection.send(GrpcRequest(bytes(size), size))
+            exchange = connection.send(grpc_request(bytes(size), size))
             assert exchange.failure is None
             assert len(exchange.body) > 2048
             assert exchange.end_ns - exchange.send_ns > 2_900_000
@@ -106,7 +106,7 @@ def test_other_batch_sizes_are_interpolated(tmp_path: Path) -> None:
     for size in (1, 2, 16, 32, 64):
         assert ceiling_images_per_s(calibration, "http", "fp32", size) == pytest.approx(1000.0)
     assert ceiling_images_per_s(calibration, "http", "fp32", 8, processes=3) == pytest.approx(3000.0)
-    write_calibration(calibration, tmp_path / "deep" / "c.json")
+    store_record(tmp_path / "deep" / "c.json", calibration, "")
     assert read_calibration(tmp_path / "deep" / "c.json") == calibration
 
 

@@ -13,23 +13,25 @@ import psutil
 import pytest
 
 from loadgen.client.endpoint import Endpoint
-from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
-from loadgen.client.messages import BlockOutcome, Open, Prepare
-from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
+from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true, fake_servers
 
 
-@pytest.fixture
-def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
-    process = GeneratorProcess(tmp_path / "generator.log")
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GeneratorProcess]:
+    """One for all tests that leave it usable."""
+    process = GeneratorProcess(tmp_path_factory.mktemp("generator") / "generator.log")
     yield process
     process.stop()
 
 
-@pytest.fixture
-def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]) -> str:
+@pytest.fixture(scope="module")
+def url(generator: GeneratorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that takes 50 ms, for which bodies of 1 and 4 images are prepared."""
-    return prepared(generator, tmp_path, fake_url("--delay-ms", "50"))
+    with fake_servers() as start:
+        yield prepared(generator, tmp_path_factory.mktemp("bodies"), start("--delay-ms", "50"))
 
 
 def prepared(generator: GeneratorProcess, tmp_path: Path, url: str) -> str:
@@ -193,7 +195,7 @@ def test_too_few_descriptors_refuse_a_block_and_leave_nothing_behind(
         arrivals="closed" if rate_per_s is None else "constant",
     )  # fmt: skip
     block(generator, url, None, requests=1)  # with what is opened once for all blocks
-    _, most = child.rlimit(psutil.RLIMIT_NOFILE)
+    before = _, most = child.rlimit(psutil.RLIMIT_NOFILE)
     held, refused, outcome = child.num_fds(), [], None
     for spare in range(-4, 12):
         child.rlimit(psutil.RLIMIT_NOFILE, (held + spare, most))
@@ -206,6 +208,7 @@ def test_too_few_descriptors_refuse_a_block_and_leave_nothing_behind(
         await_true(lambda: not child.net_connections(), "the users' connections are closed")
         assert not list(tmp_path.glob("*.npy*"))
         assert child.num_fds() <= held
+    child.rlimit(psutil.RLIMIT_NOFILE, before)
     assert outcome is not None
     assert outcome.requests == 8
     assert any("cannot keep time" in reason and "ulimit -n" in reason for reason in refused)

@@ -13,14 +13,13 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
-import psutil
 import pytest
 
 from loadgen.client.connection import ConnectionRefused
 from loadgen.client.endpoint import Endpoint
-from loadgen.client.generator import GeneratorError, GeneratorProcess
+from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
-from loadgen.client.messages import BlockOutcome, Open, Prepare
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.client.transports import TRANSPORTS, InferenceTarget, prepare, read_answer
 from loadgen.experiment.schedule import due_offsets_ns
 from loadgen.launch.embedded import EmbeddedDeployment
@@ -50,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedDeploym
     options = {"engine": "null", "payloads": ",".join(IMAGE_PAYLOADS), "added-delay-ms": str(1000 * DELAY_S)}
     options |= {"model": MODEL, "allow-shared-memory": "true"}
     deployment = EmbeddedDeployment("native", options, tmp_path_factory.mktemp("server") / "log", abserve=ABSERVE)
+    deployment.largest_batch = 48
     deployment.start()
     try:
         for payload in IMAGE_PAYLOADS:
@@ -59,9 +59,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedDeploym
         deployment.stop()
 
 
-@pytest.fixture
-def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
-    process = GeneratorProcess(tmp_path / "generator.log")
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GeneratorProcess]:
+    """One for all tests that leave it usable."""
+    process = GeneratorProcess(tmp_path_factory.mktemp("generator") / "generator.log")
     yield process
     process.stop()
 
@@ -209,17 +210,10 @@ def test_a_server_that_shares_no_memory_says_what_to_do(samples: Path, tmp_path:
     assert regions_of_load() == []
 
 
-def test_a_started_server_accepts_the_largest_batch_of_the_load(tmp_path: Path) -> None:
-    deployment = EmbeddedDeployment("native", {"engine": "null", "model": MODEL}, tmp_path / "log", abserve=ABSERVE)
-    deployment.largest_batch = 48
-    deployment.start()
-    try:
-        deployment.wait_ready(MODEL, 90)
-        config = Endpoint(deployment.url).document(f"/v2/models/{MODEL}/config")
-        assert config is not None
-        assert config["max_batch_size"] == 48
-    finally:
-        deployment.stop()
+def test_a_started_server_accepts_the_largest_batch_of_the_load(server: EmbeddedDeployment) -> None:
+    config = Endpoint(server.url).config(MODEL)
+    assert config is not None
+    assert config["max_batch_size"] == 48
 
 
 @pytest.mark.parametrize("transport", ["http", pytest.param("grpc", marks=pytest.mark.slow), "shm"])
@@ -255,8 +249,7 @@ def test_a_killed_generator_leaves_no_memory(server: EmbeddedDeployment, samples
     open_block(generator, arm, samples, "uint8")
     assert len(registered(server.url)) == 1 + USERS, "the requests, and a slot for each user"  # type: ignore[arg-type]
     assert regions_of_load() == [], "the names are gone as soon as the server has mapped them"
-    child = next(p for p in psutil.Process().children() if "loadgen.client.worker" in p.cmdline())
-    child.kill()
+    generator._workers[0].child.popen.kill()
     with pytest.raises(GeneratorError):
         generator.go(Open(url="", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=1, timeout_s=1))
     generator.stop()

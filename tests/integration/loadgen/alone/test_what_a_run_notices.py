@@ -21,7 +21,7 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
 from loadgen.run.arms import Arm
-from loadgen.run.machine_watch import MachineWatch
+from loadgen.run.machine_watch import machine_load, read_processors, server_processes
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
@@ -99,9 +99,8 @@ def test_the_processes_of_a_server_by_url_are_found_where_it_runs_here(fake_url)
     """One that is elsewhere uses no core of this machine; of one behind a proxy nothing is known."""
 
     def watched(url: str) -> MachineLoad | None:
-        watch = MachineWatch([Arm(ArmRequest(label="a", target=url), RemoteDeployment(url), "m")])
-        watch.start()
-        return watch.end()
+        servers = server_processes([Arm(ArmRequest(label="a", target=url), RemoteDeployment(url), "m")])
+        return machine_load(read_processors(), read_processors(), servers)
 
     here, elsewhere = watched(fake_url()), watched("http://192.0.2.1:80")
     assert here is not None

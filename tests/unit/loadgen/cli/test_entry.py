@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from typing import Annotated
 
 import typer
 from typer.testing import CliRunner
 
-from loadgen.entry import InstalledCommands, PanelledCommand, build
+from loadgen.entry import PanelledCommand, build
 
 HEAVY = {"numpy", "scipy", "pydantic", "rich", "torch", "gevent", "locust", "msgspec", "plotly", "tritonclient"}
 
@@ -55,7 +55,7 @@ def test_options_are_listed_in_groups_in_order_of_appearance() -> None:
 
 def test_internal_commands_run_but_are_not_listed() -> None:
     listed = CliRunner().invoke(build(), ["--help"]).output
-    internal = [name for name, command in InstalledCommands().items() if command.hidden]
+    internal = [point.name for point in entry_points(group="abserve.internal_commands")]
     assert internal
     assert not any(f"  {name} " in listed for name in internal)
     assert CliRunner().invoke(build(), [internal[0], "--help"]).exit_code == 0

@@ -12,10 +12,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
-from loadgen.client.bodies import PreparedBody, raw_tensors
-from loadgen.client.connection import GRPC_STATUS, Address, Exchange
+from loadgen.client.bodies import for_server, raw_tensors
+from loadgen.client.connection import GRPC_STATUS, Address, Exchange, PreparedRequest
 from loadgen.client.endpoint import Endpoint, Signature, TensorSignature
-from loadgen.client.grpc import GrpcRequest
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import NUMPY_TYPES, InputError, SampleInputs, read_given
 from loadgen.client.outputs import ExpectedOutputs, read_message
@@ -48,9 +47,9 @@ def message_of(datatype: str, values: Any, shape: tuple[int, ...] = (1, 2)) -> A
 @pytest.mark.parametrize("datatype", FIELDS)
 def test_typed_contents_are_read_and_expected(datatype: str) -> None:
     message = message_of(datatype, values_of(datatype))
-    found = read_message(message)["y"]
-    assert (found.shape, found.ravel().tolist()) == ((1, 2), values_of(datatype))
-    assert datatype == "BYTES" or found.dtype == NUMPY_TYPES[datatype]
+    output = read_message(message)["y"]
+    assert (output.shape, output.ravel().tolist()) == ((1, 2), values_of(datatype))
+    assert datatype == "BYTES" or output.dtype == NUMPY_TYPES[datatype]
     signature = Signature("m", (), (TensorSignature("y", datatype, (-1, 2)),))
     exchange = Exchange()
     exchange.status, exchange.body = GRPC_STATUS, memoryview(message.SerializeToString())
@@ -97,9 +96,9 @@ def test_texts_and_variable_sizes_come_back_through_shared_memory() -> None:
     ]  # fmt: skip
     exchange = Exchange()
     exchange.status, exchange.body = 200, memoryview(json.dumps({"outputs": described}).encode())
-    found = connection.read_outputs(exchange, (request, bytes(memory)))
-    assert found["y"].tolist() == TEXTS.tolist()
-    np.testing.assert_array_equal(found["z"], hidden.reshape(2, 5, 3))
+    outputs = connection.read_outputs(exchange, (request, bytes(memory)))
+    assert outputs["y"].tolist() == TEXTS.tolist()
+    np.testing.assert_array_equal(outputs["z"], hidden.reshape(2, 5, 3))
     memory[start_y : start_y + 4] = b"\xff\xff\xff\x7f"
     with pytest.raises(DocumentError, match="output y is not in the shared memory"):
         connection.read_outputs(exchange, (request, bytes(memory)))
@@ -133,8 +132,8 @@ def test_whether_the_first_dimension_is_a_batch(
     configuration a variable first dimension is the batch."""
     with hostile_server() as server:
         server.answers.update(unbatched(config, shape))
-        found = Endpoint(server.url).signature("m")
-        assert (found.batched, found.inputs[0].shape) == (batched, tuple(shape) if batched else (-1, *shape))
+        signature = Endpoint(server.url).signature("m")
+        assert (signature.batched, signature.inputs[0].shape) == (batched, tuple(shape) if batched else (-1, *shape))
 
 
 def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
@@ -144,11 +143,11 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
         server.answers.update(unbatched(None, [3, 4]))
         signature = Endpoint(server.url).signature("m")
         body, message = (prepare(transport, inputs, signature, (1,)) for transport in ("http", "grpc"))
-        assert isinstance(body, PreparedBody)
-        assert isinstance(message, GrpcRequest)
-        head = json.loads(body.body[: body.json_bytes])
-        assert (head["inputs"][0]["shape"], body.body[body.json_bytes :]) == ([3, 4], items[1].tobytes())
-        assert list(service_pb2.ModelInferRequest.FromString(message.message).inputs[0].shape) == [3, 4]
+        assert isinstance(body, PreparedRequest)
+        assert isinstance(message, PreparedRequest)
+        head, tensors = json.loads(body.body[: -body.payload_bytes]), body.body[-body.payload_bytes :]
+        assert (head["inputs"][0]["shape"], tensors) == ([3, 4], items[1].tobytes())
+        assert list(service_pb2.ModelInferRequest.FromString(message.body).inputs[0].shape) == [3, 4]
         with pytest.raises(InputError, match="no batch dimension"):
             prepare("http", inputs, signature, (0, 1))
         output = {"name": "y", "datatype": "FP32", "shape": [3, 4], "parameters": {"binary_data_size": 48}}
@@ -158,7 +157,7 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
         )  # fmt: skip
         address = Address.parse(server.url)
         connection = HttpConnection(address)
-        exchange = connection.send(body.request(address, "m"))
+        exchange = connection.send(for_server(body, address, "m"))
         assert ExpectedOutputs("http", signature, 1).fault(exchange) is None
         np.testing.assert_array_equal(read_answer(connection, exchange, batched=signature.batched)["y"], items[1:])
         connection.close()
@@ -269,9 +268,9 @@ def test_one_value_per_item_becomes_a_list_of_one_where_the_server_takes_lists()
     inputs = SampleInputs({"x": np.arange(3, dtype="<f4")}, "synthetic")
     for shape in ((-1, 1), (-1,)):
         body = prepare("http", inputs, Signature("m", (TensorSignature("x", "FP32", shape),), ()), (0, 2))
-        assert isinstance(body, PreparedBody)
-        assert json.loads(body.body[: body.json_bytes])["inputs"][0]["shape"] == [2, *shape[1:]]
-        assert np.frombuffer(body.body[body.json_bytes :], "<f4").tolist() == [0.0, 2.0]
+        assert isinstance(body, PreparedRequest)
+        assert json.loads(body.body[: -body.payload_bytes])["inputs"][0]["shape"] == [2, *shape[1:]]
+        assert np.frombuffer(body.body[-body.payload_bytes :], "<f4").tolist() == [0.0, 2.0]
 
 
 def test_arms_share_requests_only_if_their_metadata_agree() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from loadgen.client.bodies import choose_items, prepare_body
+from loadgen.client.bodies import choose_items, for_server, prepare_body
 from loadgen.client.connection import Address, Exchange, failure_message
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.http import HttpConnection
@@ -29,7 +29,7 @@ CONNECTION = HttpConnection(Address("127.0.0.1", 1))
 
 def test_a_body_is_json_and_then_the_images_bytes() -> None:
     body = prepare_body(INPUTS, SIGNATURE, [3, 1])
-    head = json.loads(body.body[: body.json_bytes])
+    head = json.loads(body.body[: -body.payload_bytes])
     assert head["inputs"] == [
         {
             "name": "pixel_values",
@@ -39,15 +39,15 @@ def test_a_body_is_json_and_then_the_images_bytes() -> None:
         }
     ]
     assert head["outputs"] == [{"name": "embedding", "parameters": {"binary_data": True}}]
-    assert body.body[body.json_bytes :] == PIXELS[[3, 1]].tobytes()
+    assert body.body[-body.payload_bytes :] == PIXELS[[3, 1]].tobytes()
 
 
 def test_the_head_names_both_lengths_and_the_model() -> None:
     body = prepare_body(INPUTS, SIGNATURE, [0])
-    request = body.request(Address("127.0.0.1", 8000), "m")
+    request = for_server(body, Address("127.0.0.1", 8000), "m")
     assert request.head.startswith(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: 127.0.0.1:8000\r\n")
     assert f"Content-Length: {len(body.body)}\r\n".encode() in request.head
-    assert f"Inference-Header-Content-Length: {body.json_bytes}\r\n".encode() in request.head
+    assert f"Inference-Header-Content-Length: {len(body.body) - body.payload_bytes}\r\n".encode() in request.head
     assert request.body is body.body
 
 

@@ -159,9 +159,9 @@ def test_samples_of_two_machines_merge_and_their_clocks_do_not(tmp_path: Path) -
     assert about["error_messages"] == ["gone", "reset"]
     assert (about["clock"], about["complete"], about["requests"]) == ("several", True, 5)
     assert [worker["host"] for worker in about["workers"]] == ["host0", "host1"]
-    own = [worker["requests_per_s"] for worker in about["workers"]]
-    assert about["requests_per_s"] == pytest.approx(sum(own))
-    assert own[0] == pytest.approx(3 / (2_020e-9), rel=0.01)
+    rates = [worker["requests_per_s"] for worker in about["workers"]]
+    assert about["requests_per_s"] == pytest.approx(sum(rates))
+    assert rates[0] == pytest.approx(3 / (2_020e-9), rel=0.01)
 
 
 def test_a_lost_workers_unfinished_file_is_read_where_it_can_be(tmp_path: Path) -> None:
@@ -183,11 +183,11 @@ def test_a_master_does_not_hold_the_samples_of_a_long_test_in_memory(tmp_path: P
     store_samples(tmp_path / "many.npy", [many])
     tracemalloc.start()
     reports = [WorkerReport(f"client{number}", number, folder=tmp_path / "out") for number in range(2)]
-    for one in reports:
+    for collected in reports:
         with (tmp_path / "many.npy").open("rb") as content:
             while piece := content.read(2**20):
-                one.add("Single", piece)
-        one.finish([{"name": "Single", "error_messages": []}])
+                collected.add("Single", piece)
+        collected.finish([{"name": "Single", "error_messages": []}])
     (told,) = merge_reports(reports, tmp_path / "out")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

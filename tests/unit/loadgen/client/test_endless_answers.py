@@ -11,7 +11,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from loadgen.client.connection import Address, ConnectionRefused
+from loadgen.client.connection import Address, ConnectionRefused, PreparedRequest
 from loadgen.client.grpc import (
     CONTINUATION,
     DATA,
@@ -20,10 +20,10 @@ from loadgen.client.grpc import (
     SETTINGS,
     WINDOW_UPDATE,
     GrpcConnection,
-    GrpcRequest,
     frame_head,
+    grpc_request,
 )
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.http import HttpConnection, request_head
 
 TIMEOUT_S = 0.5
 PATIENT_S = 30.0
@@ -116,7 +116,7 @@ def call(script: Script, message: bytes = b"question", timeout_s: float = TIMEOU
         connection = GrpcConnection(f"{host}:{port}", timeout_s=timeout_s, most_bytes=MOST_BYTES)
         started = monotonic()
         try:
-            failure = connection.send(GrpcRequest(message, len(message))).failure
+            failure = connection.send(grpc_request(message, len(message))).failure
         except ConnectionRefused as exc:
             failure = str(exc)
         finally:
@@ -172,7 +172,7 @@ def test_a_flood_between_two_calls_ends_the_connection() -> None:
 
     with serving(script) as (host, port):
         connection = GrpcConnection(f"{host}:{port}", timeout_s=PATIENT_S)
-        request = GrpcRequest(b"question", 8)
+        request = grpc_request(b"question", 8)
         assert connection.send(request).status == 1003
         started = monotonic()
         while connection._connection is not None and connection._connection.usable():

@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
-from loadgen.client.grpc import SERVICE, GrpcConnection, GrpcRequest, parse_grpc_address
+from loadgen.client.grpc import SERVICE, GrpcConnection, grpc_request, parse_grpc_address
 
-REQUEST = GrpcRequest(b"question", 5)
+REQUEST = grpc_request(b"question", 5)
 
 
 class Scripted(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no types

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from loadgen.client.connection import ConnectionRefused
-from loadgen.client.grpc import GrpcConnection, GrpcRequest, frame_head
+from loadgen.client.grpc import GrpcConnection, frame_head, grpc_request
 
 PREFACE = 24
 OK_HEAD, OK_TRAILER = b"\x88", b"\0\x0bgrpc-status\x010"
@@ -92,7 +92,7 @@ def scripted() -> Iterator[Callable[[Script], GrpcConnection]]:
 
 
 def ask(connection: GrpcConnection, message: bytes = b"question") -> Any:
-    return connection.send(GrpcRequest(message, len(message)))
+    return connection.send(grpc_request(message, len(message)))
 
 
 def test_flow_control_is_kept(scripted: Any) -> None:

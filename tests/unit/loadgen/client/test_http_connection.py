@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.client.connection import Address, ConnectionRefused
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address, ConnectionRefused, PreparedRequest
+from loadgen.client.http import HttpConnection, request_head
 
 Handler = Callable[[socket.socket], None]
 GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nInference-Header-Content-Length: 3\r\n\r\nhello"
@@ -309,14 +309,14 @@ def test_a_response_like_the_one_before_is_still_read_as_what_it_is() -> None:
 
     with serving(answer) as address:
         connection = HttpConnection(address)
-        found = []
+        outcomes = []
         for _ in answers:
             exchange = connection.send(PreparedRequest(request_head("GET", "/", address)))
             length = exchange.header("inference-header-content-length")
-            found.append((exchange.status, bytes(exchange.body), length, exchange.response_bytes, exchange.failure))
+            outcomes.append((exchange.status, bytes(exchange.body), length, exchange.response_bytes, exchange.failure))
         connection.close()
     hello, late = (200, b"hello", "3", len(GOOD), None), (503, b"late", None, len(BUSY), None)
-    assert found == [
+    assert outcomes == [
         hello, hello, (200, b"world", "2", len(OTHER), None), (204, b"", None, len(SHORT), None), hello, late, late,
         (200, b"again", "3", len(GOOD), None),
     ]  # fmt: skip

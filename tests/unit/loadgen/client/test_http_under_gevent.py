@@ -9,8 +9,8 @@ PATCHED = """
 from gevent import monkey; monkey.patch_all()
 import gevent, time
 from gevent.server import StreamServer
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
-from loadgen.client.connection import Address
+from loadgen.client.http import HttpConnection, request_head
+from loadgen.client.connection import Address, PreparedRequest
 
 def serve(connection, _):
     while connection.recv(65536):

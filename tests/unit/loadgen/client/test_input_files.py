@@ -74,7 +74,7 @@ def one_input(tmp_path: Path, datatype: str, text: str, *, shape: tuple[int, ...
 
 @pytest.mark.parametrize("elements", [[b"hello"], [b"ab", b"cdef"], [b"", b"\0" * 300, b"x"], []])
 def test_base64_of_texts_has_the_length_before_each_element(tmp_path: Path, elements: list[bytes]) -> None:
-    sent = b"".join(len(one).to_bytes(4, "little") + one for one in elements)
+    sent = b"".join(len(element).to_bytes(4, "little") + element for element in elements)
     for shape in ((-1, len(elements)), (-1, -1)):
         encoded = json.dumps({"content": {"b64": base64.b64encode(sent).decode()}, "shape": [len(elements)]})
         inputs = one_input(tmp_path, "BYTES", encoded, shape=shape)
@@ -101,8 +101,8 @@ def test_integers_are_exact_to_both_ends_of_their_datatype(tmp_path: Path, datat
     values = [most, 1, least, most - 1]
     for text in (str(values), str([values[:2], values[2:]])):
         shape = (-1, 4) if "[[" not in text else (-1, 2, 2)
-        found = one_input(tmp_path, datatype, text, shape=shape).take("x", (0,))
-        assert found.ravel().tolist() == values
+        taken = one_input(tmp_path, datatype, text, shape=shape).take("x", (0,))
+        assert taken.ravel().tolist() == values
     for text in (f"[{most + 1}, 1]", f"[1, {least - 1}]", f"[[1], [{most + 1}]]", "[1.0, 2]", "[1, 2.5]", "[true, 2]",
                  "[1, null]", '["1", 2]', "[NaN, 1]", "[1, -Infinity]", "[1e400, 1]", f"[{10**40}, 1]"):  # fmt: skip
         with pytest.raises(InputError, match=f"item 1, input x has values that {datatype} cannot hold"):

@@ -23,9 +23,9 @@ def fill(kept: KeptAnswers, requests: int, rows: int = 1) -> None:
 def test_so_many_are_kept_whatever_the_number_of_requests(requests: int) -> None:
     kept = KeptAnswers(8, seed=4)
     fill(kept, requests)
-    found = kept.read()
-    assert len(found) == min(8, requests)
-    for answer in found:
+    answers = kept.read()
+    assert len(answers) == min(8, requests)
+    for answer in answers:
         assert (answer.user, answer.body, answer.first) == (answer.request % 3, answer.request % 5, 10 * answer.request)
         assert unpacked(answer.outputs[0])[0, 0] == answer.request
 

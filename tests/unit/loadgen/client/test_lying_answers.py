@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,6 @@ from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import NUMPY_TYPES
 from loadgen.client.outputs import AnswerError
 from loadgen.client.shared_memory import (
-    ClientRegion,
     RequestSlot,
     SharedMemoryConnection,
     SharedMemoryRequest,
@@ -66,7 +66,7 @@ def outcome(exchange: Exchange, connection: Any = HTTP) -> Mapping[str, Any] | s
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            found = read_answer(connection, exchange)
+            outputs = read_answer(connection, exchange)
         except AnswerError as exc:
             said = str(exc)
         else:
@@ -75,8 +75,8 @@ def outcome(exchange: Exchange, connection: Any = HTTP) -> Mapping[str, Any] | s
     assert len(said) < 500
     if said:
         return said
-    assert all(isinstance(array, np.ndarray) for array in found.values())
-    return found
+    assert all(isinstance(array, np.ndarray) for array in outputs.values())
+    return outputs
 
 
 @settings(deadline=None, max_examples=120)
@@ -124,8 +124,8 @@ def grpc(body: bytes) -> None:
 
 def test_any_json_over_shared_memory() -> None:
     request = SharedMemoryRequest((RawTensor("in", "FP32", (1,), bytes(4)),), {"out": 16})
-    pool, region = SlotPool(Address("127.0.0.1", 1), "model", (request,)), ClientRegion("slots", 128)
-    pool.give_back(RequestSlot(region, 0))
+    pool, memory = SlotPool(Address("127.0.0.1", 1), "model", (request,)), mmap.mmap(-1, 128)
+    pool.give_back(RequestSlot("slots", memory, 0))
     connection = SharedMemoryConnection(pool)
     connection._slot = pool.take(request)
 
@@ -139,7 +139,7 @@ def test_any_json_over_shared_memory() -> None:
         good = {"outputs": [{"name": "out", "datatype": "FP32", "shape": [2]}]}
         assert set(outcome(http(json.dumps(good).encode()), connection)) == {"out"}
     finally:
-        region.close()
+        memory.close()
 
 
 def answer(*outputs: dict[str, Any], binary: bytes = b"") -> Mapping[str, Any] | str:
@@ -179,15 +179,15 @@ def test_each_lie_is_named(outputs: tuple[dict[str, Any], ...], binary: bytes, w
 
 
 def test_good_answers_of_every_kind() -> None:
-    found = answer(
+    outputs = answer(
         entry("BYTES", [2], 11, "bytes"), entry("BF16", [1], 2, "bf16"),
         entry("INT8", [2, 1], 2, "int8"),
         binary=b"\x01\0\0\0a\x02\0\0\0bc" + b"\x80\x3f" + b"\xff\x02",
     )  # fmt: skip
-    assert not isinstance(found, str)
-    assert list(found["bytes"]) == [b"a", b"bc"]
-    assert found["bf16"].tolist() == [1.0]
-    assert found["int8"].tolist() == [[-1], [2]]
+    assert not isinstance(outputs, str)
+    assert list(outputs["bytes"]) == [b"a", b"bc"]
+    assert outputs["bf16"].tolist() == [1.0]
+    assert outputs["int8"].tolist() == [[-1], [2]]
 
 
 @settings(deadline=None, max_examples=100)

@@ -157,11 +157,11 @@ def test_any_metadata(server: HostileServer, document: object) -> None:
 @quickly
 @given(statistics, statistics)
 def test_any_statistics(server: HostileServer, first: object, second: object) -> None:
-    found = []
+    read = []
     for document in (first, second):
         put(server, f"{MODEL}/stats", document)
-        found.append(Endpoint(server.url).statistics("m"))
-    before, after = found
+        read.append(Endpoint(server.url).statistics("m"))
+    before, after = read
     if before is not None and after is not None:
         requests_seen(after)
         totals = stage_totals(before, after)

@@ -134,7 +134,7 @@ def test_words_vary_where_that_is_safe(tmp_path: Path, texts: list[bytes], varie
         assert array[0, 1] == b"x"
     body = prepare_body(inputs, signature, (0, 1), variation)
     places = raw_tensors(inputs, signature, (0, 1), variation)[0].places
-    data = body.body[body.json_bytes :]
+    data = body.body[-body.payload_bytes :]
     for item, place in enumerate(places):
         word = texts[item][variation.places[item] :][: variation.byte_size]
         assert data[place : place + variation.byte_size] == word

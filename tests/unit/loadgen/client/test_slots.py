@@ -71,11 +71,11 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Digests]:
-    with Digests() as found:
-        thread = Thread(target=found.serve_forever, args=(0.01,))
+    with Digests() as digests:
+        thread = Thread(target=digests.serve_forever, args=(0.01,))
         thread.start()
-        yield found
-        found.shutdown()
+        yield digests
+        digests.shutdown()
         thread.join()
     assert not list(FOLDER.glob(f"{prefix(os.getpid())}*"))
 

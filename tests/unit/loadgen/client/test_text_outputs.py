@@ -21,10 +21,10 @@ def test_texts_are_compared_as_they_are() -> None:
     headers = {"Inference-Header-Content-Length": str(len(text))}
     signature = Signature("m", (TensorSignature("x", "FP32", (-1, 2)),), (TensorSignature("y", "BYTES", (-1,)),))
     inputs = SampleInputs({"x": np.zeros((1, 2), "<f4")}, "synthetic")
-    with hostile_server() as one, hostile_server() as other:
-        one.answers["/v2/models/m/infer"] = (200, headers, text + b"\x01\0\0\0a")
+    with hostile_server() as first, hostile_server() as other:
+        first.answers["/v2/models/m/infer"] = (200, headers, text + b"\x01\0\0\0a")
         other.answers["/v2/models/m/infer"] = (200, headers, text + b"\x01\0\0\0b")
-        a, b = (ParityTarget(InferenceTarget("http", server.url, "m"), signature, inputs) for server in (one, other))
+        a, b = (ParityTarget(InferenceTarget("http", server.url, "m"), signature, inputs) for server in (first, other))
         same = check_parity({"a": a, "b": a}, [1], tolerance_of(["fp32"]))
         different = check_parity({"a": a, "b": b}, [1], tolerance_of(["fp32"]))
     assert (same.ok, same.error, same.kinds) == (True, None, {"y": "labels"})

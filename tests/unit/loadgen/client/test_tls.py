@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 import pytest
 
-from loadgen.client.connection import Address, Exchange, TlsRefused, split_at
-from loadgen.client.grpc import GrpcConnection, GrpcRequest
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
+from loadgen.client.connection import Address, Exchange, PreparedRequest, TlsRefused, split_at
+from loadgen.client.grpc import GrpcConnection, grpc_request
+from loadgen.client.http import HttpConnection, request_head
 from loadgen.client.tls import TlsError, speaks_tls, tls_context
 from loadgen.headers import read_headers
 from loadgen.records.run import Access
@@ -257,7 +257,7 @@ def test_grpc_over_tls_with_metadata(
     header = read_headers({"Authorization": "Bearer $TOKEN_OF_TEST", "X-Team": "blue"})
     connection = GrpcConnection(address, timeout_s=10, access=Access(ca=trusted.ca, header=header))
     for body in (b"question", BODY):
-        exchange = connection.send(GrpcRequest(body, len(body)))
+        exchange = connection.send(grpc_request(body, len(body)))
         assert (exchange.good, exchange.failure) == (True, None)
         assert bytes(exchange.body) == body
     assert connection.reconnects == 0
@@ -272,8 +272,8 @@ from gevent import monkey; monkey.patch_all()
 import gevent, ssl, sys, time
 from gevent.pywsgi import WSGIServer
 from loadgen.records.run import Access
-from loadgen.client.http import HttpConnection, PreparedRequest, request_head
-from loadgen.client.connection import Address
+from loadgen.client.http import HttpConnection, request_head
+from loadgen.client.connection import Address, PreparedRequest
 
 def answer(environ, start_response):
     body = environ["wsgi.input"].read()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from loadgen.client.bodies import FreshNumbers, Variation, choose_items, find_variation
+from loadgen.client.bodies import Variation, choose_items, find_variation, for_server, fresh_numbers
 from loadgen.client.connection import Address, assemble
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.http import HttpConnection
@@ -82,7 +82,7 @@ def test_the_bytes_on_the_wire_can_be_made_again(transport: str, kind: str) -> N
     inputs, signature, variation = case(kind)
     items = (4, 1, 4)
     body = prepare(transport, inputs, signature, items, variation)  # type: ignore[arg-type]
-    first, patches = PreparedBodies((), (items,), variation, FreshNumbers()).patches(0)
+    first, patches = PreparedBodies((), (items,), variation, fresh_numbers()).patches(0)
     again = [variation.varied(inputs, item, first + row).arrays["x"] for row, item in enumerate(items)]
     expected = SampleInputs({"x": np.concatenate(again)}, "photographs")
     whole = prepare(transport, expected, signature, range(3))  # type: ignore[arg-type]
@@ -93,8 +93,8 @@ def test_the_bytes_on_the_wire_can_be_made_again(transport: str, kind: str) -> N
         assert data == whole.inputs[0].data  # type: ignore[union-attr]
         return
     sent = b"".join(assemble(b"", body.pieces, patches))
-    assert sent == (whole.message if transport == "grpc" else whole.body)  # type: ignore[union-attr]
-    assert b"".join(assemble(b"", body.pieces, ())) == (body.message if transport == "grpc" else body.body)  # type: ignore[union-attr]
+    assert sent == whole.body  # type: ignore[union-attr]
+    assert b"".join(assemble(b"", body.pieces, ())) == body.body
     if transport == "grpc":
         assert service_pb2.ModelInferRequest.FromString(sent).inputs[0].shape[0] == 3
 
@@ -122,7 +122,7 @@ def test_of_several_inputs_the_one_with_most_room_varies() -> None:
 def test_no_two_requests_of_a_process_share_a_number() -> None:
     inputs, _, variation = case("fp32")
     items = choose_items(inputs, 3, seed=0)
-    fresh = PreparedBodies((), items, variation, FreshNumbers())
+    fresh = PreparedBodies((), items, variation, fresh_numbers())
     seen: set[bytes] = set()
     for request in range(200):
         body = request % len(items)
@@ -142,8 +142,8 @@ def test_a_large_body_in_many_pieces_arrives_whole() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = Address("127.0.0.1", listener.getsockname()[1])
     body = prepare("http", inputs, signature, items, variation)
-    request = body.request(address, "m")  # type: ignore[union-attr]
-    _, patches = PreparedBodies((), (items,), variation, FreshNumbers()).patches(0)
+    request = for_server(body, address, "m")  # type: ignore[arg-type]
+    _, patches = PreparedBodies((), (items,), variation, fresh_numbers()).patches(0)
     expected = b"".join(assemble(request.head, request.pieces, patches))
     received = bytearray()
 

@@ -281,7 +281,7 @@ def test_parquet_has_the_same_table_with_types(found: Matrix, tmp_path: Path) ->
     (tmp_path / "cells.parquet").write_bytes(files.cells_parquet(found))
     table = parquet.read_table(tmp_path / "cells.parquet")
     assert table.num_rows == len(found.cells)
-    assert table.column_names == [one.name for one in files.COLUMNS]
+    assert table.column_names == [name for name, *_ in files.COLUMNS]
     assert table["length"].to_pylist() == [one.length for one in found.cells]
     assert table["ranked"].to_pylist() == [one.excluded is None for one in found.cells]
     assert str(table.schema.field("latency_ms").type) == "double"

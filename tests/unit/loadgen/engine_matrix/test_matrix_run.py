@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
-from loadgen.engine_matrix.measure import MOST_FAILURES, MatrixProgress, run_matrix
+from loadgen.engine_matrix.measure import MOST_FAILURES, run_matrix
 from loadgen.engine_matrix.plan import schedule
 from loadgen.engine_matrix.records import Configuration, MatrixPlan, Visit
 from loadgen.engine_matrix.store import MatrixStore
@@ -44,11 +45,11 @@ def make_plan(folder: Path, model: str, rounds: int = 2, processes: str = "fresh
     )
 
 
-def run(plan: MatrixPlan, folder: Path, limits: Limits = LIMITS, progress: MatrixProgress | None = None) -> MatrixStore:
+def run(plan: MatrixPlan, folder: Path, limits: Limits = LIMITS, **progress: Any) -> MatrixStore:
     store = MatrixStore(folder / "run")
     with store.open():
         store.write(plan)
-        run_matrix(plan, store, progress or MatrixProgress(), limits=limits, worker=FAKE)
+        run_matrix(plan, store, limits=limits, worker=FAKE, **progress)
     return store
 
 
@@ -144,28 +145,22 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "artefacts").mkdir()
     plan = make_plan(tmp_path, "interrupts", rounds=3)
 
-    class Interrupting(MatrixProgress):
-        def visit_done(
-            self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float
-        ) -> None:
-            if done == 2:
-                (tmp_path / "artefacts" / "interrupt").touch()  # the next worker sends SIGTERM here
+    def interrupt(configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
+        if done == 2:
+            (tmp_path / "artefacts" / "interrupt").touch()  # the next worker sends SIGTERM here
 
-    store = run(plan, tmp_path, progress=Interrupting())
+    store = run(plan, tmp_path, visit_done=interrupt)
     assert store.read(RunState).state == "interrupted"
     before = store.visits()
     assert len(before) == 2
     assert not [child for child in psutil.Process().children() if "fake_worker" in " ".join(child.cmdline())]
     seen: list[int] = []
 
-    class Counting(MatrixProgress):
-        def visit_done(
-            self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float
-        ) -> None:
-            assert of == 6
-            seen.append(done)
+    def count(configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
+        assert of == 6
+        seen.append(done)
 
-    store = run(plan, tmp_path, progress=Counting())
+    store = run(plan, tmp_path, visit_done=count)
     assert store.read(RunState).state == "finished"
     assert seen == [3, 4, 5, 6]
     assert len(store.visits()) == 6
@@ -236,12 +231,12 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import sys, msgspec; from pathlib import Path\n"
         "from loadgen.engine_matrix.records import MatrixPlan\n"
-        "from loadgen.engine_matrix.worker_process import EngineProcess\n"
+        "from loadgen.engine_matrix.worker_process import WorkerProcess\n"
         "plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=MatrixPlan)\n"
         "one = plan.configurations[0]\n"
         "request = {**{name: getattr(one, name) for name in ('model', 'engine', 'precision', 'mode', 'threads')},"
         " 'artefacts': plan.settings['artefacts']}\n"
-        "process = EngineProcess(request, one, Path(sys.argv[1]).with_name('log'), worker=sys.argv[2:])\n"
+        "process = WorkerProcess(sys.argv[2:], [request], Path(sys.argv[1]).with_name('log'))\n"
         "print(process._process.pid, flush=True); sys.stdin.read()\n"
     )
     parent = subprocess.Popen(
@@ -267,9 +262,8 @@ def test_the_number_of_a_visit_follows_from_its_place(tmp_path: Path) -> None:
 def test_the_state_is_stored_from_the_beginning(tmp_path: Path) -> None:
     states: list[RunState] = []
 
-    class Watching(MatrixProgress):
-        def now(self, text: str) -> None:
-            states.append(MatrixStore(tmp_path / "run").read(RunState))
+    def watch(_: str) -> None:
+        states.append(MatrixStore(tmp_path / "run").read(RunState))
 
-    run(make_plan(tmp_path, "fine", rounds=1), tmp_path, progress=Watching())
+    run(make_plan(tmp_path, "fine", rounds=1), tmp_path, now=watch)
     assert {state.state for state in states} == {"running"}

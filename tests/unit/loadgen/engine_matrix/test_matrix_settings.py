@@ -31,10 +31,8 @@ from loadgen.run.machine import read_environment
 
 OFFERS = {
     "device": "cpu",
-    "engines": {
-        "good": {"modes": {"cpu": ["eager"]}, "precisions": {"cpu": ["fp32"]}},
-        "bad": {"modes": {"cpu": ["eager"]}, "precisions": {"cpu": ["fp32"]}},
-    },
+    "modes": {"good": {"cpu": ["eager"]}, "bad": {"cpu": ["eager"]}},
+    "precisions": {"good": {"cpu": ["fp32"]}, "bad": {"cpu": ["fp32"]}},
     "gpu": {"status": "no_library"},
 }
 FAKE = Path(__file__).with_name("fake_worker.py")

@@ -166,7 +166,7 @@ def test_the_forecast_learns(labels: str) -> None:
     blocks = schedule(experiment)
     forecast = Forecast(experiment, blocks)
     assert forecast.remaining_s() == 300
-    forecast.load_begins()
+    forecast.before_load_s = 0.0
     for block in blocks:
         forecast.block_took(block, 3.0)
     starts = 3 * len(labels)

@@ -105,14 +105,15 @@ def test_endless_passes_hold_every_workload_once_and_are_balanced(
         Workload(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=1)
         for i in range(number)
     )
-    passes = list(islice(endless_passes(workloads, labels, seed, first=5), 2 * len(labels)))
-    for place, chosen in enumerate(passes, start=5):
-        assert {(one.workload, one.round) for one in chosen} == {(each, place) for each in workloads}
+    passes = list(islice(endless_passes(workloads, labels, seed, first=5, restart=3), 2 * len(labels)))
+    for place, rounds in enumerate(passes, start=5):
+        assert {(blocks[0].workload, blocks[0].round) for blocks in rounds} == {(each, place) for each in workloads}
     for workload in workloads:
-        assert_balanced([one.order for chosen in passes for one in chosen if one.workload == workload], labels)
-    blocks = passes[0][0].blocks(8, 3)
-    assert [(block.index, block.position, block.restart) for block in blocks] == [
-        (8 + place, place, 3) for place in range(len(labels))
+        orders = [[block.label for block in blocks] for rounds in passes for blocks in rounds]
+        workloads_of = [blocks[0].workload for rounds in passes for blocks in rounds]
+        assert_balanced([order for order, of in zip(orders, workloads_of, strict=True) if of == workload], labels)
+    assert [(block.index, block.position, block.restart) for block in passes[0][0]] == [
+        (place, place, 3) for place in range(len(labels))
     ]
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.ranking.records import EXAMPLES, PriceError, read_prices
+from loadgen.documents import DocumentError
+from loadgen.ranking.records import EXAMPLES, read_prices
 
 GOOD = """prices:
   - {machine: m, match: {}, price_per_hour: 1.5, currency: EUR, kind: reserved, term: 1 year, provider: P,
@@ -58,14 +59,14 @@ def test_what_is_wrong_is_named(old: str, new: str, message: str, tmp_path: Path
     if "&x" in new:  # an anchor alone changes nothing
         assert read_prices(path)[0].machine == "m"
         return
-    with pytest.raises(PriceError) as error:
+    with pytest.raises(DocumentError) as error:
         read_prices(path)
     assert str(path) in str(error.value)
     assert message in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PriceError, match="give the path of a price file"):
+    with pytest.raises(DocumentError, match="give the path of a price file"):
         read_prices(tmp_path / "none.yaml")
 
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 from loadgen.experiment.schedule import ScheduledBlock
 from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.load_runner import _Readings
-from loadgen.run.machine_watch import MachineWatch
 from tests.integration.loadgen.conftest import make_experiment
 
 
@@ -30,7 +29,7 @@ def test_a_process_that_is_restarted_between_two_blocks_is_known_when_the_gpu_is
     arm: Any = SimpleNamespace(deployment=deployment, statistics=lambda: SimpleNamespace(read=lambda: None))
     block = ScheduledBlock(3, make_experiment().workloads[0], 0, "b", 0)
     recorded = Recorded()
-    readings = _Readings(block, arm, MachineWatch(()), recorded)
+    readings = _Readings(block, arm, (), recorded)
     readings.begin()
     running.remove(11)
     running.add(12)

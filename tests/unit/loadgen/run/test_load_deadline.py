@@ -34,10 +34,12 @@ def test_the_time_since_the_start_of_the_run_counts(tmp_path: Path) -> None:
     assert seconds_left(context) == pytest.approx(0.0, abs=1.0)
 
 
-def test_time_is_left_for_the_checks_and_for_the_control_run_on_the_cpu(tmp_path: Path) -> None:
+def test_time_is_left_for_the_checks_and_for_the_control_run_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = context_of(tmp_path, minutes=5.0)
-    context.forecast.checks_take(20.0)
-    context.gpu.recording = GpuRecording(tmp_path, tmp_path / "log", ("no-such-sampler",))
+    context.forecast.checks_s = 20.0
+    monkeypatch.setattr(GpuRecording, "running", True)
     assert seconds_left(context) == pytest.approx(300.0 - 20.0 - GPU_CONTROL_SECONDS, abs=1.0)
 
 
@@ -51,5 +53,5 @@ def test_restarts_share_what_is_left(tmp_path: Path, restart: int, seconds: floa
 def test_until_decided_the_limit_is_of_the_load_alone(tmp_path: Path) -> None:
     context = context_of(tmp_path, until="decided", time_limit=2.0)
     context.began_s -= 600.0
-    context.forecast.checks_take(20.0)
+    context.forecast.checks_s = 20.0
     assert seconds_left(context) == pytest.approx(120.0, abs=1.0)

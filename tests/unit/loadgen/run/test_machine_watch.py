@@ -34,7 +34,7 @@ def record(folder: Path, stat: str, processes: dict[int, str], pressure: str | N
     return folder
 
 
-def two_readings(tmp_path: Path) -> tuple[ProcessorReading, ProcessorReading]:
+def two_readings(tmp_path: Path) -> tuple[ProcessorReading | None, ProcessorReading | None]:
     """10 s of two of three cores (2,000 ticks): 600 stolen, 1,000 busy, of which 300 ours and 650 a converter's."""
     before = record(
         tmp_path / "before",
@@ -52,16 +52,15 @@ def two_readings(tmp_path: Path) -> tuple[ProcessorReading, ProcessorReading]:
          30: process(30, 1, "ff (m) peg", 1550), 31: process(31, 1, "elsewhere", 5000, core=2)},
         "some avg10=1.00 avg60=1.00 avg300=1.00 total=9000\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n",
     )  # fmt: skip
-    found = tuple(read_processors(folder, cores={0, 1}) for folder in (before, after))
-    assert found[0] is not None
-    assert found[1] is not None
-    return found[0], found[1]
+    readings = [read_processors(folder, cores={0, 1}) for folder in (before, after)]
+    return readings[0], readings[1]
 
 
 def test_steal_other_processes_and_the_run_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that ended between the readings is counted for its parent and is not lost."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     load = machine_load(*two_readings(tmp_path), ())
+    assert load is not None
     assert (load.total_ns, load.steal_ns, load.busy_ns) == (2000 * TICK, 600 * TICK, 1000 * TICK)
     assert load.known_ns == (200 + 120 + 130 - 100 - 50) * TICK
     assert load.others == ("ff (m) peg 0.65 cores",), "what runs on other cores is no disturbance"
@@ -70,6 +69,7 @@ def test_steal_other_processes_and_the_run_queue(tmp_path: Path, monkeypatch: py
 
 def test_what_cannot_be_told_is_unknown(tmp_path: Path) -> None:
     load = machine_load(*two_readings(tmp_path), None)
+    assert load is not None
     assert (load.known_ns, load.others) == (None, ())
     old = record(tmp_path / "old", "cpu  1 1 1 1\ncpu0 1 1 1 1 0 0 0\n", {})
     reading = read_processors(old, cores={0})

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from loadgen.client.inputs import SampleInputs
+from loadgen.client.outputs import AnswerError
 from loadgen.records.run import ParityCase
-from loadgen.run.answers import AnswersError, batches_to_send, compare_answers, mixed_batches
+from loadgen.run.answers import batches_to_send, compare_answers, mixed_batches
 from loadgen.stats.agreement import Tolerance, rules_of, tolerance_of
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))
@@ -111,24 +112,24 @@ def test_zero_against_something_is_no_agreement() -> None:
 )
 def test_what_cannot_be_compared_says_why(answer: np.ndarray, words: str) -> None:
     for kind in ("tensor", "embedding", "logits", "labels"):
-        with pytest.raises(AnswersError, match=words):
+        with pytest.raises(AnswerError, match=words):
             case(answer, kind=kind)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_the_same_nan_on_both_sides_is_no_agreement(value: float) -> None:
     both = np.where(np.arange(512) == 7, value, REFERENCE)
-    with pytest.raises(AnswersError, match="NaN or infinite"):
+    with pytest.raises(AnswerError, match="NaN or infinite"):
         case(both.copy(), both)
 
 
 def test_empty_answers_of_both_arms_are_no_agreement() -> None:
-    with pytest.raises(AnswersError, match="empty"):
+    with pytest.raises(AnswerError, match="empty"):
         case(np.zeros((2, 0)), np.zeros((2, 0)))
 
 
 def test_other_outputs_are_told() -> None:
-    with pytest.raises(AnswersError, match="outputs"):
+    with pytest.raises(AnswerError, match="outputs"):
         compare_answers("x", rows("embedding", REFERENCE), rows("logits", REFERENCE), label="b", kind="alone", rules={})
 
 
@@ -138,7 +139,7 @@ def test_an_item_that_was_padded_in_its_batch_is_compared_as_far_as_it_goes_alon
     rules = rules_of({"y": "FP64"}, {"y": "embedding"}, FP32)
     found = compare_answers("x", [{"y": alone}], [{"y": padded}], label="b", kind="alone", rules=rules)
     assert found.ok
-    with pytest.raises(AnswersError, match="shape"):
+    with pytest.raises(AnswerError, match="shape"):
         compare_answers("x", [{"y": alone}], [{"y": padded}], label="b", kind="reference", rules=rules)
 
 

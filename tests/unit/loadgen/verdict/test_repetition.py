@@ -16,7 +16,8 @@ from loadgen.metrics.facts import Facts
 from loadgen.records.machine import FloorEntry, NoiseFloor
 from loadgen.records.probes import CacheProbe
 from loadgen.records.run import Label
-from loadgen.run.noise_floor import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
+from loadgen.run.machine import MachineRecordError
+from loadgen.run.noise_floor import make_floor, own_floors, read_floors, store_floor
 from loadgen.run.storage import StoredRun, read_run
 from loadgen.stats.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
 from loadgen.verdict.checks.registry import Judgement
@@ -218,7 +219,7 @@ def test_a_floor_is_kept_for_its_machine_and_place(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = write_run(tmp_path / "run", Plan(pairs=6))
     different = analyse(directory)
-    with pytest.raises(NoiseFloorError, match="compares different arms"):
+    with pytest.raises(MachineRecordError, match="compares different arms"):
         make_floor(different)
     arm = json.loads((directory / "experiment.json").read_text())["arms"][0]
     edit_json(directory / "experiment.json", arms=[arm, arm | {"label": "b"}])
@@ -240,7 +241,7 @@ def test_a_floor_is_kept_for_its_machine_and_place(tmp_path: Path, monkeypatch: 
     remote = msgspec.structs.replace(result.experiment.baseline, target="http://gpu.example:8000")
     assert own_floors(environment, msgspec.structs.replace(result.experiment, arms=(remote, remote))) == ()
     path.write_text("{}")
-    with pytest.raises(NoiseFloorError, match="remove the file"):
+    with pytest.raises(MachineRecordError, match="remove the file"):
         store_floor(made)
     (damaged,) = own_floors(environment, result.experiment)
     other = write_run(tmp_path / "other")

@@ -89,7 +89,7 @@ def expected(placement: str, activity: str, attributed: bool, witness: bool | No
     list(product(PLACEMENT, ACTIVITY, (True, False), (True, False, None))),
 )
 def test_truth_table(placement: str, activity: str, attributed: bool, witness: bool | None) -> None:
-    decision = decide(inputs(placement, activity, attributed, witness), DEFAULT_THRESHOLDS)
+    decision = decide("a", None, inputs(placement, activity, attributed, witness), DEFAULT_THRESHOLDS)
     assert (decision.activity, decision.attributed, decision.cpu_witness) == (activity, attributed, witness)
     want = expected(placement, activity, attributed, witness)
     assert str(decision.code or decision.finding) == want
@@ -126,19 +126,19 @@ def change(given_inputs: EvidenceInputs, part: str, fields: dict[str, Any]) -> E
 
 @pytest.mark.parametrize(("code", "part", "fields"), GATES)
 def test_each_gate_closes_by_itself(code: str, part: str, fields: dict[str, Any]) -> None:
-    decision = decide(change(inputs(), part, fields), DEFAULT_THRESHOLDS)
+    decision = decide("a", None, change(inputs(), part, fields), DEFAULT_THRESHOLDS)
     assert (decision.finding, decision.code) == ("INCONCLUSIVE", code)
 
 
 def test_gates_are_open_at_their_thresholds() -> None:
     at = change(inputs(), "load", {"window_s": 30.0, "completed": 100, "errors": 5})
     at = change(at, "gpu", {"coverage": 0.9, "gap_coverage": 0.9})
-    assert decide(at, DEFAULT_THRESHOLDS).finding == "GPU_VERIFIED"
+    assert decide("a", None, at, DEFAULT_THRESHOLDS).finding == "GPU_VERIFIED"
 
 
 @pytest.mark.parametrize(("code", "part", "fields"), GATES)
 def test_no_gate_takes_back_a_placement_on_the_cpu(code: str, part: str, fields: dict[str, Any]) -> None:
-    assert decide(change(inputs("cpu"), part, fields), DEFAULT_THRESHOLDS).finding == "CPU_FALLBACK"
+    assert decide("a", None, change(inputs("cpu"), part, fields), DEFAULT_THRESHOLDS).finding == "CPU_FALLBACK"
 
 
 def test_noise_of_the_idle_gpu_raises_the_bar() -> None:
