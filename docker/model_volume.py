@@ -37,7 +37,13 @@ from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specif
 from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
-from servers.triton.config import NATIVE_BACKENDS, BatchingSettings, artefact_name, onnxruntime_config, tensorrt_config
+from servers.triton.config import (
+    NATIVE_BACKENDS,
+    artefact_name,
+    dynamic_batching,
+    onnxruntime_config,
+    tensorrt_config,
+)
 
 Kind = Literal["gpu", "cpu"]
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
@@ -125,7 +131,7 @@ def _lay_out_repository(
 ) -> None:
     """`<model>_onnx` with its file, and `<model>_tensorrt` without: its plan is built where its TensorRT is."""
     repository, request_file = root / "repository", root / "plan" / "request.json"
-    batching = BatchingSettings(specification.max_batch_size, max_queue_delay_us)
+    batching = dynamic_batching(max_queue_delay_us)
     places = {name: repository / f"{specification.name}{NATIVE_BACKENDS[name].ending}" for name in backends}
     for folder in repository.glob("*"):
         if folder not in places.values():

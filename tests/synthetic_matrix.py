@@ -71,15 +71,15 @@ def matrix(
         environment=machine or environment(),
         plan=MatrixPlan(
             settings={"rounds": 5}, sha256="0" * 64, seed=0, rounds=5, configurations=tuple(configurations),
-            refused=tuple(refused), batches=tuple(sorted({one.batch for one in cells})), lengths={},
+            refused=tuple(refused), batches=tuple(sorted({cell.batch for cell in cells})), lengths={},
             baseline="torch/eager", min_cosine=0.999, min_top1=0.99,
         ),
         configurations=tuple(
             ConfigurationResult(
-                configuration=one, item="image", description={"version": "2.15.0", "weights": weights},
+                configuration=configuration, item="image", description={"version": "2.15.0", "weights": weights},
                 load_seconds=Estimate(value=1.0), conversions=(), errors=tuple(errors.get(place, ())),
             )
-            for place, one in enumerate(configurations)
+            for place, configuration in enumerate(configurations)
         ),
         cells=tuple(cells),
     )  # fmt: skip

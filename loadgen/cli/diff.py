@@ -39,7 +39,7 @@ def diff(
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.result import ResultError, readable
+    from loadgen.verdict.result import readable
     from loadgen.verdict.run_difference import compare_runs
 
     if as_json and as_markdown:
@@ -54,7 +54,7 @@ def diff(
                 typer.echo(render_markdown(difference_document(difference)), nl=False)
             else:
                 print_document(difference_document(difference), make_console(sys.stdout))
-    except (StoredRunError, ResultError) as exc:
+    except StoredRunError as exc:
         fail(str(exc))
     if not difference.comparable:
         raise typer.Exit(EXIT_NOT_COMPARABLE)

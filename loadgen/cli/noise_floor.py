@@ -127,5 +127,5 @@ def _print(floor: NoiseFloor) -> None:
     ]
     table = doc.Table((*doc.names("scenario", "metric"), *doc.numbers("identical arms differ by up to", "pairs")), rows)
     title = f"Noise floor of this machine: {floor.title}, {floor.model}, {floor.payload} over {floor.transport}"
-    section = doc.Section(title, (table,))
-    print_document(doc.Document("Noise floor", (doc.Chapter("", (section,)),)), make_console(sys.stdout))
+    document = doc.Document("Noise floor", {"": [doc.Section(title, (table,))]})
+    print_document(document, make_console(sys.stdout))

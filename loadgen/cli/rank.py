@@ -55,7 +55,7 @@ def rank(
     from loadgen.report.files import append_job_summary
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.result import ResultError, readable
+    from loadgen.verdict.result import readable
 
     if spot and reserved:
         fail("give --spot or --reserved, not both")
@@ -76,7 +76,7 @@ def rank(
                 example_prices=prices is None,
             )
             document = ranking_document(ranking)
-    except (DocumentError, ResultError, StoredRunError) as exc:
+    except (DocumentError, StoredRunError) as exc:
         fail(str(exc))
     render = formats(ranking, document)
     output = "json" if as_json else output

@@ -50,7 +50,7 @@ def report(
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.result import ResultError, readable
+    from loadgen.verdict.result import readable
 
     if mlflow is not None and output is not None:
         fail("give --mlflow or --format, not both")
@@ -66,7 +66,7 @@ def report(
                 return
             paths = stored.write()
             print_document(stored.document, console)
-    except (StoredRunError, ResultError, MlflowExportError) as exc:
+    except (StoredRunError, MlflowExportError) as exc:
         fail(str(exc))
     except OSError as exc:
         fail(

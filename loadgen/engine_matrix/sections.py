@@ -59,10 +59,7 @@ def matrix_document(matrix: Matrix) -> doc.Document:
     models = list(dict.fromkeys(short_model(configuration.model) for configuration in matrix.plan.configurations))
     return doc.Document(
         f"Engines for {join(models)}" if models else "Engines",
-        tuple(
-            doc.Chapter(title, tuple(section for section in sections if section is not None))
-            for title, sections in chapters
-        ),
+        {title: [section for section in sections if section is not None] for title, sections in chapters},
         about=f"the engine matrix of {join(models)}" if models else "an engine matrix",
         started_at=matrix.environment.started_at,
     )
@@ -234,7 +231,7 @@ def environment(matrix: Matrix) -> doc.Section | None:
 
 def reproduce(matrix: Matrix) -> doc.Section | None:
     """The command that made the matrix."""
-    return doc.section("Reproduce", doc.CodeBlock(matrix.environment.command))
+    return doc.section("Reproduce", doc.Text(matrix.environment.command, "code", doc.PAGES))
 
 
 def times(estimate: Estimate | None) -> str:

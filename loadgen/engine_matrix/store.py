@@ -20,7 +20,6 @@ from loadgen.run.storage import (
     storage_sentence,
     write_record,
 )
-from loadgen.verdict.result import ResultError
 
 VISITS = "visits"
 R = TypeVar("R", bound=Record)
@@ -91,7 +90,7 @@ def is_matrix(directory: Path) -> bool:
 def stored_matrix(directory: Path) -> Matrix:
     """The matrix of the stored visits, or the stored matrix.json of a folder without visits, such as a published one.
 
-    Raises `StoredRunError` and `ResultError`.
+    Raises `StoredRunError`.
     """
     visits = read_numbered(directory, VISITS, Visit)
     if not visits and stored_path(directory / Matrix.FILE).exists():
@@ -107,9 +106,9 @@ def stored_matrix(directory: Path) -> Matrix:
 
 
 def read_matrix(path: Path) -> Matrix:
-    """Read a `matrix.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
+    """Read a `matrix.json`, also compressed. Raises `StoredRunError` for a missing file, another schema or an unknown
     field."""
     try:
         return cast("Matrix", read_record(read_stored(path), Matrix))
     except (OSError, DocumentError) as exc:
-        raise ResultError(f"{path} is not an engine matrix of this version of abserve: {exc}") from exc
+        raise StoredRunError(f"{path} is not an engine matrix of this version of abserve: {exc}") from exc

@@ -13,7 +13,6 @@ import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from time import monotonic, perf_counter_ns
 from typing import Any
@@ -44,15 +43,6 @@ LogLine = tuple[int, str]
 """A line of a container's log after the wall-clock time in ns at which the engine got it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerState:
-    """The state of a container. `restarts` counts restarts by its restart policy."""
-
-    status: str
-    exit_code: int
-    restarts: int
-
-
 class ServiceContainer:
     """One container of a compose project. Every method raises `DeploymentError` when the engine fails."""
 
@@ -69,19 +59,24 @@ class ServiceContainer:
             image = self._container.image
             return f"{(image.tags or ['untagged'])[0]} {image.short_id}"
 
-    def state(self) -> ContainerState:
+    def status(self) -> str:
         """Ask the engine, which takes about 2 ms of its CPU: not for a tight loop."""
         with _translated():
             self._container.reload()
-        state = self._container.attrs["State"]
-        return ContainerState(
-            status=str(state["Status"]),
-            exit_code=int(state["ExitCode"]),
-            restarts=int(self._container.attrs["RestartCount"]),
-        )
+        return str(self._container.attrs["State"]["Status"])
+
+    @property
+    def exit_code(self) -> int:
+        """As of the last `status`, like all properties."""
+        return int(self._container.attrs["State"]["ExitCode"])
+
+    @property
+    def restarts(self) -> int:
+        """Restarts by its restart policy."""
+        return int(self._container.attrs["RestartCount"])
 
     def created_process_ns(self) -> int | None:
-        """Wall clock at which the engine had created its process, as of the last `state`."""
+        """Wall clock at which the engine had created its process, as of the last `status`."""
         return _timestamp_ns(str(self._container.attrs["State"]["StartedAt"]))
 
     def start(self) -> None:
@@ -246,7 +241,7 @@ class ComposeDeployment(Deployment):
         the stack is not up."""
         self.container: ServiceContainer = find_container(server, project)
         self._server, self._backend = server, backend
-        self._was_running = self.container.state().status == "running"
+        self._was_running = self.container.status() == "running"
         self.via: str | None = None
         """How its address is reached: "container network" or "published port"."""
         self._started_wall_s = 0.0
@@ -262,10 +257,10 @@ class ComposeDeployment(Deployment):
 
     def start(self) -> None:
         """Start the container unless it runs. The clock starts before the engine is asked."""
-        before = self.container.state()
-        self._restarts, self._failure = before.restarts, None
+        status = self.container.status()
+        self._restarts, self._failure = self.container.restarts, None
         self._started_wall_s, self.started_ns = time.time(), perf_counter_ns()
-        if before.status != "running":
+        if status != "running":
             self.container.start()
         self._find_addresses()
 
@@ -274,11 +269,11 @@ class ComposeDeployment(Deployment):
         now_ns = perf_counter_ns()
         if self._failure is None and now_ns - self._asked_ns >= _ASK_ENGINE_EVERY_NS:
             self._asked_ns = now_ns
-            state = self.container.state()
-            if state.restarts > self._restarts or state.status == "restarting":
+            status = self.container.status()
+            if self.container.restarts > self._restarts or status == "restarting":
                 self._failure = f"died and was started again by its restart policy: {self._last_words()}"
-            elif state.status != "running":
-                self._failure = f"ended with exit status {state.exit_code}: {self._last_words()}"
+            elif status != "running":
+                self._failure = f"ended with exit status {self.container.exit_code}: {self._last_words()}"
         return self._failure
 
     def _last_words(self) -> str:
@@ -302,7 +297,7 @@ class ComposeDeployment(Deployment):
 
     def restore(self) -> None:
         """Start the container again if it was running before. Idempotent."""
-        if self._was_running and self.container.state().status != "running":
+        if self._was_running and self.container.status() != "running":
             self.container.start()
 
     def await_model(self, asked_for: str, timeout_s: float) -> str:

@@ -37,7 +37,7 @@ from loadgen.quantities import number
 from loadgen.records.run import Label, Pairing, Record, StageTotals
 from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
 from loadgen.run.storage import StoredBlock
-from loadgen.stats.percentiles import Pool
+from loadgen.stats.percentiles import Pool, Values
 from loadgen.stats.ratios import SIGNIFICANCE
 
 STAGES = (
@@ -121,22 +121,22 @@ class LatencyBreakdown(Record, frozen=True, kw_only=True):
 def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     """The breakdown over blocks of one arm and workload; None if no block has both good responses and request
     counts."""
-    counted_blocks = [
-        block for block in blocks if block.record.stages is not None and block.record.stages.requests is not None
-    ]
-    reported = [(block.record, times) for block in counted_blocks if (times := _client_times(block)) is not None]
-    if not reported:
+    totals, records, client_times = [], [], []
+    for block in blocks:
+        stages = block.record.stages
+        if stages is not None and stages.requests is not None and (times := _client_times(block)) is not None:
+            totals.append(stages)
+            records.append(block.record)
+            client_times.append(times)
+    if not client_times:
         return None
-    answers = sum(times.answers for _, times in reported)
-    totals = [record.stages for record, _ in reported if record.stages is not None]
+    answers, client_ms, delay_ms, reading_ms = map(sum, zip(*client_times, strict=True))
     # The server's statistics include the cool-down, whose requests may have waited less.
-    cooled = [record for record, _ in reported if record.cool_down_ns is not None]
+    cooled = [record for record in records if record.cool_down_ns is not None]
     cooled_ms = sum(record.cool_down_ns or 0 for record in cooled) / NS_PER_MS
-    client_ms = sum(times.latency_ms for _, times in reported)
     total_ms = (client_ms + cooled_ms) / (answers + sum(record.cool_down for record in cooled))
-    reading_ms = sum(times.reading_ms for _, times in reported)
     means: dict[str, float | None] = {
-        "send_delay": sum(times.send_delay_ms for _, times in reported) / answers,
+        "send_delay": delay_ms / answers,
         "read_answer": reading_ms / answers if reading_ms else None,
     }
     served = (stage for stage in STAGES if stage != "unattributed" and stage not in CLIENT_STAGES)
@@ -148,7 +148,7 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     return ArmStages(
         label=label,
         requests=sum(stages.requests or 0 for stages in totals),
-        client_requests=answers + sum(record.cool_down for record, _ in reported),
+        client_requests=answers + sum(record.cool_down for record in records),
         client_total_ms=total_ms,
         stages_ms=means | {"unattributed": rest_ms},
         contradictions=tuple(contradictions),
@@ -208,29 +208,16 @@ def _numbers(totals: StageTotals) -> list[int]:
     return [value for value in (*values, *totals.batches.values()) if isinstance(value, int)]
 
 
-@dataclass(frozen=True, slots=True)
-class _ClientTimes:
-    """Sums over the good responses of one block."""
-
-    answers: int
-    latency_ms: float
-    send_delay_ms: float
-    """From intended start to first byte sent."""
-    reading_ms: float
-    """From first byte received to last."""
-
-
-def _client_times(block: StoredBlock) -> _ClientTimes | None:
-    """None without a good response."""
+def _client_times(block: StoredBlock) -> tuple[int, float, float, float] | None:
+    """The number of good responses of a block, and the sums over them in ms of the latency, of the time from the
+    intended start to the first byte sent, and from the first byte received to the last; None without any."""
     samples = block.samples
     if samples is None or len(answered := good(samples)) == 0:
         return None
-    return _ClientTimes(
-        answers=len(answered),
-        latency_ms=float(np.sum(latencies_ms(answered))),
-        send_delay_ms=float(np.sum(answered["send_ns"] - answered["intended_ns"])) / NS_PER_MS,
-        reading_ms=float(np.sum(answered["end_ns"] - answered["first_byte_ns"])) / NS_PER_MS,
-    )
+    latency_ms = float(np.sum(latencies_ms(answered)))
+    delay_ms = float(np.sum(answered["send_ns"] - answered["intended_ns"])) / NS_PER_MS
+    reading_ms = float(np.sum(answered["end_ns"] - answered["first_byte_ns"])) / NS_PER_MS
+    return len(answered), latency_ms, delay_ms, reading_ms
 
 
 def _mean_ms(totals: Sequence[StageTotals], stage: str) -> float | None:
@@ -288,9 +275,7 @@ SLOW_MS, STALL_MS = 150.0, (450.0, 600.0)
 UNAVAILABLE = (503, 1014)
 """The status of a request whose time in the queue was over, in HTTP and gRPC."""
 
-_Values = np.ndarray[tuple[int], np.dtype[np.float64]]
-_Times = npt.NDArray[np.int64]
-_Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+_Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +301,13 @@ def find_stalls(blocks: Sequence[StoredBlock]) -> Stalls | None:
     stored = [block for block in blocks if block.has_samples]
     every, fastest = Pool(), dict[float, float]()
     for block in stored:
-        requests = _read(block)
-        every.add(block.record.index, requests.latency[requests.answered])
-        for size, least in zip(*_least(requests), strict=True):
+        samples, sizes = _read(block)
+        answered = samples["error"] < 0
+        latency = latencies_ms(samples[answered])
+        every.add(block.record.index, latency)
+        order = np.argsort(latency, kind="stable")
+        each, first = np.unique(sizes[answered][order], return_index=True)
+        for size, least in zip(each.tolist(), latency[order[first]].tolist(), strict=True):
             fastest[size] = min(least, fastest.get(size, math.inf))
     prompt_ms = float(np.quantile(every.values, 0.1)) if every.count else PROMPT_MS
     if prompt_ms >= PROMPT_MS:
@@ -326,12 +315,13 @@ def find_stalls(blocks: Sequence[StoredBlock]) -> Stalls | None:
     count = stalled = refused = cases = stalled_cases = 0
     others = Pool()
     for block in stored:
-        requests = _read(block)
-        slow, stalls = _slow(requests, prompt_ms, fastest)
-        count, rows = count + len(slow), _cases(requests, slow)
-        cases, stalled_cases = cases + len(rows), stalled_cases + int(stalls[rows].sum())
-        stalled, refused = stalled + int(stalls.sum()), refused + int((stalls & requests.refused).sum())
-        others.add(block.record.index, requests.latency[requests.answered & ~stalls])
+        samples, sizes = _read(block)
+        slow, stalls = _slow(samples, sizes, prompt_ms, fastest)
+        rows = _cases(samples, slow)
+        count, cases = count + len(samples), cases + len(rows)
+        stalled, stalled_cases = stalled + int(stalls.sum()), stalled_cases + int(stalls[rows].sum())
+        refused += int((stalls & _refused(samples)).sum())
+        others.add(block.record.index, latencies_ms(samples[(samples["error"] < 0) & ~stalls]))
     chance = special.bdtrc(stalled_cases - 1, cases, 1.0 / 3.0) if cases else 1.0
     if chance > SIGNIFICANCE:
         stalled, refused, others = 0, 0, every
@@ -344,64 +334,35 @@ def find_stalls(blocks: Sequence[StoredBlock]) -> Stalls | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Requests:
-    """The requests of one block: a row each."""
-
-    begun_ns: _Times
-    ended_ns: _Times
-    user: _Times
-    latency: _Values
-    answered: _Mask
-    refused: _Mask
-    sizes: _Values
-
-
-def _read(block: StoredBlock) -> _Requests:
+def _read(block: StoredBlock) -> tuple[Samples, Values]:
+    """The samples, and the bytes of each request's tensors; 0 where they are not recorded."""
     samples = block.samples
     assert samples is not None
-    answered = samples["error"] < 0
-    return _Requests(
-        begun_ns=samples["intended_ns"],
-        ended_ns=samples["end_ns"],
-        user=samples["user"],
-        latency=latencies_ms(samples),
-        answered=answered,
-        refused=~answered & np.isin(samples["status"], UNAVAILABLE),
-        sizes=_sizes(block, samples),
-    )
-
-
-def _slow(requests: _Requests, prompt_ms: float, fastest: Mapping[float, float]) -> tuple[_Mask, _Mask]:
-    """The slow requests of a block, and those of them that stalled. `fastest` is the least latency of each size."""
-    sizes, places = np.unique(requests.sizes, return_inverse=True)
-    prompt = np.array([max(prompt_ms, fastest.get(size, 0.0)) for size in sizes.tolist()])[places]
-    beyond = np.where(requests.refused, requests.latency, requests.latency - prompt)
-    slow = (requests.answered | requests.refused) & (beyond >= SLOW_MS) & (beyond <= STALL_MS[1])
-    return slow, slow & (beyond >= STALL_MS[0])
-
-
-def _sizes(block: StoredBlock, samples: Samples) -> _Values:
-    """Bytes of each request's tensors; 0 where they are not recorded."""
     sizes = np.array(block.record.body_payload_bytes or (0,), dtype=np.float64)
     bodies = samples["body"]
     recorded = (bodies >= 0) & (bodies < len(sizes))
-    return np.where(recorded, sizes[np.where(recorded, bodies, 0)], 0.0)
+    return samples, np.where(recorded, sizes[np.where(recorded, bodies, 0)], 0.0)
 
 
-def _least(requests: _Requests) -> tuple[list[float], list[float]]:
-    """The sizes of the good responses, and the least latency of each."""
-    sizes, places = np.unique(requests.sizes[requests.answered], return_inverse=True)
-    least = np.full(len(sizes), np.inf)
-    np.minimum.at(least, places, requests.latency[requests.answered])
-    return sizes.tolist(), least.tolist()
+def _refused(samples: Samples) -> _Mask:
+    return np.asarray((samples["error"] >= 0) & np.isin(samples["status"], UNAVAILABLE))
 
 
-def _cases(requests: _Requests, slow: _Mask) -> list[int]:
+def _slow(samples: Samples, sizes: Values, prompt_ms: float, fastest: Mapping[float, float]) -> tuple[_Mask, _Mask]:
+    """The slow requests of a block, and those of them that stalled. `fastest` is the least latency of each size."""
+    each, places = np.unique(sizes, return_inverse=True)
+    prompt = np.array([max(prompt_ms, fastest.get(size, 0.0)) for size in each.tolist()])[places]
+    refused, latency = _refused(samples), latencies_ms(samples)
+    beyond = np.where(refused, latency, latency - prompt)
+    slow = ((samples["error"] < 0) | refused) & (beyond >= SLOW_MS) & (beyond <= STALL_MS[1])
+    return slow, slow & (beyond >= STALL_MS[0])
+
+
+def _cases(samples: Samples, slow: _Mask) -> list[int]:
     """The rows of one block's slow requests, without those that overlap the one before by another user."""
     rows = np.flatnonzero(slow)
     cases: list[int] = []
-    begun_ns, ended_ns, user = requests.begun_ns, requests.ended_ns, requests.user
+    begun_ns, ended_ns, user = samples["intended_ns"], samples["end_ns"], samples["user"]
     for row in rows[np.argsort(begun_ns[rows], kind="stable")]:
         last = cases[-1] if cases else None
         ended = last is None or begun_ns[row] >= ended_ns[last] - SLOW_MS * NS_PER_MS

@@ -42,7 +42,6 @@ from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
-    Correlation,
     RatioEstimate,
     Values,
     adjust_holm,
@@ -367,8 +366,8 @@ def compare_all(
     """Every comparison of the experiment, before `invalidate`. `figures` are those that probes measured,
     `requests` the samples for high percentiles; `item` is what an input is called."""
     paired_metrics = pair_metrics(experiment, blocks, figures, requests)
-    shared = shared_correlation(paired_metrics)
-    estimates = [estimate_pairs(paired, experiment, shared.plausible) for paired in paired_metrics]
+    shared, scatter = shared_correlation(paired_metrics)
+    estimates = [estimate_pairs(paired, experiment, shared) for paired in paired_metrics]
     adjusted = _adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
     family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
     comparisons = []
@@ -376,7 +375,6 @@ def compare_all(
         metric, restarts = paired.metric, paired.by_restart()
         verdict = judge(estimate.ci95, p_adjusted, experiment.equivalence_margin, metric.higher_is_better)
         added = between_restarts(restarts) if method == "t over restarts" else None
-        scatter = shared.scatter if paired.is_one_series else 0.0
         baseline, arm = values or (None, None)
         comparisons.append(
             Comparison(
@@ -416,10 +414,10 @@ def compare_all(
     return tuple(comparisons)
 
 
-def shared_correlation(paired_metrics: Sequence[PairedMetric]) -> Correlation:
-    """The correlation of successive pairs that all workloads share, since what makes an arm drift affects every
-    workload; a single series of ten pairs is too short. Comparisons of one workload have rounds in common, so their
-    mean counts as one series."""
+def shared_correlation(paired_metrics: Sequence[PairedMetric]) -> tuple[float, float]:
+    """The `plausible_correlation` of all workloads together, since what makes an arm drift affects every workload; a
+    single series of ten pairs is too short. Comparisons of one workload have rounds in common, so their mean counts as
+    one series."""
     series: dict[str, list[tuple[int, float]]] = {}
     for paired in paired_metrics:
         if paired.leads and paired.correlation is not None:
@@ -495,7 +493,7 @@ def _sensitivity(
     error = estimate.error_log
     if error is None:
         return None
-    if scatter and method == "t over pairs":
+    if paired.is_one_series and method == "t over pairs":
         logs = [math.log(pair.ratio) for pair in paired.pairs]
         error, _ = error_of_mean(logs, estimate.correlation + scatter)
     return detectable_effect(error, estimate.degrees, family)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiment.schedule import has_load, search_schedule
 from loadgen.probes.registry import Probe
+from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import Experiment
 
 if TYPE_CHECKING:
@@ -26,4 +27,4 @@ def measure(context: RunContext) -> None:
     context.answers.compare(context.arms, context.signatures, context.inputs, context.restart)
 
 
-PROBE = Probe(wanted=wanted, measure=measure)
+PROBE = Probe(wanted=wanted, measure=measure, records=(AnswersCompared,))

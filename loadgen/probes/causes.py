@@ -215,13 +215,14 @@ def _payload(experiment: Experiment, request: ArmRequest, other: str, why: str) 
 
 
 def _queue_delay(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Ablation | Untested:
+    untested = partial(Untested, cause="queue_delay", label=arm.label)
     delay = arm.in_effect.get("max_queue_delay_us")
     if delay == 0:
-        return Untested(cause="queue_delay", label=arm.label, reason="its queue delay is 0 already", moot=True)
+        return untested(reason="its queue delay is 0 already", moot=True)
     if delay is None and arm.in_effect.get("dynamic_batching") is False:
-        return Untested(cause="queue_delay", label=arm.label, reason="it has no dynamic batcher", moot=True)
+        return untested(reason="it has no dynamic batcher", moot=True)
     if (reason := _fixed_settings(experiment, request)) is not None:
-        return Untested(cause="queue_delay", label=arm.label, reason=reason)
+        return untested(reason=reason)
     before = asked_for(request.settings, "max_queue_delay_us") or "unknown" if delay is None else str(delay)
     changed = f"max-queue-delay-us {before} → 0"
     return _ablation(experiment, request, "queue_delay", changed, settings={"max-queue-delay-us": "0"})
@@ -230,32 +231,31 @@ def _queue_delay(experiment: Experiment, request: ArmRequest, arm: ArmRecord) ->
 def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Ablation | Untested:
     from loadgen.client.connection import Address
 
+    untested = partial(Untested, cause="transfer", label=request.label)
     if experiment.transport == "shm":
-        reason = "its tensors go through shared memory already"
-        return Untested(cause="transfer", label=request.label, reason=reason, moot=True)
+        return untested(reason="its tensors go through shared memory already", moot=True)
     if request.target in PLAIN:
-        reason = f"the {request.target} server takes tensors over HTTP only"
-        return Untested(cause="transfer", label=request.label, reason=reason)
+        return untested(reason=f"the {request.target} server takes tensors over HTTP only")
     if experiment.deployment == "compose" and request.embedded:
-        reason = f"{shown(request.label)} runs in a container, which does not share this machine's memory"
-        return Untested(cause="transfer", label=request.label, reason=reason)
+        where = f"{shown(request.label)} runs in a container"
+        return untested(reason=f"{where}, which does not share this machine's memory")
     if not request.embedded and not Address.parse(request.target).is_local:
-        reason = f"{request.target} is on another machine, so it cannot share this one's memory"
-        return Untested(cause="transfer", label=request.label, reason=reason)
+        return untested(reason=f"{request.target} is on another machine, so it cannot share this one's memory")
     changed = f"{payload} over {experiment.transport} → through shared memory"
     return _ablation(experiment, request, "transfer", changed, from_payload=payload, transport="shm")
 
 
 def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Ablation | Untested:
+    untested = partial(Untested, cause="compute", label=arm.label)
     engine = str(arm.in_effect.get("engine") or asked_for(request.settings, "engine") or "unknown engine")
     if engine == "null":
-        return Untested(cause="compute", label=arm.label, reason="its engine, null, computes nothing", moot=True)
+        return untested(reason="its engine, null, computes nothing", moot=True)
     if (reason := _fixed_settings(experiment, request)) is not None:
-        return Untested(cause="compute", label=arm.label, reason=reason)
+        return untested(reason=reason)
     if request.target in PLAIN:
-        return Untested(cause="compute", label=arm.label, reason=f"the {request.target} server cannot leave it out")
+        return untested(reason=f"the {request.target} server cannot leave it out")
     if (backend := arm.in_effect.get("backend")) in BACKEND_ENDINGS:
-        return Untested(cause="compute", label=arm.label, reason=f"Triton's {backend} backend cannot leave it out")
+        return untested(reason=f"Triton's {backend} backend cannot leave it out")
     null = {"engine": "null", "device": "", "mode": "", "precision": "", "spinning": ""}
     if (fronts := arm.in_effect.get("fronts")) is not None:  # its default is another one without a GPU
         null["fronts"] = str(fronts)
@@ -688,6 +688,7 @@ def _signed(value: float, decimals: int) -> str:
 PROBE = Probe(
     wanted=wanted,
     measure=measure,
+    records=(Explanation,),
     finding=CausesFound,
     analyse=analyse,
     conclude=conclude,

@@ -160,6 +160,7 @@ def ceilings(result: Result) -> doc.Section | None:
 PROBE = Probe(
     wanted=wants_ceilings,
     measure=measure,
+    records=(Ceilings,),
     after_servers=True,
     finding=CeilingsFound,
     analyse=analyse,

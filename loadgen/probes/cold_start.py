@@ -160,6 +160,7 @@ def _row(start: ContainerStart, sizes: list[int]) -> tuple[str, ...]:
 PROBE = Probe(
     wanted=lambda experiment: repetitions_of(experiment) > 0,
     measure=measure,
+    records=(ServerStart, ContainerStart),
     after_servers=True,
     finding=ColdStartsFound,
     analyse=analyse,

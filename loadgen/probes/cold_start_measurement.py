@@ -249,7 +249,7 @@ def _first_answers(
 
 def _empty_caches(deployment: ComposeDeployment) -> None:
     """Empty the caches, which works inside a running container only; without the volume there is nothing to empty."""
-    if deployment.container.state().status != "running":
+    if deployment.container.status() != "running":
         deployment.container.start()
     script = f"[ ! -d {_CACHE_FOLDER} ] || find {_CACHE_FOLDER} -mindepth 1 -delete"
     status, output = deployment.container.execute("sh", "-c", script)

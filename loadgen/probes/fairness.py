@@ -25,7 +25,7 @@ from loadgen.experiment.schedule import has_load
 from loadgen.metrics.facts import Facts
 from loadgen.probes.registry import Probe
 from loadgen.records.machine import own_devices, used_gpu
-from loadgen.records.model_config import mapping, whole
+from loadgen.records.model_config import mapping, real, whole
 from loadgen.records.probes import ArmConditions, CacheProbe, Conditions, GpuCondition
 from loadgen.records.run import ArmRecord, Label
 from loadgen.run.machine import utc_now
@@ -146,9 +146,9 @@ def as_condition(device: Mapping[str, Any]) -> GpuCondition:
     return GpuCondition(
         uuid=_text(device.get("uuid")),
         name=_text(device.get("name")),
-        utilisation=_number(device.get("utilization_ratio")),
-        sm_clock_hertz=_number(device.get("sm_clock_hertz")),
-        temperature_celsius=_number(device.get("temperature_celsius")),
+        utilisation=real(device.get("utilization_ratio")),
+        sm_clock_hertz=real(device.get("sm_clock_hertz")),
+        temperature_celsius=real(device.get("temperature_celsius")),
         clock_event_reasons=tuple(map(str, reasons)) if isinstance(reasons, list | tuple) else None,
         pids=pids,
     )
@@ -156,10 +156,6 @@ def as_condition(device: Mapping[str, Any]) -> GpuCondition:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature) -> CacheProbe:
@@ -217,4 +213,4 @@ def _probe_times(
     return fresh, repeated
 
 
-PROBE = Probe(wanted=has_load, measure=measure)
+PROBE = Probe(wanted=has_load, measure=measure, records=(Conditions, CacheProbe))

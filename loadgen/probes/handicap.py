@@ -165,4 +165,4 @@ def _server(context: RunContext, label: Label, tuning: str, name: str) -> Abstra
     return context.second_server(replace(arm, request=request), context.experiment, context.store, work)
 
 
-PROBE = Probe(wanted=wanted, measure=measure, finding=HandicapsFound, analyse=analyse)
+PROBE = Probe(wanted=wanted, measure=measure, records=(HandicapRecord,), finding=HandicapsFound, analyse=analyse)

@@ -41,7 +41,6 @@ from loadgen.stats.percentiles import late_allowed, percentile
 from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
-    from loadgen.client.messages import BlockOutcome
     from loadgen.run.arms import Arm
     from loadgen.run.context import RunContext
 
@@ -149,21 +148,7 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
         f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
     )
     load = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
-    trial, outcome = _run_trial(context, arm, entry, step, load, late_allowed=allowed)
-    unsent = (outcome.offered or 0) - outcome.requests if outcome.cut_reason is None else 0
-    late = outcome.late + max(unsent, 0)
-    held = late <= allowed and outcome.cut_reason is None
-    trial = msgspec.structs.replace(
-        trial,
-        rate_per_s=rate,
-        planned=planned,
-        late=late,
-        late_allowed=allowed,
-        held=held,
-        note=None if outcome.late > allowed else outcome.cut_reason,
-    )
-    _store(context, arm, entry, trial, outcome)
-    return held
+    return bool(_run_trial(context, arm, entry, step, load, bound=(planned, allowed)).held)
 
 
 def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
@@ -182,18 +167,24 @@ def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
         for entry in turns if step % 2 == 0 else turns[::-1]:
             context.progress.now(f"{shown(entry.label)} with {users} users")
             arm = context.arms[entry.label]
-            trial, outcome = _run_trial(context, arm, entry, step, rung)
-            _store(context, arm, entry, trial, outcome)
-            rungs[entry.label].append(rung_of(trial))
+            rungs[entry.label].append(rung_of(_run_trial(context, arm, entry, step, rung)))
 
 
 def _run_trial(
-    context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, load: Workload, *, late_allowed: int = 0
-) -> tuple[Trial, BlockOutcome]:
-    """Run one stretch of load and return its record, which is not stored yet. Raises `RunError`."""
+    context: RunContext,
+    arm: Arm,
+    entry: ScheduledBlock,
+    step: int,
+    load: Workload,
+    *,
+    bound: tuple[int, int] | None = None,
+) -> Trial:
+    """Run and store one step of a ramp, or with a `bound` one trial of a search: the requests planned, and how many of
+    them may be late. Raises `StorageError`, and `RunError` if anything but late answers cut it short."""
     index, path = context.store.next_numbered(Trial)
     seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
-    command = arm.load(load, path, arrivals_seed=seed, late_allowed=late_allowed)
+    planned, allowed = bound or (None, None)
+    command = arm.load(load, path, arrivals_seed=seed, late_allowed=allowed or 0)
     runner = context.load_runner(watched=False)
     started_at = utc_now()
     outcome = runner.load(arm, entry, command, index, "trial")
@@ -201,6 +192,8 @@ def _run_trial(
     is_open = outcome.offered is not None
     answered = measured_answers(samples, is_open=is_open)
     waited_ms = latencies_ms(answered)
+    unsent = max((outcome.offered or 0) - outcome.requests, 0) if outcome.cut_reason is None else 0
+    late = None if bound is None else outcome.late + unsent
     speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
     trial = runner.record(
         Trial,
@@ -216,17 +209,16 @@ def _run_trial(
         p50_ms=percentile(waited_ms, 0.5),
         p99_ms=percentile(waited_ms, 0.99),
         send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
-        late=None,  # a rung has no bound
-        note=outcome.cut_reason,
+        rate_per_s=None if bound is None else load.rate_per_s,
+        planned=planned,
+        late=late,
+        late_allowed=allowed,
+        held=None if late is None or allowed is None else late <= allowed and outcome.cut_reason is None,
+        note=None if allowed is not None and outcome.late > allowed else outcome.cut_reason,
     )
-    return trial, outcome
-
-
-def _store(context: RunContext, arm: Arm, entry: ScheduledBlock, trial: Trial, outcome: BlockOutcome) -> None:
-    """Store a trial. Raises `StorageError`, and `RunError` if anything but late answers cut it short."""
-    context.store.write_numbered(trial, trial.index)
-    runner = context.load_runner(watched=False)
+    context.store.write_numbered(trial, index)
     runner.require_whole(arm, entry, outcome, context.store.directory / trial.samples, trial.note)
+    return trial
 
 
 KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
@@ -452,5 +444,10 @@ def _ramp_note(ramp: RampFound) -> str:
 
 
 PROBE = Probe(
-    wanted=wanted, measure=measure, finding=RatesFound, analyse=analyse, sections={"Detail": (rate_search, ramp)}
+    wanted=wanted,
+    measure=measure,
+    records=(Trial,),
+    finding=RatesFound,
+    analyse=analyse,
+    sections={"Detail": (rate_search, ramp)},
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from loadgen.records.run import Experiment, Found
+from loadgen.records.run import Experiment, Found, Record
 
 MODULES = tuple(
     f"loadgen.probes.{name}"
@@ -45,6 +45,8 @@ class Probe:
     measure: Callable[[Any], None]
     """Measures and stores, given the run's context: at every start of the servers, when they are up and warm and give
     the same answers, or once after they are stopped."""
+    records: tuple[type[Record], ...] = ()
+    """The types that it stores, whose `FILE` names the place in the run's folder; no two probes share one."""
     after_servers: bool = False
     """Whether it measures when all servers are stopped, once per run."""
     finding: type[Found] | None = None

@@ -19,7 +19,8 @@ from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_tex
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv
-from loadgen.verdict.result import FILE_NAME, ResultError, read_result, readable, stored_result
+from loadgen.run.storage import StoredRunError
+from loadgen.verdict.result import FILE_NAME, read_result, readable, stored_result
 
 MOST_NAMES = 6
 """Names that are listed of what one reason left out; rank.json has them all."""
@@ -41,8 +42,7 @@ _REMEDY = (
 
 
 def read_all(paths: list[Path]) -> list[RankInput]:
-    """Everything that can be ranked in these files and folders, each once. Raises `ResultError` and
-    `StoredRunError`."""
+    """Everything that can be ranked in these files and folders, each once. Raises `StoredRunError`."""
     results: dict[Path, Path] = {}
     for path in paths:
         for result in _results_in(path):
@@ -53,7 +53,7 @@ def read_all(paths: list[Path]) -> list[RankInput]:
 def _results_in(path: Path) -> Iterator[Path]:
     """A file, the result of a folder, or those of the folders in it."""
     if not path.exists():
-        raise ResultError(f"{path} does not exist; {_REMEDY}")
+        raise StoredRunError(f"{path} does not exist; {_REMEDY}")
     if not path.is_dir():
         yield path.resolve() if path.is_symlink() else path  # a link that the user gives is followed
         return
@@ -61,7 +61,7 @@ def _results_in(path: Path) -> Iterator[Path]:
     inner = map(_result_of, sorted(path.rglob("*/"))) if result is None else ()
     results = [each for each in (result, *inner) if each is not None]
     if not results:
-        raise ResultError(f"{path} holds no result; {_REMEDY}")
+        raise StoredRunError(f"{path} holds no result; {_REMEDY}")
     yield from results
 
 
@@ -83,16 +83,16 @@ def _read(path: Path) -> RankInput:
             return from_matrix(name, read_matrix(path))
         if schema.startswith("abserve.result/"):
             return from_result(name, read_result(path))
-    raise ResultError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
+    raise StoredRunError(f"{path} is neither an engine matrix nor a comparison; {_REMEDY}")
 
 
 def _schema(path: Path) -> str:
     try:
         document: dict[str, Any] = decode_json(read_stored(path), dict[str, Any], most_bytes=MOST_RECORD_BYTES)
     except OSError as exc:
-        raise ResultError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
+        raise StoredRunError(f"{path} cannot be read: {exc.strerror or exc}; {_REMEDY}") from exc
     except DocumentError as exc:
-        raise ResultError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
+        raise StoredRunError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
     return str(document.get("schema"))
 
 
@@ -138,8 +138,8 @@ def ranking_document(ranking: RankResult) -> doc.Document:
         _left_out(ranking),
         _csv(ranking),
     ]
-    shown = tuple(section for section in sections if section is not None)
-    return doc.Document("Engines and machines, ranked", (doc.Chapter("", shown),), about="abserve rank")
+    chapters = {"": [section for section in sections if section is not None]}
+    return doc.Document("Engines and machines, ranked", chapters, about="abserve rank")
 
 
 def describe_work(work: Work) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,24 +23,13 @@ _MOST_DELAY_US = 2**53
 _MOST_TEXT = 120
 
 
-@dataclass(frozen=True, slots=True)
-class TritonModel:
-    """A model on a Triton server, by its configuration alone. None: the configuration does not say it."""
+def read_triton(config: Mapping[str, Any] | None, steps: Sequence[StepRecord] = ()) -> dict[str, object]:
+    """All settings in effect of a model on a Triton server, as far as its configuration says them: parameters,
+    instances, batching, optimization, device (cpu, cuda:0, cuda:0,cuda:1, or cuda where no GPU is named), precision.
 
-    title: str
-    """Name for reports: Triton 2.51, onnxruntime backend."""
-    backend: str
-    """onnxruntime, tensorrt, python, ensemble …; empty if unknown."""
-    device: str | None
-    """cpu, cuda:0, cuda:0,cuda:1, or cuda where no GPU is named."""
-    precision: str | None
-    settings: dict[str, object]
-    """All settings in effect: parameters, instances, batching, optimization, device, precision."""
-
-
-def read_triton(config: Mapping[str, Any] | None, version: str | None, steps: Sequence[StepRecord] = ()) -> TritonModel:
-    """Read a model's configuration. `version`: of the server; `steps`: the models that an ensemble calls, whose
-    settings are its own: of each setting the value that all of them have which do not only decode."""
+    `steps` are the models that an ensemble calls. Their settings are its own: of each the value that all of them have
+    which do not only decode.
+    """
     config = config or {}
     backend = backend_name(config)
     ensemble = backend == "ensemble" or bool(steps)
@@ -49,35 +37,40 @@ def read_triton(config: Mapping[str, Any] | None, version: str | None, steps: Se
     if ensemble:
         settings = _ensemble_settings(settings, steps)
     device = settings.get("device") or (None if ensemble else _device(config, backend))
-    precision = settings.get("precision") or _precision(config)
-    derived = {"device": device, "precision": precision, "optimization": _optimization(config)}
+    derived = {
+        "device": device,
+        "precision": settings.get("precision") or _precision(config),
+        "optimization": _optimization(config),
+    }
     settings |= {name: str(value)[:_MOST_TEXT] for name, value in derived.items() if value}
-    parts = [read_triton(step.config, None).settings for step in steps]
+    parts = [read_triton(step.config) for step in steps]
     policies = (queue_policy(config), *(str(part.get("queue_policy") or "") for part in parts))
     if policy := " and ".join(dict.fromkeys(filter(None, policies))):
         settings["queue_policy"] = policy
     spinning = {_spinning(config, backend, device), *(part.get("spinning") for part in parts)} - {None}
     if spinning:
         settings["spinning"] = max(map(str, spinning))  # on, if any of them spins
+    return settings
+
+
+def triton_title(
+    config: Mapping[str, Any] | None, version: str | None, precision: object, steps: Sequence[StepRecord] = ()
+) -> str:
+    """A model's name for reports, with the server's version: Triton 2.51, onnxruntime backend, fp16."""
+    backend = backend_name(config or {})
     backends = list(dict.fromkeys(name for step in steps if (name := backend_name(step.config or {}))))
     kind = f"{backend} backend" if backend and backend != "ensemble" else backend
     if backends:
         kind = f"ensemble of the {' and '.join(backends)} backend{'s' if len(backends) > 1 else ''}"
     names = ["Triton" if version is None else f"Triton {'.'.join(version.split('.')[:2])}", kind, precision]
-    return TritonModel(
-        title=", ".join(str(name) for name in names if name),
-        backend=backend,
-        device=None if device is None else str(device),
-        precision=None if precision is None else str(precision),
-        settings=settings,
-    )
+    return ", ".join(str(name) for name in names if name)
 
 
 def _ensemble_settings(declared: Mapping[str, object], steps: Sequence[StepRecord]) -> dict[str, object]:
     """The settings in effect of an ensemble. `declared` are those of its own configuration, which has no batcher and no
     instances. What depends on a step that cannot be read is left out."""
     decoding, executing = split_steps(steps)
-    parts = [read_triton(step.config, None).settings for step in executing]
+    parts = [read_triton(step.config) for step in executing]
     shared = {
         name: value
         for name, value in (parts[0] if parts else {}).items()
@@ -160,9 +153,7 @@ def executed_models(arm: ArmRecord) -> list[ArmRecord]:
     """The models that execute an arm's requests, each as if it was the arm's only one: of an ensemble the steps that
     do not only decode."""
     return [
-        msgspec.structs.replace(
-            arm, model_config=step.config, in_effect=read_triton(step.config, None).settings, steps=()
-        )
+        msgspec.structs.replace(arm, model_config=step.config, in_effect=read_triton(step.config), steps=())
         for step in split_steps(arm.steps)[1]
     ] or [arm]
 
@@ -330,6 +321,11 @@ def whole(value: object) -> int | None:
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def real(value: object) -> float | None:
+    """The value if it is a number, else None."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:

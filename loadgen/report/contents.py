@@ -49,7 +49,7 @@ def result_document(result: Result) -> doc.Document:
     what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(
         f"{'VALID' if result.verdict.valid else 'INVALID'} · {base} against {join(others)}",
-        tuple(doc.Chapter(title, tuple(sections(title, makers))) for title, makers in CONTENTS),
+        {title: list(sections(title, makers)) for title, makers in CONTENTS},
         about=f"{what} {result.experiment.model}",
         started_at=result.environment.started_at if result.environment is not None else None,
     )
@@ -64,8 +64,7 @@ INDEX_NOTE = (
 def index_document(results: Mapping[Combination, Result | None]) -> doc.Document:
     """A section per transport and payload with links to its reports; None stands for a run that stored nothing."""
     sections = (_run_section(combination, result) for combination, result in results.items())
-    chapter = doc.Chapter("", (doc.Section("", (doc.Text(INDEX_NOTE),)), *sections))
-    return doc.Document("Transports and payloads", (chapter,))
+    return doc.Document("Transports and payloads", {"": [doc.Section("", (doc.Text(INDEX_NOTE),)), *sections]})
 
 
 def _run_section(combination: Combination, result: Result | None) -> doc.Section:
@@ -135,8 +134,7 @@ def difference_document(difference: RunDifference) -> doc.Document:
             [f"{fact.name}: {_short(fact.old)} → {_short(fact.new)}" for fact in difference.differences],
         ),
     )
-    chapter = doc.Chapter("", tuple(section for section in sections if section is not None))
-    return doc.Document("Old run against new", (chapter,))
+    return doc.Document("Old run against new", {"": [section for section in sections if section is not None]})
 
 
 def difference_headline(difference: RunDifference) -> str:
@@ -233,7 +231,7 @@ def calibration_document(calibration: Calibration) -> doc.Document:
             *map(doc.Text, _calibration_notes(calibration)),
         ),
     )
-    return doc.Document("Calibration", (doc.Chapter("", (section,)),))
+    return doc.Document("Calibration", {"": [section]})
 
 
 def _calibration_row(workload: CalibrationWorkload) -> tuple[str, ...]:

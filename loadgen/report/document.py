@@ -6,15 +6,16 @@ names the formats it appears in, so a section is written once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Flag, auto
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 Style = Literal[
-    "ok", "failed", "warning", "unknown", "note",
+    "ok", "failed", "warning", "unknown", "note", "code",
     "arm-0", "arm-1", "arm-2", "arm-3", "arm-4", "arm-5", "arm-6", "arm-7",
 ]  # fmt: skip
 """The meaning of a text, for its colour and its mark; an arm's colour follows its place in the experiment."""
@@ -41,7 +42,7 @@ ALL = READ | CSV | JUNIT
 
 
 class Text(msgspec.Struct, frozen=True):
-    """A paragraph; the style "warning" highlights it, "note" dims it."""
+    """A paragraph; the style "warning" highlights it, "note" dims it, "code" is a command or other text to copy."""
 
     text: str
     style: Style | None = None
@@ -53,13 +54,6 @@ class Link(msgspec.Struct, frozen=True):
 
     text: str
     target: str
-    on: Format = PAGES
-
-
-class CodeBlock(msgspec.Struct, frozen=True):
-    """A command, or other text to copy."""
-
-    text: str
     on: Format = PAGES
 
 
@@ -132,11 +126,8 @@ def texts(*titles: str) -> tuple[Column, ...]:
     return tuple(Column(title, "text") for title in titles)
 
 
-class RowOutcome(msgspec.Struct, frozen=True):
-    """The outcome of a row for a CI system; `kind` is the type of a failure."""
-
-    state: Literal["passed", "failure", "skipped"]
-    kind: str = ""
+RowOutcome = tuple[Literal["passed", "failure", "skipped"], str]
+"""The outcome of a row for a CI system, and the type of a failure."""
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -198,7 +189,7 @@ class Panel(msgspec.Struct, frozen=True):
     on: Format = READ
 
 
-Block = Text | Link | CodeBlock | Items | Table | Chart | Fold | Panel
+Block = Text | Link | Items | Table | Chart | Fold | Panel
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -209,25 +200,19 @@ class Section(msgspec.Struct, frozen=True):
     half: bool = False
 
 
-class Chapter(msgspec.Struct, frozen=True):
-    """Sections that a page shows under one heading."""
-
-    title: str
-    sections: tuple[Section, ...]
-
-
 class Document(msgspec.Struct, frozen=True):
     """`about` is shown at the top of a page; JUnit stores `started_at`."""
 
     title: str
-    chapters: tuple[Chapter, ...]
+    chapters: Mapping[str, Sequence[Section]]
+    """The sections that a page shows under one heading, by that heading."""
     about: str = ""
     started_at: str | None = None
 
     @property
     def sections(self) -> tuple[Section, ...]:
         """All sections in order."""
-        return tuple(section for chapter in self.chapters for section in chapter.sections)
+        return tuple(chain.from_iterable(self.chapters.values()))
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -243,14 +228,11 @@ def section(title: str, *blocks: Block | None, on: Format = ALL, half: bool = Fa
 
 def only(document: Document, on: Format) -> Document:
     """The part of a document that one format shows, columns included."""
-    chapters = []
-    for chapter in document.chapters:
-        sections = [
-            replace(section, blocks=blocks) for section in chapter.sections if (blocks := _shown(section.blocks, on))
-        ]
-        if sections:
-            chapters.append(replace(chapter, sections=tuple(sections)))
-    return replace(document, chapters=tuple(chapters))
+    chapters = {
+        title: [replace(section, blocks=blocks) for section in sections if (blocks := _shown(section.blocks, on))]
+        for title, sections in document.chapters.items()
+    }
+    return replace(document, chapters={title: sections for title, sections in chapters.items() if sections})
 
 
 def _has_content(block: Block) -> bool:
@@ -258,7 +240,7 @@ def _has_content(block: Block) -> bool:
     match block:
         case Table():
             return bool(block.rows) or not block.on & READ
-        case Items(items=content) | Text(text=content) | CodeBlock(text=content):
+        case Items(items=content) | Text(text=content):
             return bool(content)
         case Fold():
             return any(map(_has_content, block.blocks))

@@ -15,7 +15,8 @@ from loadgen.report.contents import index_document, result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import csv_names, render_csv, render_junit
-from loadgen.verdict.result import FILE_NAME, Result, ResultError, encode_result, read_result
+from loadgen.run.storage import StoredRunError
+from loadgen.verdict.result import FILE_NAME, Result, encode_result, read_result
 
 EXPERIMENT_FILE = "experiment.yaml"
 CSV = "comparisons"
@@ -40,7 +41,7 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     if settings is not None and sha256 is not None:
         contents[EXPERIMENT_FILE] = write_content(settings, sha256).encode()
     stored = None
-    with suppress(ResultError):
+    with suppress(StoredRunError):
         stored = read_result(out_dir / FILE_NAME)
     for name, content in contents.items():
         if name != FILE_NAME or stored != result:

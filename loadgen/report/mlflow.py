@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from loadgen.documents import is_stored, one_line, stored_path
@@ -32,26 +32,14 @@ _MOST_PARAM = 500
 _MOST_PARAMS, _MOST_METRICS = 100, 1000
 """MLflow's limits of one call."""
 _FORBIDDEN = re.compile(r"[^\w\-. /]+", re.ASCII)
+Logged = tuple[str, float, int]
+"""Name and value of one number, and its step: the batch size in a matrix, else 0."""
+Nested = tuple[str, dict[str, object], list[Logged]]
+"""Name, parameters and numbers of a nested run."""
 
 
 class MlflowExportError(Exception):
     """Nothing, or not everything, could be exported; the message says why and what to do."""
-
-
-class LoggedMetric(NamedTuple):
-    """One number; `step` is the batch size in a matrix."""
-
-    name: str
-    value: float
-    step: int = 0
-
-
-class NestedRun(NamedTuple):
-    """A nested run."""
-
-    name: str
-    params: dict[str, object]
-    metrics: list[LoggedMetric]
 
 
 def check_mlflow(uri: str | None) -> None:
@@ -89,7 +77,7 @@ def export_result(uri: str, result: Result, folder: Path) -> str:
         "workloads": ", ".join(workload.name for workload in experiment.workloads),
     }  # fmt: skip
     params |= {f"settings.{name}": value for name, value in (experiment.settings or {}).items()}
-    overall = [LoggedMetric("valid", float(result.valid))]
+    overall = [("valid", float(result.valid), 0)]
     for row in result.comparisons:
         if row.ratio is not None:
             base = f"ratio.{row.metric}.{row.scenario}.{row.arm}_over_{row.baseline}"
@@ -103,7 +91,7 @@ def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
     plan = matrix.plan
     params = {f"settings.{name}": value for name, value in plan.settings.items()}
     params |= {"rounds": plan.rounds, "seed": plan.seed, "baseline": plan.baseline, "processes": plan.processes}
-    nested = []
+    nested: list[Nested] = []
     for place, measured in enumerate(matrix.configurations):
         configuration = measured.configuration
         about: dict[str, object] = {
@@ -113,13 +101,13 @@ def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
         metrics = [metric for cell in matrix.cells if cell.configuration == place for metric in _cell(cell)]
         if measured.load_seconds is not None:
             metrics += _estimate("load_seconds", measured.load_seconds)
-        metrics += [LoggedMetric(f"conversion_seconds.{step.step}", step.seconds) for step in measured.conversions]
+        metrics += [(f"conversion_seconds.{step.step}", step.seconds, 0) for step in measured.conversions]
         title = f"{configuration.model} {configuration.name} {configuration.precision}"
-        nested.append(NestedRun(title, about, metrics))
+        nested.append((title, about, metrics))
     return _export(uri, "engines", folder, params, matrix.environment, {"schema": matrix.schema}, [], nested)
 
 
-def _arms(result: Result) -> Iterator[NestedRun]:
+def _arms(result: Result) -> Iterator[Nested]:
     """Each arm: what it ran as, and its figures in every workload."""
     evidence = result.of(GpuFound).evidence
     for arm in result.arms:
@@ -127,18 +115,18 @@ def _arms(result: Result) -> Iterator[NestedRun]:
             "label": arm.label, "title": arm.title, "target": arm.target, "server": arm.server_name,
             "server_version": arm.server_version, **{f"in_effect.{name}": v for name, v in arm.in_effect.items()},
         }  # fmt: skip
-        metrics: list[LoggedMetric] = []
+        metrics: list[Logged] = []
         for summary in result.summaries:
             metrics += _figures(summary) if summary.label == arm.label else []
         for record in () if evidence is None else evidence.records:
             gpu = record.inputs.gpu
             joules = None if gpu is None or record.control or record.no_energy is not None else gpu.joules_per_item
             if record.label == arm.label and joules is not None:
-                metrics.append(LoggedMetric(f"joules_per_item.{record.workload or 'all'}", joules))
-        yield NestedRun(f"{arm.label} {arm.title}", params, metrics)
+                metrics.append((f"joules_per_item.{record.workload or 'all'}", joules, 0))
+        yield f"{arm.label} {arm.title}", params, metrics
 
 
-def _figures(summary: WorkloadSummary) -> Iterator[LoggedMetric]:
+def _figures(summary: WorkloadSummary) -> Iterator[Logged]:
     """The figures of the metrics that are compared or counted, each once, with its interval."""
     logged = set[str]()
     for metric in METRICS.values():
@@ -149,7 +137,7 @@ def _figures(summary: WorkloadSummary) -> Iterator[LoggedMetric]:
             yield from _bounds(f"{name}.{summary.workload}", float(value), *limits)
 
 
-def _cell(cell: CellResult) -> Iterator[LoggedMetric]:
+def _cell(cell: CellResult) -> Iterator[Logged]:
     """The figures of a cell, with the batch size as the step."""
     at = "" if cell.length is None else f".length_{cell.length}"
     estimates = {
@@ -166,18 +154,16 @@ def _cell(cell: CellResult) -> Iterator[LoggedMetric]:
         "process_device_bytes": cell.process_device_bytes, "rss_bytes": cell.rss_bytes,
         "ranked": float(cell.excluded is None and cell.fault is None),
     }  # fmt: skip
-    yield from (
-        LoggedMetric(f"{name}{at}", float(value), cell.batch) for name, value in values.items() if value is not None
-    )
+    yield from ((f"{name}{at}", float(value), cell.batch) for name, value in values.items() if value is not None)
 
 
-def _estimate(name: str, estimate: Estimate, step: int = 0) -> list[LoggedMetric]:
+def _estimate(name: str, estimate: Estimate, step: int = 0) -> list[Logged]:
     return _bounds(name, estimate.value, estimate.low, estimate.high, step)
 
 
-def _bounds(name: str, value: float, low: float | None, high: float | None, step: int = 0) -> list[LoggedMetric]:
+def _bounds(name: str, value: float, low: float | None, high: float | None, step: int = 0) -> list[Logged]:
     numbers = {name: value, f"{name}.low": low, f"{name}.high": high}
-    return [LoggedMetric(key, number, step) for key, number in numbers.items() if number is not None]
+    return [(key, number, step) for key, number in numbers.items() if number is not None]
 
 
 def _about_machine(environment: Environment | None) -> dict[str, object]:
@@ -202,8 +188,8 @@ def _export(
     params: Mapping[str, object],
     environment: Environment | None,
     tags: Mapping[str, str],
-    overall: Sequence[LoggedMetric],
-    nested: Sequence[NestedRun],
+    overall: Sequence[Logged],
+    nested: Sequence[Nested],
 ) -> str:
     try:
         return _write(uri, command, folder, {**params, **_about_machine(environment)}, tags, overall, nested)
@@ -223,8 +209,8 @@ def _write(
     folder: Path,
     params: Mapping[str, object],
     tags: Mapping[str, str],
-    overall: Sequence[LoggedMetric],
-    nested: Sequence[NestedRun],
+    overall: Sequence[Logged],
+    nested: Sequence[Nested],
 ) -> str:
     check_mlflow(uri)
     if _scheme(uri) in ("", "file"):
@@ -243,11 +229,11 @@ def _write(
     status = "FAILED"
     try:
         _log(client, parent, params, overall, tags)
-        for nested_run in nested:
+        for title, about, metrics in nested:
             child = client.create_run(
-                experiment, run_name=nested_run.name, tags={"mlflow.parentRunId": parent, "abserve.command": command}
+                experiment, run_name=title, tags={"mlflow.parentRunId": parent, "abserve.command": command}
             ).info.run_id
-            _log(client, child, nested_run.params, nested_run.metrics, {})
+            _log(client, child, about, metrics, {})
             client.set_terminated(child)
         for file in _FILES:
             path = stored_path(folder / file)
@@ -260,7 +246,7 @@ def _write(
 
 
 def _log(
-    client: Any, run: str, params: Mapping[str, object], metrics: Iterable[LoggedMetric], tags: Mapping[str, str]
+    client: Any, run: str, params: Mapping[str, object], metrics: Iterable[Logged], tags: Mapping[str, str]
 ) -> None:
     """Write everything in calls within MLflow's limits; of two names that become equal the first is kept."""
     from mlflow import entities
@@ -272,7 +258,7 @@ def _log(
     parts = [entities.Param(name, value) for name, value in texts.items()]
     for start in range(0, len(parts), _MOST_PARAMS):
         client.log_batch(run, params=parts[start : start + _MOST_PARAMS])
-    numbers = [entities.Metric(key_of(metric.name), metric.value, 0, metric.step) for metric in metrics]
+    numbers = [entities.Metric(key_of(name), value, 0, step) for name, value, step in metrics]
     for start in range(0, len(numbers), _MOST_METRICS):
         client.log_batch(run, metrics=numbers[start : start + _MOST_METRICS])
     if tags:

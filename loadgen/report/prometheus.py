@@ -1,24 +1,24 @@
 """Shows the runs in a results folder as Prometheus metrics, `abserve_run_…` and `abserve_comparison_…`.
 
-It only reads what `abserve compare` has stored. A file that is missing, incomplete, malformed or of another version
-shows nothing and does not affect other runs.
+It only reads what `abserve compare` has stored. A file that is missing or malformed shows nothing and does not affect
+other runs.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from loadgen.documents import MOST_RECORD_BYTES, DocumentError, open_inside, printable, read_limited, read_record
+from loadgen.records.model_config import listed, mapping
 from loadgen.run.storage import is_running
 
 NEWEST = 20
@@ -42,51 +42,12 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Help and labels by name; the label `run` is the run's folder."""
-
-T = TypeVar("T")
-
-
-class _State(msgspec.Struct):
-    state: str = ""
-    phase: str = ""
-
-
-class _Comparison(msgspec.Struct):
-    scenario: str = ""
-    metric: str = ""
-    verdict: str = ""
-    baseline: str = ""
-    arm: str = ""
-    ratio: float | None = None
-    ci95: tuple[float, float] | None = None
-
-
-class _Verdict(msgspec.Struct):
-    sentence: str = ""
-
-
-class _Arm(msgspec.Struct):
-    label: str = ""
-    title: str = ""
-
-
-class _Result(msgspec.Struct):
-    valid: bool = False
-    verdict: _Verdict = msgspec.field(default_factory=_Verdict)
-    arms: tuple[_Arm, ...] = ()
-    comparisons: tuple[_Comparison, ...] = ()
-
-
-class _Finding(msgspec.Struct):
-    label: str = ""
-    workload: str | None = None
-    finding: str = ""
-    code: str | None = None
-    control: bool = False
-
-
-class _Evidence(msgspec.Struct):
-    records: tuple[_Finding, ...] = ()
+SHOWN = {
+    "run.json": ("state", "phase"),
+    "result.json": ("valid", "verdict", "arms", "comparisons"),
+    "evidence.json": ("records",),
+}
+"""The parts of each file that are shown; no others are kept."""
 
 
 class RunsCollector(Collector):
@@ -95,8 +56,8 @@ class RunsCollector(Collector):
     def __init__(self, folder: Path, wall_s: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._wall_s = wall_s
-        self._read_files: dict[Path, tuple[int, Any]] = {}
-        """When each file was changed that has been read, and its content."""
+        self._read_files: dict[Path, tuple[int, Mapping[str, Any]]] = {}
+        """When each file was changed that has been read, and what is shown of it."""
 
     def collect(self) -> Iterable[Metric]:
         """All families; a duplicate label set keeps its first value."""
@@ -107,28 +68,29 @@ class RunsCollector(Collector):
 
         for began_s, folder in self._newest():
             run = printable(folder.name)
-            if (state := self._read(folder, "run.json", _State)) is not None:
-                running = state.state == "running" and (
+            state = self._read(folder, "run.json")
+            if "state" in state:
+                running = state["state"] == "running" and (
                     is_running(folder) or self._wall_s() - _last_written(folder) < SILENT_SECONDS
                 )
-                show(float(running), "abserve_run_running", run, state.phase if running else "")
+                show(float(running), "abserve_run_running", run, *_texts(state if running else {}, "phase"))
                 show(began_s, "abserve_run_start_timestamp_seconds", run)
-            if (result := self._read(folder, "result.json", _Result)) is not None:
-                show(float(result.valid), "abserve_run_valid", run, result.verdict.sentence)
-                for arm in result.arms:
-                    show(1.0, "abserve_run_arm_info", run, arm.label, arm.title)
-                for row in result.comparisons:
-                    labels = (run, row.scenario, row.metric, row.baseline, row.arm, row.verdict)
-                    if row.ratio is not None:
-                        show(row.ratio, "abserve_comparison_ratio", *labels)
-                    if row.ci95 is not None:
-                        show(row.ci95[0], "abserve_comparison_ratio_low", *labels)
-                        show(row.ci95[1], "abserve_comparison_ratio_high", *labels)
-            if (evidence := self._read(folder, "evidence.json", _Evidence)) is not None:
-                for finding in evidence.records:
-                    if not finding.control:
-                        place = (finding.label, finding.workload or "all")
-                        show(1.0, "abserve_run_gpu_evidence", run, *place, finding.finding, finding.code or "")
+            result = self._read(folder, "result.json")
+            if isinstance(valid := result.get("valid"), bool):
+                show(float(valid), "abserve_run_valid", run, *_texts(result.get("verdict"), "sentence"))
+            for arm in listed(result.get("arms")):
+                show(1.0, "abserve_run_arm_info", run, *_texts(arm, "label", "title"))
+            for row in listed(result.get("comparisons")):
+                bounds = listed(mapping(row).get("ci95"))
+                low, high = bounds if len(bounds) == 2 else (None, None)
+                ends = {"ratio": mapping(row).get("ratio"), "ratio_low": low, "ratio_high": high}
+                for name, value in ends.items():
+                    if isinstance(value, int | float):
+                        show(float(value), f"abserve_comparison_{name}", run, *_texts(row, *_COMPARED[1:]))
+            for finding in listed(self._read(folder, "evidence.json").get("records")):
+                if not mapping(finding).get("control"):
+                    arm, scenario, *outcome = _texts(finding, "label", "workload", "finding", "code")
+                    show(1.0, "abserve_run_gpu_evidence", run, arm, scenario or "all", *outcome)
         for name, (text, label_names) in GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=label_names)
             for (metric, *values), value in samples.items():
@@ -145,25 +107,25 @@ class RunsCollector(Collector):
                     runs.append((path.stat().st_mtime, path.parent))
         return sorted(runs)[-NEWEST:]
 
-    def _read(self, folder: Path, name: str, kind: type[T]) -> T | None:
-        """The decoded file, read again when it has changed; None when it cannot be used."""
+    def _read(self, folder: Path, name: str) -> Mapping[str, Any]:
+        """What is shown of a file, read again when it has changed; empty when it cannot be used."""
         path = folder / name
         try:
             with open_inside(folder, name) as file:
                 changed_ns = os.fstat(file.fileno()).st_mtime_ns
-                cached = self._read_files.get(path)
-                if cached is None or cached[0] != changed_ns:
-                    cached = self._read_files[path] = changed_ns, _decoded(read_limited(file, MOST_RECORD_BYTES), kind)
+                if self._read_files.get(path, (0,))[0] != changed_ns:
+                    self._read_files[path] = changed_ns, {}
+                    content = read_record(read_limited(file, MOST_RECORD_BYTES), dict[str, Any])
+                    self._read_files[path] = changed_ns, {key: content[key] for key in SHOWN[name] if key in content}
         except (OSError, DocumentError):
-            return None
-        return cached[1]  # type: ignore[no-any-return]
+            return {}
+        return self._read_files[path][1]
 
 
-def _decoded(content: bytes, kind: type[T]) -> T | None:
-    try:
-        return read_record(content, kind)  # type: ignore[no-any-return]
-    except DocumentError:
-        return None
+def _texts(record: object, *names: str) -> list[str]:
+    """The texts with these names in a record; an empty one for anything else."""
+    values = (mapping(record).get(name) for name in names)
+    return [value if isinstance(value, str) else "" for value in values]
 
 
 def _last_written(folder: Path) -> float:

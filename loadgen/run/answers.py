@@ -37,12 +37,11 @@ from loadgen.stats.agreement import (
     NOT_FINITE,
     Agreement,
     Array,
-    Rule,
     Tolerance,
     agree,
     all_alike,
     root_mean_square,
-    rules_of,
+    tolerances_for,
     trimmed,
     worst_of,
 )
@@ -60,7 +59,7 @@ _LEAST_TIMEOUT_S = 120.0
 
 Answer = Mapping[str, Array]
 """The outputs for one item, or for several; the first dimension is the item."""
-Rules = Mapping[str, Rule]
+Rules = Mapping[str, Tolerance]
 """How each output is compared."""
 
 
@@ -76,7 +75,7 @@ class ParityTarget:
     def rules(self, tolerance: Tolerance) -> Rules:
         """How its outputs are compared, by their kinds and datatypes."""
         datatypes = {output.name: output.datatype for output in self.signature.outputs}
-        return rules_of(datatypes, self.inputs.kinds, tolerance)
+        return tolerances_for(datatypes, self.inputs.kinds, tolerance)
 
 
 def check_parity(
@@ -89,7 +88,7 @@ def check_parity(
     batching merges them), and in one batch of each size, of each of these lengths if there are any. Each arm's answers
     must equal the baseline's but for rounding, and an arm's answers in a batch must equal its answers alone."""
     rules = next(iter(arms.values())).rules(tolerance)
-    limits = [rule.tolerance for rule in rules.values() if rule.kind != "labels"]
+    limits = [rule for rule in rules.values() if rule.kind != "labels"]
     limit = max(limits or [tolerance], key=lambda rule: rule.relative)
     record = ParityRecord(
         cases=(),

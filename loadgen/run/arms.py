@@ -30,6 +30,7 @@ from loadgen.records.model_config import (
     read_triton,
     split_steps,
     step_calls,
+    triton_title,
     whole,
 )
 from loadgen.records.run import (
@@ -55,12 +56,8 @@ _COMPUTE = ("compute_input_ns", "compute_infer_ns", "compute_output_ns")
 Statistics = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The statistics of a model and of the models that it calls; None: they cannot be read."""
-
-    model: Statistics
-    steps: tuple[Statistics | None, ...] = ()
+Snapshot = tuple[Statistics, tuple[Statistics | None, ...]]
+"""The statistics of a model, and of the models that it calls; None: they cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ class ServerStatistics:
     def read(self) -> Snapshot | None:
         """One snapshot; None if the server has no such statistics."""
         statistics = Endpoint(self.url, access=self.access).statistics(self.model)
-        return None if statistics is None else Snapshot(statistics, tuple(map(self._read_step, self.steps)))
+        return None if statistics is None else (statistics, tuple(map(self._read_step, self.steps)))
 
     def _read_step(self, step: StepRecord) -> Statistics | None:
         """None also for a step whose configuration is unknown: it may be an ensemble itself."""
@@ -86,7 +83,7 @@ class ServerStatistics:
 
     def settled(self, before: Snapshot, after: Snapshot, requests: int) -> bool:
         """Whether all requests between two snapshots are counted, those to the steps too."""
-        grown = [(requests_seen(after.model) - requests_seen(before.model), 1)]
+        grown = [(requests_seen(after[0]) - requests_seen(before[0]), 1)]
         grown += [
             (requests_seen(last) - requests_seen(first), step.calls)
             for step, first, last in self._pairs(before, after)
@@ -96,7 +93,7 @@ class ServerStatistics:
 
     def totals(self, before: Snapshot, after: Snapshot) -> StageTotals | None:
         """The growth between two snapshots; None when a number is impossible for a block of load."""
-        totals = stage_totals(before.model, after.model)
+        totals = stage_totals(before[0], after[0])
         if totals is None or not self.steps:
             return totals
         step_totals = [
@@ -108,7 +105,7 @@ class ServerStatistics:
     def _pairs(
         self, before: Snapshot, after: Snapshot
     ) -> Iterator[tuple[StepRecord, Statistics | None, Statistics | None]]:
-        return zip(self.steps, before.steps, after.steps, strict=True)
+        return zip(self.steps, before[1], after[1], strict=True)
 
 
 def ensemble_totals(ensemble: StageTotals, steps: Sequence[tuple[StepRecord, StageTotals | None]]) -> StageTotals:
@@ -308,8 +305,9 @@ class Arm:
         with suppress(EndpointError):
             gpu_info = endpoint.document("/gpu-info")
         if server.get("name") == TRITON:
-            triton = read_triton(config, _text(server.get("version")), steps := self._steps(config))
-            in_effect, title = triton.settings, one_line(triton.title, _MOST_TITLE)
+            in_effect = read_triton(config, steps := self._steps(config))
+            version, precision = _text(server.get("version")), in_effect.get("precision")
+            title = one_line(triton_title(config, version, precision, steps), _MOST_TITLE)
         else:
             in_effect, steps = effective_settings(config), ()
             title = _title(server, in_effect)

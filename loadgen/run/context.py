@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from time import monotonic
 
@@ -26,7 +27,7 @@ from loadgen.client.messages import BlockOutcome, GeneratorError
 from loadgen.experiment.schedule import closed_loop, schedule
 from loadgen.launch.deployment import DeploymentError
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
-from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
+from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
 from loadgen.run.gpu_recording import GpuRecording
@@ -204,13 +205,13 @@ def pilot_loads(workloads: Sequence[Workload]) -> list[Workload]:
 
 def _used(context: RunContext, loads: Sequence[Workload], calibration: Calibration | None, processes: int) -> float:
     """The largest share of the processes' ceilings that an arm took."""
-    runner = context.load_runner(watched=False)
-    shares = [
-        used_share(runner.pilot(label, load), load, context.experiment, calibration, payload=arm.payload, of=processes)
-        for label, arm in context.arms.items()
-        for load in loads
-    ]
-    return max(shares, default=0.0)
+    runner, most = context.load_runner(watched=False), 0.0
+    for (label, arm), load in product(context.arms.items(), loads):
+        context.progress.now(f"{shown(label)}: how fast it is, to choose the load generator's processes")
+        outcome = runner.unstored(f"pilot of arm {label}", label, load)
+        share = used_share(outcome, load, context.experiment, calibration, payload=arm.payload, of=processes)
+        most = max(most, share)
+    return most
 
 
 def used_share(

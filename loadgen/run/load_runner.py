@@ -64,18 +64,14 @@ class LoadRunner:
                 self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}{of_length}")
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
                 shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0, length=length)
-                outcome = self._unstored(f"warm-up of arm {label}", label, shape)
+                outcome = self.unstored(f"warm-up of arm {label}", label, shape)
                 took = concurrency / (outcome.requests_per_s or math.inf)
                 shape_key = batch_size, concurrency, length
                 slowest[shape_key] = max(took, slowest.get(shape_key, 0.0))
         return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
 
-    def pilot(self, label: Label, load: Workload) -> BlockOutcome:
-        """Run a load on one arm without storing samples. Raises `RunError`."""
-        self.progress.now(f"{shown(label)}: how fast it is, to choose the load generator's processes")
-        return self._unstored(f"pilot of arm {label}", label, load)
-
-    def _unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
+    def unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
+        """Run a load on one arm without storing samples; `title` is for messages. Raises `RunError`."""
         arm = self.arms[label]
         outcome = self._generate(title, arm, arm.load(load, None))
         if outcome.errors:

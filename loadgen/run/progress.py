@@ -117,7 +117,8 @@ class LiveRatios:
 
     def _estimate(self, paired: PairedMetric) -> LiveRatio:
         workload, metric = paired.workload, paired.metric
-        _, estimate, _ = estimate_pairs(paired, self._experiment, shared_correlation([paired]).plausible)
+        shared, _ = shared_correlation([paired])
+        _, estimate, _ = estimate_pairs(paired, self._experiment, shared)
         return LiveRatio(
             workload=workload.name,
             baseline=paired.pairing.baseline,

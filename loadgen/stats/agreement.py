@@ -46,12 +46,14 @@ _OWN_ROUNDOFF = {"BF16": 2.0**-8, "FP16": 2.0**-11, "FP32": 0.0, "FP64": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest difference that counts as rounding."""
+    """The largest difference that counts as rounding, in an output of one kind."""
 
     precision: str
     """The coarsest of the precisions in effect; an unknown one counts as FP16."""
     relative: float
     """Largest difference of a vector: ‖b − a‖ over ‖a‖."""
+    kind: OutputKind = "tensor"
+    """How the output is compared."""
 
     @property
     def element(self) -> float:
@@ -74,26 +76,20 @@ def tolerance_of(precisions: Iterable[object]) -> Tolerance:
     return Tolerance(precision, _RELATIVE[precision])
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How one output is compared."""
-
-    kind: OutputKind
-    tolerance: Tolerance
-
-
-def rule_of(kind: str | None, datatype: str, tolerance: Tolerance) -> Rule:
-    """The rule for an output of this kind, if it has one, and of this datatype of the protocol."""
+def tolerance_for(kind: str | None, datatype: str, tolerance: Tolerance) -> Tolerance:
+    """The tolerance of an output of this kind, if it has one, and of this datatype of the protocol."""
     numbers = datatype in _OWN_ROUNDOFF or (datatype not in ("BOOL", "BYTES") and kind in ("embedding", "logits"))
     if kind == "labels" or not numbers:
-        return Rule("labels", tolerance)
-    widened = replace(tolerance, relative=tolerance.relative + 2 * _OWN_ROUNDOFF.get(datatype, 0.0))
-    return Rule(kind if kind in _KINDS else "tensor", widened)
+        return replace(tolerance, kind="labels")
+    relative = tolerance.relative + 2 * _OWN_ROUNDOFF.get(datatype, 0.0)
+    return replace(tolerance, relative=relative, kind=kind if kind in _KINDS else "tensor")
 
 
-def rules_of(datatypes: Mapping[str, str], kinds: Mapping[str, str], tolerance: Tolerance) -> dict[str, Rule]:
-    """The rule of every output, from its datatype and the kinds that are known."""
-    return {name: rule_of(kinds.get(name), datatype, tolerance) for name, datatype in datatypes.items()}
+def tolerances_for(
+    datatypes: Mapping[str, str], kinds: Mapping[str, str], tolerance: Tolerance
+) -> dict[str, Tolerance]:
+    """The tolerance of every output, from its datatype and the kinds that are known."""
+    return {name: tolerance_for(kinds.get(name), datatype, tolerance) for name, datatype in datatypes.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +112,22 @@ class Agreement:
     """Share of vectors with the same five highest logits; None with five classes or fewer."""
 
 
-def agree(expected: Array, actual: Array, rule: Rule, typical: float | None = None) -> Agreement:
+def agree(expected: Array, actual: Array, tolerance: Tolerance, typical: float | None = None) -> Agreement:
     """Compare two arrays of one shape, not empty, whose first dimension is the item. `typical` is the root mean square
     of the output's elements, by default of `expected`."""
     if not (_finite(expected) and _finite(actual)):
         return Agreement(NOT_FINITE, np.inf, np.inf, np.inf, 0.0)
-    if rule.kind == "labels":
+    if tolerance.kind == "labels":
         return _equal(expected, actual)
-    vectors = len(expected) if rule.kind == "tensor" or expected.ndim < 2 else -1
+    vectors = len(expected) if tolerance.kind == "tensor" or expected.ndim < 2 else -1
     length = expected.size // len(expected) if vectors > 0 else expected.shape[-1]
     a, b = (array.reshape(vectors, length).astype(np.float64) for array in (expected, actual))
     scale = root_mean_square([a]) if typical is None else typical
     agreement = _difference(a, b, scale)
-    fault = _rounding_fault(agreement, rule)
-    if rule.kind != "logits":
+    fault = _rounding_fault(agreement, tolerance)
+    if tolerance.kind != "logits":
         return replace(agreement, fault=fault)
-    (top1, first), (top5, others) = (_order(a, b, rule.tolerance, scale, highest) for highest in (1, 5))
+    (top1, first), (top5, others) = (_order(a, b, tolerance, scale, highest) for highest in (1, 5))
     return replace(agreement, fault=fault or first or others, top1=top1, top5=top5)
 
 
@@ -202,14 +198,13 @@ def _difference(a: Floats, b: Floats, scale: float) -> Agreement:
     )
 
 
-def _rounding_fault(agreement: Agreement, rule: Rule) -> str | None:
-    tolerance = rule.tolerance
+def _rounding_fault(agreement: Agreement, tolerance: Tolerance) -> str | None:
     if agreement.relative > tolerance.relative or agreement.element > tolerance.element:
         return (
             f"has a relative error of {agreement.relative:.2g} (tolerance {tolerance.relative:.2g}), "
             f"of one element {agreement.element:.2g} (tolerance {tolerance.element:.2g})"
         )
-    if rule.kind == "embedding" and agreement.cosine < tolerance.cosine:
+    if tolerance.kind == "embedding" and agreement.cosine < tolerance.cosine:
         return f"has a cosine of {agreement.cosine:.6f} (at least {tolerance.cosine:.6f})"
     return None
 

@@ -29,7 +29,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,17 +90,11 @@ def unbiased(count: int, correlation: float) -> float:
     return (correlation + 1.0 / count) / (1.0 - 4.0 / count) if count > 4 else 0.0
 
 
-class Correlation(NamedTuple):
-    """What is known of the correlation of successive pairs."""
+def plausible_correlation(seen: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """The correlation of successive pairs that independent series of them share; of each the length and `lag_one`.
 
-    plausible: float
-    """What an interval allows for: the mean given the pairs and one standard deviation, 0 to `MOST_CORRELATION`."""
-    scatter: float
-    """Standard deviation of that over runs of the same plan."""
-
-
-def plausible_correlation(seen: Sequence[tuple[int, float]]) -> Correlation:
-    """The correlation that independent series of pairs share; of each the length and `lag_one`.
+    First what an interval allows for: the mean given the pairs and one standard deviation, 0 to `MOST_CORRELATION`;
+    then the standard deviation of that over runs of the same plan.
 
     The correlation is taken as normal before the run (`CORRELATION_SPREAD`), and `lag_one` as normal about its
     expectation (`unbiased`) with the variance it has without any correlation, (n−2)²/(n²(n−1)) (Moran, Biometrika 35,
@@ -115,7 +108,7 @@ def plausible_correlation(seen: Sequence[tuple[int, float]]) -> Correlation:
         weighted += information * unbiased(count, correlation)
     precision = CORRELATION_SPREAD**-2 + certainty
     plausible = weighted / precision + 1.0 / math.sqrt(precision)
-    return Correlation(allowed_correlation(plausible), math.sqrt(certainty) / precision)
+    return allowed_correlation(plausible), math.sqrt(certainty) / precision
 
 
 def allowed_correlation(correlation: float) -> float:
@@ -350,19 +343,12 @@ def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float 
     if -bound < (low + high) / 2.0 < bound:
         p_equivalence = max(_p(logs, bound, correlation), _p(logs, -bound, correlation))
     unbounded = not math.isfinite(high - low) or high - low > 1400.0
-    return RatioEstimate(
-        pairs=plain.pairs,
-        ratio=plain.ratio,
-        ci95=None if unbounded else (math.exp(low), math.exp(high)),
-        p_value=None if unbounded else _p(logs, 0.0, correlation),
-        p_equivalence=None if unbounded else p_equivalence,
-        spread_log=plain.spread_log,
-        units=plain.units,
-        correlation=allowed_correlation(correlation),
-        reason=f"{plain.pairs} pairs are too few for an interval that stays valid after every round"
-        if unbounded
-        else None,
-    )
+    estimate = replace(plain, correlation=allowed_correlation(correlation), error_log=None, degrees=0.0)
+    if unbounded:
+        reason = f"{plain.pairs} pairs are too few for an interval that stays valid after every round"
+        return replace(estimate, ci95=None, p_value=None, p_equivalence=None, reason=reason)
+    ci95 = math.exp(low), math.exp(high)
+    return replace(estimate, ci95=ci95, p_value=_p(logs, 0.0, correlation), p_equivalence=p_equivalence)
 
 
 def _p(logs: Sequence[float], mean: float, correlation: float) -> float:

@@ -63,17 +63,13 @@ class Result(Record, frozen=True, kw_only=True):
         return kind.among(self.studies)
 
 
-class ResultError(Exception):
-    """A result file cannot be read; the message names it."""
-
-
 def encode_result(result: Result) -> bytes:
     """Indented JSON, the same bytes for the same result."""
     return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
 
 
 def read_result(path: Path) -> Result:
-    """Read a `result.json`, also compressed. Raises `ResultError` for a missing file, another schema or an unknown
+    """Read a `result.json`, also compressed. Raises `StoredRunError` for a missing file, another schema or an unknown
     field."""
     try:
         result = cast("Result", read_record(read_stored(path), Result))
@@ -81,9 +77,9 @@ def read_result(path: Path) -> Result:
         findings = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
         return msgspec.structs.replace(result, studies=findings)
     except KeyError as exc:
-        raise ResultError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
+        raise StoredRunError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
     except (OSError, DocumentError, msgspec.ValidationError) as exc:
-        raise ResultError(f"{path} is not a result of this version of abserve: {exc}") from exc
+        raise StoredRunError(f"{path} is not a result of this version of abserve: {exc}") from exc
 
 
 CONTRADICTIONS = (
@@ -165,7 +161,7 @@ def analyse_run(run: StoredRun) -> Result:
 def stored_result(directory: Path) -> Result:
     """The result of the stored records, or the stored result.json of a folder without samples, such as a published one.
 
-    Without samples the records cannot be analysed again. Raises `StoredRunError` and `ResultError`.
+    Without samples the records cannot be analysed again. Raises `StoredRunError`.
     """
     if stored_path(directory / FILE_NAME).exists() and not _records_are_kept(directory):
         return read_result(directory / FILE_NAME)

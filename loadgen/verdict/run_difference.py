@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from msgspec.structs import replace
 from scipy import stats
 from scipy.optimize import brentq
 
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
+from loadgen.quantities import Interval
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
@@ -168,42 +170,59 @@ def compare_runs(
     )
 
 
-class _Key(NamedTuple):
-    scenario: str
-    metric: str
-    pairing: Pairing
-
-
-class _Test(NamedTuple):
-    change: float | None = None
-    ci95: tuple[float, float] | None = None
-    p: float | None = None
-    reason: str | None = None
-
-
 def _changes(old: Result, new: Result) -> tuple[ComparisonChange, ...]:
     before, after = (
-        {_Key(comparison.scenario, comparison.metric, comparison.pairing): comparison for comparison in run.comparisons}
+        {(comparison.scenario, comparison.metric, comparison.pairing): comparison for comparison in run.comparisons}
         for run in (old, new)
     )
-    tests = {}
-    for key in dict.fromkeys((*before, *after)):
-        first, second = before.get(key), after.get(key)
+    changes, p_values = [], []
+    for scenario, metric, pairing in dict.fromkeys((*before, *after)):
+        first, second = before.get((scenario, metric, pairing)), after.get((scenario, metric, pairing))
+        change, ci95, p, reason = None, None, None, None
         if first is None or second is None:
-            tests[key] = _Test(reason=_why_missing(key, "old" if first is None else "new", old, new))
-        else:
-            tests[key] = _test(first, second)
-    adjusted = adjust_holm([test.p for test in tests.values()])
-    return tuple(
-        _change(key, before.get(key), after.get(key), test, p)
-        for (key, test), p in zip(tests.items(), adjusted, strict=True)
-    )
+            reason = _why_missing(pairing, "old" if first is None else "new", old, new)
+        elif (reason := _why_not_compared(first, second)) is None:
+            change, ci95, p, reason = _test(first, second)
+        p_values.append(p)
+        changes.append(
+            ComparisonChange(
+                scenario=scenario,
+                metric=metric,
+                baseline=pairing.baseline,
+                arm=pairing.arm,
+                old_ratio=None if first is None else first.ratio,
+                old_ci95=None if first is None else first.ci95,
+                new_ratio=None if second is None else second.ratio,
+                new_ci95=None if second is None else second.ci95,
+                old_verdict=None if first is None else first.verdict,
+                new_verdict=None if second is None else second.verdict,
+                verdict_changed=first is not None and second is not None and first.verdict != second.verdict,
+                change=change,
+                change_ci95=ci95,
+                p_adjusted=None,
+                outcome="not comparable" if ci95 is None else "no change shown",
+                better_for=None,
+                reason=reason,
+            )
+        )
+    return tuple(_decided(change, p) for change, p in zip(changes, adjust_holm(p_values), strict=True))
 
 
-def _why_missing(key: _Key, name: str, old: Result, new: Result) -> str:
+def _decided(change: ComparisonChange, p_adjusted: float | None) -> ComparisonChange:
+    """The change with its outcome, which needs the p values of all of them."""
+    change = replace(change, p_adjusted=p_adjusted)
+    if change.change is None or change.change_ci95 is None or p_adjusted is None:
+        return change
+    if p_adjusted >= SIGNIFICANCE or change.change_ci95[0] <= 1.0 <= change.change_ci95[1]:
+        return change
+    arm_gained = (change.change > 1.0) == METRICS[change.metric].higher_is_better
+    return replace(change, outcome="changed", better_for=change.arm if arm_gained else change.baseline)
+
+
+def _why_missing(pairing: Pairing, name: str, old: Result, new: Result) -> str:
     """Why the run of this name does not have such a comparison."""
     labels = (old if name == "old" else new).experiment.labels
-    lacking = [label for label in key.pairing if label not in labels]
+    lacking = [label for label in pairing if label not in labels]
     if lacking:
         return f"the {name} run has no arm {shown(lacking[0])}"
     base, other = old.experiment.baseline.label, new.experiment.baseline.label
@@ -212,64 +231,64 @@ def _why_missing(key: _Key, name: str, old: Result, new: Result) -> str:
     return f"the {name} run has no such comparison"
 
 
-def _test(old: Comparison, new: Comparison) -> _Test:
+def _why_not_compared(old: Comparison, new: Comparison) -> str | None:
     for name, comparison in (("old", old), ("new", new)):
         if comparison.verdict == "invalid":
-            return _Test(reason=f"invalid in the {name} run: {comparison.reason}")
+            return f"invalid in the {name} run: {comparison.reason}"
         if comparison.ratio is None:
-            return _Test(reason=f"not measured in the {name} run: {comparison.reason}")
+            return f"not measured in the {name} run: {comparison.reason}"
+    return None
+
+
+def _test(old: Comparison, new: Comparison) -> tuple[float, Interval | None, float | None, str | None]:
+    """The change, its 95 % interval, p of no change, and why interval and p are missing, if they are."""
     centre = math.log(new.ratio or 1.0) - math.log(old.ratio or 1.0)
+    change = math.exp(centre)
     if any("order statistics" in comparison.method for comparison in (old, new)) and old.ci95 and new.ci95:
-        return _test_tails(centre, _Sides.of(old), _Sides.of(new))
+        low, high = _tail_interval(old, new, SIGNIFICANCE)
+        if low == high:
+            return change, None, None, "the intervals of both runs have no width"
+        return change, (math.exp(low), math.exp(high)), _tail_p(old, new), None
     first, second = _spread(old), _spread(new)
     if first is None or second is None:
         missing = old if first is None else new
-        return _Test(change=math.exp(centre), reason=f"no interval in one of the runs: {missing.reason}")
+        return change, None, None, f"no interval in one of the runs: {missing.reason}"
     (error_1, degrees_1), (error_2, degrees_2) = first, second
     error = math.hypot(error_1, error_2)
     degrees = error**4 / (error_1**4 / degrees_1 + error_2**4 / degrees_2)
     half = critical_t(degrees, SIGNIFICANCE) * error
     p = 2.0 * float(stats.t.sf(abs(centre) / error, degrees))
-    return _Test(math.exp(centre), (math.exp(centre - half), math.exp(centre + half)), p)
+    return change, (math.exp(centre - half), math.exp(centre + half)), p, None
 
 
-class _Sides(NamedTuple):
-    """How far a 95 % interval reaches below and above its log ratio, and the degrees of freedom that scale it."""
-
-    below: float
-    above: float
-    degrees: float
-
-    @staticmethod
-    def of(comparison: Comparison) -> _Sides:
-        low, high = map(math.log, comparison.ci95 or (1.0, 1.0))
-        centre = math.log(comparison.ratio or 1.0)
-        units = comparison.restarts if comparison.restarts > 1 else comparison.pairs
-        return _Sides(centre - low, high - centre, max(1.0, comparison.degrees or units - 1.0))
-
-    def at(self, significance: float) -> _Sides:
-        longer = critical_t(self.degrees, significance) / critical_t(self.degrees, SIGNIFICANCE)
-        return _Sides(self.below * longer, self.above * longer, self.degrees)
+def _units(comparison: Comparison) -> int:
+    return comparison.restarts if comparison.restarts > 1 else comparison.pairs
 
 
-def _test_tails(centre: float, old: _Sides, new: _Sides) -> _Test:
-    """The test of a change whose intervals are made of order statistics."""
+def _sides(comparison: Comparison, significance: float) -> tuple[float, float]:
+    """How far an interval reaches below and above its log ratio at another significance than that of `ci95`."""
+    low, high = map(math.log, comparison.ci95 or (1.0, 1.0))
+    centre, degrees = math.log(comparison.ratio or 1.0), max(1.0, comparison.degrees or _units(comparison) - 1.0)
+    longer = critical_t(degrees, significance) / critical_t(degrees, SIGNIFICANCE)
+    return (centre - low) * longer, (high - centre) * longer
 
-    def interval(significance: float) -> tuple[float, float]:
-        first, second = old.at(significance), new.at(significance)
-        return centre - math.hypot(second.below, first.above), centre + math.hypot(second.above, first.below)
+
+def _tail_interval(old: Comparison, new: Comparison, significance: float) -> tuple[float, float]:
+    """The interval of the log change where intervals are made of order statistics."""
+    centre = math.log(new.ratio or 1.0) - math.log(old.ratio or 1.0)
+    (old_below, old_above), (new_below, new_above) = _sides(old, significance), _sides(new, significance)
+    return centre - math.hypot(new_below, old_above), centre + math.hypot(new_above, old_below)
+
+
+def _tail_p(old: Comparison, new: Comparison) -> float:
+    """The smallest significance at which that interval excludes no change."""
 
     def beyond(log_p: float) -> float:
-        """Above 0 if the interval at this significance excludes no change."""
-        low, high = interval(math.exp(log_p))
-        return low if centre > 0.0 else -high
+        low, high = _tail_interval(old, new, math.exp(log_p))
+        return low if (new.ratio or 1.0) > (old.ratio or 1.0) else -high
 
     least, most = math.log(LEAST_P), math.log(MOST_P)
-    p = 1.0 if beyond(most) <= 0.0 else LEAST_P if beyond(least) > 0.0 else math.exp(brentq(beyond, least, most))
-    low, high = interval(SIGNIFICANCE)
-    if low == high:
-        return _Test(math.exp(centre), reason="the intervals of both runs have no width")
-    return _Test(math.exp(centre), (math.exp(low), math.exp(high)), p)
+    return 1.0 if beyond(most) <= 0.0 else LEAST_P if beyond(least) > 0.0 else math.exp(brentq(beyond, least, most))
 
 
 def _spread(comparison: Comparison) -> tuple[float, float] | None:
@@ -279,41 +298,11 @@ def _spread(comparison: Comparison) -> tuple[float, float] | None:
         return None
     if comparison.error_log is not None:
         return comparison.error_log, comparison.degrees
-    units = comparison.restarts if comparison.restarts > 1 else comparison.pairs
+    units = _units(comparison)
     half = (math.log(comparison.ci95[1]) - math.log(comparison.ci95[0])) / 2.0
     if units < 2 or half <= 0.0:
         return None
     return half / critical_t(units - 1, SIGNIFICANCE), units - 1
-
-
-def _change(
-    key: _Key, old: Comparison | None, new: Comparison | None, test: _Test, p_adjusted: float | None
-) -> ComparisonChange:
-    excludes_1 = test.ci95 is not None and not test.ci95[0] <= 1.0 <= test.ci95[1]
-    changed = excludes_1 and p_adjusted is not None and p_adjusted < SIGNIFICANCE
-    better: Label | None = None
-    if changed and test.change is not None:
-        arm_gained = (test.change > 1.0) == METRICS[key.metric].higher_is_better
-        better = key.pairing.arm if arm_gained else key.pairing.baseline
-    return ComparisonChange(
-        scenario=key.scenario,
-        metric=key.metric,
-        baseline=key.pairing.baseline,
-        arm=key.pairing.arm,
-        old_ratio=None if old is None else old.ratio,
-        old_ci95=None if old is None else old.ci95,
-        new_ratio=None if new is None else new.ratio,
-        new_ci95=None if new is None else new.ci95,
-        old_verdict=None if old is None else old.verdict,
-        new_verdict=None if new is None else new.verdict,
-        verdict_changed=old is not None and new is not None and old.verdict != new.verdict,
-        change=test.change,
-        change_ci95=test.ci95,
-        p_adjusted=p_adjusted,
-        outcome="not comparable" if test.ci95 is None else "changed" if changed else "no change shown",
-        better_for=better,
-        reason=test.reason,
-    )
 
 
 def _caveats(old: Result, new: Result, binding: Sequence[PropertyDifference]) -> tuple[str, ...]:

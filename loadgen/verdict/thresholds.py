@@ -57,14 +57,6 @@ _HYPHEN = "·"
 _SCENARIO = re.compile(r"\s*([a-z][a-z-]*(?:\([^()]*\))?)\s*:(.*)", re.DOTALL)
 
 
-class ThresholdError(Exception):
-    """A condition cannot be understood; the message names the remedy."""
-
-
-class UndefinedValueError(Exception):
-    """A measured condition has no value: something is divided by zero."""
-
-
 @dataclass(frozen=True, slots=True)
 class Quantity:
     """One measured number that a condition names."""
@@ -99,13 +91,13 @@ class Condition:
     quantities: tuple[Quantity, ...]
     """The quantities without repeats, in the order of their appearance."""
     holds: Callable[[Values], bool]
-    """Whether it is true of the values, one per quantity. Raises `UndefinedValueError`."""
+    """Whether it is true of the values, one per quantity. Raises `ArithmeticError`."""
 
 
 def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
-    """Parse one condition. `labels` are those of the arms, the baseline's first. Raises `ThresholdError`."""
+    """Parse one condition. `labels` are those of the arms, the baseline's first. Raises `PlanError`."""
     if len(text) > MAX_LENGTH:
-        raise ThresholdError(f"a condition has at most {MAX_LENGTH} characters; use several")
+        raise PlanError(f"a condition has at most {MAX_LENGTH} characters; use several")
     selected = _SCENARIO.fullmatch(text)
     scenario, body = (selected[1], selected[2]) if selected else (None, text)
     for label in sorted(filter(lambda label: "-" in label, labels), key=len, reverse=True):
@@ -114,10 +106,10 @@ def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
     try:
         tree = ast.parse(body.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
-        raise ThresholdError(f"this is not a condition; {example}") from exc
+        raise PlanError(f"this is not a condition; {example}") from exc
     negated = isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not)
     if not isinstance(tree, ast.Compare | ast.BoolOp) and not negated:
-        raise ThresholdError(f"this compares nothing; {example}")
+        raise PlanError(f"this compares nothing; {example}")
     quantities: dict[Quantity, None] = {}
 
     def take(node: ast.expr) -> Quantity:
@@ -127,7 +119,7 @@ def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
 
     holds = _truth(tree, take)
     if not quantities:
-        raise ThresholdError(f"this names nothing that is measured; {_sides(labels)} with {', '.join(_metrics())}")
+        raise PlanError(f"this names nothing that is measured; {_sides(labels)} with {', '.join(_metrics())}")
     return Condition(" ".join(text.split()), scenario, tuple(quantities), holds)
 
 
@@ -151,9 +143,9 @@ def _truth(node: ast.expr, take: Take) -> Callable[[Values], bool]:
         operand = _truth(node.operand, take)
         return lambda values: not operand(values)
     if not isinstance(node, ast.Compare):
-        raise ThresholdError(f"{_written(node)} is not a comparison; and, or and not combine comparisons")
+        raise PlanError(f"{_written(node)} is not a comparison; and, or and not combine comparisons")
     if any(type(operation) not in _COMPARISONS for operation in node.ops):
-        raise ThresholdError("in and is are not allowed; compare with < <= > >= == !=")
+        raise PlanError("in and is are not allowed; compare with < <= > >= == !=")
     tests = [_COMPARISONS[type(operation)] for operation in node.ops]
     sides = [_number(value, take) for value in (node.left, *node.comparators)]
 
@@ -169,10 +161,10 @@ def _number(node: ast.expr, take: Take) -> Callable[[Values], float]:
     if isinstance(node, ast.Constant):
         value = node.value
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ThresholdError(f"{value!r} is not a number")
+            raise PlanError(f"{value!r} is not a number")
         constant = float(repr(value))  # by its text: an integer too large for a float is then infinite
         if not math.isfinite(constant):
-            raise ThresholdError(f"{constant} is not a number: it is too large")
+            raise PlanError(f"{constant} is not a number: it is too large")
         return lambda _: constant
     if isinstance(node, ast.Attribute | ast.Name):
         quantity = take(node)
@@ -181,16 +173,16 @@ def _number(node: ast.expr, take: Take) -> Callable[[Values], float]:
         sign, operand = operator.neg if isinstance(node.op, ast.USub) else operator.pos, _number(node.operand, take)
         return lambda values: float(sign(operand(values)))
     if not isinstance(node, ast.BinOp) or type(node.op) not in _ARITHMETIC:
-        raise ThresholdError(f"{_written(node)} is not allowed; use quantities, numbers, + - * / and brackets")
+        raise PlanError(f"{_written(node)} is not allowed; use quantities, numbers, + - * / and brackets")
     operation, left, right = _ARITHMETIC[type(node.op)], _number(node.left, take), _number(node.right, take)
 
     def compute(values: Values) -> float:
         try:
             result = operation(left(values), right(values))
         except (ZeroDivisionError, OverflowError) as exc:
-            raise UndefinedValueError(f"{_written(node)} has no value: {exc}") from exc
+            raise ArithmeticError(f"{_written(node)} has no value: {exc}") from exc
         if not math.isfinite(result):
-            raise UndefinedValueError(f"{_written(node)} is not finite")
+            raise ArithmeticError(f"{_written(node)} is not finite")
         return result
 
     return compute
@@ -203,14 +195,14 @@ def _quantity(text: str, labels: Sequence[Label]) -> Quantity:
     if len(labels) == 2:
         arms["ratio"] = labels[1]
     if side not in arms:
-        raise ThresholdError(f"{side} is unknown; {_sides(labels)}, as in {labels[1]}.p99")
+        raise PlanError(f"{side} is unknown; {_sides(labels)}, as in {labels[1]}.p99")
     metrics = _metrics(compared=side not in labels)
     if metric not in metrics:
-        raise ThresholdError(f"{side} has no metric {metric or '(none given)'}; use one of {', '.join(metrics)}")
+        raise PlanError(f"{side} has no metric {metric or '(none given)'}; use one of {', '.join(metrics)}")
     if bound not in ("", "low", "high"):
-        raise ThresholdError(f"{side}.{metric} has no {bound}; use low and high, the bounds of its 95 % interval")
+        raise PlanError(f"{side}.{metric} has no {bound}; use low and high, the bounds of its 95 % interval")
     if bound and metrics[metric].is_count:
-        raise ThresholdError(f"{metric} are counted and have no interval")
+        raise PlanError(f"{metric} are counted and have no interval")
     return Quantity(side, arms[side], metrics[metric], bound or None)
 
 
@@ -243,7 +235,7 @@ def plan_conditions(
         try:
             condition = parse_condition(text, labels)
             planned.append((condition, _workloads_of(condition, workloads)))
-        except ThresholdError as exc:
+        except PlanError as exc:
             raise PlanError(f"--fail-if '{text}': {exc}") from exc
     return planned
 
@@ -276,15 +268,15 @@ def _workloads_of(condition: Condition, workloads: Sequence[Workload]) -> tuple[
         able = [workload for workload in workloads if not lacking[workload]]
         if not able:
             names = "; ".join(f"{workload.name} has {', '.join(measured_in(workload))}" for workload in workloads)
-            raise ThresholdError(f"no workload of the experiment measures all its quantities: {names}")
+            raise PlanError(f"no workload of the experiment measures all its quantities: {names}")
         return tuple(able) if selected == ALL else (max(able, key=weight),)
     chosen = [workload for workload in workloads if selected in (workload.name.replace(" ", ""), workload.scenario)]
     if not chosen:
         names = ", ".join(workload.name for workload in workloads)
-        raise ThresholdError(f"the experiment has no workload {condition.scenario}; use one of {names}, or all")
+        raise PlanError(f"the experiment has no workload {condition.scenario}; use one of {names}, or all")
     for workload in chosen:
         if lacking[workload]:
-            raise ThresholdError(
+            raise PlanError(
                 f"{workload.name} has no {', '.join(lacking[workload])}; it has {', '.join(measured_in(workload))}"
             )
     return tuple(chosen)
@@ -304,7 +296,7 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
         detail = ", ".join(f"{quantity} = {_shown(quantity, value, facts.item)}" for quantity, value in values.items())
         try:
             state = "broken" if condition.holds(values) else "kept"
-        except UndefinedValueError as exc:
+        except ArithmeticError as exc:
             detail += f": {exc}"
     return ThresholdOutcome(
         condition=condition.text,

@@ -12,9 +12,8 @@ named if it is more than half of the lead, in logarithms: 1.6× of 2.4× is 54 %
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal
 
 from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.breakdown import TITLES, ArmStages, LatencyBreakdown, find_stalls
@@ -42,8 +41,6 @@ from loadgen.verdict.checks.generator import RECONNECT_LIMIT
 from loadgen.verdict.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.verdict.checks.run import same_payload
 
-Explain = Callable[[Comparison], str]
-"""What follows the claim of a comparison; see `explain_lead`."""
 MIN_STAGE_SHARE = 0.05
 MAX_STAGES = 3
 
@@ -84,7 +81,7 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     rankings = rank(facts.comparisons, experiment.baseline.label)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
-    text = _sentence(experiment, titles, facts.comparisons, rankings, failed, slowed, partial(explain_lead, facts))
+    text = _sentence(facts, titles, rankings, failed, slowed)
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     return Verdict(
@@ -109,17 +106,14 @@ def _tolerated(checks: Sequence[Check]) -> list[Check]:
 
 
 def _sentence(
-    experiment: Experiment,
+    facts: Facts,
     titles: dict[Label, str],
-    comparisons: Sequence[Comparison],
     rankings: Sequence[WorkloadRanking],
     failed: Sequence[str],
     slowed: Sequence[str],
-    explain: Explain,
 ) -> str:
     """`slowed` are those of the `failed` checks that name an arm which its own settings make slow: they come first."""
-    workloads = {workload.name: workload for workload in experiment.workloads}
-    leading = leading_comparisons(comparisons)
+    leading = leading_comparisons(facts.comparisons)
     usable = [c for c in leading if c.verdict != "invalid"]
     if not leading:
         return "Nothing was compared."
@@ -134,55 +128,41 @@ def _sentence(
     elif failed:
         before = "The run is not valid (see the failed checks); the workloads that are complete show: "
     names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
-    if len(experiment.arms) == 2:
-        text = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin, explain)
-    else:
-        text = _many_arms(comparisons, usable, rankings, workloads, names, explain)
+    two = len(facts.run.experiment.arms) == 2
+    text = _two_arms(facts, usable, names) if two else _many_arms(facts, usable, rankings, names)
     begins_with_name = text.startswith(tuple(names.values()))
     return before + text if before or begins_with_name else sentence(text)
 
 
-def _two_arms(
-    comparisons: Sequence[Comparison],
-    usable: Sequence[Comparison],
-    workloads: dict[str, Workload],
-    names: dict[Label, str],
-    margin: float,
-    explain: Explain,
-) -> str:
+def _two_arms(facts: Facts, usable: Sequence[Comparison], names: dict[Label, str]) -> str:
     """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
+    workloads, margin = _by_name(facts), facts.run.experiment.equivalence_margin
     loads = [c for c in usable if c.metric == THROUGHPUT.name] or usable
     decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
-    besides = other_decided_metrics(comparisons, workloads)
+    besides = other_decided_metrics(facts.comparisons, workloads)
     if not decided:
         metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
         what = f" in {join(list(metrics))}" if metrics else ""
         parts = [*groups(usable, workloads, margin), *besides]
         return f"no winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
     main = max(decided, key=lambda c: weight(workloads[c.scenario]))
-    first = claim(main, names, f" {place(workloads[main.scenario])}") + explain(main)
+    first = claim(main, names, f" {place(workloads[main.scenario])}") + explain_lead(facts, main)
     rest = groups([c for c in usable if c is not main], workloads, margin)
     return "; ".join([first, *rest, *besides]) + "."
 
 
 def _many_arms(
-    comparisons: Sequence[Comparison],
-    usable: Sequence[Comparison],
-    rankings: Sequence[WorkloadRanking],
-    workloads: dict[str, Workload],
-    names: dict[Label, str],
-    explain: Explain,
+    facts: Facts, usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking], names: dict[Label, str]
 ) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
-    besides = other_decided_metrics(comparisons, workloads)
+    workloads = _by_name(facts)
+    besides = other_decided_metrics(facts.comparisons, workloads)
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
     loads = [ranking for ranking in rankings if ranking.metric == THROUGHPUT.name] or rankings
     main = max(loads, key=lambda ranking: weight(workloads[ranking.scenario]))
-    apart = [
-        claim(comparison) + explain(comparison) for comparison in neighbours(comparisons, main) if comparison.winner
-    ]
+    apart = [claim(c) + explain_lead(facts, c) for c in neighbours(facts.comparisons, main) if c.winner]
     first = f"by {METRICS[main.metric].title} {place(workloads[main.scenario])}: {main.words(names)}."
     same: dict[str, list[Workload]] = {}
     for ranking in rankings:
@@ -190,6 +170,10 @@ def _many_arms(
             same.setdefault(ranking.words(), []).append(workloads[ranking.scenario])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
+
+
+def _by_name(facts: Facts) -> dict[str, Workload]:
+    return {workload.name: workload for workload in facts.run.experiment.workloads}
 
 
 def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
@@ -208,10 +192,9 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
         for breakdown in facts.breakdowns:
             if (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.scenario, *leading.pairing):
                 reasons += explain_stages(breakdown)
-        workload = next(workload for workload in facts.run.experiment.workloads if workload.name == leading.scenario)
         summaries = [s for s in facts.summaries if s.workload == leading.scenario and s.label in leading.pairing]
         reasons += [text for summary in summaries for text in _explain_arm(summary)]
-        reasons += _explain_batching(workload, summaries)
+        reasons += _explain_batching(_by_name(facts)[leading.scenario], summaries)
     return ScenarioVerdict(
         scenario=leading.scenario,
         baseline=leading.baseline,
@@ -286,20 +269,8 @@ COSTLY: tuple[tuple[str, str], ...] = (
 """Settings in effect that change what a request costs, and what they are called."""
 
 
-class LeadFactor(NamedTuple):
-    """A measured factor of a lead."""
-
-    factor: float
-    cause: str
-    ci95: Interval | None = None
-
-    def words(self, lead: float) -> str:
-        """ "of which 5.1× is B's queue delay" """
-        digits = 2 if self.factor >= 2.0 else 3
-        factor = f"{number(self.factor, digits)}×" if self.ci95 is None else ratio(self.factor, self.ci95)
-        return (
-            f"of which {factor} is {self.cause}" if self.factor < lead else f"all of which is {self.cause} ({factor})"
-        )
+LeadFactor = tuple[float, str, Interval | None]
+"""A measured factor of a lead, its cause, and its interval if it has one."""
 
 
 def explain_lead(facts: Facts, comparison: Comparison) -> str:
@@ -312,12 +283,18 @@ def explain_lead(facts: Facts, comparison: Comparison) -> str:
     load = next((planned for planned in facts.planned if planned.workload.name == comparison.scenario), None)
     if comparison.metric == THROUGHPUT.name and load is not None and not load.workload.is_open:
         delay, stalls = _queue_delay(facts, load, winner, loser), _stalls(load, winner, loser)
-        parts = [part for part in (delay, stalls) if part is not None and _explains(part.factor, lead.factor)]
+        parts = [part for part in (delay, stalls) if part is not None and _explains(part[0], lead.factor)]
         differences += [] if delay else _delays(facts, load, winner, loser, lead.factor)
         differences += [] if stalls else _policies(facts, winner, loser)
-    clauses = [max(parts).words(lead.factor)] if parts else []
+    clauses = [_factor_words(*max(parts), lead.factor)] if parts else []
     clauses += [f"with {join(differences)}"] if differences else []
     return "".join(f", {clause}" for clause in clauses)
+
+
+def _factor_words(factor: float, cause: str, ci95: Interval | None, lead: float) -> str:
+    """ "of which 5.1× is B's queue delay" """
+    shown_factor = f"{number(factor, 2 if factor >= 2.0 else 3)}×" if ci95 is None else ratio(factor, ci95)
+    return f"of which {shown_factor} is {cause}" if factor < lead else f"all of which is {cause} ({shown_factor})"
 
 
 def _explains(factor: float, lead: float) -> bool:
@@ -331,13 +308,11 @@ def _queue_delay(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label)
     if (slower := effects.get(loser)) is not None and slower.ratio is not None:
         seen = slower.ci95_ms is not None and slower.ci95_ms[0] > 0.0
         other = effects[winner].ratio if winner in effects else None
-        return LeadFactor(
-            slower.ratio / (other or 1.0) if seen else 1.0, cause, slower.ratio_ci95 if other is None else None
-        )
+        return slower.ratio / (other or 1.0) if seen else 1.0, cause, slower.ratio_ci95 if other is None else None
     if load.workload.concurrency > 1:
         return None
     own_factor, other_factor = (_serial_factor(facts, load, label) for label in (loser, winner))
-    return None if own_factor is None or other_factor is None else LeadFactor(own_factor / other_factor, cause)
+    return None if own_factor is None or other_factor is None else (own_factor / other_factor, cause, None)
 
 
 def _serial_factor(facts: Facts, load: WorkloadFacts, label: Label) -> float | None:
@@ -370,7 +345,7 @@ def _stalls(load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | No
     )
     if slower is None:
         return None
-    return LeadFactor(slower.factor / (1.0 if other is None else other.factor), f"stalls of 0.5 s on {shown(loser)}")
+    return slower.factor / (1.0 if other is None else other.factor), f"stalls of 0.5 s on {shown(loser)}", None
 
 
 def _policies(facts: Facts, winner: Label, loser: Label) -> list[str]:

@@ -291,23 +291,18 @@ def trial_checks(server: Installation, interpreter: Interpreter, trial: ServerTr
 
 def tensorrt_checks(trial: ServerTrial) -> list[MachineCheck]:
     """Whether a tool can build TensorRT plans, if there is a backend for them."""
+    if "tensorrt" not in trial.backends:
+        return []
     others = [name for name in trial.working if name != "tensorrt"]
-    return [_tools(others)] if "tensorrt" in trial.backends else []
-
-
-def _tools(others: Sequence[str]) -> MachineCheck:
-    """`others` are the backends that need no plan; without one, the missing tool is a failure."""
     library, tools = library_version(), {"trtexec": trtexec_version(), "Python bindings": bindings_version()}
     text = ", ".join(f"{name} {release}" for name, release in tools.items() if release) or "no tool that builds plans"
     detail = f"libnvinfer {library or 'not found'}; {text}"
     remedy = f"install trtexec or Python's tensorrt {library or 'of the version of libnvinfer'}"
     if builds_plans():
-        return MachineCheck("tensorrt", True, f"{detail}: it can build plans here")
-    if others:
-        return MachineCheck(
-            "tensorrt", True, f"{detail}: no plan can be built here, so use --backend {others[0]}, or {remedy}"
-        )
-    return MachineCheck("tensorrt", False, detail, remedy)
+        return [MachineCheck("tensorrt", True, f"{detail}: it can build plans here")]
+    if others:  # they need no plan
+        detail += f": no plan can be built here, so use --backend {others[0]}, or {remedy}"
+    return [machine_check("tensorrt", bool(others), detail, remedy)]
 
 
 def builds_plans() -> bool:

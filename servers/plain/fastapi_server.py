@@ -7,7 +7,7 @@ Inference-Header-Content-Length is the length of the JSON. The response has the 
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,8 +18,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from servers.gpu.info import Runtime
 from servers.models.specification import ModelSpecification
-from servers.plain.report import DTYPES, Report, check_input, check_values, module_of, read_runtime
+from servers.plain.report import DTYPES, check_input, check_values, documents, module_of, read_runtime
 from servers.plain.settings import PlainSettings, of_process
 from servers.protocol.tensors import Array
 
@@ -121,14 +122,12 @@ def encode(spec: ModelSpecification, outputs: list[Array], header: dict[str, Any
     return Response(b"".join([text, *(array.tobytes() for array in outputs)]), headers={LENGTH: str(len(text))})
 
 
-def add_routes(app: FastAPI, spec: ModelSpecification, report: Report) -> None:
+def add_routes(app: FastAPI, name: str, settings: PlainSettings, runtime: Callable[[], Runtime]) -> None:
     """Every route but inference, and errors as JSON. The server listens only when the model is warm, so it is ready."""
-    model = f"/v2/models/{spec.name}"
-    for health in ("/v2/health/live", "/v2/health/ready", f"{model}/ready"):
+    for health in ("/v2/health/live", "/v2/health/ready", f"/v2/models/{settings.specification().name}/ready"):
         app.add_api_route(health, lambda: Response())
-    for path, document in {"/v2": report.server, model: report.model, f"{model}/config": report.config}.items():
+    for path, document in documents(name, settings, runtime).items():
         app.add_api_route(path, document)
-    app.add_api_route("/gpu-info", report.gpu_info)
     app.add_exception_handler(HTTPException, lambda _, e: JSONResponse({"error": str(e.detail)}, e.status_code))
 
 
@@ -136,7 +135,7 @@ def main() -> None:
     model = PlainModel(settings := of_process())
     runtime = read_runtime(settings, model.module, model.infer)
     batcher, app = PlainBatcher(model, settings.max_queue_delay_us), FastAPI()
-    add_routes(app, model.spec, Report("fastapi", settings, lambda: runtime))
+    add_routes(app, "fastapi", settings, lambda: runtime)
 
     @app.post(f"/v2/models/{model.spec.name}/infer")
     async def infer(request: Request) -> Response:

@@ -16,7 +16,7 @@ from fastapi import Depends, Request, Response
 
 from servers.gpu.info import Runtime
 from servers.plain.fastapi_server import LENGTH, PlainModel, add_routes, decode, encode
-from servers.plain.report import Report, read_runtime
+from servers.plain.report import read_runtime
 from servers.plain.settings import PlainSettings, of_process
 from servers.protocol.tensors import Array
 
@@ -94,7 +94,7 @@ def main() -> None:
         accelerator = "cpu" if SETTINGS.device == "cpu" else "cuda"
         # The worker puts the model on the device of the settings; LitServe only counts the devices.
         server = litserve.LitServer(ProtocolAPI(SETTINGS, report), accelerator=accelerator, devices=1)
-        add_routes(server.app, SPEC, Report("litserve", SETTINGS, lambda: report["runtime"]))
+        add_routes(server.app, "litserve", SETTINGS, lambda: report["runtime"])
         signal.signal(signal.SIGTERM, end)
         server.run(
             host=SETTINGS.host,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 
 import numpy as np
@@ -85,67 +84,64 @@ def read_runtime(
     return Runtime("torch", torch.__version__, str(device), details)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The documents of a plain server; `runtime` is what it has read back from torch."""
+def server_document(name: str) -> dict[str, object]:
+    """The server's name and version."""
+    extensions = ("binary_tensor_data", "model_configuration")
+    return {"name": name, "version": version("abserve"), "extensions": extensions}
 
-    name: str
-    settings: PlainSettings
-    runtime: Callable[[], Runtime]
 
-    def server(self) -> dict[str, object]:
-        """The server's name and version."""
-        extensions = ("binary_tensor_data", "model_configuration")
-        return {"name": self.name, "version": version("abserve"), "extensions": extensions}
+def model_document(spec: ModelSpecification) -> dict[str, object]:
+    """The model's tensors."""
+    inputs, outputs = (
+        [{"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape} for tensor in tensors]
+        for tensors in (spec.inputs, spec.outputs)
+    )
+    return {"name": spec.name, "versions": [spec.version], "platform": "torch", "inputs": inputs, "outputs": outputs}
 
-    def model(self) -> dict[str, object]:
-        """The model's tensors."""
-        spec = self.settings.specification()
-        inputs, outputs = (
-            [{"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape} for tensor in tensors]
-            for tensors in (spec.inputs, spec.outputs)
-        )
-        return {
-            "name": spec.name,
-            "versions": [spec.version],
-            "platform": "torch",
-            "inputs": inputs,
-            "outputs": outputs,
-        }
 
-    def config(self) -> dict[str, object]:
-        """The model's configuration in Triton's form, with the parameters in effect."""
-        spec, runtime = self.settings.specification(), self.runtime()
-        parameters = {
-            "engine": runtime.kind,
-            "engine_version": runtime.version,
-            "precision": runtime.details["precision"],
-            "mode": "eager",
-            "device": runtime.device,
-            "weights": parse_weights(self.settings.weights, spec.default_weights).label,
-            "model": spec.label,
-            "payload": spec.payload,
-        }
-        if runtime.device == "cpu":
-            parameters["threads"] = runtime.details["threads"]
-        kind = "KIND_CPU" if runtime.device == "cpu" else "KIND_GPU"
-        rows = sorted({1, spec.max_batch_size})
-        return {
-            "name": spec.name,
-            "platform": "",
-            "backend": runtime.kind,
-            "max_batch_size": spec.max_batch_size,
-            "input": [_tensor(tensor) for tensor in spec.inputs],
-            "output": [_tensor(tensor) for tensor in spec.outputs],
-            "dynamic_batching": {"max_queue_delay_microseconds": self.settings.max_queue_delay_us},
-            "instance_group": [{"name": f"{spec.name}_0", "kind": kind, "count": 1}],
-            "parameters": {name: {"string_value": str(value)} for name, value in parameters.items()},
-            "model_warmup": [{"name": f"{count} rows", "batch_size": count} for count in rows],
-        }
+def config_document(settings: PlainSettings, runtime: Runtime) -> dict[str, object]:
+    """The model's configuration in Triton's form, with the parameters in effect."""
+    spec = settings.specification()
+    parameters = {
+        "engine": runtime.kind,
+        "engine_version": runtime.version,
+        "precision": runtime.details["precision"],
+        "mode": "eager",
+        "device": runtime.device,
+        "weights": parse_weights(settings.weights, spec.default_weights).label,
+        "model": spec.label,
+        "payload": spec.payload,
+    }
+    if runtime.device == "cpu":
+        parameters["threads"] = runtime.details["threads"]
+    kind = "KIND_CPU" if runtime.device == "cpu" else "KIND_GPU"
+    rows = sorted({1, spec.max_batch_size})
+    return {
+        "name": spec.name,
+        "platform": "",
+        "backend": runtime.kind,
+        "max_batch_size": spec.max_batch_size,
+        "input": [_tensor(tensor) for tensor in spec.inputs],
+        "output": [_tensor(tensor) for tensor in spec.outputs],
+        "dynamic_batching": {"max_queue_delay_microseconds": settings.max_queue_delay_us},
+        "instance_group": [{"name": f"{spec.name}_0", "kind": kind, "count": 1}],
+        "parameters": {name: {"string_value": str(value)} for name, value in parameters.items()},
+        "model_warmup": [{"name": f"{count} rows", "batch_size": count} for count in rows],
+    }
 
-    def gpu_info(self) -> dict[str, object]:
-        """The document of /gpu-info."""
-        return dict(gpu_info(self.runtime()))
+
+def documents(
+    name: str, settings: PlainSettings, runtime: Callable[[], Runtime]
+) -> dict[str, Callable[[], dict[str, object]]]:
+    """By path, what makes each document of a server; `runtime` is what it has read back from torch."""
+    spec = settings.specification()
+    model = f"/v2/models/{spec.name}"
+    return {
+        "/v2": lambda: server_document(name),
+        model: lambda: model_document(spec),
+        f"{model}/config": lambda: config_document(settings, runtime()),
+        "/gpu-info": lambda: dict(gpu_info(runtime())),
+    }
 
 
 def _tensor(spec: TensorSpec) -> dict[str, object]:

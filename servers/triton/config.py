@@ -18,8 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-import msgspec
-
 from servers.cli.defaults import MAX_QUEUE_DELAY_US
 from servers.engines.batches import axis_buckets, warm_up_sizes
 from servers.engines.interface import EngineDescription
@@ -373,17 +371,6 @@ def _graph_specs(specification: ModelSpecification, batches: tuple[int, ...], si
 VERIFIED = ("engine", "precision", "mode", "device", "weights", "threads", "spinning", "max_batch_size")
 """The parameters that the model compares with the loaded engine; decoding cannot turn out otherwise."""
 _OPEN = (("mode", "auto"), ("spinning", None))
-
-
-class EngineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of engine.json: paths that the model needs and clients must not see."""
-
-    model: str
-    """The reference, which may be a path; the config's parameter `payload` names the variant."""
-    weights: str
-    """In the form of `--weights`; a checkpoint with its path."""
-    artefact: str | None
-    """Absolute path of the exported file."""
 
 
 def parameters_from_settings(

@@ -17,7 +17,6 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,11 +91,9 @@ def current_interpreter() -> Interpreter:
 
 
 def _glibc_version() -> tuple[int, int] | None:
-    with suppress(ValueError, OSError):
-        name, _, number = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-        major, minor = number.split(".")[:2]
-        return (int(major), int(minor)) if name == "glibc" else None
-    return None
+    name, number = platform.libc_ver()
+    major, _, minor = number.partition(".")
+    return (int(major), int(minor.partition(".")[0])) if name == "glibc" else None
 
 
 def _libpython_folders() -> tuple[Path, ...]:

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,11 +35,12 @@ from servers.triton.installation import (
 )
 from servers.triton.process import (
     CAUSES,
+    YOUNG_FOLDER_SECONDS,
     assert_space,
     new_prefix,
     region_bytes,
-    remove_abandoned_folders,
     remove_abandoned_regions,
+    remove_folders,
 )
 from servers.triton.repository import (
     LIBRARIES,
@@ -319,7 +321,7 @@ def _engine(settings: TritonSettings, backend: str) -> EngineSettings:
 def _clean_up() -> None:
     """Remove what killed servers have left behind."""
     remove_abandoned_regions()
-    remove_abandoned_folders()
+    remove_folders(0, time.time() - YOUNG_FOLDER_SECONDS)
 
 
 def _listed(folder: Path) -> str:

@@ -137,13 +137,9 @@ def remove_abandoned_regions() -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_abandoned_folders(folder: Path = FOLDER, library: bytes = LIBRARY) -> None:
-    """Remove this user's old, empty folders, unless a running process has loaded the backend's library."""
-    remove_folders(0, time.time() - YOUNG_FOLDER_SECONDS, folder, library)
-
-
 def remove_folders(earliest_s: float, latest_s: float, folder: Path = FOLDER, library: bytes = LIBRARY) -> None:
-    """Remove this user's empty folders last changed in that time (`time.time`), unless a backend is running."""
+    """Remove this user's empty folders last changed in that time (`time.time`), unless a running process has loaded
+    the backend's library."""
     paths = [path for path in folder.glob(PATTERN) if _is_own(path, earliest_s, latest_s)]
     if not paths or any(library in mapped for mapped in _of_processes("maps")):
         return

@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -37,7 +36,6 @@ from servers.protocol.tensors import Array
 from servers.triton.batch_executor import BatchExecutor
 from servers.triton.config import (
     REFERENCE,
-    EngineFile,
     contradictions,
     decoding_from_parameters,
     settings_from_parameters,
@@ -168,8 +166,8 @@ class EngineModel:
         started_ns = time.perf_counter_ns()
         config, parameters, folder = _read(args)
         max_batch_size = int(config["max_batch_size"])
-        private = msgspec.json.decode((folder / "engine.json").read_bytes(), type=EngineFile)
-        specification = get_variant(for_python(private.model), parameters["payload"])
+        private = json.loads((folder / "engine.json").read_bytes())
+        specification = get_variant(for_python(private["model"]), parameters["payload"])
         settings = settings_from_parameters(parameters, max_batch_size)
         if any(tensor.dtype.hasobject for tensor in (*specification.inputs, *specification.outputs)):
             repair_bytes()
@@ -179,9 +177,9 @@ class EngineModel:
             self._decoder = ImageDecoder(specification.preprocessing, decoding_from_parameters(parameters))
         self._engine = build_engine(
             specification.executed,
-            parse_weights(for_python(private.weights)),
+            parse_weights(for_python(private["weights"])),
             settings,
-            Path(for_python(private.artefact)) if private.artefact is not None else None,
+            Path(for_python(private["artefact"])) if private["artefact"] is not None else None,
         )
         self._engine.load()
         in_effect = self._engine.describe()

@@ -18,6 +18,7 @@ dynamic batcher without settings stays, except where merging itself can be what 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -28,8 +29,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from servers.cli.defaults import MAX_QUEUE_DELAY_US, OptionError, chosen_tuning
 from servers.engines.settings import SPINS, EngineSettings
 from servers.models.images import DecodingSettings
@@ -39,7 +38,6 @@ from servers.models.weights import WeightsSource
 from servers.triton.config import (
     MODEL_PY,
     NATIVE_BACKENDS,
-    EngineFile,
     artefact_name,
     dynamic_batching,
     ensemble_config,
@@ -158,12 +156,15 @@ def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
     if engine.device == "cpu" and engine.kind in SPINS:
         parameters["spinning"] = "on" if engine.threads != 1 and engine.spinning is not False else "off"
     config = python_config(specification, serving.batching, engine.device, parameters, ragged=bool(engine.pad_to))
-    artefact = str(model.artefact.absolute()) if model.artefact else None
-    private = EngineFile(model=specification.reference, weights=serving.weights.text, artefact=artefact)
+    private = {
+        "model": specification.reference,  # the config's parameter `payload` names the variant
+        "weights": serving.weights.text,
+        "artefact": None if model.artefact is None else str(model.artefact.absolute()),
+    }
     _write(
         models / specification.name,
         config,
-        {"model.py": MODEL_PY.format("EngineModel"), "engine.json": msgspec.json.encode(private).decode()},
+        {"model.py": MODEL_PY.format("EngineModel"), "engine.json": json.dumps(private)},
     )
 
 

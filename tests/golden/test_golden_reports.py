@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 from rich.console import Console
 from syrupy.assertion import SnapshotAssertion
 
 from loadgen.report.contents import result_document
+from loadgen.report.document import Document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.result import analyse
@@ -25,28 +27,37 @@ PLANS = {
 }
 
 
-def shown(directory: Path, width: int) -> list[str]:
+@pytest.fixture(scope="module")
+def document_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Document]:
+    """The document of a plan's run, which is written and analysed once."""
+
+    @cache
+    def document_of(name: str) -> Document:
+        return result_document(analyse(write_run(tmp_path_factory.mktemp(name), PLANS[name])))
+
+    return document_of
+
+
+def shown(document: Document, width: int) -> list[str]:
     """The lines of a terminal of this width."""
     stream = io.StringIO()
-    document = result_document(analyse(directory))
     print_document(document, Console(file=stream, width=width, color_system=None))
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_terminal(tmp_path: Path, name: str, snapshot: SnapshotAssertion) -> None:
-    assert "\n".join(shown(write_run(tmp_path, PLANS[name]), 100)) == snapshot
+def test_terminal(document_of: Callable[[str], Document], name: str, snapshot: SnapshotAssertion) -> None:
+    assert "\n".join(shown(document_of(name), 100)) == snapshot
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_markdown(tmp_path: Path, name: str, snapshot: SnapshotAssertion) -> None:
-    assert render_markdown(result_document(analyse(write_run(tmp_path, PLANS[name])))) == snapshot
+def test_markdown(document_of: Callable[[str], Document], name: str, snapshot: SnapshotAssertion) -> None:
+    assert render_markdown(document_of(name)) == snapshot
 
 
 @pytest.mark.parametrize("name", ["decided", "four-arms"])
-def test_the_terminal_fits_eighty_columns(tmp_path: Path, name: str) -> None:
-    directory = write_run(tmp_path, PLANS[name])
-    lines, wide = shown(directory, 80), shown(directory, 300)
+def test_the_terminal_fits_eighty_columns(document_of: Callable[[str], Document], name: str) -> None:
+    lines, wide = shown(document_of(name), 80), shown(document_of(name), 300)
     assert max(len(line) for line in lines) <= 80
     assert not any("…" in line for line in lines)
     words = {word for line in wide for word in line.split() if word.isprintable() and word.strip("╭╰─╯╮")}
@@ -54,7 +65,7 @@ def test_the_terminal_fits_eighty_columns(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["decided", "four-arms"])
-def test_a_tiny_terminal_loses_nothing(tmp_path: Path, name: str) -> None:
-    lines = shown(write_run(tmp_path, PLANS[name]), 40)
+def test_a_tiny_terminal_loses_nothing(document_of: Callable[[str], Document], name: str) -> None:
+    lines = shown(document_of(name), 40)
     assert max(len(line) for line in lines) <= 40
     assert not any("…" in line for line in lines)

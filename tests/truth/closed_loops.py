@@ -70,8 +70,8 @@ def bias(trials: int, times: Times, users: int, spans: float) -> tuple[float, fl
     """Mean relative error of the throughput, and of that up to the last answer."""
     rng, truth = np.random.default_rng(3), users / (MEAN_NS / 1e9)
     blocks = [block(rng, times, users, spans) for _ in range(trials)]
-    found = float(np.mean([throughput_per_s(one) or 0.0 for one in blocks])) / truth - 1.0
-    return found, float(np.mean([up_to_the_last_answer(one) for one in blocks])) / truth - 1.0
+    error = float(np.mean([throughput_per_s(samples) or 0.0 for samples in blocks])) / truth - 1.0
+    return error, float(np.mean([up_to_the_last_answer(samples) for samples in blocks])) / truth - 1.0
 
 
 def compare(rng: np.random.Generator, times: Times, users: int, spans: float, rounds: int) -> tuple[float, float]:
@@ -89,7 +89,7 @@ def compare(rng: np.random.Generator, times: Times, users: int, spans: float, ro
 def slow_starts_of_pauses(rng: np.random.Generator, users: int, blocks: int) -> list[float]:
     """`slow_start` of blocks of a warm server that pauses for 150 ms about once in two blocks, for all users at
     once."""
-    found = []
+    costs = []
     for _ in range(blocks):
         lives = (rng.normal(1.0, 0.05, (100, users)) * MEAN_NS).astype(np.int64)
         lives[rng.random(100) < 0.005] += 150_000_000
@@ -98,5 +98,5 @@ def slow_starts_of_pauses(rng: np.random.Generator, users: int, blocks: int) -> 
         samples = np.zeros(lives.size, dtype=SAMPLE_DTYPE)
         samples["intended_ns"], samples["end_ns"] = start, start + lives.ravel()
         samples["user"], samples["error"] = np.tile(np.arange(users), 100), -1
-        found.append(slow_start(samples) or 0.0)
-    return found
+        costs.append(slow_start(samples) or 0.0)
+    return costs

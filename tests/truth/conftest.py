@@ -62,5 +62,5 @@ def compare(tmp_path: Path) -> Iterator[Compare]:
 
 
 def state(result: Result, check: str) -> bool | None:
-    found = [c.ok for c in result.checks if c.name == check]
-    return False if False in found else None if None in found or not found else True
+    states = [c.ok for c in result.checks if c.name == check]
+    return False if False in states else None if None in states or not states else True

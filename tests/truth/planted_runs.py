@@ -153,17 +153,17 @@ class Found:
 
 def try_truth(truth: Truth, trials: int) -> Found:
     """Seeded runs, each compared as one of the command is."""
-    plan, found = truth.experiment, Found()
+    plan, outcome = truth.experiment, Found()
     for trial in range(trials):
         rng = np.random.default_rng((*truth.name.encode(), trial))
         blocks = simulate(truth, plan, rng)
         every = compare_all(plan, summarise_blocks(blocks), requests=PooledRequests(blocks).by_block)
         (comparison,) = [c for c in every if c.metric == truth.metric]
-        found.trials += 1
+        outcome.trials += 1
         low, high = comparison.ci95 or (math.nan, math.nan)
-        found.covered += low <= truth.ratio <= high
-        found.verdicts[comparison.verdict] += 1
-    return found
+        outcome.covered += low <= truth.ratio <= high
+        outcome.verdicts[comparison.verdict] += 1
+    return outcome
 
 
 def simulate(truth: Truth, plan: Experiment, rng: np.random.Generator) -> list[StoredBlock]:

@@ -85,8 +85,8 @@ def named_in_resembling_rounds(trials: int, effect: float, pairs: int, phi: floa
     """Comparisons of throughput, in runs of four scenarios, that name the arm that is `effect` times as fast."""
     plan, rng, named = experiment(4, pairs, 0.05), np.random.default_rng(3), 0
     for _ in range(trials):
-        found = [c for c in simulate(plan, rng, plain, effect, resemblance=phi) if c.metric == "throughput"]
-        named += sum(c.verdict == "arm_better" for c in found)
+        compared = [c for c in simulate(plan, rng, plain, effect, resemblance=phi) if c.metric == "throughput"]
+        named += sum(c.verdict == "arm_better" for c in compared)
     return Share(named, 4 * trials)
 
 
@@ -99,10 +99,10 @@ def rankings(trials: int, noise: Noise, pairs: int) -> tuple[Share, Share]:
     alike), and those that call a and c unlike."""
     plan, rng, right, wrong = experiment(3, pairs, 0.01, arms=4), np.random.default_rng(18), 0, 0
     for _ in range(trials):
-        for found in rank(simulate(plan, rng, noise, SPEEDS), "a"):
-            separated = [two not in found.not_separated for two in pairwise(found.order)]
-            right += found.order[:2] == ("d", "b") and separated == [True, True, False]
-            wrong += set(found.order[2:]) == {"a", "c"} and separated[2]
+        for ranking in rank(simulate(plan, rng, noise, SPEEDS), "a"):
+            separated = [two not in ranking.not_separated for two in pairwise(ranking.order)]
+            right += ranking.order[:2] == ("d", "b") and separated == [True, True, False]
+            wrong += set(ranking.order[2:]) == {"a", "c"} and separated[2]
     return Share(right, 3 * trials), Share(wrong, 3 * trials)
 
 
@@ -122,7 +122,7 @@ def tail_coverage(trials: int, slow: float, pairs: int, requests: int) -> tuple[
         estimate, _ = estimate_tail_ratio(rounds, 0.99, 0.05)
         low, high = estimate.ci95 or (0.0, math.inf)
         covered += low <= truth <= high
-        p99s = [tuple(np.quantile(arm, 0.99, method="median_unbiased") for arm in (one.a, one.b)) for one in rounds]
+        p99s = [tuple(np.quantile(arm, 0.99, method="median_unbiased") for arm in (pair.a, pair.b)) for pair in rounds]
         low, high = estimate_ratio([float(b / a) for a, b in p99s], 0.05).ci95 or (0.0, math.inf)
         by_blocks += low <= truth <= high
     return Share(covered, trials), Share(by_blocks, trials)
@@ -151,13 +151,13 @@ def two_stages(trials: int, effect: float) -> tuple[Share, Share]:
                 if error >= NEEDY * max(errors):
                     values += rng.normal(math.log(effect), spread, 2).tolist()
         paired = [
-            PairedMetric(one, THROUGHPUT, Pairing("a", "b"), tuple(Pair(1.0, math.exp(value)) for value in values))
-            for one, values in zip(plan.workloads, logs, strict=True)
+            PairedMetric(workload, THROUGHPUT, Pairing("a", "b"), tuple(Pair(1.0, math.exp(value)) for value in values))
+            for workload, values in zip(plan.workloads, logs, strict=True)
         ]
-        shared = shared_correlation(paired).plausible
-        found = [estimate_pairs(one, plan, shared)[1] for one in paired]
-        covered += sum((one.ci95 or (0, 0))[0] <= effect <= (one.ci95 or (0, 0))[1] for one in found)
-        named += any((p or 1.0) < SIGNIFICANCE for p in adjust_holm([one.p_value for one in found]))
+        shared, _ = shared_correlation(paired)
+        estimates = [estimate_pairs(metric, plan, shared)[1] for metric in paired]
+        covered += sum((estimate.ci95 or (0, 0))[0] <= effect <= (estimate.ci95 or (0, 0))[1] for estimate in estimates)
+        named += any((p or 1.0) < SIGNIFICANCE for p in adjust_holm([estimate.p_value for estimate in estimates]))
     return Share(covered, trials * len(spreads)), Share(named, trials)
 
 
@@ -268,7 +268,7 @@ def _stop(series: Sequence[Sequence[float]]) -> tuple[int, RatioEstimate] | None
     scenario."""
     for count in range(4, len(series[0]) + 1):
         ratios = [np.exp(logs[:count]).tolist() for logs in series]
-        correlation = plausible_correlation([(count, lag_one(own) or 0.0) for own in ratios]).plausible
+        correlation, _ = plausible_correlation([(count, lag_one(ratio_series) or 0.0) for ratio_series in ratios])
         estimate = estimate_anytime(ratios[0], 0.05, correlation)
         p = None if estimate.p_value is None else min(1.0, estimate.p_value * len(series) / LEADING_SHARE)
         if judge(estimate.ci95, p, 0.05, higher_is_better=True) != "inconclusive":
@@ -280,20 +280,20 @@ def _first_equivalent(logs: list[float], bound: float) -> int | None:
     means = np.cumsum(logs) / np.arange(1, len(logs) + 1)
     enough = math.log(1.0 / SIGNIFICANCE)
     both = (log_bayes_factors(logs, bound) >= enough) & (log_bayes_factors(logs, -bound) >= enough)
-    found = both & (np.abs(means) < bound)
-    return int(np.argmax(found)) + 1 if np.any(found) else None
+    shown_equivalent = both & (np.abs(means) < bound)
+    return int(np.argmax(shown_equivalent)) + 1 if np.any(shown_equivalent) else None
 
 
 def power_at_the_stated_effect(trials: int, noise: Noise, pairs: int, restarts: int = 1) -> Share:
     """The effect that a run of identical arms states is planted into an independent run of the same plan."""
     plan, rng = experiment(5, pairs, 0.0001, restarts=restarts), np.random.default_rng(11)
-    target, found = plan.workloads[2].name, 0
+    target, detected = plan.workloads[2].name, 0
     for _ in range(trials):
         stated = next(c for c in simulate(plan, rng, noise) if c.scenario == target).minimal_detectable_effect
         assert stated is not None
         again = next(c for c in simulate(plan, rng, noise, 1.0 + stated, target) if c.scenario == target)
-        found += again.verdict == "arm_better"
-    return Share(found, trials)
+        detected += again.verdict == "arm_better"
+    return Share(detected, trials)
 
 
 def false_winners_beside_the_floor(trials: int, between: float, *, floor: bool) -> Share:

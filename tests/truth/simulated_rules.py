@@ -122,33 +122,41 @@ class Load:
 
     def run(self, blocks: Sequence[ScheduledBlock], *_: object, **__: object) -> list[BlockSummary]:
         begun = len(self.blocks)
-        for one in blocks:
-            seconds = math.exp(self._log_seconds(one))
+        for scheduled in blocks:
+            seconds = math.exp(self._log_seconds(scheduled))
             self.clock_s += 1.0
-            made = block(self.rng, len(self.blocks), one.workload.name, one.round, one.label, one.position, seconds)
+            made = block(
+                self.rng,
+                len(self.blocks),
+                scheduled.workload.name,
+                scheduled.round,
+                scheduled.label,
+                scheduled.position,
+                seconds,
+            )
             self.blocks.append(made)
         return self.blocks[begun:]
 
-    def _log_seconds(self, one: ScheduledBlock) -> float:
-        machine, name = self.machine, one.workload.name
+    def _log_seconds(self, scheduled: ScheduledBlock) -> float:
+        machine, name = self.machine, scheduled.workload.name
         seconds = machine.drift * self.clock_s / self.limit_s
         if machine.shared:
-            seconds += self._lasting("", one) + self.rng.normal(0.0, SPREAD)
+            seconds += self._lasting("", scheduled) + self.rng.normal(0.0, SPREAD)
         else:
-            seconds += self._lasting(name, one)
-        if (name, one.round) not in self._slow:
-            self._slow[name, one.round] = bool(self.rng.random() < machine.slow_share)
-        if self._slow[name, one.round]:
+            seconds += self._lasting(name, scheduled)
+        if (name, scheduled.round) not in self._slow:
+            self._slow[name, scheduled.round] = bool(self.rng.random() < machine.slow_share)
+        if self._slow[name, scheduled.round]:
             seconds += self.rng.exponential(0.1)
         return seconds
 
-    def _lasting(self, of: str, one: ScheduledBlock) -> float:
+    def _lasting(self, of: str, scheduled: ScheduledBlock) -> float:
         """The arm's state in this round, which follows from that in the round before."""
-        phi, (last, state) = self.machine.correlation, self._states.get((of, one.label), (-1, 0.0))
-        if one.round != last:
+        phi, (last, state) = self.machine.correlation, self._states.get((of, scheduled.label), (-1, 0.0))
+        if scheduled.round != last:
             new = self.rng.normal(0.0, SPREAD)
             state = new if last < 0 else phi * state + math.sqrt(1.0 - phi**2) * new
-            self._states[of, one.label] = one.round, state
+            self._states[of, scheduled.label] = scheduled.round, state
         return state
 
 

@@ -83,7 +83,7 @@ def block(
 ) -> BlockSummary:
     """One block of a workload whose requests take that many times a hundredth of a second; percentiles have noise of
     their own."""
-    p50, p90, p99 = (seconds * math.exp(own) for own in rng.normal(0.0, (0.004, 0.012, 0.05)).tolist())
+    p50, p90, p99 = (seconds * math.exp(deviation) for deviation in rng.normal(0.0, (0.004, 0.012, 0.05)).tolist())
     return BlockSummary(
         index=index, workload=name, round=pair, label=label, position=position, start_s=0.0,
         duration_s=1.0, complete=True, requests=700, errors=0, items=700,
@@ -112,7 +112,7 @@ def simulate_blocks(
     pairs, labels = plan.workloads[0].rounds, plan.labels
     arms, effects = len(labels), {"b": effect} if isinstance(effect, float) else effect
     logs = noise(rng, arms * pairs * len(plan.workloads))
-    own = autoregression(rng, resemblance, (len(plan.workloads), arms, pairs)) if resemblance else None
+    drifts = autoregression(rng, resemblance, (len(plan.workloads), arms, pairs)) if resemblance else None
     blocks: list[BlockSummary] = []
     for place, one in enumerate(plan.workloads):
         swapped = rng.random() < 0.5
@@ -122,7 +122,7 @@ def simulate_blocks(
             turn = (pair % 4 in (1, 2)) if arms == 2 else pair
             label = labels[(position + turn + swapped) % arms]
             restart = pair * plan.restarts // pairs
-            weather = logs[place * arms * pairs + slot] if own is None else own[place, labels.index(label), pair]
+            weather = logs[place * arms * pairs + slot] if drifts is None else drifts[place, labels.index(label), pair]
             seconds = math.exp(weather + shifts[restart, labels.index(label)])
             if on in ("", one.name):
                 seconds /= effects.get(label, 1.0)

@@ -49,9 +49,9 @@ def detectable() -> Iterator[str]:
 def fixed_plan() -> Iterator[str]:
     """Coverage and power."""
     for noise in (plain, weather):
-        found = [percent(promises.coverage(2000, noise, pairs)) for pairs in (4, 12)]
+        shares = [percent(promises.coverage(2000, noise, pairs)) for pairs in (4, 12)]
         yield f"95 % intervals that cover a true ratio of 1.05, of 2,000 (≥ 92 %) | {noise.__name__} | " + (
-            " | ".join(found)
+            " | ".join(shares)
         )
     power = [percent(promises.power_at_the_stated_effect(500, plain, pairs)) for pairs in (4, 12)]
     yield f"differences of the stated detectable size that are named, of 500 (about 80 %) | plain | {' | '.join(power)}"
@@ -81,17 +81,17 @@ def until_decided() -> Iterator[str]:
     """Coverage, false equivalence."""
     for noise in (plain, weather):
         for effect in (1.0, 1.02, 1.05):
-            found = promises.coverage_when_stopped(500, effect, noise, 40)
+            runs = promises.coverage_when_stopped(500, effect, noise, 40)
             yield (
                 f"intervals at the stop that cover a true ratio of {effect:g}, of 500 (≥ 95 %) | {noise.__name__} | "
-                f"{percent(found)}"
+                f"{percent(runs)}"
             )
-    found = promises.coverage_at_all_looks(2000, 60)
-    yield f"runs whose intervals cover the truth at every one of 60 looks, of 2,000 (≥ 95 %) | plain | {percent(found)}"
-    found = promises.false_equivalence(2000, 60)
-    yield f"runs ever called equivalent where the difference is δ itself, of 2,000 (≤ 5 %) | plain | {percent(found)}"
-    found = promises.false_winners_of_repeated_t(2000, 60)
-    yield f"for contrast: one comparison, the t interval looked at 60 times | plain | {percent(found)}"
+    runs = promises.coverage_at_all_looks(2000, 60)
+    yield f"runs whose intervals cover the truth at every one of 60 looks, of 2,000 (≥ 95 %) | plain | {percent(runs)}"
+    runs = promises.false_equivalence(2000, 60)
+    yield f"runs ever called equivalent where the difference is δ itself, of 2,000 (≤ 5 %) | plain | {percent(runs)}"
+    runs = promises.false_winners_of_repeated_t(2000, 60)
+    yield f"for contrast: one comparison, the t interval looked at 60 times | plain | {percent(runs)}"
 
 
 def durations() -> Iterator[str]:
@@ -100,8 +100,12 @@ def durations() -> Iterator[str]:
         for effect in (1.0, 1.02, 1.05, 1.3):
             workloads = [f"{100 * spread:.0f} %", f"{100 * (effect - 1):.0f} %"]
             for scenarios in (1, 7):
-                found = promises.pairs_until_decided(500, effect, scenarios, 60, spread)
-                workloads += [str(found.median or "> 60"), str(found.late or "> 60"), percent(found.decided)]
+                durations_found = promises.pairs_until_decided(500, effect, scenarios, 60, spread)
+                workloads += [
+                    str(durations_found.median or "> 60"),
+                    str(durations_found.late or "> 60"),
+                    percent(durations_found.decided),
+                ]
             yield " | ".join(workloads)
 
 
@@ -110,9 +114,9 @@ def closed_loops() -> Iterator[str]:
     for users in (1, 16, 64, 256):
         for kind, times in KINDS.items():
             spans = 60.0 if users == 1 else 6.0
-            found, naive = bias(100, times, users, spans)
+            error, naive = bias(100, times, users, spans)
             shares = [promises.closed_loop_coverage(100, times, users, rounds, spans)[0] for rounds in (12, 24)]
-            yield f"{users} | {kind} | {100 * found:+.1f} % | {100 * naive:+.1f} % | {' | '.join(map(percent, shares))}"
+            yield f"{users} | {kind} | {100 * error:+.1f} % | {100 * naive:+.1f} % | {' | '.join(map(percent, shares))}"
 
 
 def tails() -> Iterator[str]:
@@ -144,18 +148,20 @@ def by_time() -> Iterator[str]:
 def noise_floor() -> Iterator[str]:
     """What the floor stops."""
     for between in (0.0, 0.01, 0.02, 0.04):
-        found = [
+        shares = [
             percent(promises.false_winners_beside_the_floor(2000, between, floor=floor)) for floor in (False, True)
         ]
-        yield f"{100 * between:.0f} % | {' | '.join(found)}"
+        yield f"{100 * between:.0f} % | {' | '.join(shares)}"
 
 
 def planted() -> Iterator[str]:
     """Truths planted request by request."""
     for truth in TRUTHS:
-        found = try_truth(truth, 400)
-        verdicts = ", ".join(f"{verdict.replace('_', ' ')} {count}" for verdict, count in found.verdicts.most_common())
-        covered = percent(promises.Share(found.covered, found.trials))
+        outcome = try_truth(truth, 400)
+        verdicts = ", ".join(
+            f"{verdict.replace('_', ' ')} {count}" for verdict, count in outcome.verdicts.most_common()
+        )
+        covered = percent(promises.Share(outcome.covered, outcome.trials))
         yield f"{truth.name} | {truth.metric} | {verdicts} | {truth.ratio:.3g} | {truth.pairs} | {covered}"
 
 

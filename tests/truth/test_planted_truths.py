@@ -38,23 +38,23 @@ def metric(result: Result, name: str, scenario: str | None = None) -> Comparison
     return next(c for c in result.comparisons if c.metric == name and scenario in (None, c.scenario))
 
 
-def tell(planted: str, found: Comparison) -> None:
+def tell(planted: str, comparison: Comparison) -> None:
     """One row of the table."""
-    interval = "–" if found.ci95 is None else ratio_interval(found.ci95)
-    value = "–" if found.ratio is None else ratio(found.ratio, found.ci95)
-    verdict = found.verdict.replace("_", " ")
-    print(f"| {planted} | {found.metric} | {value} | {interval} | {found.pairs} | {verdict} |")  # noqa: T201
+    interval = "–" if comparison.ci95 is None else ratio_interval(comparison.ci95)
+    value = "–" if comparison.ratio is None else ratio(comparison.ratio, comparison.ci95)
+    verdict = comparison.verdict.replace("_", " ")
+    print(f"| {planted} | {comparison.metric} | {value} | {interval} | {comparison.pairs} | {verdict} |")  # noqa: T201
 
 
-def require_quiet(result: Result, found: Comparison, planted: float) -> None:
+def require_quiet(result: Result, comparison: Comparison, planted: float) -> None:
     """Skip where the machine is so restless that the planted difference (as a share) drowns in it, or that a late
     generator or other work on the processors took the verdict, as it must."""
     restless = ("send_lag", "generator_cpu", "cpu_steal", "other_processes")
     late = [c.detail for c in result.checks if c.name in restless and c.ok is False]
-    if found.verdict == "invalid" and late:
+    if comparison.verdict == "invalid" and late:
         pytest.skip(f"this machine is too restless: {late[0]}")
-    if found.verdict == "inconclusive" and found.ci95 is not None:
-        half = math.log(found.ci95[1] / found.ci95[0]) / 2.0
+    if comparison.verdict == "inconclusive" and comparison.ci95 is not None:
+        half = math.log(comparison.ci95[1] / comparison.ci95[0]) / 2.0
         if half > planted / 2.0:
             pytest.skip(f"this machine is too restless: ±{half:.1%} where {planted:.1%} is planted")
 
@@ -74,10 +74,10 @@ def test_stalls_of_half_a_second_are_named_and_a_broad_latency_is_not(compare: C
     """A takes about 0 to 0.6 s, B 1 ms and now and then 0.5 s more."""
     load = msgspec.structs.replace(closed(30, 2), seconds=2.5)
     result = compare("--delay-ms 90 --cv 1", "--delay-ms 1 --stall-ms 500 --stall-every-s 0.7", load)
-    found = next(one for one in result.checks if one.name == "half_second_stalls")
-    assert found.ok is False
-    assert "requests to B" in found.detail
-    assert "requests to A" not in found.detail
+    stalls = next(check for check in result.checks if check.name == "half_second_stalls")
+    assert stalls.ok is False
+    assert "requests to B" in stalls.detail
+    assert "requests to A" not in stalls.detail
 
 
 @pytest.mark.slow
@@ -92,10 +92,10 @@ def test_the_headline_names_what_makes_a_lead(compare: Compare, a: str, b: str, 
     """B waits 20 of its 30 ms in its queue; or it serves nothing in 5 of 9 tenths of a second."""
     load = msgspec.structs.replace(closed(20, 4), seconds=1.5)
     result = compare(a, b, load)
-    found = metric(result, "throughput")
-    tell(cause, found)
-    if found.verdict != "baseline_better":
-        pytest.skip(f"this machine is too restless: {found.verdict}")
+    comparison = metric(result, "throughput")
+    tell(cause, comparison)
+    if comparison.verdict != "baseline_better":
+        pytest.skip(f"this machine is too restless: {comparison.verdict}")
     part = re.search(rf"(?:of which ([0-9.]+)× {cause}|all of which {cause} \(([0-9.]+)×\))", result.verdict.sentence)
     assert part is not None, result.verdict.sentence
     assert float(part[1] or part[2]) == pytest.approx(planted, rel=0.3)
@@ -125,10 +125,10 @@ def test_errors_under_load_take_the_verdict(compare: Compare) -> None:
 @pytest.mark.parametrize("transport", ["http", "grpc"])
 def test_identical_arms_are_equivalent(compare: Compare, transport: str) -> None:
     result = compare("--delay-ms 5", "--delay-ms 5", closed(100, 8), transport=transport)
-    found = metric(result, "throughput")
-    tell(f"identical, {transport}", found)
-    require_quiet(result, found, 0.05)
-    assert found.verdict == "no_difference"
+    comparison = metric(result, "throughput")
+    tell(f"identical, {transport}", comparison)
+    require_quiet(result, comparison, 0.05)
+    assert comparison.verdict == "no_difference"
 
 
 @pytest.mark.benchmark
@@ -138,32 +138,32 @@ def test_a_small_difference_is_named_and_measured(compare: Compare, percent: int
     result = compare("--delay-ms 8", f"--delay-ms {8 * (1 + percent / 100)}", closed(100, pairs), margin=0.001)
     for name in ("throughput", "latency_p50"):
         tell(f"+{percent} % of 8 ms", metric(result, name))
-    found = metric(result, "latency_p50")
-    require_quiet(result, found, percent / 100)
-    assert found.verdict == "baseline_better"
-    assert found.baseline_value is not None
-    assert found.ci95 is not None
-    planted = 0.08 * percent / found.baseline_value
-    assert found.ci95[0] - 0.3 * planted < 1.0 + planted < found.ci95[1] + 0.3 * planted
+    comparison = metric(result, "latency_p50")
+    require_quiet(result, comparison, percent / 100)
+    assert comparison.verdict == "baseline_better"
+    assert comparison.baseline_value is not None
+    assert comparison.ci95 is not None
+    planted = 0.08 * percent / comparison.baseline_value
+    assert comparison.ci95[0] - 0.3 * planted < 1.0 + planted < comparison.ci95[1] + 0.3 * planted
 
 
 @pytest.mark.benchmark
 def test_a_difference_over_grpc(compare: Compare) -> None:
     result = compare("--delay-ms 8", "--delay-ms 8.4", closed(100, 4), margin=0.001, transport="grpc")
-    found = metric(result, "latency_p50")
-    tell("+5 % of 8 ms, grpc", found)
-    require_quiet(result, found, 0.05)
-    assert found.verdict == "baseline_better"
+    comparison = metric(result, "latency_p50")
+    tell("+5 % of 8 ms, grpc", comparison)
+    require_quiet(result, comparison, 0.05)
+    assert comparison.verdict == "baseline_better"
 
 
 @pytest.mark.benchmark
 def test_random_delays_are_seen_through(compare: Compare) -> None:
     """Gamma distributed with CV 0.3: the mean over a block is known to 3 %, the difference is 20 %."""
     result = compare("--delay-ms 5 --cv 0.3", "--delay-ms 6 --cv 0.3", closed(120, 16))
-    found = metric(result, "throughput")
-    tell("+20 % of a random 5 ms", found)
-    require_quiet(result, found, 0.20)
-    assert found.verdict == "baseline_better"
+    comparison = metric(result, "throughput")
+    tell("+20 % of a random 5 ms", comparison)
+    require_quiet(result, comparison, 0.20)
+    assert comparison.verdict == "baseline_better"
 
 
 @pytest.mark.benchmark
@@ -186,23 +186,23 @@ def test_a_stall_is_seen_by_those_who_would_have_come(compare: Compare) -> None:
     cannot tell how much they resemble each other, which leaves a percentile without an interval."""
     quiet = "--delay-ms 20 --cv 0.2 --no-spin"
     result = compare(quiet, f"{quiet} --stall-ms 100 --stall-every-s 2.5", open_loop(70.0, 5.0, 12))
-    found = metric(result, "latency_p99")
-    tell("100 ms stall every 2.5 s, open loop", found)
-    assert found.ratio is not None
-    assert found.ratio > 2.0
-    require_quiet(result, found, 1.0)  # a generator that is late by 1 ms takes the verdict, and not the figures
-    assert found.verdict == "baseline_better"
+    comparison = metric(result, "latency_p99")
+    tell("100 ms stall every 2.5 s, open loop", comparison)
+    assert comparison.ratio is not None
+    assert comparison.ratio > 2.0
+    require_quiet(result, comparison, 1.0)  # a generator that is late by 1 ms takes the verdict, and not the figures
+    assert comparison.verdict == "baseline_better"
 
 
 @pytest.mark.benchmark
 def test_a_closed_loop_omits_it(compare: Compare) -> None:
     """One request in a block waits, and the others do not come meanwhile: why the open loop is there."""
     result = compare("--delay-ms 3 --no-spin", "--delay-ms 3 --no-spin --stall-ms 200", closed(700, 3))
-    found = metric(result, "latency_p99")
-    tell("200 ms stall every 10 s, closed loop", found)
-    assert found.verdict in ("inconclusive", "no_difference")
-    assert found.ratio is not None
-    assert found.ratio < 2.5
+    comparison = metric(result, "latency_p99")
+    tell("200 ms stall every 10 s, closed loop", comparison)
+    assert comparison.verdict in ("inconclusive", "no_difference")
+    assert comparison.ratio is not None
+    assert comparison.ratio < 2.5
 
 
 @pytest.mark.benchmark
@@ -222,12 +222,12 @@ def test_saturation_is_found_where_it_was_planted(compare: Compare) -> None:
 @pytest.mark.benchmark
 def test_latency_counts_to_the_last_byte_of_a_slow_body(compare: Compare) -> None:
     result = compare("--delay-ms 5", "--delay-ms 5 --slow-body-ms 5", closed(100, 4))
-    found = metric(result, "latency_p50")
-    tell("5 ms from first byte to last, after 5 ms", found)
-    require_quiet(result, found, 0.5)
-    assert found.verdict == "baseline_better"
-    assert found.ratio is not None
-    assert 1.4 < found.ratio < 2.2
+    comparison = metric(result, "latency_p50")
+    tell("5 ms from first byte to last, after 5 ms", comparison)
+    require_quiet(result, comparison, 0.5)
+    assert comparison.verdict == "baseline_better"
+    assert comparison.ratio is not None
+    assert 1.4 < comparison.ratio < 2.2
 
 
 @pytest.mark.benchmark
@@ -235,9 +235,9 @@ def test_a_machine_that_slows_down_favours_nobody(compare: Compare) -> None:
     """Both arms take 60 % longer for every minute that passes."""
     drift = f"--delay-ms 5 --drift 0.6 --drift-from-ns {time.monotonic_ns()}"
     result = compare(drift, drift, closed(100, 10))
-    found = metric(result, "throughput")
-    tell("both slow down by 60 % a minute", found)
-    assert found.verdict in ("no_difference", "inconclusive")
+    comparison = metric(result, "throughput")
+    tell("both slow down by 60 % a minute", comparison)
+    assert comparison.verdict in ("no_difference", "inconclusive")
     first, *_, last = [block.throughput_per_s or 0.0 for block in result.blocks]
     assert last < 0.95 * first
 
@@ -245,9 +245,9 @@ def test_a_machine_that_slows_down_favours_nobody(compare: Compare) -> None:
 @pytest.mark.benchmark
 def test_a_run_until_decided_decides(compare: Compare) -> None:
     result = compare("--delay-ms 5", "--delay-ms 5.75", closed(60, 2), until_decided=True, time_limit_minutes=0.7)
-    found = metric(result, "throughput")
-    tell("+15 % of 5 ms, until decided", found)
-    require_quiet(result, found, 0.15)
-    assert found.verdict == "baseline_better"
+    comparison = metric(result, "throughput")
+    tell("+15 % of 5 ms, until decided", comparison)
+    require_quiet(result, comparison, 0.15)
+    assert comparison.verdict == "baseline_better"
     assert result.stopping is not None
     assert result.stopping.ended_by == "decided"

@@ -72,14 +72,14 @@ def search(
 ) -> float | None:
     """One search from about one user's rate; None where no rate held. With the true rate in `independent`, requests
     are late independently of each other, with about the queue's probability."""
-    found = search_from(workload, 0.8 / service_s * 2.0 ** (random.random() - 0.5))
-    while (rate := found.next_rate) is not None:
+    search_result = search_from(workload, 0.8 / service_s * 2.0 ** (random.random() - 0.5))
+    while (rate := search_result.next_rate) is not None:
         late = late_in_queue(rate, service_s, random, stalls)
         if independent is not None:
             share = min(1.0, 0.01 * (rate / independent) ** STEEPNESS)
             late = partial(lambda planned, share: int(random.binomial(planned, share)), share=share)
-        found.record(holds(workload, rate, late))
-    return found.held
+        search_result.record(holds(workload, rate, late))
+    return search_result.held
 
 
 def true_rate(service_s: float, queries: int = 2_000_000) -> float:
@@ -104,19 +104,19 @@ def test_a_found_rate_is_an_estimate_and_no_bound(preset: str, above: float, tri
     """What holds for a whole search. A trial's bound holds for independent answers, and then for the search too; those
     that queue together are late together."""
     workload, truth, random = searched(preset), true_rate(SERVICE_S, 500_000), np.random.default_rng(28)
-    found, apart = (
+    rates, apart = (
         np.array([search(workload, SERVICE_S, random, stalls=False, independent=rate) or np.nan for _ in range(trials)])
         / truth
         for rate in (None, truth)
     )
     at_limit = sum(holds(workload, truth, late_in_queue(truth, SERVICE_S, random, False)) for _ in range(trials))
-    low, high = np.quantile(found, [0.05, 0.95])
+    low, high = np.quantile(rates, [0.05, 0.95])
     sys.stdout.write(
-        f"\n{preset}: above the true rate {np.mean(found > 1.0):.1%}, nine in ten from {low:.2f} to {high:.2f}; a "
+        f"\n{preset}: above the true rate {np.mean(rates > 1.0):.1%}, nine in ten from {low:.2f} to {high:.2f}; a "
         f"trial at the true rate holds {at_limit / trials:.0%}; independent answers: above {np.mean(apart > 1.0):.1%}\n"
     )
     assert float(np.mean(apart > 1.0)) <= 0.015
-    assert float(np.mean(found > 1.0)) == pytest.approx(above, abs=0.1)
+    assert float(np.mean(rates > 1.0)) == pytest.approx(above, abs=0.1)
     assert at_limit / trials > 0.3
     assert 0.9 < low < 1.0 < high < 1.16
 
@@ -152,14 +152,14 @@ def test_intervals_cover_and_identical_arms_get_no_winner(preset: str, stalls: b
         covered.append(estimate.ci95[0] <= truths[1] / truths[0] <= estimate.ci95[1])
         excluded.append(identical.ci95 is not None and not identical.ci95[0] <= 1.0 <= identical.ci95[1])
         shares += [rate / truths[0] for rate in a if rate]
-    coverage, winners, found = float(np.mean(covered)), float(np.mean(excluded)), np.log(shares)
+    coverage, winners, log_shares = float(np.mean(covered)), float(np.mean(excluded)), np.log(shares)
     without = 1.0 - len(shares) / (RUNS * PAIRS)
     sys.stdout.write(
         f"\n{preset}, {'stalls' if stalls else 'plain'}: intervals that cover the true ratio {coverage:.1%}, identical "
-        f"arms with a winner {winners:.1%}, a rate found is {np.exp(np.mean(found)):.3f} of the true one "
-        f"(spread {np.std(found):.1%}), searches without a rate {without:.1%}\n"
+        f"arms with a winner {winners:.1%}, a rate found is {np.exp(np.mean(log_shares)):.3f} of the true one "
+        f"(spread {np.std(log_shares):.1%}), searches without a rate {without:.1%}\n"
     )
     assert coverage >= 0.92
     assert winners <= 0.08
-    assert 0.85 <= np.exp(np.mean(found)) <= 1.05
+    assert 0.85 <= np.exp(np.mean(log_shares)) <= 1.05
     assert without <= 0.01

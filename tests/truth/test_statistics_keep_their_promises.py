@@ -91,8 +91,8 @@ def test_without_an_allowance_for_resemblance_they_would() -> None:
 def test_unlike_request_times_of_equal_mean_are_no_difference_in_throughput(kind: str, users: int) -> None:
     """64 users, exponential against constant: by the window up to the first user's end this named B in every run."""
     spans = 30.0 if users == 1 else 16.0
-    found, naive = bias(40, KINDS[kind], users, spans)
-    assert abs(found) < 0.03 or users == 1 or "CV 3" in kind
+    error, naive = bias(40, KINDS[kind], users, spans)
+    assert abs(error) < 0.03 or users == 1 or "CV 3" in kind
     covered, _ = promises.closed_loop_coverage(40, KINDS[kind], users, 12, spans)
     assert_covers(covered, may_exceed=True)
     if kind == "exponential, CV 1" and users >= 16:
@@ -182,17 +182,17 @@ def test_a_difference_of_the_margin_is_hardly_ever_called_equivalent() -> None:
 
 def test_large_differences_and_equivalence_are_decided_in_few_pairs() -> None:
     for effect in (1.0, 1.1):
-        found = promises.pairs_until_decided(500, effect, 7, 60)
-        assert found.decided.value == 1.0
-        assert found.median is not None
-        assert found.median <= 8
+        pairs_needed = promises.pairs_until_decided(500, effect, 7, 60)
+        assert pairs_needed.decided.value == 1.0
+        assert pairs_needed.median is not None
+        assert pairs_needed.median <= 8
 
 
 @trials(120, 500)
 @pytest.mark.parametrize(("pairs", "restarts"), [(4, 1), (8, 1), (16, 1), (20, 5)])
 def test_a_difference_of_the_stated_size_is_found_in_four_runs_of_five(pairs: int, restarts: int, trials: int) -> None:
-    found = promises.power_at_the_stated_effect(trials, plain, pairs, restarts)
-    assert found.value >= 0.80 - 2.5 * math.sqrt(0.16 / trials)
+    power = promises.power_at_the_stated_effect(trials, plain, pairs, restarts)
+    assert power.value >= 0.80 - 2.5 * math.sqrt(0.16 / trials)
 
 
 def test_the_noise_floor_stops_what_a_restart_would_make_a_winner_of() -> None:
@@ -206,9 +206,9 @@ def test_the_noise_floor_stops_what_a_restart_would_make_a_winner_of() -> None:
 def test_a_planted_truth_is_covered_and_gets_its_verdict(truth: Truth, trials: int) -> None:
     """Request by request, through the summaries too. The allowance for rounds that resemble each other, and what all
     blocks meet alike, may only widen the interval."""
-    found = try_truth(truth, trials)
-    assert_covers(promises.Share(found.covered, trials), may_exceed=True)
-    assert found.right(truth) >= (0.9 if trials >= 400 else 0.5)
+    outcome = try_truth(truth, trials)
+    assert_covers(promises.Share(outcome.covered, trials), may_exceed=True)
+    assert outcome.right(truth) >= (0.9 if trials >= 400 else 0.5)
 
 
 def exactly(values: np.ndarray) -> Noise:

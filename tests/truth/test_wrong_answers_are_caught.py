@@ -34,12 +34,12 @@ def batches(batch_size: int, requests: int = 20, *, pairs: int = 2) -> Workload:
 
 def require_invalid(result: Result, check: str, *words: str) -> None:
     """No comparison that the check covers has a verdict, for the reason given."""
-    failed = [found for found in result.checks if found.name == check and found.ok is False]
-    told = " ".join(found.detail for found in failed)
+    failed = [made for made in result.checks if made.name == check and made.ok is False]
+    told = " ".join(check.detail for check in failed)
     sys.stdout.write(f"\n{check}: {told}\n")
     assert failed
     assert not result.valid
-    scopes = {found.scope for found in failed}
+    scopes = {check.scope for check in failed}
     covered = [c for c in result.comparisons if scopes & {"run", f"workload {c.scenario}"}]
     assert {comparison.verdict for comparison in covered} <= {"invalid"}
     for word in words:
@@ -81,8 +81,8 @@ def test_answers_that_are_wrong_in_an_open_loop_of_two_processes(compare: Compar
 
 def wrong_scopes(result: Result) -> set[str]:
     """The workloads whose answers are wrong."""
-    found = [check for check in result.checks if check.name == "answers_under_load" and check.ok is False]
-    return {check.scope.removeprefix("workload ") for check in found}
+    wrong = [check for check in result.checks if check.name == "answers_under_load" and check.ok is False]
+    return {check.scope.removeprefix("workload ") for check in wrong}
 
 
 def test_answers_that_are_wrong_only_in_large_merged_batches(compare: Compare) -> None:
@@ -141,7 +141,9 @@ def test_answers_that_are_wrong_only_for_long_sequences(compare: Compare, plante
     server = "--sequences --no-spin --good-first 400"
     result = compare(server, f"{server} {planted}", *loads, samples="sequence_samples.py", sequence_length="16,48")
     assert state(result, "parity") is True
-    assert {one.unit for one in result.comparisons if one.metric == "throughput"} == {"sequences/s"}
+    assert {comparison.unit for comparison in result.comparisons if comparison.metric == "throughput"} == {
+        "sequences/s"
+    }
     if planted:
         require_invalid(result, "answers_under_load", "answers of B are wrong: block ", "output y of item ")
     else:

@@ -41,7 +41,7 @@ from loadgen.probes.gpu.records import (
     Values,
     Witness,
 )
-from loadgen.records.model_config import GPU_ONLY_BACKENDS, backend_name, groups, mapping
+from loadgen.records.model_config import GPU_ONLY_BACKENDS, backend_name, groups, mapping, real
 from loadgen.records.run import Label
 
 EndedBefore = Callable[[Ns], Ns]
@@ -345,12 +345,12 @@ def judge_placement(
 def _judge(runtime: Mapping[str, Any], config: Mapping[str, Any], thresholds: Thresholds) -> Judgement:
     placement = mapping(runtime.get("placement"))
     nodes, params = mapping(placement.get("ep_nodes")), mapping(placement.get("params_by_device"))
-    if any(_number(count) is None for count in (*nodes.values(), *params.values())):
+    if any(real(count) is None for count in (*nodes.values(), *params.values())):
         return "unknown", None, "the server's counts are not numbers"
     if nodes:
         return _from_nodes(nodes, placement, thresholds)
     if params:
-        return _from_parameters(params, _number(mapping(runtime.get("kernel_probe")).get("kernel_count")))
+        return _from_parameters(params, real(mapping(runtime.get("kernel_probe")).get("kernel_count")))
     if placement.get("result") == "cpu":
         return "cpu", 1.0, "the server says that it executes on the CPU"
     if str(runtime.get("kind")).startswith("tensorrt"):
@@ -363,7 +363,7 @@ def _judge(runtime: Mapping[str, Any], config: Mapping[str, Any], thresholds: Th
 def _from_nodes(nodes: Mapping[str, Any], placement: Mapping[str, Any], thresholds: Thresholds) -> Judgement:
     on_gpu = sum(int(nodes.get(name, 0)) for name in GPU_PROVIDERS)
     on_cpu = sum(int(count) for name, count in nodes.items() if name not in GPU_PROVIDERS)
-    share = _number(placement.get("cpu_time_ratio"))
+    share = real(placement.get("cpu_time_ratio"))
     others = placement.get("cpu_non_shape_ops")
     counts = f"{on_gpu} nodes on the GPU, {on_cpu} on the CPU"
     if on_gpu == 0:
@@ -408,10 +408,6 @@ def _from_config(config: Mapping[str, Any]) -> Judgement:
         result: PlacementResult = "unknown" if "KIND_CPU" in kinds else "unreported"
         return result, None, f"{named}, but the server does not report where the {backend} backend placed the nodes"
     return "unreported", None, "the server does not report where its model is"
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def decide(

@@ -16,7 +16,7 @@ import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.experiment.schedule import ScheduledBlock, has_load
 from loadgen.probes.gpu.analysis import ControlRun, GpuFound, analyse, assess_run
-from loadgen.probes.gpu.records import EvidenceRecord, GpuFinding, ReadingsError
+from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding, ReadingsError
 from loadgen.probes.registry import Probe
 from loadgen.quantities import number, share
 from loadgen.records.run import ArmRequest, Experiment, Label, Workload, item_of, setting_key, shown
@@ -316,5 +316,10 @@ def _shading(result: Result) -> list[doc.Figure]:
 
 
 PROBE = Probe(
-    wanted=has_load, measure=measure, finding=GpuFound, analyse=analyse, sections={"Proof": (gpu_verification,)}
+    wanted=has_load,
+    measure=measure,
+    records=(EvidenceFile,),
+    finding=GpuFound,
+    analyse=analyse,
+    sections={"Proof": (gpu_verification,)},
 )

@@ -26,12 +26,12 @@ def render_markdown(document: doc.Document) -> str:
 
 def _parts(block: doc.Block) -> Iterator[str]:
     match block:
+        case doc.Text(style="code"):
+            yield fenced(block.text)
         case doc.Text():
             yield f"> {escape(block.text)}" if block.style == "warning" else escape(block.text)
         case doc.Link():
             yield f"[{escape(block.text)}]({block.target})"
-        case doc.CodeBlock():
-            yield fenced(block.text)
         case doc.Items():
             yield "\n".join(_item(item) for item in block.items)
         case doc.Table():

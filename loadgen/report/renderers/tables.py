@@ -51,7 +51,7 @@ _NOTHING = doc.Table(
     doc.names("name", "text"),
     [("run_finished", "the run stored nothing")],
     name="checks",
-    outcomes=[doc.RowOutcome("failure", "failed")],
+    outcomes=[("failure", "failed")],
 )
 
 
@@ -65,7 +65,7 @@ def render_junit(documents: Mapping[str, doc.Document | None]) -> str:
         tables = (_NOTHING,) if document is None else doc.only(document, doc.JUNIT).tables
         for table in tables:
             if table.outcomes:
-                states.update(outcome.state for outcome in table.outcomes)
+                states.update(state for state, _ in table.outcomes)
                 seconds += table.seconds
                 suite = _suite(root, f"abserve.{run}.{table.name}" if run else f"abserve.{table.name}", table)
                 if document is not None and document.started_at is not None:
@@ -90,18 +90,18 @@ def _suite(root: ET.Element, name: str, table: doc.Table) -> ET.Element:
     suite = ET.SubElement(
         root,
         "testsuite",
-        {"name": printable(name)} | _totals(Counter(outcome.state for outcome in table.outcomes), table.seconds),
+        {"name": printable(name)} | _totals(Counter(state for state, _ in table.outcomes), table.seconds),
     )
     seen: Counter[str] = Counter()
-    for row, outcome in zip(table.rows, table.outcomes, strict=True):
+    for row, (state, kind) in zip(table.rows, table.outcomes, strict=True):
         case, *rest = (printable(doc.text_of(cell)) for cell in row)
         seen[case] += 1  # a check may be made per arm, and readers take equal names for one case
         number = f" ({seen[case]})" if seen[case] > 1 else ""
         element = ET.SubElement(suite, "testcase", classname=printable(name), name=case + number, time="0.000")
         text = "; ".join(rest)
-        if outcome.state == "failure":
-            ET.SubElement(element, "failure", message=text, type=outcome.kind).text = text
-        elif outcome.state == "skipped":
+        if state == "failure":
+            ET.SubElement(element, "failure", message=text, type=kind).text = text
+        elif state == "skipped":
             ET.SubElement(element, "skipped", message=text)
         else:
             ET.SubElement(element, "system-out").text = text

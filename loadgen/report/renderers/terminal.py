@@ -121,8 +121,6 @@ def _parts(block: doc.Block, width: int) -> Iterator[RenderableType]:
             yield Words(block.summary, style="bold")
             for inner in block.blocks:
                 yield from _parts(inner, width)
-        case doc.CodeBlock():
-            yield Words(block.text)
         case doc.Link():
             yield Words(f"{block.text}: {block.target}")
         case _:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 import loadgen.report.document as doc
 from loadgen.quantities import counted, share
@@ -21,19 +23,6 @@ _KINDS = {"labels": "equal values", "tensor": "numbers"}
 """How an output was compared, for readers, where the name of its kind does not say it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckRow:
-    """One check, or all checks of one name and state."""
-
-    title: str
-    style: doc.Style
-    detail: str
-    scope: str
-    threshold: str
-    remedy: str
-    severity: str
-
-
 def style_of_check(check: Check) -> doc.Style:
     """The state of a check: failed where it takes a verdict away, also by not being available."""
     if check.ok:
@@ -45,19 +34,21 @@ def style_of_check(check: Check) -> doc.Style:
     return "warning" if check.severity == "warns" else "note"
 
 
-def check_rows(result: Result) -> list[CheckRow]:
-    """One row per name and state, so that eight workloads do not fill a page; the worst come first."""
+def check_rows(result: Result) -> list[Check]:
+    """One row per name and state, so that eight workloads do not fill a page; the worst come first. A row's scope and
+    detail are those of all its checks."""
     groups: dict[tuple[str, doc.Style], list[Check]] = {}
     for check in result.checks:
         groups.setdefault((check.name, style_of_check(check)), []).append(check)
-    rows = [_check_row(style, checks, len(result.experiment.arms)) for (_, style), checks in groups.items()]
     order = list(WORDS)
-    return sorted(rows, key=lambda row: order.index(row.style))
+    rows = sorted(groups.items(), key=lambda row: order.index(row[0][1]))
+    return [_merged(style, checks, len(result.experiment.arms)) for (_, style), checks in rows]
 
 
-def counts(rows: Sequence[CheckRow]) -> str:
+def counts(rows: Sequence[Check]) -> str:
     """ "1 failed, 2 warnings, 3 not available, 45 ok" """
-    numbers = {words: sum(row.style == style for row in rows) for style, words in WORDS.items()}
+    states = Counter(map(style_of_check, rows))
+    numbers = {words: states[style] for style, words in WORDS.items()}
     return ", ".join(
         counted(number, words) if words == "warning" else f"{number} {words}"
         for words, number in numbers.items()
@@ -65,7 +56,7 @@ def counts(rows: Sequence[CheckRow]) -> str:
     )
 
 
-def _check_row(style: doc.Style, checks: Sequence[Check], arms: int) -> CheckRow:
+def _merged(style: doc.Style, checks: Sequence[Check], arms: int) -> Check:
     first = max(checks, key=_badness) if style == "ok" else checks[0]
     scopes = [check.scope.removeprefix("workload ") for check in checks]
     one_scope, details = len(set(scopes)) == 1, dict.fromkeys(check.detail for check in checks)
@@ -79,16 +70,7 @@ def _check_row(style: doc.Style, checks: Sequence[Check], arms: int) -> CheckRow
         scope = "whole run" if scopes[0] in ("run", "plan") else scopes[0]
     else:
         scope = ", ".join(scopes) if len(scopes) <= 3 else f"{len(scopes)} scenarios"
-    threshold = first.threshold
-    return CheckRow(
-        title=first.title,
-        style=style,
-        detail=detail,
-        scope=scope,
-        threshold="" if threshold is None else f"{threshold:.4g}" if isinstance(threshold, float) else str(threshold),
-        remedy=first.remedy,
-        severity=first.severity,
-    )
+    return replace(first, detail=detail, scope=scope)
 
 
 def _badness(check: Check) -> float:
@@ -102,22 +84,20 @@ def _badness(check: Check) -> float:
 def checks(result: Result) -> doc.Section | None:
     """A terminal shows the checks that need attention, a page all of them."""
     rows = check_rows(result)
-    good = [row for row in rows if row.style == "ok"]
-    urgent = [
-        row
-        for row in rows
-        if row.style in ("failed", "warning") or (row.style == "unknown" and row.severity != "informs")
-    ]
     before = fairness_summary(result.checks)
     return doc.section(
         "Checks",
         doc.Text(f"{counts(rows)}." + (f" Before the load: {before}." if before else "")),
         doc.Items(
-            [doc.Item(row.detail, row.style, f"{row.title}, {row.scope}", (f"→ {row.remedy}",)) for row in urgent],
+            [
+                doc.Item(row.detail, style_of_check(row), f"{row.title}, {row.scope}", (f"→ {row.remedy}",))
+                for row in rows
+                if not row.ok and row.severity != "informs"
+            ],
             on=doc.TERMINAL,
         ),
-        _table([row for row in rows if row.style != "ok"]),
-        doc.Fold(f"{len(good)} checks are ok", (_table(good),)),
+        _table([row for row in rows if not row.ok]),
+        doc.Fold(f"{sum(bool(row.ok) for row in rows)} checks are ok", (_table([row for row in rows if row.ok]),)),
         doc.Table(
             doc.names("name", "text"),
             [_case(check) for check in result.checks],
@@ -128,7 +108,7 @@ def checks(result: Result) -> doc.Section | None:
     )
 
 
-def _table(rows: Sequence[CheckRow]) -> doc.Table:
+def _table(rows: Sequence[Check]) -> doc.Table:
     columns = (
         *doc.texts("check"),
         *doc.names("state"),
@@ -136,17 +116,12 @@ def _table(rows: Sequence[CheckRow]) -> doc.Table:
         *doc.names("covers", "threshold"),
         doc.Column("remedy", "text", below=True),
     )
-    cells = [
-        (
-            row.title,
-            doc.Cell(WORDS[row.style], row.style),
-            row.detail,
-            row.scope,
-            row.threshold,
-            "" if row.style == "ok" else row.remedy,
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        style, limit = style_of_check(row), row.threshold
+        threshold = "" if limit is None else f"{limit:.4g}" if isinstance(limit, float) else str(limit)
+        state = doc.Cell(WORDS[style], style)
+        cells.append((row.title, state, row.detail, row.scope, threshold, "" if row.ok else row.remedy))
     return doc.Table(columns, cells, on=doc.PAGES)
 
 
@@ -161,8 +136,8 @@ def _case(check: Check) -> tuple[str, str]:
 def _outcome(check: Check) -> doc.RowOutcome:
     """A failure where it takes the verdict away; skipped where it is not available and only warns; else passed."""
     if not check.ok and check.severity == "invalidates":
-        return doc.RowOutcome("failure", "unknown" if check.ok is None else "failed")
-    return doc.RowOutcome("skipped" if check.ok is None else "passed")
+        return ("failure", "unknown" if check.ok is None else "failed")
+    return ("skipped" if check.ok is None else "passed"), ""
 
 
 def _before_load(checks: Sequence[Check]) -> list[Check]:

@@ -269,16 +269,20 @@ def _values(comparison: Comparison) -> list[str | float | bool | None]:
 
 def _cases(result: Result) -> doc.Table:
     """Test cases for CI: a comparison passes with any verdict, is skipped if inconclusive, and fails if invalid."""
-    rows, outcomes = [], []
+    rows = []
+    outcomes: list[doc.RowOutcome] = []
     for comparison in result.comparisons:
-        text, outcome = claim(comparison), doc.RowOutcome("passed")
+        text = claim(comparison)
         if comparison.verdict == "invalid":
-            text, outcome = f"no verdict: {comparison.reason}", doc.RowOutcome("failure", "invalid")
+            text = f"no verdict: {comparison.reason}"
+            outcomes.append(("failure", "invalid"))
         elif comparison.verdict == "inconclusive":
-            text, outcome = f"inconclusive: {comparison.reason}", doc.RowOutcome("skipped")
+            text = f"inconclusive: {comparison.reason}"
+            outcomes.append(("skipped", ""))
+        else:
+            outcomes.append(("passed", ""))
         which = f" of {_arms(result, comparison)}" if several(result) else ""
         rows.append((f"{METRICS[comparison.metric].title}{which} [{comparison.scenario}]", text))
-        outcomes.append(outcome)
     seconds = sum(block.duration_s for block in result.blocks)
     return doc.Table(doc.names("name", "text"), rows, "comparisons", outcomes=outcomes, seconds=seconds, on=doc.JUNIT)
 
@@ -304,7 +308,7 @@ def thresholds(result: Result) -> doc.Section | None:
             ],
             name="thresholds",
             outcomes=[
-                doc.RowOutcome("passed") if threshold.state == "kept" else doc.RowOutcome("failure", threshold.state)
+                ("passed", "") if threshold.state == "kept" else ("failure", threshold.state)
                 for threshold in result.thresholds
             ],
             on=doc.JUNIT,

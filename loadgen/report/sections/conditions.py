@@ -105,7 +105,8 @@ def environment(result: Result) -> doc.Section | None:
 
 def reproduce(result: Result) -> doc.Section | None:
     """The command that made the run."""
-    return doc.section("Reproduce", doc.CodeBlock(result.environment.command if result.environment else ""))
+    command = result.environment.command if result.environment else ""
+    return doc.section("Reproduce", doc.Text(command, "code", doc.PAGES))
 
 
 def environment_rows(environment: Environment) -> list[tuple[str, str]]:

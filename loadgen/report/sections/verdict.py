@@ -13,8 +13,9 @@ from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
-from loadgen.report.sections.checks import CheckRow, check_rows, counts
+from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
+from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.checks.run import gpu_present, parity_figures
 from loadgen.verdict.result import Result
 
@@ -27,7 +28,7 @@ TRANSPORTS = {"http": "HTTP", "grpc": "gRPC", "shm": "shared memory"}
 def verdict(result: Result) -> doc.Section | None:
     """Valid or not, the finding, the conditions and arms, and every check that takes the verdict away."""
     conclusion = result.verdict
-    warned = sum(row.style == "warning" for row in check_rows(result))
+    warned = sum(style_of_check(row) == "warning" for row in check_rows(result))
     warnings = f", {counted(warned, 'warning')}" if warned and conclusion.valid else ""
     failed = [doc.Item(text, "failed") for text in conclusion.failed]
     few = failed[:MOST_FAILED]
@@ -204,8 +205,8 @@ def _devices(result: Result) -> list[doc.Item]:
 
 def _checks(result: Result) -> list[doc.Item]:
     rows = check_rows(result)
-    failed = [row for row in rows if row.style == "failed"]
-    warned = [row for row in rows if row.style == "warning"]
+    failed = [row for row in rows if style_of_check(row) == "failed"]
+    warned = [row for row in rows if style_of_check(row) == "warning"]
     items = []
     if failed:
         items.append(_item("failed", f"failed checks take verdicts away: {_titles(failed)}"))
@@ -214,6 +215,6 @@ def _checks(result: Result) -> list[doc.Item]:
     return [*items, _item("note" if failed else "ok", f"{len(rows)} checks: {counts(rows)}")]
 
 
-def _titles(rows: Sequence[CheckRow]) -> str:
+def _titles(rows: Sequence[Check]) -> str:
     named = "; ".join(f"“{row.title}”" for row in rows[:MOST_TITLES])
     return named + (f" and {len(rows) - MOST_TITLES} more" if len(rows) > MOST_TITLES else "")

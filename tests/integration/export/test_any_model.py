@@ -94,10 +94,12 @@ def test_text_of_any_length_padded_or_not_is_answered_as_by_torch(precision: str
         "last_hidden_state": ["batch", "sequence", 32],
         "pooled": ["batch", 32],
     }
-    assert {one.data_type for one in graph.initializer if one.name.endswith("dense.weight")} <= {
+    assert {tensor.data_type for tensor in graph.initializer if tensor.name.endswith("dense.weight")} <= {
         onnx.TensorProto.FLOAT if precision == "fp32" else onnx.TensorProto.FLOAT16
     }
-    measured = [(one.batch, one.sizes["sequence"], one.padded) for one in made.manifest.parity]
+    measured = [
+        (measurement.batch, measurement.sizes["sequence"], measurement.padded) for measurement in made.manifest.parity
+    ]
     assert measured == [(1, 12, False), (2, LONGEST, False), (7, 2, False), (7, 12, True)]
     assert made.manifest.operators == "standard"
     assert made == replace(ensure_artefact(bert, WEIGHTS, tmp_path, form=FileForm(precision)), made_now=True)
@@ -110,7 +112,7 @@ def test_text_of_any_length_padded_or_not_is_answered_as_by_torch(precision: str
     items = bert.make_items(5, [1, 9, 33])
     answers = engine.infer(items)
     alone = engine.infer({name: array[1:2, :9] for name, array in items.items()})
-    padded, single = (np.asarray(one["last_hidden_state"], np.float64) for one in (answers, alone))
+    padded, single = (np.asarray(arrays["last_hidden_state"], np.float64) for arrays in (answers, alone))
     np.testing.assert_allclose(padded[1:2, :9], single, atol=0.02)
     assert np.isfinite(padded).all()
     engine.close()
@@ -138,8 +140,8 @@ def test_a_mask_that_is_lost_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("payload", ["fp32", "uint8"])
 def test_a_classifier_is_compared_as_one(payload: str, tmp_path: Path) -> None:
     made = ensure_artefact(get_variant("torchvision:resnet18", payload), WEIGHTS, tmp_path, form=FileForm("fp16"))
-    assert [one.batch for one in made.manifest.parity] == [1, 2, 7]
-    assert all((one.relative_error or 1) < 0.01 for one in made.manifest.parity)
+    assert [measurement.batch for measurement in made.manifest.parity] == [1, 2, 7]
+    assert all((measurement.relative_error or 1) < 0.01 for measurement in made.manifest.parity)
     assert made.path.name == {"fp32": "model_fp16.onnx", "uint8": "model_uint8_fp16.onnx"}[payload]
 
 
@@ -181,8 +183,8 @@ def test_several_axes_and_datatypes_stay_free_and_equal(tmp_path: Path) -> None:
     made = ensure_artefact(mixed(), WEIGHTS, tmp_path)
     (image, *_) = onnx.load(made.path).graph.input
     assert [dim.dim_param for dim in image.type.tensor_type.shape.dim] == ["batch", "height", "width"]
-    assert [one.sizes for one in made.manifest.parity][1] == {"height": 32, "width": 32}
-    assert all(one.cosine_min is not None or one.max_abs == 0 for one in made.manifest.parity)
+    assert [measurement.sizes for measurement in made.manifest.parity][1] == {"height": 32, "width": 32}
+    assert all(measurement.cosine_min is not None or measurement.max_abs == 0 for measurement in made.manifest.parity)
 
 
 def test_a_model_that_fixes_an_axis_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -197,20 +199,20 @@ def test_a_model_that_fixes_an_axis_is_refused_with_the_reason(tmp_path: Path) -
 
 
 def test_a_users_file_has_its_own_folder_and_is_exported_again_when_it_changes(tmp_path: Path) -> None:
-    one, two = (tmp_path / name / "model.py" for name in ("one", "two"))
-    for path in (one, two):
+    first, two = (tmp_path / name / "model.py" for name in ("one", "two"))
+    for path in (first, two):
         path.parent.mkdir()
         path.write_text("# a module")
     model, root = mixed(), tmp_path / "artefacts"
     of_one, of_two = (
-        replace(model, reference=f"{path}:build", definition_sha256=file_sha256(path)) for path in (one, two)
+        replace(model, reference=f"{path}:build", definition_sha256=file_sha256(path)) for path in (first, two)
     )
     folders = {artefact_folder(root, specification, WEIGHTS) for specification in (model, of_one, of_two)}
     assert len(folders) == 3
     assert ensure_artefact(of_one, WEIGHTS, root).made_now
     assert not ensure_artefact(of_one, WEIGHTS, root).made_now
-    one.write_text("# an edited module")
-    edited = replace(of_one, definition_sha256=file_sha256(one))
+    first.write_text("# an edited module")
+    edited = replace(of_one, definition_sha256=file_sha256(first))
     assert find_artefact(root, edited, WEIGHTS) is None
     assert ensure_artefact(edited, WEIGHTS, root).made_now
 
@@ -251,8 +253,8 @@ def test_fp16_of_a_users_file_is_a_converted_copy_that_was_compared(
     half = ensure_artefact(users_file, WEIGHTS, tmp_path, form=FileForm("fp16"))
     assert half.path.is_relative_to(tmp_path)
     assert len(half.manifest.parity) == 4
-    weights = [one for one in onnx.load(half.path).graph.initializer if one.name.endswith("weight")]
-    assert {one.data_type for one in weights} == {onnx.TensorProto.FLOAT16}
+    weights = [tensor for tensor in onnx.load(half.path).graph.initializer if tensor.name.endswith("weight")]
+    assert {tensor.data_type for tensor in weights} == {onnx.TensorProto.FLOAT16}
     assert not ensure_artefact(users_file, WEIGHTS, tmp_path, form=FileForm("fp16")).made_now
 
     stored = replace(users_file, reference=str(half.path), file=half.path)

@@ -110,11 +110,11 @@ def test_an_artefact_is_made_once_and_again_only_for_a_reason(
 
 
 def test_seeds_have_folders_of_their_own(specification: ModelSpecification, tmp_path: Path) -> None:
-    one = ensure_artefact(small(specification), RandomWeights(1), tmp_path)
+    artefact = ensure_artefact(small(specification), RandomWeights(1), tmp_path)
     two = ensure_artefact(small(specification), RandomWeights(2), tmp_path)
-    assert one.path != two.path
-    assert one.manifest.sha256 != two.manifest.sha256
-    assert one.manifest.weights == "random weights (seed 1)"
+    assert artefact.path != two.path
+    assert artefact.manifest.sha256 != two.manifest.sha256
+    assert artefact.manifest.weights == "random weights (seed 1)"
 
 
 def test_another_checkpoint_of_the_same_name_is_another_artefact(
@@ -137,7 +137,7 @@ def test_a_tag_whose_file_changed_is_refused_until_it_is_wanted(
     newest = [old]
 
     def find(source: PretrainedWeights) -> Path:
-        commit, content = next((one for one in (old, new) if one[0] == source.revision), newest[0])
+        commit, content = next((version for version in (old, new) if version[0] == source.revision), newest[0])
         path = tmp_path / "snapshots" / commit / "weights.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

@@ -88,9 +88,13 @@ def test_images_are_executed_in_int8_by_both_engines(
     assert made.manifest.quantisation.startswith("static QDQ of 1 Conv, 1 Gemm: INT8 weights per channel")
     assert made.manifest.quantisation.endswith("from 8 photographs")
     # Rounding to 8 bits shows: the parity is measured, and is not that of the FP32 file.
-    assert all(1e-3 < (one.relative_error or 0) < 0.3 for one in made.manifest.parity)
+    assert all(1e-3 < (measurement.relative_error or 0) < 0.3 for measurement in made.manifest.parity)
     assert not ensure_artefact(model, WEIGHTS, root, form=INT8).made_now
-    weights = {one.data_type for one in onnx.load(made.path).graph.initializer if one.name.endswith("weight_quantized")}
+    weights = {
+        tensor.data_type
+        for tensor in onnx.load(made.path).graph.initializer
+        if tensor.name.endswith("weight_quantized")
+    }
     assert weights == {onnx.TensorProto.INT8}
 
     pixels = corpus_pixels(model, 3)
@@ -113,16 +117,16 @@ def test_text_of_any_length_is_executed_in_int8(bert: ModelSpecification, root: 
     made = ensure_artefact(bert, WEIGHTS, root, form=INT8)
     assert made.manifest.quantisation is not None
     assert "from 32 random items" in made.manifest.quantisation
-    assert [one.padded for one in made.manifest.parity] == [False, False, False, True]
+    assert [measurement.padded for measurement in made.manifest.parity] == [False, False, False, True]
     module = bert.load_module(WEIGHTS)
     for kind in EXECUTORS:
         engine = loaded(kind, "int8", bert, made.path)
         for rows, length in ((1, 5), (3, 128), (2, 17)):
             given = random_inputs(bert, rows, 7, {"sequence": length})
-            found = disagreement(bert, expected_answers(bert, module, given), engine.infer(given), "int8")
-            assert found.fault is None
-            assert found.cosine_min is not None
-            assert found.cosine_min > 0.99
+            agreement = disagreement(bert, expected_answers(bert, module, given), engine.infer(given), "int8")
+            assert agreement.fault is None
+            assert agreement.cosine_min is not None
+            assert agreement.cosine_min > 0.99
         products = engine.describe().details["executed_products"]
         assert isinstance(products, dict)
         in_int8 = {name: count for name, count in products.items() if name[0] == "Q" or name in ("u8", "i8")}
@@ -138,7 +142,7 @@ def test_an_answer_does_not_depend_on_the_rest_of_the_batch(bert: ModelSpecifica
     together = engine.infer(given)
     alone = engine.infer({name: array[2:3].copy() for name, array in given.items()})
     for name, array in together.items():
-        single, row = (np.asarray(one, np.float64) for one in (alone[name], array[2:3]))
+        single, row = (np.asarray(answer, np.float64) for answer in (alone[name], array[2:3]))
         np.testing.assert_allclose(single, row, atol=1e-5)
     engine.close()
 
@@ -177,7 +181,8 @@ def test_a_garbage_quantisation_is_not_kept(
         """Ranges so small that every activation saturates."""
         batches, described = original(specification)
         return [
-            {name: np.asarray(array, np.float32) * np.float32(1e-3) for name, array in one.items()} for one in batches
+            {name: np.asarray(array, np.float32) * np.float32(1e-3) for name, array in batch.items()}
+            for batch in batches
         ], described
 
     monkeypatch.setattr(quantisation, "calibration", narrow)

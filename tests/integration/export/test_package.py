@@ -91,8 +91,14 @@ def test_the_package_is_an_artefact_of_this_processor(made: Artefact, root: Path
     assert (manifest.kind, manifest.operators, manifest.opset) == ("aotinductor", PACKAGE, None)
     assert (manifest.target, made.path.name) == (target, "model.pt2")
     assert made.path.parent.name.endswith(f"-package-{target}")
-    assert [(one.batch, one.sizes["length"]) for one in manifest.parity] == [(1, 6), (2, 20), (7, 3)]
-    assert all(one.relative_error is not None and one.relative_error < 1e-5 for one in manifest.parity)
+    assert [(measurement.batch, measurement.sizes["length"]) for measurement in manifest.parity] == [
+        (1, 6),
+        (2, 20),
+        (7, 3),
+    ]
+    assert all(
+        measurement.relative_error is not None and measurement.relative_error < 1e-5 for measurement in manifest.parity
+    )
     again = ensure_artefact(scores(), WEIGHTS, root, form=FileForm("fp32", PACKAGE, target))
     assert (again.made_now, again.manifest) == (False, manifest)
 
@@ -108,7 +114,7 @@ def test_every_batch_and_length_is_answered_as_by_the_module(engine: Engine) -> 
     for wanted, answers in kept:
         assert list(answers) == ["scores", "mean", "same"]
         for name, array in answers.items():
-            got, want = (np.asarray(one, np.float64) for one in (array, wanted[name]))
+            got, want = (np.asarray(answer, np.float64) for answer in (array, wanted[name]))
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="length 21, more than the largest, 20"):
         engine.infer({"x": np.zeros((1, 21, 8), np.float32)})

@@ -78,11 +78,11 @@ def measured(folder: Path, plan: MatrixPlan) -> dict[str, list[Visit]]:
     with store.open():
         store.write(plan)
         assert run_matrix(plan, store, worker=ENGINE_WORKER).state == "finished"
-    found: dict[str, list[Visit]] = {}
+    visits: dict[str, list[Visit]] = {}
     for visit in store.visits():
-        one = plan.configurations[visit.configuration]
-        found.setdefault(f"{one.engine}/{one.mode}", []).append(visit)
-    return found
+        configuration = plan.configurations[visit.configuration]
+        visits.setdefault(f"{configuration.engine}/{configuration.mode}", []).append(visit)
+    return visits
 
 
 def test_engines_modes_lengths_and_threads_of_one_model(tmp_path: Path) -> None:
@@ -97,25 +97,25 @@ def test_engines_modes_lengths_and_threads_of_one_model(tmp_path: Path) -> None:
         rounds=1,
         profile=True,
     )
-    assert {one.reason for one in plan.refused} >= {"sequence 99: mine_scorer takes at most 32; leave it out"}
+    assert {refusal.reason for refusal in plan.refused} >= {"sequence 99: mine_scorer takes at most 32; leave it out"}
     assert plan.lengths == {plan.configurations[0].model: (4, 32)}
-    found = measured(tmp_path, plan)
-    assert set(found) == {"torch/tuned", "torch/eager", "torch/traced", "onnxruntime/session", "null/eager"}
-    for name, (visit,) in found.items():
+    visits = measured(tmp_path, plan)
+    assert set(visits) == {"torch/tuned", "torch/eager", "torch/traced", "onnxruntime/session", "null/eager"}
+    for name, (visit,) in visits.items():
         assert visit.error is None, visit.error
         assert {(cell.batch, cell.length) for cell in visit.cells} == {(b, n) for b in (1, 3) for n in (4, 32)}
         assert visit.description["threads"] == 1
         assert visit.load_seconds is not None
         for cell in visit.cells:
             assert_measured(cell, null=name == "null/eager")
-    (export,) = found["onnxruntime/session"][0].conversions
+    (export,) = visits["onnxruntime/session"][0].conversions
     assert (export.step, export.made_now, export.file) == ("export", True, "model.onnx")
     assert export.seconds > 0
     assert export.file_bytes == next((tmp_path / "artefacts").rglob("model.onnx")).stat().st_size
-    assert found["torch/traced"][0].conversions == ()
-    flops = {cell.length: cell.flops_per_item for cell in found["torch/tuned"][0].cells}
+    assert visits["torch/traced"][0].conversions == ()
+    flops = {cell.length: cell.flops_per_item for cell in visits["torch/tuned"][0].cells}
     assert flops[4] is not None
-    assert all(cell.kernels for cell in found["torch/tuned"][0].cells)
+    assert all(cell.kernels for cell in visits["torch/tuned"][0].cells)
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
     assert "a library greets" in logs
     assert "and so does its C part" in logs
@@ -140,8 +140,8 @@ def test_an_int8_file_costs_its_export_and_its_quantisation(tmp_path: Path) -> N
     settings = {"engines": ("onnxruntime",), "precisions": ("int8",), "baseline": "none", "batches": (2,), "rounds": 1}
     (visit,) = measured(tmp_path, planned(tmp_path, write_model(tmp_path), **settings))["onnxruntime/session"]
     assert visit.error is None
-    assert [one.step for one in visit.conversions] == ["export", "quantise"]
-    assert all(one.seconds > 0 and one.made_now for one in visit.conversions)
+    assert [conversion.step for conversion in visit.conversions] == ["export", "quantise"]
+    assert all(conversion.seconds > 0 and conversion.made_now for conversion in visit.conversions)
 
 
 def test_wrong_answers_are_a_fault_and_a_second_run_finds_the_file(tmp_path: Path) -> None:

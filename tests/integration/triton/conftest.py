@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +13,20 @@ from typing import Any
 
 import psutil
 import pytest
+import typer
 
 from servers.cli.launch import LaunchPlan
 from servers.export.artefacts import Artefact
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.triton.command import serve_triton
 from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess, region_prefixes
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
 
 READY_SECONDS = 120
+Serve = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,30 @@ def free_ports() -> tuple[int, int, int]:
 def settings(folder: Path, **options: Any) -> TritonSettings:
     http, grpc, metrics = free_ports()
     return TritonSettings(http_port=http, grpc_port=grpc, metrics_port=metrics, work_dir=folder / "work", **options)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Serve:
+    """`abserve serve triton` with options and free ports, in this process: a new one takes seconds to import torch."""
+    app = typer.Typer(add_completion=False)
+    app.command()(serve_triton)
+    command = typer.main.get_command(app)
+
+    def serve(*options: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+        if folder is not None:
+            monkeypatch.chdir(folder)
+        ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(), strict=True)]
+        capfd.readouterr()
+        status = command.main([*ports, *options], standalone_mode=False)
+        return subprocess.CompletedProcess(options, status or 0, *capfd.readouterr())
+
+    return serve
+
+
+def plan_of(done: subprocess.CompletedProcess[str]) -> LaunchPlan:
+    """What `--print-launch` has printed."""
+    assert done.returncode == 0, done.stderr
+    return LaunchPlan(**{key: value for key, value in json.loads(done.stdout).items() if key != "schema"})
 
 
 @pytest.fixture

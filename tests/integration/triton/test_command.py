@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from servers.triton.settings import TritonSettings
+from tests.integration.triton.conftest import Serve, plan_of
 
 pytestmark = pytest.mark.triton
 COMMAND = "import typer; from servers.triton.command import serve_triton; typer.run(serve_triton)"
@@ -76,55 +78,46 @@ def test_print_launch_prints_one_json_line_and_nothing_else(
     assert "max_batch_size: 6" in (own_settings.work_dir / "models/openclip_vit_b32/config.pbtxt").read_text()
 
 
-def test_a_mode_of_the_engine_reaches_the_config(own_settings: TritonSettings) -> None:
+def test_a_mode_of_the_engine_reaches_the_config(serve: Serve, tmp_path: Path) -> None:
     options = ("--engine=torch", "--mode=traced", "--device=cpu", "--threads=1", "--print-launch")
-    subprocess.run(command(own_settings, *options), capture_output=True, text=True, timeout=120, check=True)
-    assert own_settings.work_dir is not None
-    config = (own_settings.work_dir / "models/openclip_vit_b32/config.pbtxt").read_text()
-    assert 'string_value: "traced"' in config
+    assert serve(*options, f"--work-dir={tmp_path}").returncode == 0
+    assert 'string_value: "traced"' in (tmp_path / "models/openclip_vit_b32/config.pbtxt").read_text()
 
 
-def test_a_taken_port_is_one_sentence(own_triton: Any, own_settings: TritonSettings) -> None:
-    done = subprocess.run(command(own_settings, "--print-launch"), capture_output=True, text=True, timeout=60)
+def test_a_taken_port_is_one_sentence(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = serve("--print-launch", f"--http-port={port}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert f"port {own_settings.http_port} on 127.0.0.1 " in done.stderr
+    assert f"port {port} on 127.0.0.1 " in done.stderr
     assert "--http-port" in done.stderr
 
 
-def test_listening_beyond_this_machine_is_warned_about(own_settings: TritonSettings) -> None:
-    options = ("--engine=null", "--print-launch")
-    for host, warned in (("0.0.0.0", True), ("localhost", False)):
-        done = subprocess.run(
-            command(own_settings, f"--host={host}", *options), capture_output=True, text=True, timeout=60, check=True
-        )
-        assert ("warning: Triton 2.51" in done.stderr) is warned
-        plan = json.loads(done.stdout)
-        assert plan["http_url"] == f"http://127.0.0.1:{own_settings.http_port}"
-        assert any(a.startswith("--http-address=") and a[15:][0].isdigit() for a in plan["argv"])
+@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("localhost", False)])
+def test_listening_beyond_this_machine_is_warned_about(serve: Serve, tmp_path: Path, host: str, warned: bool) -> None:
+    done = serve(f"--host={host}", "--engine=null", "--print-launch", f"--work-dir={tmp_path}")
+    assert ("warning: Triton 2.51" in done.stderr) is warned
+    plan = plan_of(done)
+    assert plan.http_url.startswith("http://127.0.0.1:")
+    assert any(argument.startswith("--http-address=") and argument[15:][0].isdigit() for argument in plan.argv)
 
 
-def test_an_unknown_model_is_one_sentence(own_settings: TritonSettings) -> None:
-    done = subprocess.run(command(own_settings, "--model=nothing"), capture_output=True, text=True, timeout=60)
+def test_an_unknown_model_is_one_sentence(serve: Serve, tmp_path: Path) -> None:
+    done = serve("--model=nothing", f"--work-dir={tmp_path / 'work'}")
     assert (done.returncode, done.stdout) == (2, "")
     assert "unknown model 'nothing'" in done.stderr
-    assert own_settings.work_dir is not None
-    assert not own_settings.work_dir.exists()
+    assert not (tmp_path / "work").exists()
 
 
-def test_an_unknown_engine_gets_the_closest_one(own_settings: TritonSettings) -> None:
-    done = subprocess.run(command(own_settings, "--engine=onxruntime"), capture_output=True, text=True, timeout=60)
+def test_an_unknown_engine_gets_the_closest_one(serve: Serve) -> None:
+    done = serve("--engine=onxruntime")
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean onnxruntime?" in done.stderr
 
 
-def test_a_folder_with_other_files_is_refused_before_anything_is_exported(
-    own_settings: TritonSettings, tmp_path: Path
-) -> None:
+def test_a_folder_with_other_files_is_refused_before_anything_is_exported(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
-    done = subprocess.run(
-        command(own_settings, f"--work-dir={tmp_path}", f"--artefacts={tmp_path / 'new'}"),
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = serve(f"--work-dir={tmp_path}", f"--artefacts={tmp_path / 'new'}")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--work-dir" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]

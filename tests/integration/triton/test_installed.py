@@ -17,6 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import simplejpeg
@@ -34,7 +35,7 @@ from servers.triton.installation import STUB
 from servers.triton.process import TritonProcess
 from servers.triton.wheel import find_wheel
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
-from tests.integration.triton.conftest import free_ports
+from tests.integration.triton.conftest import Serve, free_ports
 from tests.tiny_bert import write_tiny_bert
 
 pytestmark = pytest.mark.triton
@@ -230,22 +231,29 @@ def test_a_jpeg_ensemble_is_compared_by_its_steps(installed: Path, tmp_path: Pat
     assert "no dynamic batcher" not in summary
 
 
-@pytest.mark.parametrize(("model", "calls"), [("fourfold", 2), ("sixteenfold", 4)])
-def test_your_own_ensembles_are_read_to_their_models(
-    start: Callable[..., LaunchPlan], tmp_path: Path, model: str, calls: int
-) -> None:
-    """Also an ensemble of ensembles, and a model that is called more than once."""
+@pytest.fixture(scope="module")
+def own_repository(start: Callable[..., LaunchPlan], tmp_path_factory: pytest.TempPathFactory) -> LaunchPlan:
+    """A user's ensemble of ensembles of a Python model, beside a folder that is no model."""
     configs = {
         "doubles": OWN_CONFIG,
         "fourfold": OWN_ENSEMBLE.replace("STEP", "doubles"),
         "sixteenfold": OWN_ENSEMBLE.replace("STEP", "fourfold"),
     }
+    mine = tmp_path_factory.mktemp("mine")
     for name, config in configs.items():
-        (tmp_path / "mine" / name / "1").mkdir(parents=True)
-        (tmp_path / "mine" / name / "config.pbtxt").write_text(config)
-    (tmp_path / "mine" / "doubles" / "1" / "model.py").write_text(OWN_MODEL)
-    plan = start("--triton-repository", str(tmp_path / "mine"), "--model", model)
-    assert plan.title == f"Triton 2.51, ensemble, your {model}"
+        (mine / name / "1").mkdir(parents=True)
+        (mine / name / "config.pbtxt").write_text(config)
+    (mine / "doubles" / "1" / "model.py").write_text(OWN_MODEL)
+    (mine / "broken").mkdir()
+    plan = start("--triton-repository", str(mine), "--model", "sixteenfold")
+    assert plan.title == "Triton 2.51, ensemble, your sixteenfold"
+    return plan
+
+
+@pytest.mark.parametrize(("model", "calls"), [("fourfold", 2), ("sixteenfold", 4)])
+def test_your_own_ensembles_are_read_to_their_models(own_repository: LaunchPlan, model: str, calls: int) -> None:
+    """Also an ensemble of ensembles, and a model that is called more than once."""
+    plan = msgspec.structs.replace(own_repository, model=model)
     arm = Arm(ArmRequest(label="b", target=plan.http_url), RemoteDeployment(plan.http_url), plan.model)
     record, source = arm.record(), arm.statistics()
     assert record.title == "Triton 2.51, ensemble of the python backend"
@@ -269,13 +277,8 @@ def test_your_own_ensembles_are_read_to_their_models(
     assert totals.queue_ns == step.totals.queue_ns
 
 
-def test_your_own_python_model_runs_with_your_config(start: Callable[..., LaunchPlan], tmp_path: Path) -> None:
-    version = tmp_path / "mine" / "doubles" / "1"
-    version.mkdir(parents=True)
-    (version / "model.py").write_text(OWN_MODEL)
-    (version.parent / "config.pbtxt").write_text(OWN_CONFIG)
-    (tmp_path / "mine" / "broken").mkdir()
-    plan = start("--triton-repository", str(tmp_path / "mine"), "--model", "doubles")
+def test_your_own_python_model_runs_with_your_config(own_repository: LaunchPlan) -> None:
+    plan = msgspec.structs.replace(own_repository, model="doubles")
     answer = infer(plan, "values", "FP32", np.array([[1, 2, 3]], np.float32), "doubled")
     assert answer.tolist() == [[2, 4, 6]]
     with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
@@ -286,15 +289,16 @@ def test_your_own_python_model_runs_with_your_config(start: Callable[..., Launch
 
 @pytest.mark.skipif(np.__version__ < "2", reason="only NumPy 2 is unknown to this stub")
 def test_your_own_python_model_that_would_answer_with_empty_tensors_is_refused(
-    start: Callable[..., LaunchPlan], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    serve: Serve, installed: Path, tmp_path: Path
 ) -> None:
     version = tmp_path / "mine" / "doubles" / "1"
     version.mkdir(parents=True)
     (version / "model.py").write_text('tensor = pb_utils.Tensor("doubled", array)')
     (version.parent / "config.pbtxt").write_text(OWN_CONFIG)
-    with pytest.raises(subprocess.CalledProcessError):
-        start("--triton-repository", str(tmp_path / "mine"), "--model", "doubles")
-    assert "model.py uses as_numpy or pb_utils.Tensor" in capfd.readouterr().err
+    mine = ("--triton-repository", str(tmp_path / "mine"), "--model", "doubles")
+    done = serve("--tritonserver", str(installed), "--work-dir", str(tmp_path / "work"), *mine)
+    assert done.returncode == 2
+    assert "model.py uses as_numpy or pb_utils.Tensor" in done.stderr
 
 
 def test_a_text_model_is_compared_without_options(installed: Path, tmp_path: Path) -> None:
@@ -316,14 +320,9 @@ def test_a_text_model_is_compared_without_options(installed: Path, tmp_path: Pat
     assert any("--a-option pad-to=" in caveat for caveat in result["verdict"]["caveats"])
 
 
-@pytest.mark.parametrize(
-    "options", [("--pad-to", "32,64"), ("--b-option", "pad-to=32,64")], ids=["all arms", "that arm"]
-)
-def test_padding_that_a_native_backend_cannot_do_is_refused_before_a_server_starts(
-    installed: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_padding_that_a_native_backend_cannot_do_is_refused(serve: Serve, installed: Path, tmp_path: Path) -> None:
     write_tiny_bert(tmp_path)
-    command = [*UNWATCHED_ABSERVE, "compare", "--model", "tiny", "--tritonserver", str(installed), "--out", "run"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
-    assert (done.returncode, (tmp_path / "run").exists()) == (2, False), done.stdout
-    assert "Triton's onnxruntime backend does not pad" in " ".join(done.stderr.split())
+    options = ("--device", "cpu", "--pad-to", "32,64", "--print-launch")
+    done = serve("--model", "tiny", "--tritonserver", str(installed), *options, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--pad-to: Triton's onnxruntime backend does not pad" in done.stderr

@@ -60,7 +60,11 @@ def version_folder(plan: LaunchPlan) -> Path:
     return Path(option.partition("=")[2]) / MODEL / "1"
 
 
-def test_start_counts_no_inference_and_stop_leaves_nothing(own_triton: Any) -> None:
+def test_start_counts_no_inference_and_stop_leaves_nothing(
+    own_triton: Any, own_settings: TritonSettings, specification: ModelSpecification
+) -> None:
+    with pytest.raises(OptionError, match=f"port {own_settings.http_port} .* --http-port"):
+        prepare(own_settings, [PlacedModel(specification)], RandomWeights(0))  # a second server on this port
     client = http_client.InferenceServerClient(own_triton.url)
     (statistics,) = client.get_inference_statistics(MODEL)["model_stats"]
     client.close()
@@ -89,13 +93,6 @@ def test_a_killed_server_is_named_and_cleaned_up(own_triton: Any) -> None:
     own_triton.process.stop()
     assert not any(process.is_running() for process in processes)
     assert not any(region.exists() for region in regions)
-
-
-def test_a_taken_port_stops_the_second_server(
-    own_triton: Any, own_settings: TritonSettings, specification: ModelSpecification
-) -> None:
-    with pytest.raises(OptionError, match=f"port {own_settings.http_port} .* --http-port"):
-        prepare(own_settings, [PlacedModel(specification)], RandomWeights(0))
 
 
 def test_a_broken_artefact_is_the_reason_that_is_given(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from contextlib import closing
@@ -18,24 +16,13 @@ from onnx import TensorProto, helper
 
 from servers.cli.launch import LaunchPlan
 from servers.triton.process import TritonProcess
-from tests.integration.triton.conftest import READY_SECONDS, free_ports
+from tests.integration.triton.conftest import READY_SECONDS, Serve, plan_of
 from tests.integration.triton.test_installed import OWN_CONFIG, OWN_MODEL
 
 pytestmark = pytest.mark.triton
 FOLDERS = ("größe", "two words", 'quo\'te "$HOME" ;', "入力/ÄÖ", "x" * 200 + "/" + "y" * 200)
-
-
-def planned(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """`abserve serve triton --print-launch` in a folder, whose working folder is there too."""
-    ports = zip(("http", "grpc", "metrics"), free_ports(), strict=True)
-    command = [sys.executable, "-P", "-m", "loadgen.entry", "serve", "triton", "--print-launch", *options]
-    command += [f"--{name}-port={port}" for name, port in ports]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=dict(os.environ))
-
-
-def plan_of(done: subprocess.CompletedProcess[str]) -> LaunchPlan:
-    assert done.returncode == 0, done.stderr
-    return LaunchPlan(**{key: value for key, value in json.loads(done.stdout).items() if key != "schema"})
+FILES = ("m1.onnx", "modül.onnx", "m2.onnx", "größe.onnx", "m3.onnx")
+"""Of different names, since a process reads a model once by its reference."""
 
 
 def infer(plan: LaunchPlan, log: Path, name: str, output: str) -> Any:
@@ -66,51 +53,48 @@ def write_relu(path: Path) -> None:
     onnx.save(model, path, save_as_external_data=True, location="b.data", size_threshold=0)
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_users_file_is_served_from_any_folder(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "file"), list(zip(FOLDERS, FILES, strict=True)))
+def test_a_users_file_is_served_from_any_folder(serve: Serve, tmp_path: Path, name: str, file: str) -> None:
     folder = tmp_path / name
     folder.mkdir(parents=True)
-    for file in ("m.onnx", "modül.onnx"):
-        write_relu(folder / file)
-        plan = plan_of(planned(folder, "--model", file, "--device", "cpu", "--threads", "1", "--max-batch-size", "2"))
-        assert infer(plan, tmp_path / "log", "x", "y") == [[2, 0, 4]]
-        (folder / "b.data").unlink()
+    write_relu(folder / file)
+    options = ("--device", "cpu", "--threads", "1", "--max-batch-size", "2", "--print-launch")
+    plan = plan_of(serve("--model", file, *options, folder=folder))
+    assert infer(plan, tmp_path / "log", "x", "y") == [[2, 0, 4]]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_users_repository_is_served_from_any_folder(tmp_path: Path, name: str) -> None:
-    write_repository(tmp_path / name)
-    plan = plan_of(planned(tmp_path / name, "--triton-repository", ".", "--model", "doubles"))
+def test_a_users_repository_is_served_from_any_folder(serve: Serve, tmp_path: Path, name: str) -> None:
+    folder = write_repository(tmp_path / name)
+    plan = plan_of(serve("--triton-repository", ".", "--model", "doubles", "--print-launch", folder=folder))
     assert infer(plan, tmp_path / "log", "values", "doubled") == [[2, -4, 6]]
 
 
 @pytest.mark.parametrize("model", ["a b", "half50%", "größe", "what?", "a#b"])
-def test_a_name_that_tritonserver_cannot_decode_is_refused(tmp_path: Path, model: str) -> None:
+def test_a_name_that_tritonserver_cannot_decode_is_refused(serve: Serve, tmp_path: Path, model: str) -> None:
     write_repository(tmp_path / "mine", model)
-    done = planned(tmp_path, "--triton-repository", "mine", "--model", model)
+    done = serve("--triton-repository", "mine", "--model", model, folder=tmp_path)
     assert done.returncode == 2
     assert "tritonserver does not decode names in URLs" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
+def test_models_that_no_load_fits_are_refused_before_the_start(serve: Serve, tmp_path: Path) -> None:
+    plain = "\n".join(line for line in OWN_CONFIG.splitlines() if "dynamic_batching" not in line)
+    write_repository(tmp_path / "mine", "stateful", f"{plain}\nsequence_batching {{ }}\n")
+    write_repository(tmp_path / "mine", config=f"{plain}\nmodel_transaction_policy {{ decoupled: true }}\n")
+    for model, words in (
         (
-            "model_transaction_policy { decoupled: true }",
+            "stateful",
+            "stateful is stateful (sequence_batching in its config.pbtxt), and abserve sends no correlation ids",
+        ),
+        (
+            "doubles",
             "doubles is decoupled (model_transaction_policy in its config.pbtxt), and abserve measures models with one "
             "answer per request",
         ),
-        (
-            "sequence_batching { }",
-            "doubles is stateful (sequence_batching in its config.pbtxt), and abserve sends no correlation ids",
-        ),
-    ],
-)
-def test_a_model_that_no_load_fits_is_refused_before_the_start(tmp_path: Path, more: str, words: str) -> None:
-    plain = "\n".join(line for line in OWN_CONFIG.splitlines() if "dynamic_batching" not in line)
-    write_repository(tmp_path / "mine", config=f"{plain}\n{more}\n")
-    plan = plan_of(planned(tmp_path, "--triton-repository", "mine", "--model", "doubles"))
-    assert plan.cannot_measure == words
+    ):
+        options = ("--triton-repository", "mine", "--model", model, "--print-launch")
+        assert plan_of(serve(*options, folder=tmp_path)).cannot_measure == words
     done = subprocess.run(
         [
             *(sys.executable, "-m", "loadgen.entry", "compare", "--a", "triton", "--b", "triton", "--inputs", "random"),

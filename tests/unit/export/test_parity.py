@@ -143,17 +143,17 @@ def test_only_places_in_padding_may_differ() -> None:
     assert items["weights"][0, 1:].tolist() == [0, 0]
 
     def beyond(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        found = dict(weighted(inputs))
-        found["scaled"] = np.where(inputs["values"] == 9, 1e9, found["scaled"]).astype(np.float32)
-        return found
+        answers = dict(weighted(inputs))
+        answers["scaled"] = np.where(inputs["values"] == 9, 1e9, answers["scaled"]).astype(np.float32)
+        return answers
 
     assert_parity(measure_parity(TWO_INPUTS, beyond, altered(weighted, lambda answer: answer)))
 
     def short(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Wrong in the last place of an item that is not padded."""
-        found = {name: output.copy() for name, output in weighted(inputs).items()}
-        found["scaled"][-1, -1] += 1
-        return found
+        answers = {name: output.copy() for name, output in weighted(inputs).items()}
+        answers["scaled"][-1, -1] += 1
+        return answers
 
     with pytest.raises(ExportError, match="batch 1, length 6: scaled"):
         assert_parity(measure_parity(TWO_INPUTS, weighted, altered(short, lambda answer: answer)))

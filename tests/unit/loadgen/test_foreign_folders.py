@@ -176,7 +176,9 @@ def check(folder: Path, good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [*KINDS[:4], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[4:])], ids=name_of
+    "kind",
+    [pipe, endless, linked, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (device, listener, folder_of))],
+    ids=name_of,
 )
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_with_something_else_in_place_of_a_file(
@@ -265,7 +267,7 @@ def test_unfinished_samples_are_counted_and_not_read(folder: Path) -> None:
 def test_a_name_that_no_result_has(good: Path, tmp_path: Path) -> None:
     """Every name of a workload or an arm in a published result may be one that the experiment does not have."""
     document = json.loads((good / "result.json").read_bytes())
-    names = {one["scenario"] for one in document["comparisons"]} | {"a", "b", "throughput"}
+    names = {row["scenario"] for row in document["comparisons"]} | {"a", "b", "throughput"}
     ways, seen = list(places(document, names)), set()
     assert len(ways) > 100
     for way in ways:
@@ -288,10 +290,10 @@ def test_a_name_that_no_result_has(good: Path, tmp_path: Path) -> None:
 
 def places(value: object, names: set[str], way: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        if isinstance(one, str) and one in names:
+    for key, child in inner:
+        if isinstance(child, str) and child in names:
             yield (*way, key)
-        yield from places(one, names, (*way, key))
+        yield from places(child, names, (*way, key))
 
 
 @each_kind
@@ -309,13 +311,13 @@ def test_an_engine_matrix_with_something_else_in_place_of_a_file(
 
 
 def store_matrix(folder: Path, *, visits: bool) -> None:
-    found = synthetic_matrix([configuration()], [cell(0, 10.0)])
+    measured = synthetic_matrix([configuration()], [cell(0, 10.0)])
     folder.mkdir(parents=True)
-    write_reports(folder, found)
+    write_reports(folder, measured)
     if visits:
         store = MatrixStore(folder)
         (folder / "visits").mkdir()
-        for record in (found.plan, found.environment, found.state):
+        for record in (measured.plan, measured.environment, measured.state):
             assert record is not None
             store.write(record)
         (folder / "visits/0000.json").write_bytes(msgspec.json.encode(VISIT))

@@ -7,7 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.records.model_config import executed_config, executed_models, read_triton, split_steps, step_calls
+from loadgen.records.model_config import (
+    executed_config,
+    executed_models,
+    read_triton,
+    split_steps,
+    step_calls,
+    triton_title,
+)
 from loadgen.records.run import ArmRecord, StepRecord
 
 GPU_0 = [{"name": "m_0", "kind": "KIND_GPU", "count": 2, "gpus": [0]}]
@@ -51,24 +58,24 @@ def accelerated(name: str, processor: str = "gpu", **parameters: str) -> dict[st
 def test_what_a_configuration_implies(
     config: dict[str, Any] | None, title: str, device: str | None, precision: str | None
 ) -> None:
-    found = read_triton(config, "2.51.0")
-    assert (found.title, found.device, found.precision) == (title, device, precision)
-    assert (found.settings.get("device"), found.settings.get("precision")) == (device, precision)
+    settings = read_triton(config)
+    assert (settings.get("device"), settings.get("precision")) == (device, precision)
+    assert triton_title(config, "2.51.0", precision) == title
 
 
 def test_the_settings_in_effect() -> None:
     graphs = {"cuda": {"graphs": True}, **accelerated("cuda", use_tf32="0")["optimization"]}
-    found = read_triton({**ONNX, "optimization": graphs}, "2.51.0").settings
-    assert found == {
+    settings = read_triton({**ONNX, "optimization": graphs})
+    assert settings == {
         "cudnn_conv_algo_search": "1", "backend": "onnxruntime", "max_batch_size": 32, "dynamic_batching": True,
         "max_queue_delay_us": 2000, "instances": 2, "device": "cuda:0",
         "optimization": "CUDA graphs, cuda accelerator (use_tf32=0)",
     }  # fmt: skip
-    on_cpu = read_triton({**ONNX, **accelerated("openvino", "cpu")}, "2.51.0").settings
+    on_cpu = read_triton({**ONNX, **accelerated("openvino", "cpu")})
     assert on_cpu["optimization"] == "openvino accelerator"
     two = {**ONNX, "instance_group": [{"kind": "KIND_GPU", "count": 2, "gpus": [0, 1]}]}
-    assert read_triton(two, "2.51.0").settings["instances"] == 4, "a count is per GPU"
-    assert read_triton(two, "2.51.0").device == "cuda:0,cuda:1"
+    assert read_triton(two)["instances"] == 4, "a count is per GPU"
+    assert read_triton(two)["device"] == "cuda:0,cuda:1"
 
 
 STEPS = [{"model_name": "preprocess", "model_version": "-1"}, {"model_name": "m"}, {"model_name": "m"}]
@@ -107,29 +114,29 @@ def with_parameter(config: dict[str, Any], name: str, value: str) -> dict[str, A
     ],
 )
 def test_onnxruntimes_threads_spin_on_a_cpu(config: dict[str, Any], spinning: str | None) -> None:
-    assert read_triton(config, "2.51.0").settings.get("spinning") == spinning
-    assert read_triton({"platform": "ensemble"}, "2.51.0", steps(None, config)).settings.get("spinning") == spinning
+    assert read_triton(config).get("spinning") == spinning
+    assert read_triton({"platform": "ensemble"}, steps(None, config)).get("spinning") == spinning
 
 
 def test_a_queue_policy_is_read_as_the_lines_that_make_it() -> None:
     policy = {"timeout_action": "REJECT", "default_timeout_microseconds": "600", "max_queue_size": 0}
     config = {**ONNX, "dynamic_batching": {"default_queue_policy": policy, "priority_levels": 2}}
     lines = "default_queue_policy { default_timeout_microseconds: 600 } and priority_levels: 2"
-    assert read_triton(config, "2.51.0").settings["queue_policy"] == lines
-    assert (
-        read_triton({"platform": "ensemble"}, "2.51.0", steps(ONNX, config, config)).settings["queue_policy"] == lines
-    )
-    assert "queue_policy" not in read_triton(ONNX, "2.51.0").settings
+    assert read_triton(config)["queue_policy"] == lines
+    assert read_triton({"platform": "ensemble"}, steps(ONNX, config, config))["queue_policy"] == lines
+    assert "queue_policy" not in read_triton(ONNX)
 
 
 def test_an_ensemble_is_what_its_steps_are() -> None:
     assert step_calls(ENSEMBLE) == {("preprocess", None): 1, ("m", None): 2}
     assert step_calls({"ensemble_scheduling": {"step": [{"model_name": "m", "model_version": "3"}]}}) == {("m", "3"): 1}
-    found = read_triton(ENSEMBLE, "2.51.0", steps(PYTHON, {**ONNX, **HALF}))
-    assert found.title == "Triton 2.51, ensemble of the python and onnxruntime backends, fp16"
-    assert (found.device, found.precision) == ("cuda:0", "fp16")
-    assert read_triton(ENSEMBLE, "2.51.0", steps(PYTHON)).device is None
-    assert read_triton(ENSEMBLE, "2.51.0").title == "Triton 2.51, ensemble"
+    models = steps(PYTHON, {**ONNX, **HALF})
+    settings = read_triton(ENSEMBLE, models)
+    title = triton_title(ENSEMBLE, "2.51.0", "fp16", models)
+    assert title == "Triton 2.51, ensemble of the python and onnxruntime backends, fp16"
+    assert (settings["device"], settings["precision"]) == ("cuda:0", "fp16")
+    assert "device" not in read_triton(ENSEMBLE, steps(PYTHON))
+    assert triton_title(ENSEMBLE, "2.51.0", None) == "Triton 2.51, ensemble"
 
 
 def test_an_ensembles_settings_are_those_of_the_step_that_executes() -> None:
@@ -137,9 +144,7 @@ def test_an_ensembles_settings_are_those_of_the_step_that_executes() -> None:
         name: {"string_value": value}
         for name, value in {"model": "resnet", "threads": "2", "precision": "fp32", "payload": "uint8"}.items()
     }}  # fmt: skip
-    found = read_triton(ENSEMBLE, "2.51.0", steps(DECODER, {**ONNX, **on_cpu}))
-    assert found.title == "Triton 2.51, ensemble of the python and onnxruntime backends, fp32"
-    assert found.settings == {
+    assert read_triton(ENSEMBLE, steps(DECODER, {**ONNX, **on_cpu})) == {
         "platform": "ensemble", "backend": "onnxruntime", "max_batch_size": 16, "dynamic_batching": True,
         "max_queue_delay_us": 2030, "instances": 1, "device": "cpu", "precision": "fp32", "model": "resnet",
         "threads": "2", "spinning": "on", "decode_threads": "2", "steps": "step_0 (python) → step_1 (onnxruntime)",
@@ -148,20 +153,24 @@ def test_an_ensembles_settings_are_those_of_the_step_that_executes() -> None:
 
 def test_steps_that_differ_leave_a_setting_open_and_the_delays_add_up() -> None:
     many = {**ONNX, "instance_group": [{**GPU_0[0], "count": 3}]}
-    found = read_triton(ENSEMBLE, None, steps(ONNX, many)).settings
-    assert (found["max_queue_delay_us"], found["backend"], "instances" in found) == (4000, "onnxruntime", False)
-    thrice = [msgspec.structs.replace(one, calls=3) for one in steps(ONNX)]
-    assert read_triton(ENSEMBLE, None, thrice).settings["max_queue_delay_us"] == 6000
+    settings = read_triton(ENSEMBLE, steps(ONNX, many))
+    assert (settings["max_queue_delay_us"], settings["backend"], "instances" in settings) == (
+        4000,
+        "onnxruntime",
+        False,
+    )
+    thrice = [msgspec.structs.replace(step, calls=3) for step in steps(ONNX)]
+    assert read_triton(ENSEMBLE, thrice)["max_queue_delay_us"] == 6000
     alone = {name: value for name, value in ONNX.items() if name != "dynamic_batching"}
-    found = read_triton(ENSEMBLE, None, steps(alone, alone)).settings
-    assert (found["dynamic_batching"], "max_queue_delay_us" in found) == (False, False)
+    settings = read_triton(ENSEMBLE, steps(alone, alone))
+    assert (settings["dynamic_batching"], "max_queue_delay_us" in settings) == (False, False)
 
 
 @pytest.mark.parametrize("unknown", [steps(DECODER, None), steps(None, ONNX), steps(ONNX, None), []])
 def test_a_step_that_cannot_be_read_leaves_open_what_depends_on_it(unknown: list[StepRecord]) -> None:
-    found = read_triton(ENSEMBLE, "2.51.0", unknown).settings
-    assert not {"dynamic_batching", "max_queue_delay_us", "instances", "backend"} & set(found)
-    assert (found["platform"], found["max_batch_size"]) == ("ensemble", 16)
+    settings = read_triton(ENSEMBLE, unknown)
+    assert not {"dynamic_batching", "max_queue_delay_us", "instances", "backend"} & set(settings)
+    assert (settings["platform"], settings["max_batch_size"]) == ("ensemble", 16)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,7 @@ def test_a_step_that_decodes_turns_bytes_into_numbers_or_pixels(
         "input": [{"data_type": f"TYPE_{takes}"}], "output": [{"data_type": f"TYPE_{returns}", "dims": dims}],
     }  # fmt: skip
     decoding, executing = split_steps(steps(config, ONNX))
-    assert ([one.model for one in decoding], len(executing)) == (["step_0"] if decodes else [], 1 if decodes else 2)
+    assert ([step.model for step in decoding], len(executing)) == (["step_0"] if decodes else [], 1 if decodes else 2)
     assert split_steps(steps(config)) == ([], steps(config)), "something executes"
 
 
@@ -211,5 +220,5 @@ def test_the_models_that_execute_are_judged_as_arms() -> None:
     ],
 )  # fmt: skip
 def test_a_configuration_of_anything_is_read(config: dict[str, Any]) -> None:
-    assert read_triton(config, None).title == "Triton"
+    assert triton_title(config, None, read_triton(config).get("precision")) == "Triton"
     assert step_calls(config) == {}

@@ -70,9 +70,9 @@ def told(done: Result, expected: set[int]) -> None:
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value[:5]) if isinstance(value, list) else ()
-    for key, one in inner:
+    for key, child in inner:
         yield (*path, key)
-        yield from places(one, (*path, key))
+        yield from places(child, (*path, key))
 
 
 def spoil(path: Path, chance: random.Random) -> None:

@@ -15,14 +15,14 @@ from loadgen.records.samples import load_samples
 from loadgen.run.machine import MachineRecordError, read_calibration, read_environment
 from loadgen.run.noise_floor import read_floors
 from loadgen.run.storage import RunStore, StorageError, StoredRunError, read_run
-from loadgen.verdict.result import ResultError, read_result
+from loadgen.verdict.result import read_result
 
 
 @pytest.mark.parametrize(
     ("name", "read", "error"),
     [
         ("experiment.json", lambda path: read_run(path.parent), StoredRunError),
-        ("result.json", read_result, ResultError),
+        ("result.json", read_result, StoredRunError),
         ("calibration.json", read_calibration, MachineRecordError),
         ("floors.json", read_floors, MachineRecordError),
         ("gpu.jsonl", lambda path: read_readings(path.parent, [path.name]), ReadingsError),

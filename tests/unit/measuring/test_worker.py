@@ -52,12 +52,12 @@ def request(**changes: Any) -> MeasurementRequest:
 
 
 def test_what_can_be_measured_is_resolved() -> None:
-    found = checked(request())
-    assert (found.reason, found.mode, found.precision, found.device) == (None, "tuned", "fp32", "cpu")
-    assert found.threads == len(os.sched_getaffinity(0))
-    assert found.lengths == (None,)
-    found = checked(request(model=TEXT, engine="onnxruntime", threads=3))
-    assert (found.mode, found.threads, found.lengths) == ("session", 3, (128,))
+    check = checked(request())
+    assert (check.reason, check.mode, check.precision, check.device) == (None, "tuned", "fp32", "cpu")
+    assert check.threads == len(os.sched_getaffinity(0))
+    assert check.lengths == (None,)
+    check = checked(request(model=TEXT, engine="onnxruntime", threads=3))
+    assert (check.mode, check.threads, check.lengths) == ("session", 3, (128,))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(
     changes: dict[str, Any], reason: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("servers.engines.settings.nvidia_device_present", lambda: False)
-    found = checked(request(**changes))
-    assert reason in str(found.reason)
-    assert found.wrong is wrong
+    check = checked(request(**changes))
+    assert reason in str(check.reason)
+    assert check.wrong is wrong
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +91,9 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
 
 
 def test_lengths_that_are_too_long_leave_the_others() -> None:
-    found = checked(request(model=TEXT, lengths=(64, 600, 64)))
-    assert (found.reason, found.lengths) == (None, (64,))
-    assert "sequence 600" in str(found.too_long)
+    check = checked(request(model=TEXT, lengths=(64, 600, 64)))
+    assert (check.reason, check.lengths) == (None, (64,))
+    assert "sequence 600" in str(check.too_long)
 
 
 def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
@@ -215,19 +215,19 @@ def test_references_are_made_once_and_only_those_of_this_model_are_read(
     first = stored_references(specification, RandomWeights(0), sizes, path)
     second = stored_references(specification, RandomWeights(0), sizes, path)
     assert len(made) == 1
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one.inputs["a/b"], other.inputs["a/b"])
-        assert one.answers is not None
+    for reference, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(reference.inputs["a/b"], other.inputs["a/b"])
+        assert reference.answers is not None
         assert other.answers is not None
-        np.testing.assert_array_equal(one.answers["y"], other.answers["y"])
-        assert (one.flops_per_item, one.sizes) == (other.flops_per_item, other.sizes)
+        np.testing.assert_array_equal(reference.answers["y"], other.answers["y"])
+        assert (reference.flops_per_item, reference.sizes) == (other.flops_per_item, other.sizes)
     stored_references(specification, RandomWeights(1), sizes, path)
     stored_references(specification, RandomWeights(1), sizes[:1], path)
     assert len(made) == 3
     path.write_bytes(b"PK broken")
     stored_references(specification, RandomWeights(1), sizes[:1], path)
     assert len(made) == 4
-    assert [one.name for one in path.parent.iterdir()] == ["r.npz"]
+    assert [each_path.name for each_path in path.parent.iterdir()] == ["r.npz"]
 
 
 # Resources
@@ -241,9 +241,9 @@ def test_energy_is_read_from_one_step_of_the_counter_to_another() -> None:
         return 1000.0 + len(runs) // 4 * 10
 
     runs.append(None)
-    found = joules_of(read, lambda: runs.append(None), 0.0)
-    assert found is not None
-    joules, runs_of_them, seconds_per_run = found
+    energy = joules_of(read, lambda: runs.append(None), 0.0)
+    assert energy is not None
+    joules, runs_of_them, seconds_per_run = energy
     assert joules / runs_of_them == 10 / 4
     assert seconds_per_run > 0
 
@@ -293,7 +293,7 @@ class ScriptedReader:
 
     def edge(self, index: int) -> EdgeReading:
         assert index == 3
-        return EdgeReading(processes=tuple(GpuProcess(*one) for one in self._left.pop(0).items()))
+        return EdgeReading(processes=tuple(GpuProcess(*process) for process in self._left.pop(0).items()))
 
     def close(self) -> None:
         pass

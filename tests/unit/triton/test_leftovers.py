@@ -15,7 +15,7 @@ from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.triton import process
 from servers.triton.installation import TritonError
-from servers.triton.process import remove_abandoned_folders, remove_folders
+from servers.triton.process import remove_folders
 
 HOLD = (
     "import mmap, sys; file = open(sys.argv[1]); mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
@@ -48,10 +48,10 @@ def test_only_old_empty_folders_of_dead_servers_are_removed(tmp_path: Path) -> N
     ) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"1\n"
-        remove_abandoned_folders(tmp_path, library.name.encode())
+        remove_folders(0, time.time() - process.YOUNG_FOLDER_SECONDS, tmp_path, library.name.encode())
         assert abandoned.exists(), "a server lives whose it may be"
         server.communicate(b"")
-    remove_abandoned_folders(tmp_path, library.name.encode())
+    remove_folders(0, time.time() - process.YOUNG_FOLDER_SECONDS, tmp_path, library.name.encode())
     assert not abandoned.exists()
     assert all(path.exists() for path in kept)
     remove_folders(young.stat().st_mtime + 1, time.time(), tmp_path, library.name.encode())

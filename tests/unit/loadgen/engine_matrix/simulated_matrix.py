@@ -44,7 +44,7 @@ TORCH, ONNX = configuration(), configuration("onnxruntime", "session")
 
 
 def plan(*configurations: Configuration, rounds: int = 5, **given: Any) -> MatrixPlan:
-    lengths = {one.model: given.get("lengths", (None,)) for one in configurations}
+    lengths = {configuration.model: given.get("lengths", (None,)) for configuration in configurations}
     refused = given.get("refused", ())
     return MatrixPlan(
         settings={"models": sorted(lengths)},
@@ -53,7 +53,7 @@ def plan(*configurations: Configuration, rounds: int = 5, **given: Any) -> Matri
         rounds=rounds,
         processes=given.get("processes", "fresh"),
         configurations=configurations,
-        refused=tuple(RefusedCombination(configuration=one, reason=reason) for one, reason in refused),
+        refused=tuple(RefusedCombination(configuration=refusal, reason=reason) for refusal, reason in refused),
         batches=tuple(given.get("batches", (1, 8))),
         lengths=lengths,
         baseline="torch/eager",
@@ -64,7 +64,9 @@ def plan(*configurations: Configuration, rounds: int = 5, **given: Any) -> Matri
 
 def per_item(speeds: dict[str, float]) -> Latency:
     """10 ms per item over the speed of the engine."""
-    return lambda one, batch, length: 10.0 * batch * (length or 64) / 64 / speeds.get(one.engine, 1.0)
+    return lambda configuration, batch, length: (
+        10.0 * batch * (length or 64) / 64 / speeds.get(configuration.engine, 1.0)
+    )
 
 
 def visits(
@@ -80,40 +82,40 @@ def visits(
 ) -> list[Visit]:
     """Every configuration in every round. Rounds share a drift of the machine, and cells have noise of their own."""
     random = np.random.default_rng(seed)
-    found = []
+    made = []
     for number in range(asked.rounds):
         drift = random.normal(0.0, 0.05)
         for place in random.permutation(len(asked.configurations)):
-            one = asked.configurations[place]
+            configuration = asked.configurations[place]
             cells = []
-            for length in asked.lengths[one.model]:
+            for length in asked.lengths[configuration.model]:
                 for batch in asked.batches:
                     factor = float(np.exp(drift + random.normal(0.0, noise)))
-                    centre = latency(one, batch, length) * 1e6 * factor
+                    centre = latency(configuration, batch, length) * 1e6 * factor
                     fields: dict[str, Any] = {
                         "batch": batch,
                         "length": length,
-                        "first_call_ns": int(first_call_ms(one) * 1e6),
+                        "first_call_ns": int(first_call_ms(configuration) * 1e6),
                         "calls_ns": tuple(int(centre * scale) for scale in (1.02, 1.0, 0.99)),
                         "cosine_min": 0.999999,
                         "top1": 1.0,
                         "relative_error": 1e-6,
                         "rss_bytes": 2**30,
                     }
-                    cells.append(Measured(**change(one, number, fields)))
-            found.append(
+                    cells.append(Measured(**change(configuration, number, fields)))
+            made.append(
                 Visit(
                     round=number,
                     configuration=int(place),
                     started_at="2026-11-24T03:00:00Z",
-                    load_seconds=load_seconds(one),
-                    conversions=tuple((conversions or {}).get(one.engine, ())),
-                    description={"kind": one.engine, "version": "1.0"},
+                    load_seconds=load_seconds(configuration),
+                    conversions=tuple((conversions or {}).get(configuration.engine, ())),
+                    description={"kind": configuration.engine, "version": "1.0"},
                     item="image",
                     cells=tuple(cells),
                 )
             )
-    return found
+    return made
 
 
 def matrix(asked: MatrixPlan, latency: Latency, state: RunState | None = FINISHED, **given: Any) -> Matrix:

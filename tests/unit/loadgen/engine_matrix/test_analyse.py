@@ -29,8 +29,8 @@ FAST = per_item({"onnxruntime": 1.5, "jax": 2.0})
 SIMULATED = 300
 
 
-def cell(found: Matrix, place: int, batch: int = 1) -> Any:
-    return next(one for one in found.cells if (one.configuration, one.batch) == (place, batch))
+def cell(analysed: Matrix, place: int, batch: int = 1) -> Any:
+    return next(cell for cell in analysed.cells if (cell.configuration, cell.batch) == (place, batch))
 
 
 def test_intervals_of_latency_and_speedup_cover_what_was_planted() -> None:
@@ -38,14 +38,17 @@ def test_intervals_of_latency_and_speedup_cover_what_was_planted() -> None:
     asked = plan(TORCH, ONNX, batches=(4,))
     latencies, speedups = [], []
     for seed in range(SIMULATED):
-        found = matrix(asked, FAST, seed=seed)
-        latencies.append(cell(found, 0, 4).latency_ns)
-        speedups.append(cell(found, 1, 4).speedup)
-    covered = [one.low <= 40e6 <= one.high for one in latencies]
+        analysed = matrix(asked, FAST, seed=seed)
+        latencies.append(cell(analysed, 0, 4).latency_ns)
+        speedups.append(cell(analysed, 1, 4).speedup)
+    covered = [estimate.low <= 40e6 <= estimate.high for estimate in latencies]
     assert 0.91 <= np.mean(covered) <= 0.99
-    assert 0.91 <= np.mean([one.low <= 1.5 <= one.high for one in speedups]) <= 0.99
+    assert 0.91 <= np.mean([estimate.low <= 1.5 <= estimate.high for estimate in speedups]) <= 0.99
     # Paired by round, the drift that the rounds share does not widen the interval.
-    widths = [np.mean([math.log(one.high / one.low) for one in found]) for found in (latencies, speedups)]
+    widths = [
+        np.mean([math.log(estimate.high / estimate.low) for estimate in estimates])
+        for estimates in (latencies, speedups)
+    ]
     assert widths[1] < 0.75 * widths[0]
 
 
@@ -62,20 +65,20 @@ def test_identical_configurations_get_no_certain_winner(count: int) -> None:
 
 
 def test_the_fastest_wins_with_its_ratio_to_the_next() -> None:
-    found = matrix(plan(TORCH, ONNX, JAX), FAST)
-    for one in found.winners:
-        assert (one.configuration, one.runner_up, one.certain) == (2, 1, True)
-        assert one.ratio is not None
-        assert one.ratio.low is not None
-        assert one.ratio.low < 2.0 / 1.5 < (one.ratio.high or 0.0)
-    assert [(one.batch, one.length) for one in found.winners] == [(1, None), (8, None)]
+    analysed = matrix(plan(TORCH, ONNX, JAX), FAST)
+    for winner in analysed.winners:
+        assert (winner.configuration, winner.runner_up, winner.certain) == (2, 1, True)
+        assert winner.ratio is not None
+        assert winner.ratio.low is not None
+        assert winner.ratio.low < 2.0 / 1.5 < (winner.ratio.high or 0.0)
+    assert [(winner.batch, winner.length) for winner in analysed.winners] == [(1, None), (8, None)]
 
 
 def test_a_winner_that_is_not_certain_says_over_which() -> None:
     """The slowest one, whose time in one round of three is almost the winner's."""
 
-    def vary(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
-        if one.engine != "torch" or number != 1:
+    def vary(configuration: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+        if configuration.engine != "torch" or number != 1:
             return fields
         return fields | {"calls_ns": [round(0.55 * ns) for ns in fields["calls_ns"]]}
 
@@ -88,12 +91,14 @@ def test_a_winner_that_is_not_certain_says_over_which() -> None:
 
 def test_groups_are_not_mixed() -> None:
     two = configuration("onnxruntime", "session", threads=2)
-    found = matrix(plan(TORCH, two, batches=(1,)), FAST)
-    assert [(one.threads, one.configuration, one.runner_up, one.certain) for one in found.winners] == [
+    analysed = matrix(plan(TORCH, two, batches=(1,)), FAST)
+    assert [
+        (winner.threads, winner.configuration, winner.runner_up, winner.certain) for winner in analysed.winners
+    ] == [
         (1, 0, None, False),
         (2, 1, None, False),
     ]
-    assert cell(found, 1).speedup is None  # the baseline was not measured with two threads
+    assert cell(analysed, 1).speedup is None  # the baseline was not measured with two threads
 
 
 @pytest.mark.parametrize(
@@ -106,33 +111,33 @@ def test_groups_are_not_mixed() -> None:
     ids=["wrong", "cosine", "top1"],
 )
 def test_what_is_wrong_in_one_round_never_wins(change: dict[str, Any], reason: str) -> None:
-    def spoil(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
-        return fields | change if one.engine == "jax" and number == 3 else fields
+    def spoil(configuration: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+        return fields | change if configuration.engine == "jax" and number == 3 else fields
 
-    found = matrix(plan(TORCH, ONNX, JAX), FAST, change=spoil)
-    assert {one.configuration for one in found.winners} == {1}
-    assert {one.runner_up for one in found.winners} == {0}
-    assert cell(found, 2).excluded.startswith(reason)
-    assert (cell(found, 2).speedup is None) == ("fault" in change)
-    assert not [one for one in found.break_even if one.configuration == 2]
+    analysed = matrix(plan(TORCH, ONNX, JAX), FAST, change=spoil)
+    assert {winner.configuration for winner in analysed.winners} == {1}
+    assert {winner.runner_up for winner in analysed.winners} == {0}
+    assert cell(analysed, 2).excluded.startswith(reason)
+    assert (cell(analysed, 2).speedup is None) == ("fault" in change)
+    assert not [result for result in analysed.break_even if result.configuration == 2]
 
 
 def test_nothing_is_compared_with_a_baseline_whose_answers_are_wrong() -> None:
-    def spoil(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
-        return fields | {"fault": "NaN"} if one.engine == "torch" else fields
+    def spoil(configuration: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+        return fields | {"fault": "NaN"} if configuration.engine == "torch" else fields
 
-    found = matrix(plan(TORCH, ONNX), FAST, change=spoil)
-    assert all(one.speedup is None for one in found.cells)
-    assert found.break_even == ()
-    assert {one.configuration for one in found.winners} == {1}
+    analysed = matrix(plan(TORCH, ONNX), FAST, change=spoil)
+    assert all(cell.speedup is None for cell in analysed.cells)
+    assert analysed.break_even == ()
+    assert {winner.configuration for winner in analysed.winners} == {1}
 
 
 def test_one_round_has_no_interval_and_no_certain_winner() -> None:
-    found = matrix(plan(TORCH, ONNX, rounds=1), FAST)
-    assert cell(found, 1).speedup.value == pytest.approx(1.5, rel=0.2)
-    assert cell(found, 1).speedup.interval is None
-    assert cell(found, 1).latency_ns.interval is None
-    assert [one.certain for one in found.winners] == [False, False]
+    analysed = matrix(plan(TORCH, ONNX, rounds=1), FAST)
+    assert cell(analysed, 1).speedup.value == pytest.approx(1.5, rel=0.2)
+    assert cell(analysed, 1).speedup.interval is None
+    assert cell(analysed, 1).latency_ns.interval is None
+    assert [winner.certain for winner in analysed.winners] == [False, False]
 
 
 def test_an_interrupted_run_is_compared_over_the_rounds_that_two_cells_share() -> None:
@@ -140,76 +145,76 @@ def test_an_interrupted_run_is_compared_over_the_rounds_that_two_cells_share() -
     asked = plan(TORCH, ONNX, rounds=3, batches=(1,))
     slow = [
         msgspec.structs.replace(
-            one,
+            visit,
             cells=tuple(
-                msgspec.structs.replace(c, calls_ns=tuple(ns * (1 if one.round == 0 else 2) for ns in c.calls_ns))
-                for c in one.cells
+                msgspec.structs.replace(c, calls_ns=tuple(ns * (1 if visit.round == 0 else 2) for ns in c.calls_ns))
+                for c in visit.cells
             ),
         )
-        for one in visits(asked, per_item({"onnxruntime": 1.2}))
-        if (one.round, one.configuration) != (0, 1)
+        for visit in visits(asked, per_item({"onnxruntime": 1.2}))
+        if (visit.round, visit.configuration) != (0, 1)
     ]
-    found = analyse(asked, ENVIRONMENT, slow, RunState(state="interrupted", phase="measuring"))
-    assert [one.rounds for one in found.cells] == [3, 2]
-    assert cell(found, 1).speedup.value == pytest.approx(1.2, rel=0.1)
-    assert [one.configuration for one in found.winners] == [1]
+    analysed = analyse(asked, ENVIRONMENT, slow, RunState(state="interrupted", phase="measuring"))
+    assert [each_cell.rounds for each_cell in analysed.cells] == [3, 2]
+    assert cell(analysed, 1).speedup.value == pytest.approx(1.2, rel=0.1)
+    assert [winner.configuration for winner in analysed.winners] == [1]
 
 
 @pytest.mark.parametrize("state", [None, FINISHED])
 def test_nothing_measured_is_an_empty_matrix(state: RunState | None) -> None:
-    found = analyse(plan(TORCH, ONNX), ENVIRONMENT, [], state)
-    assert (found.cells, found.winners, found.break_even) == ((), (), ())
-    assert [one.load_seconds for one in found.configurations] == [None, None]
+    analysed = analyse(plan(TORCH, ONNX), ENVIRONMENT, [], state)
+    assert (analysed.cells, analysed.winners, analysed.break_even) == ((), (), ())
+    assert [configuration.load_seconds for configuration in analysed.configurations] == [None, None]
 
 
 def test_a_failed_visit_is_kept_as_an_error() -> None:
     asked = plan(TORCH, ONNX, rounds=2)
     failed = Visit(round=1, configuration=1, started_at="2026-11-24T03:00:00Z", error="out of memory")
-    kept = [one for one in visits(asked, FAST) if (one.round, one.configuration) != (1, 1)]
-    found = analyse(asked, ENVIRONMENT, [*kept, failed], FINISHED)
-    assert found.configurations[1].errors == ("round 1: out of memory",)
-    assert cell(found, 1).rounds == 1
+    kept = [visit for visit in visits(asked, FAST) if (visit.round, visit.configuration) != (1, 1)]
+    analysed = analyse(asked, ENVIRONMENT, [*kept, failed], FINISHED)
+    assert analysed.configurations[1].errors == ("round 1: out of memory",)
+    assert cell(analysed, 1).rounds == 1
 
 
 def test_a_cell_without_a_timed_call_is_an_error_of_its_configuration() -> None:
-    def untimed(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+    def untimed(configuration: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
         return (
             fields | {"calls_ns": (), "fault": "too large"}
-            if fields["batch"] == 8 and one.engine != "torch"
+            if fields["batch"] == 8 and configuration.engine != "torch"
             else fields
         )
 
-    found = matrix(plan(TORCH, ONNX), FAST, change=untimed)
-    assert found.configurations[1].errors == ("batch 8: too large",)
-    assert [(one.configuration, one.batch) for one in found.cells] == [(0, 1), (0, 8), (1, 1)]
+    analysed = matrix(plan(TORCH, ONNX), FAST, change=untimed)
+    assert analysed.configurations[1].errors == ("batch 8: too large",)
+    assert [(cell.configuration, cell.batch) for cell in analysed.cells] == [(0, 1), (0, 8), (1, 1)]
 
 
 def test_memory_is_the_largest_and_energy_the_mean_and_rates_come_from_the_latency() -> None:
-    def change(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+    def change(configuration: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
         memory = {"allocated_bytes": 100 + number, "rss_bytes": 1000 - number, "flops_per_item": 10**9}
         energy = {"energy_joules": 2.0 ** (number + 1), "energy_items": 16, "sustained_ns": sustained_ns}
         return fields | memory | energy
 
     sustained_ns = 10**8
-    found = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
-    assert found.sustained_ns.value == pytest.approx(1e8)
-    assert (found.allocated_bytes, found.rss_bytes, found.reserved_bytes) == (102, 1000, None)
-    assert found.joules_per_item.value == pytest.approx(0.25)
-    assert found.items_per_second.value == pytest.approx(8e9 / found.latency_ns.value)
-    assert found.items_per_second.low == pytest.approx(8e9 / found.latency_ns.high)
-    assert found.tflops == pytest.approx(8 * 1e9 / found.latency_ns.value / 1e3)
-    assert found.p99_ns is None  # nine calls have no 99th percentile
+    largest = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
+    assert largest.sustained_ns.value == pytest.approx(1e8)
+    assert (largest.allocated_bytes, largest.rss_bytes, largest.reserved_bytes) == (102, 1000, None)
+    assert largest.joules_per_item.value == pytest.approx(0.25)
+    assert largest.items_per_second.value == pytest.approx(8e9 / largest.latency_ns.value)
+    assert largest.items_per_second.low == pytest.approx(8e9 / largest.latency_ns.high)
+    assert largest.tflops == pytest.approx(8 * 1e9 / largest.latency_ns.value / 1e3)
+    assert largest.p99_ns is None  # nine calls have no 99th percentile
     sustained_ns = 3 * 10**8  # three times as long as the latency: the device waited
-    found = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
-    assert (found.joules_per_item, found.sustained_ns.value) == (None, pytest.approx(3e8))
+    largest = cell(matrix(plan(TORCH, rounds=3), FAST, change=change), 0, 8)
+    assert (largest.joules_per_item, largest.sustained_ns.value) == (None, pytest.approx(3e8))
 
 
 @pytest.mark.parametrize(("device", "fastest", "value"), [("cuda:0", 1, 5.0), ("cpu", 0, 10.0)])
 def test_on_a_gpu_executions_count_and_on_a_cpu_calls(device: str, fastest: int, value: float) -> None:
     """torch has the faster calls, because its copies are, and ONNX Runtime the faster executions."""
 
-    def change(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
-        factor = 0.5 if one.engine == "onnxruntime" else 0.9
+    def change(configuration: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+        factor = 0.5 if configuration.engine == "onnxruntime" else 0.9
         return fields | {"executions_ns": tuple(int(factor * 1e7 * (1 + number / 1e6)) for _ in range(300))}
 
     threads = 1 if device == "cpu" else None
@@ -221,17 +226,17 @@ def test_on_a_gpu_executions_count_and_on_a_cpu_calls(device: str, fastest: int,
         rounds=3,
         batches=(1,),
     )
-    found = matrix(asked, per_item({"onnxruntime": 0.8}), noise=1e-4, change=change)
-    (winner,) = found.winners
+    analysed = matrix(asked, per_item({"onnxruntime": 0.8}), noise=1e-4, change=change)
+    (winner,) = analysed.winners
     assert winner.configuration == fastest
-    own = cell(found, fastest, 1)
-    assert own.latency_ns.value / 1e6 == pytest.approx(value, rel=0.1)
-    assert own.call_ns.value / 1e6 == pytest.approx(10.0 if fastest == 0 else 12.5, rel=0.1)
-    assert (own.p99_ns is None) == (device == "cpu")  # 900 executions, nine calls
+    of_fastest = cell(analysed, fastest, 1)
+    assert of_fastest.latency_ns.value / 1e6 == pytest.approx(value, rel=0.1)
+    assert of_fastest.call_ns.value / 1e6 == pytest.approx(10.0 if fastest == 0 else 12.5, rel=0.1)
+    assert (of_fastest.p99_ns is None) == (device == "cpu")  # 900 executions, nine calls
 
 
 def test_a_kept_process_has_one_first_call() -> None:
-    def change(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+    def change(configuration: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
         return fields | {"first_call_ns": 10**9 if number == 0 else 10**6}
 
     fresh = matrix(plan(TORCH), FAST, change=change)

@@ -40,26 +40,31 @@ PRECISIONS_OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
 CPU, GPU = (Offers(device, MODES_OFFERED, PRECISIONS_OFFERED, {}) for device in ("cpu", "cuda:0"))
 
 
-def checked(one: Configuration, offers: Offers, lengths: tuple[int | None, ...] = (None,)) -> CombinationCheck:
+def checked(
+    configuration: Configuration, offers: Offers, lengths: tuple[int | None, ...] = (None,)
+) -> CombinationCheck:
     """As the worker answers, for these offers."""
     place = offers.place
-    modes = MODES_OFFERED[one.engine].get(place, ())
-    precision = {"auto": "fp32" if place == "cpu" else "fp16"}.get(one.precision, one.precision)
-    threads = (one.threads or 2) if place == "cpu" else None
-    mode = (*modes, "")[0] if one.mode == "auto" else one.mode
-    bad = mode not in modes or precision not in PRECISIONS_OFFERED[one.engine].get(place, ())
-    reason = f"{one.engine} does not offer {mode} {precision}; choose another" if bad else None
+    modes = MODES_OFFERED[configuration.engine].get(place, ())
+    precision = {"auto": "fp32" if place == "cpu" else "fp16"}.get(configuration.precision, configuration.precision)
+    threads = (configuration.threads or 2) if place == "cpu" else None
+    mode = (*modes, "")[0] if configuration.mode == "auto" else configuration.mode
+    bad = mode not in modes or precision not in PRECISIONS_OFFERED[configuration.engine].get(place, ())
+    reason = f"{configuration.engine} does not offer {mode} {precision}; choose another" if bad else None
     return CombinationCheck(reason, False, precision, "" if bad else mode, offers.device, threads, lengths, None)
 
 
 def planned(offers: Offers = CPU, lengths: tuple[int | None, ...] = (None,), **settings: Any) -> MatrixPlan:
     asked = MatrixSettings(**settings)
     wanted = expand(asked, offers)
-    return make_plan(asked, offers, wanted, [checked(one, offers, lengths) for one in wanted])
+    return make_plan(asked, offers, wanted, [checked(combination, offers, lengths) for combination in wanted])
 
 
 def names(plan: MatrixPlan) -> list[str]:
-    return [f"{one.engine}/{one.mode} {one.precision} {one.threads}" for one in plan.configurations]
+    return [
+        f"{configuration.engine}/{configuration.mode} {configuration.precision} {configuration.threads}"
+        for configuration in plan.configurations
+    ]
 
 
 def test_the_defaults_are_a_small_matrix_on_each_device() -> None:
@@ -70,7 +75,7 @@ def test_the_defaults_are_a_small_matrix_on_each_device() -> None:
     plan = planned(GPU)
     assert names(plan) == ["torch/graph fp16 None", "onnxruntime/graph fp16 None", "torch/eager fp32 None"]
     assert plan.batches == (1, 8, 32, 128)
-    assert {one.device for one in plan.configurations} == {"cuda:0"}
+    assert {configuration.device for configuration in plan.configurations} == {"cuda:0"}
 
 
 def test_the_baseline_is_measured_too_unless_there_is_none() -> None:
@@ -96,9 +101,9 @@ def test_all_means_what_each_engine_offers_on_this_device() -> None:
 def test_what_an_engine_cannot_honour_is_listed_and_not_run() -> None:
     plan = planned(engines="torch,onnxruntime,tensorrt", precisions="fp32,fp16")
     assert names(plan) == ["torch/eager fp32 2", "onnxruntime/session fp32 2", "onnxruntime/session fp16 2"]
-    refused = [(one.configuration.engine, one.configuration.precision) for one in plan.refused]
+    refused = [(refusal.configuration.engine, refusal.configuration.precision) for refusal in plan.refused]
     assert refused == [("torch", "fp16"), ("tensorrt", "fp32"), ("tensorrt", "fp16")]
-    assert all(one.configuration.mode != "auto" for one in plan.refused)
+    assert all(refusal.configuration.mode != "auto" for refusal in plan.refused)
     assert "does not offer" in plan.refused[0].reason
 
 
@@ -135,10 +140,13 @@ def test_a_model_that_does_not_exist_ends_the_plan() -> None:
 def test_lengths_beyond_the_models_largest_are_listed_and_the_others_measured() -> None:
     settings = MatrixSettings(sequence_lengths=(8, 999))
     wanted = expand(settings, CPU)
-    answers = [msgspec.structs.replace(checked(one, CPU, (8,)), too_long="length 999: too long") for one in wanted]
+    answers = [
+        msgspec.structs.replace(checked(combination, CPU, (8,)), too_long="length 999: too long")
+        for combination in wanted
+    ]
     plan = make_plan(settings, CPU, wanted, answers)
     assert plan.lengths == {"open_clip:ViT-B-32": (8,)}
-    assert {one.reason for one in plan.refused} == {"length 999: too long"}
+    assert {refusal.reason for refusal in plan.refused} == {"length 999: too long"}
     assert len(plan.configurations) == 2
 
 
@@ -160,20 +168,24 @@ def test_every_combination_is_measured_once_or_refused(
 ) -> None:
     settings: dict[str, Any] = {"engines": engines, "modes": modes, "precisions": precisions, "threads": list(threads)}
     wanted = expand(MatrixSettings(models=("m", "n"), **settings), offers)
-    answers = [checked(one, offers) for one in wanted]
-    if not any(found.reason is None and asked for asked, found in zip(wanted.values(), answers, strict=True)):
+    answers = [checked(combination, offers) for combination in wanted]
+    if not any(
+        combination.reason is None and asked for asked, combination in zip(wanted.values(), answers, strict=True)
+    ):
         with pytest.raises(PlanError, match="nothing can be measured"):
             planned(offers, models=("m", "n"), **settings)
         return
     plan = planned(offers, models=("m", "n"), **settings)
     assert len(set(plan.configurations)) == len(plan.configurations)
-    assert not {one.configuration for one in plan.refused} & set(plan.configurations)
-    for one in plan.configurations:
-        assert one.mode in MODES_OFFERED[one.engine][offers.place]
-        assert one.precision in PRECISIONS_OFFERED[one.engine][offers.place]
-        assert (one.threads is None) == (offers is GPU)
-        assert one.threads != 0
-    assert "auto" not in {value for one in plan.configurations for value in (one.mode, one.precision)}
+    assert not {refusal.configuration for refusal in plan.refused} & set(plan.configurations)
+    for configuration in plan.configurations:
+        assert configuration.mode in MODES_OFFERED[configuration.engine][offers.place]
+        assert configuration.precision in PRECISIONS_OFFERED[configuration.engine][offers.place]
+        assert (configuration.threads is None) == (offers is GPU)
+        assert configuration.threads != 0
+    assert "auto" not in {
+        value for configuration in plan.configurations for value in (configuration.mode, configuration.precision)
+    }
 
 
 @given(st.integers(1, 4), st.sampled_from(["fresh", "kept"]), st.integers(0, 5))

@@ -28,7 +28,7 @@ from loadgen.records.run import RunState
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import PlainConsole, print_document
-from loadgen.verdict.result import ResultError
+from loadgen.run.storage import StoredRunError
 from tests.unit.loadgen.engine_matrix.simulated_matrix import (
     BERT,
     DISTILBERT,
@@ -58,11 +58,11 @@ CONVERSIONS = {
 SPEEDS = per_item({"onnxruntime": 1.4, "openvino": 1.7, "jax": 0.8, "onnxruntime-jax": 1.2})
 
 
-def change(one: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
-    more: dict[str, Any] = {"energy_joules": 3.0 + number, "energy_items": 4} if one.engine == "torch" else {}
-    if one.precision == "int8":
+def change(configuration: Configuration, number: int, fields: dict[str, Any]) -> dict[str, Any]:
+    more: dict[str, Any] = {"energy_joules": 3.0 + number, "energy_items": 4} if configuration.engine == "torch" else {}
+    if configuration.precision == "int8":
         more["cosine_min"] = 0.9
-    if one.mode == "eager":
+    if configuration.mode == "eager":
         more["kernels"] = ({"name": "aten::mm", "count": 10, "seconds": 0.1, "share": 0.6},)
     return fields | more
 
@@ -86,7 +86,7 @@ def large(rounds: int = 3) -> Matrix:
 
 
 @pytest.fixture(scope="module")
-def found() -> Matrix:
+def analysed() -> Matrix:
     return large()
 
 
@@ -116,8 +116,8 @@ class Figures(HTMLParser):
             self.figures[str(self._in["id"])] = json.loads(data)
 
 
-def test_every_figure_is_valid_plotly_with_known_colours_and_a_view_per_model_and_threads(found: Matrix) -> None:
-    text = render_html(matrix_document(found))
+def test_every_figure_is_valid_plotly_with_known_colours_and_a_view_per_model_and_threads(analysed: Matrix) -> None:
+    text = render_html(matrix_document(analysed))
     figures = Figures(text).figures
     views = {name.removesuffix("-figure"): len(figure["views"]) for name, figure in figures.items()}
     assert views == {
@@ -141,15 +141,15 @@ def test_every_figure_is_valid_plotly_with_known_colours_and_a_view_per_model_an
             go.Figure(data=[data[place] for place in view["traces"]], layout=layout)
 
 
-def test_a_view_has_a_line_per_configuration_and_hollow_markers_for_what_is_not_ranked(found: Matrix) -> None:
-    figure = Figures(render_html(matrix_document(found))).figures["engine-speedup-figure"]
+def test_a_view_has_a_line_per_configuration_and_hollow_markers_for_what_is_not_ranked(analysed: Matrix) -> None:
+    figure = Figures(render_html(matrix_document(analysed))).figures["engine-speedup-figure"]
     traces = {figure["data"][place]["name"]: figure["data"][place] for place in figure["views"][0]["traces"]}
     assert len(traces) == 9  # all but the baseline
     int8 = traces["onnxruntime/session int8"]
     assert all(symbol.endswith("-open") for symbol in int8["marker"]["symbol"])
     assert set(int8["customdata"]) == {"not ranked"}
     assert int8["x"] == [1, 4, 8]
-    marks = {(one["line"]["color"], one["line"]["dash"], one["marker"]["symbol"][0]) for one in traces.values()}
+    marks = {(trace["line"]["color"], trace["line"]["dash"], trace["marker"]["symbol"][0]) for trace in traces.values()}
     assert len(marks) == 9
 
 
@@ -158,16 +158,16 @@ def test_the_heat_map_names_the_winner_and_marks_the_uncertain_ones() -> None:
     equal = matrix(plan(*two, lengths=(64, 128)), per_item({}))
     sure = matrix(plan(TORCH, ONNX, lengths=(64, 128)), per_item({"onnxruntime": 2.0}))
     texts = []
-    for one in (equal, sure):
-        figure = Figures(render_html(matrix_document(one))).figures["engine-winners-figure"]["data"][0]
+    for analysed in (equal, sure):
+        figure = Figures(render_html(matrix_document(analysed))).figures["engine-winners-figure"]["data"][0]
         assert (figure["x"], figure["y"]) == (["1", "8"], ["64", "128"])
         texts.append([text for row in figure["text"] for text in row])
     assert all(text.startswith("openvino ?<br>compiled ") for text in texts[0])
     assert all(text.startswith("onnxruntime<br>session fp32<br>") for text in texts[1])
 
 
-def test_the_page_says_everything_without_javascript(found: Matrix) -> None:
-    text = Figures(render_html(matrix_document(found))).text
+def test_the_page_says_everything_without_javascript(analysed: Matrix) -> None:
+    text = Figures(render_html(matrix_document(analysed))).text
     for part in (
         "COMPLETE", "4 models, 80 configurations, 480 cells in 3 rounds", "Example CPU", "1 combination refused",
         "Break-even of conversions", "PyTorch → ONNX → ONNX Runtime",
@@ -177,37 +177,41 @@ def test_the_page_says_everything_without_javascript(found: Matrix) -> None:
         assert part in text, part
 
 
-def test_only_a_certain_winner_is_called_the_fastest(found: Matrix) -> None:
+def test_only_a_certain_winner_is_called_the_fastest(analysed: Matrix) -> None:
     """Also if another configuration measured the highest throughput at more shapes, none of them certainly."""
 
     def said(winners: Sequence[Winner]) -> str:
-        return render_markdown(matrix_document(msgspec.structs.replace(found, winners=tuple(winners)))).replace(
+        return render_markdown(matrix_document(msgspec.structs.replace(analysed, winners=tuple(winners)))).replace(
             "\\", ""
         )
 
-    doubted = [msgspec.structs.replace(one, certain=False) for one in found.winners]
+    doubted = [msgspec.structs.replace(each_winner, certain=False) for each_winner in analysed.winners]
     assert "no certain winner; " in said(doubted)
     assert "is the fastest at" not in said(doubted)
     first = doubted[0]
-    own = [one for one in doubted if (one.model, one.device, one.threads) == (first.model, first.device, first.threads)]
+    same = [
+        each_winner
+        for each_winner in doubted
+        if (each_winner.model, each_winner.device, each_winner.threads) == (first.model, first.device, first.threads)
+    ]
     other = next(
-        one.configuration
-        for one in found.cells
-        if (asked := found.plan.configurations[one.configuration]).model == first.model
+        cell.configuration
+        for cell in analysed.cells
+        if (asked := analysed.plan.configurations[cell.configuration]).model == first.model
         and asked.threads == first.threads
-        and one.configuration not in {winner.configuration for winner in own}
-        and (one.batch, one.length) == (first.batch, first.length)
+        and cell.configuration not in {winner.configuration for winner in same}
+        and (cell.batch, cell.length) == (first.batch, first.length)
     )
     certain = msgspec.structs.replace(first, configuration=other, certain=True)
     text = said([certain, *doubted[1:]])
-    name = found.plan.configurations[other].title
-    assert f"{name} is the fastest at 1 of {len(own)} shapes" in text
+    name = analysed.plan.configurations[other].title
+    assert f"{name} is the fastest at 1 of {len(same)} shapes" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_terminal_is_short_and_nothing_is_cut(found: Matrix, width: int) -> None:
+def test_the_terminal_is_short_and_nothing_is_cut(analysed: Matrix, width: int) -> None:
     out = io.StringIO()
-    print_document(matrix_document(found), PlainConsole(file=out, width=width, markup=False, highlight=False))
+    print_document(matrix_document(analysed), PlainConsole(file=out, width=width, markup=False, highlight=False))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
@@ -216,8 +220,8 @@ def test_the_terminal_is_short_and_nothing_is_cut(found: Matrix, width: int) -> 
         assert part in out.getvalue(), part
 
 
-def test_markdown_leaves_the_cells_of_a_large_matrix_to_the_csv(found: Matrix) -> None:
-    text = render_markdown(matrix_document(found))
+def test_markdown_leaves_the_cells_of_a_large_matrix_to_the_csv(analysed: Matrix) -> None:
+    text = render_markdown(matrix_document(analysed))
     assert "480 cells: see cells.csv" in text
     small = render_markdown(matrix_document(matrix(plan(TORCH, ONNX), SPEEDS)))
     assert "| onnxruntime/session fp32 | 8 |" in small
@@ -240,7 +244,7 @@ def test_an_interrupted_run_says_what_is_missing() -> None:
 def test_failures_and_one_round_are_said() -> None:
     asked = plan(TORCH, ONNX, rounds=1)
     failed = Visit(round=0, configuration=1, started_at="2026-11-24T03:00:00Z", error="out of memory")
-    kept = [one for one in visits(asked, SPEEDS) if one.configuration == 0]
+    kept = [visit for visit in visits(asked, SPEEDS) if visit.configuration == 0]
     text = render_markdown(matrix_document(analyse(asked, ENVIRONMENT, [*kept, failed], FINISHED)))
     for part in ("1 failure: see Failures", "round 0: out of memory", "One round shows no spread"):
         assert part in text, part
@@ -250,20 +254,20 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
     """In Plotly's texts, in HTML and in CSV, where a spreadsheet must not take them for a formula."""
     name = "</script><img src=x onerror=alert(1)>"
     evil = [configuration(name, "=1+1"), configuration(model="@SUM(A1)")]
-    found = matrix(plan(TORCH, *evil), SPEEDS)
-    text = render_html(matrix_document(found))
+    analysed = matrix(plan(TORCH, *evil), SPEEDS)
+    text = render_html(matrix_document(analysed))
     assert "<img src=x" not in text
-    assert all("<img" not in json.dumps(one) for one in Figures(text).figures.values())
-    rows = list(csv.DictReader(io.StringIO(files.cells_csv(found))))
+    assert all("<img" not in json.dumps(figure) for figure in Figures(text).figures.values())
+    rows = list(csv.DictReader(io.StringIO(files.cells_csv(analysed))))
     assert {row["mode"] for row in rows} == {"eager", "'=1+1"}
     assert {row["model"] for row in rows} == {RESNET, "'@SUM(A1)"}
 
 
-def test_the_csv_has_a_row_per_cell_in_full_precision(found: Matrix) -> None:
-    rows = list(csv.DictReader(io.StringIO(files.cells_csv(found))))
-    assert len(rows) == len(found.cells)
-    for row, cell in zip(rows, found.cells, strict=True):
-        asked = found.plan.configurations[cell.configuration]
+def test_the_csv_has_a_row_per_cell_in_full_precision(analysed: Matrix) -> None:
+    rows = list(csv.DictReader(io.StringIO(files.cells_csv(analysed))))
+    assert len(rows) == len(analysed.cells)
+    for row, cell in zip(rows, analysed.cells, strict=True):
+        asked = analysed.plan.configurations[cell.configuration]
         assert (row["model"], row["engine"], int(row["threads"])) == (asked.model, asked.engine, asked.threads)
         assert row["length"] == ("" if cell.length is None else str(cell.length))
         assert (
@@ -274,16 +278,16 @@ def test_the_csv_has_a_row_per_cell_in_full_precision(found: Matrix) -> None:
         assert row["ranked"] == str(cell.excluded is None).lower()
 
 
-def test_parquet_has_the_same_table_with_types(found: Matrix, tmp_path: Path) -> None:
+def test_parquet_has_the_same_table_with_types(analysed: Matrix, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
-    (tmp_path / "cells.parquet").write_bytes(files.cells_parquet(found))
+    (tmp_path / "cells.parquet").write_bytes(files.cells_parquet(analysed))
     table = parquet.read_table(tmp_path / "cells.parquet")
-    assert table.num_rows == len(found.cells)
+    assert table.num_rows == len(analysed.cells)
     assert table.column_names == [name for name, *_ in files.COLUMNS]
-    assert table["length"].to_pylist() == [one.length for one in found.cells]
-    assert table["ranked"].to_pylist() == [one.excluded is None for one in found.cells]
+    assert table["length"].to_pylist() == [cell.length for cell in analysed.cells]
+    assert table["ranked"].to_pylist() == [cell.excluded is None for cell in analysed.cells]
     assert str(table.schema.field("latency_ms").type) == "double"
     assert str(table.schema.field("process_device_bytes").type) == "int64"  # though nothing was measured
 
@@ -295,10 +299,10 @@ def test_without_pyarrow_everything_else_is_written(tmp_path: Path, monkeypatch:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in paths)
 
 
-def test_a_matrix_is_read_as_it_was_written(found: Matrix, tmp_path: Path) -> None:
+def test_a_matrix_is_read_as_it_was_written(analysed: Matrix, tmp_path: Path) -> None:
     path = tmp_path / "matrix.json"
-    path.write_bytes(files.encode_matrix(found))
-    assert read_matrix(path) == found
+    path.write_bytes(files.encode_matrix(analysed))
+    assert read_matrix(path) == analysed
 
 
 @pytest.mark.parametrize(
@@ -308,14 +312,14 @@ def test_an_unreadable_matrix_is_one_sentence(content: bytes | None, tmp_path: P
     path = tmp_path / "matrix.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ResultError, match=r"matrix\.json is not an engine matrix of this version of abserve"):
+    with pytest.raises(StoredRunError, match=r"matrix\.json is not an engine matrix of this version of abserve"):
         read_matrix(path)
 
 
-def write_run(directory: Path, asked: MatrixPlan, found: list[Visit]) -> None:
+def write_run(directory: Path, asked: MatrixPlan, visits: list[Visit]) -> None:
     (directory / "visits").mkdir()
     records: dict[str, Any] = {"plan.json": asked, "environment.json": ENVIRONMENT, "run.json": FINISHED}
-    records |= {f"visits/{place:04d}.json": one for place, one in enumerate(found)}
+    records |= {f"visits/{place:04d}.json": visit for place, visit in enumerate(visits)}
     for name, record in records.items():
         (directory / name).write_bytes(msgspec.json.encode(record))
 
@@ -340,12 +344,12 @@ def test_the_report_command_remakes_everything_from_the_visits(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_published_folder_needs_its_matrix_alone(tmp_path: Path, found: Matrix, compressed: bool) -> None:
-    content = files.encode_matrix(found)
+def test_a_published_folder_needs_its_matrix_alone(tmp_path: Path, analysed: Matrix, compressed: bool) -> None:
+    content = files.encode_matrix(analysed)
     path = tmp_path / ("matrix.json.gz" if compressed else "matrix.json")
     path.write_bytes(gzip.compress(content) if compressed else content)
     assert run(str(tmp_path))[0] == 0
-    assert read_matrix(tmp_path / "matrix.json") == found
+    assert read_matrix(tmp_path / "matrix.json") == analysed
     assert (tmp_path / "summary.md").exists()
 
 

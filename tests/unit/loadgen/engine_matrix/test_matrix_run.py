@@ -64,7 +64,9 @@ def test_every_visit_is_stored_with_all_its_cells(tmp_path: Path, processes: str
     assert store.read(RunState).state == "finished"
     assert store.read(MatrixPlan) == plan
     visits = store.visits()
-    assert {(one.round, one.configuration) for one in visits} == {(r, c) for r in range(2) for c in range(2)}
+    assert {(each_visit.round, each_visit.configuration) for each_visit in visits} == {
+        (r, c) for r in range(2) for c in range(2)
+    }
     for visit in visits:
         assert visit.error is None
         assert {(cell.batch, cell.length) for cell in visit.cells} == {(b, n) for b in (1, 4) for n in (8, 16)}
@@ -72,7 +74,7 @@ def test_every_visit_is_stored_with_all_its_cells(tmp_path: Path, processes: str
         assert all(bool(cell.kernels) == (visit.round == 1) for cell in visit.cells)
         costs = visit.round == 0 or processes == "fresh"
         assert (visit.load_seconds is not None) == costs == bool(visit.conversions)
-        assert all(one.made_now == (visit.round == 0) for one in visit.conversions)
+        assert all(conversion.made_now == (visit.round == 0) for conversion in visit.conversions)
     starts = (tmp_path / "artefacts" / "starts-fine-good-eager").read_text()
     assert len(starts) == (1 if processes == "kept" else 2)
 
@@ -164,14 +166,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert store.read(RunState).state == "finished"
     assert seen == [3, 4, 5, 6]
     assert len(store.visits()) == 6
-    assert all(one in store.visits() for one in before)
+    assert all(each_visit in store.visits() for each_visit in before)
 
 
 def test_a_failed_visit_is_made_again_when_the_run_goes_on(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "dies", rounds=1)
     run(plan, tmp_path)
     fixed = msgspec.structs.replace(
-        plan, configurations=tuple(msgspec.structs.replace(one, engine="good") for one in plan.configurations)
+        plan,
+        configurations=tuple(
+            msgspec.structs.replace(configuration, engine="good") for configuration in plan.configurations
+        ),
     )
     store = run(fixed, tmp_path)
     assert [visit.error for visit in store.visits()] == [None, None]

@@ -62,7 +62,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(command, "ENGINE_WORKER", (sys.executable, str(offers)))
     monkeypatch.setattr("loadgen.engine_matrix.analyse.analyse", matrix_of)
     monkeypatch.setattr("loadgen.engine_matrix.files.write_reports", lambda folder, _: [folder / "report.html"])
-    monkeypatch.setattr("loadgen.engine_matrix.sections.matrix_document", lambda _: Document("matrix", ()))
+    monkeypatch.setattr("loadgen.engine_matrix.sections.matrix_document", lambda _: Document("matrix", {}))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 
@@ -75,14 +75,14 @@ def matrix_of(plan: MatrixPlan, environment: Any, visits: tuple[Visit, ...], sta
         plan=plan,
         configurations=tuple(
             ConfigurationResult(
-                configuration=one,
+                configuration=configuration,
                 item="image",
                 description={},
                 load_seconds=None,
                 conversions=(),
                 errors=tuple(v.error for v in visits if v.configuration == place and v.error is not None),
             )
-            for place, one in enumerate(plan.configurations)
+            for place, configuration in enumerate(plan.configurations)
         ),
         cells=tuple(
             CellResult(
@@ -199,10 +199,10 @@ def test_json_leaves_standard_output_to_itself(fake: Path) -> None:
     ],
 )
 def test_the_exit_status(engine: str, fault: str | None, errors: tuple[str, ...], status: int) -> None:
-    one = Configuration(model="m", engine=engine, precision="fp32", mode="eager", device="cpu")
+    configuration = Configuration(model="m", engine=engine, precision="fp32", mode="eager", device="cpu")
     visit = Visit(round=0, configuration=0, started_at="")
     plan = MatrixPlan(
-        settings={}, sha256="", seed=0, rounds=1, configurations=(one,), refused=(), batches=(1,), lengths={},
+        settings={}, sha256="", seed=0, rounds=1, configurations=(configuration,), refused=(), batches=(1,), lengths={},
         baseline="none", min_cosine=0.0, min_top1=0.0,
     )  # fmt: skip
     cell = {"batch": 1, "length": None, "first_call_ns": 1, "calls_ns": [1], "fault": fault}

@@ -22,10 +22,10 @@ def arm(label: str = "a", target: str = "native", **fields: str | None) -> ArmRe
 def plan(transports=None, payloads=None, *, a=None, b=None, others=(), model=MODEL, matrix=False) -> list[str]:
     arms = [a or arm(), b or arm("b", "triton"), *others]
     asked = {"model": model, "transport": transports, "payload": payloads, "matrix": matrix}
-    found = plan_combinations(arms, ExperimentSettings.model_validate(asked))
-    for one, combination in product(arms, found):
-        check_reachable(one, combination.transport)
-    return [combination.folder for combination in found]
+    combinations = plan_combinations(arms, ExperimentSettings.model_validate(asked))
+    for request, combination in product(arms, combinations):
+        check_reachable(request, combination.transport)
+    return [combination.folder for combination in combinations]
 
 
 def test_one_run_unless_asked_for_more() -> None:

@@ -40,8 +40,8 @@ def test_a_list_of_lengths_is_crossed_with_the_closed_loops() -> None:
     names = [w.name for w in planned(model="bert", sequence_length=[32, 128], rates=5, **URLS).workloads]
     for name in ("single(length 32)", "batched(8, length 128)", "concurrent(16, length 32)", "poisson(5/s)"):
         assert name in names
-    one = planned(model="bert", sequence_length=32, **URLS)
-    assert (one.lengths, one.sequence_length) == ((), "32")
+    single_length = planned(model="bert", sequence_length=32, **URLS)
+    assert (single_length.lengths, single_length.sequence_length) == ((), "32")
     with pytest.raises(ValueError, match="sequence_length"):
         planned(sequence_length="32,x")
 
@@ -53,8 +53,8 @@ def test_a_url_needs_the_models_name_there_unless_another_arm_tells_it() -> None
     started = Deployment()
     started.model = "resnet50"
     assert model_name(experiment.arms[1], experiment, {"a": started, "b": Deployment()}) == "resnet50"
-    own = planned(model="bert", a=URLS["a"], b={"target": URLS["b"], "model": "bert_large"})
-    assert [model_name(arm, own, {}) for arm in own.arms] == ["bert", "bert_large"]
+    named = planned(model="bert", a=URLS["a"], b={"target": URLS["b"], "model": "bert_large"})
+    assert [model_name(arm, named, {}) for arm in named.arms] == ["bert", "bert_large"]
 
 
 def test_inputs_are_checked_before_anything_starts(tmp_path: Path) -> None:

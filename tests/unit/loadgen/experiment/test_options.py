@@ -155,10 +155,10 @@ def test_an_option_for_a_letter_beside_named_arms_is_refused_as_that(tmp_path: P
 
 
 def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path: Path) -> None:
-    one = effective_settings(Path(written(tmp_path, "a: native\nscenarios: single,batched\nrounds: 4 # four\n")), {})
+    first = effective_settings(Path(written(tmp_path, "a: native\nscenarios: single,batched\nrounds: 4 # four\n")), {})
     other = effective_settings(Path(written(tmp_path, "rounds: 4\nscenarios:\n- single\n- batched\n")), {})
     third = effective_settings(Path(written(tmp_path, "rounds: 5\nscenarios: [single, batched]\n")), {})
-    assert one.sha256() == other.sha256() != third.sha256()
+    assert first.sha256() == other.sha256() != third.sha256()
 
 
 @pytest.mark.parametrize(

@@ -50,15 +50,15 @@ def test_sizes_that_an_arm_cannot_pad_to_are_refused_with_what_works() -> None:
 
 
 def test_an_arms_own_sizes_are_its_own_matter() -> None:
-    own = {"target": "native", "options": {"pad-to": "16"}}
-    assert padding(planned(a=own, pad_to="32"), a="unused") == ((32,), {})
-    three = planned(a=own, c="native")
+    padded_arm = {"target": "native", "options": {"pad-to": "16"}}
+    assert padding(planned(a=padded_arm, pad_to="32"), a="unused") == ((32,), {})
+    three = planned(a=padded_arm, c="native")
     assert padding(three, b=CANNOT) == (None, {"b": CANNOT}), "C does as B"
 
 
 def test_a_running_server_that_pads_sets_the_sizes_of_the_others() -> None:
-    one = planned(b=URL)
-    decided = decide_padding(one, {"b": "its server pads to 16,48"}, {"a": (), "b": (16, 48)})
+    experiment = planned(b=URL)
+    decided = decide_padding(experiment, {"b": "its server pads to 16,48"}, {"a": (), "b": (16, 48)})
     assert (decided.pad_to, decided.cannot_pad) == ((16, 48), {})
     differ = {"b": "its server pads to 16", "c": "its server pads to 8"}
     decided = decide_padding(planned(b=URL, c=URL), differ, {"b": (16,), "c": (8,)})
@@ -109,9 +109,9 @@ def test_the_words_name_what_may_share_a_batch_and_how_the_others_can_pad() -> N
     assert padding_in_words(neither, 261) == "only requests of equal lengths share a batch"
     running = changed(planned(a="fastapi", b=URL), (), {"a": CANNOT, "b": "its server pads to 16"})
     assert padding_in_words(running, 261).endswith("share a batch; B: its server pads to 16")
-    own = planned(a={"target": "native", "options": {"pad_to": "16"}})
-    assert held_back(changed(own, (), {"b": CANNOT})) == (), "A pads already"
-    assert padding_in_words(changed(own, (), {"b": CANNOT}), 261).endswith("; A has its own pad-to=16")
+    experiment = planned(a={"target": "native", "options": {"pad_to": "16"}})
+    assert held_back(changed(experiment, (), {"b": CANNOT})) == (), "A pads already"
+    assert padding_in_words(changed(experiment, (), {"b": CANNOT}), 261).endswith("; A has its own pad-to=16")
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_tritonserver_beside_urls_is_ignored_with_a_note(
     else:
         made = make_arms(settings)
         assert [arm.settings.get("tritonserver") for arm in made] == [
-            "/opt/t" if one == "triton" else None for one in arms
+            "/opt/t" if target == "triton" else None for target in arms
         ]
     assert len(ignored_settings(settings)) == noted
 

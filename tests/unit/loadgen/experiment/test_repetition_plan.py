@@ -113,10 +113,10 @@ def test_restarts_share_the_rounds_in_order_and_as_evenly_as_can_be(
     blocks = interleave(workloads, labels, seed, restarts)
     assert [block.index for block in blocks] == list(range(len(labels) * sum(numbers)))
     assert [block.restart for block in blocks] == sorted(block.restart for block in blocks)
-    for one in workloads:
-        own = [block for block in blocks if block.workload == one and block.position == 0]
-        assert [block.round for block in own] == list(range(one.rounds))
-        shares = [sum(block.restart == restart for block in own) for restart in range(restarts)]
+    for planned in workloads:
+        of_workload = [block for block in blocks if block.workload == planned and block.position == 0]
+        assert [block.round for block in of_workload] == list(range(planned.rounds))
+        shares = [sum(block.restart == restart for block in of_workload) for restart in range(restarts)]
         assert max(shares) - min(shares) <= 1
 
 

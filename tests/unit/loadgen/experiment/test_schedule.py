@@ -45,10 +45,10 @@ def test_every_round_is_adjacent_blocks_one_of_each_arm(
     blocks = interleave(workloads, labels, seed)
     assert [block.index for block in blocks] == list(range(len(blocks)))
     assert len(blocks) == len(labels) * sum(workload.rounds for workload in workloads)
-    for one in rounds_of(blocks, len(labels)):
-        assert len({(block.workload, block.round) for block in one}) == 1
-        assert sorted(block.label for block in one) == list(labels)
-        assert [block.position for block in one] == list(range(len(labels)))
+    for round_blocks in rounds_of(blocks, len(labels)):
+        assert len({(block.workload, block.round) for block in round_blocks}) == 1
+        assert sorted(block.label for block in round_blocks) == list(labels)
+        assert [block.position for block in round_blocks] == list(range(len(labels)))
 
 
 @given(WORKLOADS, LABELS, SEEDS)
@@ -68,8 +68,9 @@ def test_the_order_inside_rounds_is_balanced_over_as_many_as_there_are_arms(
 ) -> None:
     blocks = interleave(workloads, labels, seed)
     for workload in workloads:
-        own = [block for block in blocks if block.workload == workload]
-        assert_balanced([[block.label for block in one] for one in rounds_of(own, len(labels))], labels)
+        of_workload = [block for block in blocks if block.workload == workload]
+        rounds = rounds_of(of_workload, len(labels))
+        assert_balanced([[block.label for block in round_blocks] for round_blocks in rounds], labels)
 
 
 @given(WORKLOADS, LABELS, SEEDS)
@@ -78,8 +79,8 @@ def test_an_interrupted_run_has_rounds_of_every_workload(
 ) -> None:
     """At any moment no workload is more than one round ahead of another that still has rounds left."""
     done: Counter[str] = Counter()
-    for one in rounds_of(interleave(workloads, labels, seed), len(labels)):
-        done[one[0].workload.name] += 1
+    for round_blocks in rounds_of(interleave(workloads, labels, seed), len(labels)):
+        done[round_blocks[0].workload.name] += 1
         left = [done[workload.name] for workload in workloads if done[workload.name] < workload.rounds]
         assert max(done.values()) - min(left, default=max(done.values())) <= 1
 
@@ -121,4 +122,4 @@ def test_endless_passes_hold_every_workload_once_and_are_balanced(
 def test_cold_starts_have_their_own_order(labels: str) -> None:
     order = cold_start_order(tuple(labels), 4, 0)
     assert [repetition for repetition, _ in order] == [number for number in range(4) for _ in labels]
-    assert_balanced([[label for number, label in order if number == one] for one in range(4)], labels)
+    assert_balanced([[label for number, label in order if number == repetition] for repetition in range(4)], labels)

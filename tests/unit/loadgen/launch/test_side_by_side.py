@@ -34,15 +34,15 @@ def free_range(count: int) -> range:
 
 def test_what_is_reserved_nobody_else_gets_until_it_is_released(locks: Path) -> None:
     places = free_range(6)
-    one, two = PortReservation(3, places), PortReservation(3, places)
-    assert sorted((*one.ports, *two.ports)) == list(places)
+    first, second = PortReservation(3, places), PortReservation(3, places)
+    assert sorted((*first.ports, *second.ports)) == list(places)
     with pytest.raises(OSError, match="fewer than 1 of the ports"):
         PortReservation(1, places)
-    taken = one.ports
-    one.release()
-    one.release()
+    taken = first.ports
+    first.release()
+    first.release()
     assert set(PortReservation(3, places).ports) == set(taken)
-    two.release()
+    second.release()
     assert len(list(locks.iterdir())) == 3  # of the third, which is not released
 
 
@@ -69,7 +69,7 @@ def test_many_at_once_get_different_ports() -> None:
     places = free_range(40)
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: PortReservation(3, places), range(12)))
-    assert len({port for one in made for port in one.ports}) == 36
+    assert len({port for reservation in made for port in reservation.ports}) == 36
 
 
 def test_a_port_that_somebody_listens_on_is_passed_over() -> None:

@@ -63,8 +63,8 @@ def test_a_folder_in_use_is_left_alone_and_that_of_a_killed_process_is_removed(t
 
 
 def test_what_holds_no_owner_or_only_links_to_one_is_never_touched(temporary: Path) -> None:
-    kept = temporary / "abserve-notes"
-    kept.mkdir()
+    of_a_user = temporary / "abserve-notes"
+    of_a_user.mkdir()
     outside = temporary / "other"
     outside.mkdir()
     (outside / "precious").touch()

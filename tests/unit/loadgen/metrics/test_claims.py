@@ -31,10 +31,10 @@ from tests.unit.loadgen.metrics.test_several_arms import WORKLOADS, compared
 def test_the_better_arm_has_a_factor_of_at_least_one(
     metric: str, ratio: float, better: str | None, factor: float
 ) -> None:
-    found = advantage(compared("a", "b", ratio, "inconclusive", metric))
-    assert found is not None
-    assert (found.better, found.factor) == (better, factor)
-    assert found.ci95 == pytest.approx((0.99 * factor, 1.01 * factor), rel=1e-3)
+    lead = advantage(compared("a", "b", ratio, "inconclusive", metric))
+    assert lead is not None
+    assert (lead.better, lead.factor) == (better, factor)
+    assert lead.ci95 == pytest.approx((0.99 * factor, 1.01 * factor), rel=1e-3)
     assert advantage(compared("a", "b", None, "inconclusive", metric)) is None
 
 
@@ -56,8 +56,8 @@ def test_a_claim_has_one_direction(metric: str, ratio: float, verdict: Outcome, 
 
 
 def test_a_ratio_that_its_rounds_do_not_determine_says_so_instead_of_bounds() -> None:
-    one = compared("a", "b", 0.61, "inconclusive")
-    two_rounds = msgspec.structs.replace(one, ci95=(0.00000006, 44_507_966.9), pairs=2)
+    comparison = compared("a", "b", 0.61, "inconclusive")
+    two_rounds = msgspec.structs.replace(comparison, ci95=(0.00000006, 44_507_966.9), pairs=2)
     text = claim(two_rounds)
     assert text == "inconclusive in throughput (1.6× in favour of A, not determined by 2 rounds)"
 
@@ -71,12 +71,14 @@ def test_a_ratio_that_its_rounds_do_not_determine_says_so_instead_of_bounds() ->
 def test_a_ratio_of_any_size_is_a_claim(exponent: float, spread: float | None, verdict: Outcome, metric: str) -> None:
     """A thousand times better or more has a comma in its factor."""
     ratio = 10.0**exponent
-    one = compared("a", "b", ratio, verdict, metric)
-    one = msgspec.structs.replace(one, ci95=None if spread is None else (ratio / spread, ratio * spread), reason="why")
-    assert claim(one, margin=0.05)
+    comparison = compared("a", "b", ratio, verdict, metric)
+    comparison = msgspec.structs.replace(
+        comparison, ci95=None if spread is None else (ratio / spread, ratio * spread), reason="why"
+    )
+    assert claim(comparison, margin=0.05)
     workloads = {workload.name: workload for workload in WORKLOADS}
-    assert groups([one], workloads, 0.05) or verdict == "invalid"
-    assert isinstance(other_decided_metrics([msgspec.structs.replace(one, leading=False)], workloads), list)
+    assert groups([comparison], workloads, 0.05) or verdict == "invalid"
+    assert isinstance(other_decided_metrics([msgspec.structs.replace(comparison, leading=False)], workloads), list)
 
 
 def test_the_better_arm_is_named_from_a_thousand_times_on() -> None:
@@ -87,7 +89,7 @@ def test_the_better_arm_is_named_from_a_thousand_times_on() -> None:
 
 def test_verdict_words() -> None:
     pairing = Pairing("a", "b")
-    assert [verdict_words(one, pairing, 0.05) for one in ("arm_better", "baseline_better", "inconclusive")] == [
+    assert [verdict_words(outcome, pairing, 0.05) for outcome in ("arm_better", "baseline_better", "inconclusive")] == [
         "B faster", "A faster", "inconclusive",
     ]  # fmt: skip
     assert verdict_words("no_difference", pairing, 0.05) == "no meaningful difference (within ±5 %)"
@@ -101,5 +103,5 @@ def test_made_up_inputs_are_not_called_images(tmp_path: Path, kind: str, unit: s
     document = json.loads(path.read_text())
     path.write_text(json.dumps(document | {"inputs": {"kind": kind, "count": 16, "sha256": "0"}}))
     result = analyse(tmp_path)
-    assert {one.unit for one in result.comparisons if one.metric == "throughput"} == {unit}
+    assert {comparison.unit for comparison in result.comparisons if comparison.metric == "throughput"} == {unit}
     assert f"the {unit} of " in result.verdict.sentence

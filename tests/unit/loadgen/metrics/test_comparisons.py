@@ -37,14 +37,14 @@ def test_the_rule(ci95: tuple[float, float] | None, p_adjusted: float | None, hi
 def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:
     """B executes in 5 + 6n ms and A in 6 + 9n: served one at a time, 16 against 13.5 ms with the transport."""
     result = analyse(write_run(tmp_path))
-    found = {(c.scenario, c.metric): c for c in result.comparisons}
-    single = found["single", "throughput"]
+    by_metric = {(c.scenario, c.metric): c for c in result.comparisons}
+    single = by_metric["single", "throughput"]
     assert single.verdict == "arm_better"
     assert single.ci95 is not None
     assert single.ci95[0] < 16.05 / 13.625 < single.ci95[1]
-    assert found["single", "latency_p50"].verdict == "arm_better"
-    assert found["cold-start", "time_to_ready"].verdict == "baseline_better"
-    assert found["cold-start", "time_to_ready"].unit == "s"
+    assert by_metric["single", "latency_p50"].verdict == "arm_better"
+    assert by_metric["cold-start", "time_to_ready"].verdict == "baseline_better"
+    assert by_metric["cold-start", "time_to_ready"].unit == "s"
 
 
 def test_values_and_ratio_belong_together(tmp_path: Path) -> None:

@@ -169,8 +169,8 @@ def open_run(directory: Path, play_arm: dict[str, Callable[[int], tuple[Samples,
 
 
 def find(result: Result, name: str) -> Check:
-    (found,) = [check for check in result.checks if check.name == name]
-    return found
+    (made,) = [check for check in result.checks if check.name == name]
+    return made
 
 
 def noisy(base_ms: float, stall_ms: float = 0.0) -> Callable[[int], tuple[Samples, int]]:
@@ -255,8 +255,8 @@ def test_more_rounds_make_it_more_certain_whether_an_arm_is_saturated(rate: floa
     looks = sum(loop.saturation is not None for loop in blocks)
     assert 0.02 < looks / 120 < 0.7
     assert sum(any(loop.saturation for loop in arm) for arm in arms) >= 4
-    found = [pooled.saturation is not None for arm in arms if (pooled := pool_open_loops(arm)) is not None]
-    assert sum(one is saturated for one in found) >= 9
+    judged = [pooled.saturation is not None for arm in arms if (pooled := pool_open_loops(arm)) is not None]
+    assert sum(is_saturated is saturated for is_saturated in judged) >= 9
 
 
 def test_a_late_generator_takes_the_verdict(tmp_path: Path) -> None:

@@ -42,13 +42,13 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def test_every_metric_is_compared_with_the_baseline_and_the_leading_one_among_the_others(apart: Result) -> None:
-    found: dict[Pairing, set[tuple[str, str]]] = {}
-    for one in apart.comparisons:
-        found.setdefault(one.pairing, set()).add((one.scenario, one.metric))
-    assert set(found) == {("a", "b"), ("a", "c"), ("b", "c")}
-    assert found[Pairing("a", "b")] == found[Pairing("a", "c")]
-    assert len(found[Pairing("a", "b")]) == 2 + 4 + 4
-    assert found[Pairing("b", "c")] == {
+    metrics_of_pairing: dict[Pairing, set[tuple[str, str]]] = {}
+    for comparison in apart.comparisons:
+        metrics_of_pairing.setdefault(comparison.pairing, set()).add((comparison.scenario, comparison.metric))
+    assert set(metrics_of_pairing) == {("a", "b"), ("a", "c"), ("b", "c")}
+    assert metrics_of_pairing[Pairing("a", "b")] == metrics_of_pairing[Pairing("a", "c")]
+    assert len(metrics_of_pairing[Pairing("a", "b")]) == 2 + 4 + 4
+    assert metrics_of_pairing[Pairing("b", "c")] == {
         ("cold-start", "time_to_first_answer"), ("single", "throughput"), ("concurrent(16)", "throughput"),
     }  # fmt: skip
 
@@ -56,19 +56,26 @@ def test_every_metric_is_compared_with_the_baseline_and_the_leading_one_among_th
 def test_the_planted_ratio_of_every_two_arms_is_found(apart: Result) -> None:
     """Overhead, one image and the transport with 5 % of it: 16.05, 13.625 and 8.575 ms."""
     times = {"a": 16.05, "b": 13.625, "c": 8.575}
-    for one in apart.comparisons:
-        if (one.scenario, one.metric) == ("single", "throughput"):
-            assert one.ci95 is not None
-            assert one.ci95[0] < times[one.baseline] / times[one.arm] < one.ci95[1]
-            assert (one.winner, one.loser) == (one.arm, one.baseline)
+    for comparison in apart.comparisons:
+        if (comparison.scenario, comparison.metric) == ("single", "throughput"):
+            assert comparison.ci95 is not None
+            assert comparison.ci95[0] < times[comparison.baseline] / times[comparison.arm] < comparison.ci95[1]
+            assert (comparison.winner, comparison.loser) == (comparison.arm, comparison.baseline)
 
 
 def test_all_comparisons_are_one_family(apart: Result) -> None:
-    p_values = [one.p_value for one in apart.comparisons]
-    assert {one.pairing for one in apart.comparisons if one.p_value is not None} == {("a", "b"), ("a", "c"), ("b", "c")}
-    assert [one.p_adjusted for one in apart.comparisons] == pytest.approx(adjust_holm(p_values))
+    p_values = [comparison.p_value for comparison in apart.comparisons]
+    assert {comparison.pairing for comparison in apart.comparisons if comparison.p_value is not None} == {
+        ("a", "b"),
+        ("a", "c"),
+        ("b", "c"),
+    }
+    assert [comparison.p_adjusted for comparison in apart.comparisons] == pytest.approx(adjust_holm(p_values))
     known = sorted(p for p in p_values if p is not None)
-    least = min((one for one in apart.comparisons if one.p_value is not None), key=lambda one: one.p_value or 0.0)
+    least = min(
+        (comparison for comparison in apart.comparisons if comparison.p_value is not None),
+        key=lambda c: c.p_value or 0.0,
+    )
     assert least.p_adjusted == pytest.approx(known[0] * len(known)), "the smallest p counts once for each of them"
 
 
@@ -79,12 +86,14 @@ def separated(ranking: WorkloadRanking) -> tuple[bool, ...]:
 
 def test_each_scenario_has_its_ranking_and_words_that_separate(apart: Result) -> None:
     assert {
-        one.scenario: (one.order, separated(one)) for one in apart.verdict.rankings if one.metric == "throughput"
+        ranking.scenario: (ranking.order, separated(ranking))
+        for ranking in apart.verdict.rankings
+        if ranking.metric == "throughput"
     } == {
         "single": (("c", "b", "a"), (True, True)),
         "concurrent(16)": (("c", "b", "a"), (True, True)),
     }
-    (cold,) = [one for one in apart.verdict.rankings if one.scenario == "cold-start"]
+    (cold,) = [ranking for ranking in apart.verdict.rankings if ranking.scenario == "cold-start"]
     assert set(cold.order[:2]) == {"a", "c"}
     assert (cold.order[2], separated(cold)) == ("b", (False, True))
     assert cold.words() == "A and C (not separated), then B"
@@ -102,9 +111,9 @@ def test_the_sentence_names_the_arms_in_their_order_and_what_separates_neighbour
 
 
 def test_each_arm_has_a_verdict_beside_the_baseline(apart: Result) -> None:
-    verdicts = {(one.scenario, one.arm): one for one in apart.verdict.scenarios}
+    verdicts = {(scenario.scenario, scenario.arm): scenario for scenario in apart.verdict.scenarios}
     assert set(verdicts) == {(workload.name, arm) for workload in WORKLOADS for arm in ("b", "c")}
-    assert {one.baseline for one in apart.verdict.scenarios} == {"a"}
+    assert {scenario.baseline for scenario in apart.verdict.scenarios} == {"a"}
     assert verdicts["single", "c"].sentence.startswith("C serves 1.")
     assert "the images/s of A" in verdicts["single", "c"].sentence
     assert any("on A and " in reason and "on C" in reason for reason in verdicts["single", "c"].reasons)
@@ -113,7 +122,7 @@ def test_each_arm_has_a_verdict_beside_the_baseline(apart: Result) -> None:
 
 def test_identical_arms_have_no_winner_and_are_not_separated(alike: Result) -> None:
     assert alike.valid
-    assert {one.verdict for one in alike.comparisons} <= {"no_difference", "inconclusive"}
+    assert {comparison.verdict for comparison in alike.comparisons} <= {"no_difference", "inconclusive"}
     for ranking in alike.verdict.rankings:
         assert separated(ranking) == (False, False)
         assert ranking.words() == "A, B and C (not separated)"
@@ -154,10 +163,10 @@ def test_the_best_comes_first_whatever_is_better(metric: str, order: tuple[Label
         compared("a", "c", 2.0, "arm_better" if c_wins else "baseline_better", metric),
         compared("b", "c", 2.02, "arm_better" if c_wins else "baseline_better", metric),
     ]
-    (found,) = rank(comparisons, "a")
-    assert (found.order, found.words()) == (order, words)
-    assert [one.pairing for one in neighbours(comparisons, found)] == [
-        Pairing(*sorted(two)) for two in zip(found.order, found.order[1:], strict=False)
+    (ranking,) = rank(comparisons, "a")
+    assert (ranking.order, ranking.words()) == (order, words)
+    assert [neighbour.pairing for neighbour in neighbours(comparisons, ranking)] == [
+        Pairing(*sorted(two)) for two in zip(ranking.order, ranking.order[1:], strict=False)
     ]
 
 
@@ -168,9 +177,9 @@ def test_neighbours_without_a_winner_among_themselves_are_not_separated_though_o
         compared("a", "c", 1.32, "arm_better"),
         compared("b", "c", 1.02, "no_difference"),
     ]
-    (found,) = rank(comparisons, "a")
-    assert (found.order, separated(found)) == (("c", "b", "a"), (False, True))
-    assert found.words() == "B and C (not separated), then A"
+    (ranking,) = rank(comparisons, "a")
+    assert (ranking.order, separated(ranking)) == (("c", "b", "a"), (False, True))
+    assert ranking.words() == "B and C (not separated), then A"
 
 
 def test_where_an_arm_does_not_sustain_the_rate_all_are_ranked_by_what_they_achieved() -> None:
@@ -181,9 +190,9 @@ def test_where_an_arm_does_not_sustain_the_rate_all_are_ranked_by_what_they_achi
         compared("a", "c", 1.3, "baseline_better", "latency_p99"),
         compared("b", "c", 2.5, "arm_better", "achieved_rate"),
     ]
-    (found,) = rank(comparisons, "a")
-    assert found.metric == "achieved_rate"
-    assert found.words() == "A and C (not separated), then B"
+    (ranking,) = rank(comparisons, "a")
+    assert ranking.metric == "achieved_rate"
+    assert ranking.words() == "A and C (not separated), then B"
 
 
 def test_a_chain_of_like_neighbours_with_unlike_ends_is_no_group() -> None:
@@ -192,9 +201,9 @@ def test_a_chain_of_like_neighbours_with_unlike_ends_is_no_group() -> None:
         compared("a", "c", 1.06, "arm_better"),
         compared("b", "c", 1.04, "inconclusive"),
     ]
-    (found,) = rank(comparisons, "a")
-    assert separated(found) == (False, False)
-    assert found.words() == "B and C (not separated), then A (not separated from B)"
+    (ranking,) = rank(comparisons, "a")
+    assert separated(ranking) == (False, False)
+    assert ranking.words() == "B and C (not separated), then A (not separated from B)"
 
 
 def test_an_arm_without_a_value_is_left_out_and_an_invalid_scenario_has_no_ranking() -> None:
@@ -203,17 +212,17 @@ def test_an_arm_without_a_value_is_left_out_and_an_invalid_scenario_has_no_ranki
         compared("a", "c", None, "inconclusive"),
         compared("b", "c", None, "inconclusive"),
     ]
-    (found,) = rank(comparisons, "a")
-    assert found.order == ("b", "a")
-    lost = [msgspec.structs.replace(one, verdict="invalid") for one in comparisons]
+    (ranking,) = rank(comparisons, "a")
+    assert ranking.order == ("b", "a")
+    lost = [msgspec.structs.replace(comparison, verdict="invalid") for comparison in comparisons]
     assert rank(lost, "a") == ()
 
 
 def test_arms_with_names_are_called_by_them() -> None:
-    found = WorkloadRanking(
+    ranking = WorkloadRanking(
         scenario="single", metric="throughput", order=("onnx", "torch", "a"), not_separated=(("torch", "a"),)
     )
-    assert found.words() == "onnx, then A and torch (not separated)"
+    assert ranking.words() == "onnx, then A and torch (not separated)"
 
 
 def test_without_a_leading_metric_there_is_no_ranking(tmp_path: Path) -> None:

@@ -80,11 +80,13 @@ def alarms(
     make: Callable[[np.random.Generator], list[Row]], trials: int, sizes: tuple[int, ...] = ()
 ) -> tuple[int, int]:
     """Trials that were judged, and those in which stalls were found; six blocks each."""
-    found = [
+    found_stalls = [
         find_stalls([block(make(rng), index, sizes) for index in range(6)])
         for rng in map(np.random.default_rng, range(trials))
     ]
-    return sum(one is not None for one in found), sum(one is not None and one.stalled > 0 for one in found)
+    return sum(stalls is not None for stalls in found_stalls), sum(
+        stalls is not None and stalls.stalled > 0 for stalls in found_stalls
+    )
 
 
 BROAD: dict[str, Callable[[np.random.Generator], float]] = {
@@ -99,18 +101,18 @@ BROAD: dict[str, Callable[[np.random.Generator], float]] = {
 @pytest.mark.parametrize("users", [1, 4, 16])
 @pytest.mark.parametrize("name", BROAD)
 def test_a_broad_latency_is_no_stall(name: str, users: int) -> None:
-    judged, found = alarms(lambda rng: apart(rng, users, 160, lambda _: BROAD[name](rng)), 40)
+    judged, alarmed = alarms(lambda rng: apart(rng, users, 160, lambda _: BROAD[name](rng)), 40)
     assert judged > 10
-    assert found <= 1
+    assert alarmed <= 1
 
 
 @pytest.mark.parametrize("users", [1, 4])
 def test_a_tail_that_does_not_fall_before_its_end_is_the_limit(users: int) -> None:
     """The least favourable case, 5 % by construction: 2 % of the requests take up to 0.6 s more, evenly."""
-    _, found = alarms(
+    _, alarmed = alarms(
         lambda rng: apart(rng, users, 160, lambda _: 10.0 + (rng.random() < 0.02) * rng.uniform(0, 600)), 200
     )
-    assert found <= 20
+    assert alarmed <= 20
 
 
 @pytest.mark.parametrize(("users", "scale_ms", "most"), [(1, 250.0, 1), (2, 60.0, 1), (4, 40.0, 4), (8, 20.0, 32)])
@@ -118,11 +120,11 @@ def test_long_texts_are_no_stall(users: int, scale_ms: float, most: int) -> None
     def time_ms(rng: np.random.Generator, bodies: np.ndarray) -> float:
         return scale_ms * float(np.max(LENGTHS[bodies])) * (0.7 + 0.3 * len(bodies)) * math.exp(rng.normal(0.0, 0.1))
 
-    judged, found = alarms(
+    judged, alarmed = alarms(
         lambda rng: together(rng, users, 120, lambda bodies: time_ms(rng, bodies), most=most), 40, SIZES
     )
     assert judged > 30
-    assert found <= 2
+    assert alarmed <= 2
 
 
 def test_one_long_text_that_always_takes_half_a_second_is_no_stall() -> None:
@@ -144,8 +146,8 @@ def test_a_sleeping_server_is_found_with_every_number_of_users(users: int, share
             rng, users, 120, lambda bodies: 10.0 + 4.0 * len(bodies), lambda: 495.0 * (rng.random() < share)
         )
 
-    judged, found = alarms(make, 20)
-    assert found == judged
+    judged, alarmed = alarms(make, 20)
+    assert alarmed == judged
     assert judged >= 15
 
 
@@ -158,9 +160,9 @@ def test_one_sleep_of_many_users_is_one_case() -> None:
 
     blocks = [block(make(np.random.default_rng(index)), index) for index in range(3)]
     for count, stalled in ((1, 0), (2, 0), (3, 48)):
-        found = find_stalls(blocks[:count])
-        assert found is not None
-        assert found.stalled == stalled
+        stalls = find_stalls(blocks[:count])
+        assert stalls is not None
+        assert stalls.stalled == stalled
 
 
 @pytest.mark.parametrize(("users", "tolerance"), [(1, 0.02), (4, 0.10)])
@@ -173,9 +175,9 @@ def test_the_factor_is_what_the_stalls_cost_in_throughput(users: int, tolerance:
         return together(rng, users, 2000, lambda _: 30.0, lambda: 500.0 * (rng.random() < share))
 
     asleep, awake = run(0.2), run(0.0)
-    found = find_stalls([block(asleep)])
-    assert found is not None
-    assert found.factor == pytest.approx(asleep[-1][1] / awake[-1][1], rel=tolerance)
+    stalls = find_stalls([block(asleep)])
+    assert stalls is not None
+    assert stalls.factor == pytest.approx(asleep[-1][1] / awake[-1][1], rel=tolerance)
 
 
 def test_a_slow_server_is_not_judged() -> None:
@@ -198,9 +200,9 @@ def test_any_samples_have_sane_stalls(requests: list[tuple[float, float, int, in
     assert stored.samples is not None
     stored.samples["status"] = statuses[: len(requests)]
     stored.samples["error"] = np.where(stored.samples["status"] == 200, -1, 0)
-    found = find_stalls([stored])
-    if found is not None:
-        assert 0 <= found.refused <= found.stalled <= found.requests == len(requests)
-        assert found.factor >= 1.0 or found.stalled == 0
-        assert math.isfinite(found.factor)
-        assert found.stalled == 0 or found.stalled >= 3
+    stalls = find_stalls([stored])
+    if stalls is not None:
+        assert 0 <= stalls.refused <= stalls.stalled <= stalls.requests == len(requests)
+        assert stalls.factor >= 1.0 or stalls.stalled == 0
+        assert math.isfinite(stalls.factor)
+        assert stalls.stalled == 0 or stalls.stalled >= 3

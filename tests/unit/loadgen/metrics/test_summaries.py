@@ -92,5 +92,5 @@ def test_waiting_for_the_moment_to_send_is_no_work_of_the_generator() -> None:
         for index, cpu_ns in enumerate((900_000, 700_000))
     )  # fmt: skip
     shared = msgspec.structs.replace(record, workers=workers)
-    found = summarise_blocks([StoredBlock(one, workload, None) for one in (record, shared)])
-    assert [block.generator_cpu_share for block in found] == [pytest.approx(0.45), pytest.approx(0.4)]
+    summaries = summarise_blocks([StoredBlock(each, workload, None) for each in (record, shared)])
+    assert [block.generator_cpu_share for block in summaries] == [pytest.approx(0.45), pytest.approx(0.4)]

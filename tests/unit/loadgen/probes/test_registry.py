@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,12 +11,12 @@ import msgspec
 import pytest
 
 from loadgen.probes import registry
-from loadgen.records.run import Experiment
+from loadgen.records.run import Experiment, Record
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.run.context import RunContext
-from loadgen.run.storage import RunStore
-from loadgen.verdict.result import ResultError, analyse, encode_result, read_result
+from loadgen.run.storage import RunStore, StoredRunError
+from loadgen.verdict.result import analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.probes.toy_probe import TemperatureFound
 
@@ -70,8 +71,21 @@ def test_a_result_with_a_finding_that_nobody_knows_is_refused(tmp_path: Path) ->
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
     path = tmp_path / "result.json"
     path.write_bytes(encode_result(msgspec.structs.replace(result, studies={"temperature": TemperatureFound()})))
-    with pytest.raises(ResultError, match="there is no study 'temperature'"):
+    with pytest.raises(StoredRunError, match="there is no study 'temperature'"):
         read_result(path)
+
+
+def test_every_file_of_records_is_of_one_probe_or_of_the_run_itself() -> None:
+    def below(kind: type[Record]) -> Iterator[type[Record]]:
+        for inner in kind.__subclasses__():
+            yield inner
+            yield from below(inner)
+
+    stored = [kind for probe in registry.probes() for kind in probe.records]
+    rooms = ("loadgen.probes.", "loadgen.records.probes")
+    with_file = {kind for kind in below(Record) if hasattr(kind, "FILE") and kind.__module__.startswith(rooms)}
+    assert with_file <= set(stored)
+    assert len({kind.FILE for kind in stored}) == len(stored)
 
 
 def test_every_probe_is_in_the_registry() -> None:

@@ -45,6 +45,7 @@ def temperature(result: Result) -> doc.Section | None:
 PROBE = Probe(
     wanted=lambda experiment: experiment.preset == "quick",
     measure=measure,
+    records=(Temperature,),
     finding=TemperatureFound,
     analyse=analyse,
     sections={"Detail": (temperature,)},

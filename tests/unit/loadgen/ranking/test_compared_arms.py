@@ -60,14 +60,14 @@ def test_a_rate_search_gives_the_cost_at_the_rate_that_held() -> None:
         label = "a" if option.name.startswith("native") else "b"
         points = {point.name: point for point in option.points}
         for workload in slo:
-            found = [
+            rates = [
                 r.rate_per_s
                 for r in result.of(RatesFound).rates
                 if (r.workload, r.label) == (workload.name, label) and r.rate_per_s
             ]
             rate = points[workload.name].items_per_second
-            assert rate.value == pytest.approx(geometric_mean(found))
-            assert (rate.low, rate.high) == interval_of_mean(found)
+            assert rate.value == pytest.approx(geometric_mean(rates))
+            assert (rate.low, rate.high) == interval_of_mean(rates)
             latency = points[workload.name].latency_ms
             assert latency is not None
             assert latency.value <= (workload.latency_bound_ms or 0.0)
@@ -83,27 +83,29 @@ def test_a_rate_search_gives_the_cost_at_the_rate_that_held() -> None:
 
 def test_an_invalid_comparison_is_not_ranked() -> None:
     result = read_result(RESULTS / "2026-11-20-h200/grpc-fp32/result.json")
-    found = rank([from_result("r", result)], [])
-    assert found.groups == ()
-    (left,) = found.left_out
+    ranking = rank([from_result("r", result)], [])
+    assert ranking.groups == ()
+    (left,) = ranking.left_out
     assert "it is INVALID: In batched(64), Arm A is INCONCLUSIVE (low_duty)" in left.reason
 
 
 def test_an_invalid_scenario_is_not_ranked(resnet: Result) -> None:
     comparisons = tuple(
-        msgspec.structs.replace(one, verdict="invalid") if one.scenario == "concurrent(64)" else one
-        for one in resnet.comparisons
+        msgspec.structs.replace(comparison, verdict="invalid")
+        if comparison.scenario == "concurrent(64)"
+        else comparison
+        for comparison in resnet.comparisons
     )
     read = from_result("r", msgspec.structs.replace(resnet, comparisons=comparisons))
-    assert all("concurrent(64)" not in {p.name for p in one.points} for one in read.candidates)
-    assert {one.reason for one in read.left_out} == {"a check that covers it failed"}
+    assert all("concurrent(64)" not in {p.name for p in candidate.points} for candidate in read.candidates)
+    assert {omission.reason for omission in read.left_out} == {"a check that covers it failed"}
 
 
 def test_a_server_on_another_machine_is_not_ranked(resnet: Result) -> None:
     a, b = resnet.arms
     away = msgspec.structs.replace(b, launched=False, url="http://gpu-box:8000")
     read = from_result("r", msgspec.structs.replace(resnet, arms=(a, away)))
-    assert [one.name for one in read.candidates] == ["native torch fp16 (graph)"]
+    assert [candidate.name for candidate in read.candidates] == ["native torch fp16 (graph)"]
     assert "this server ran on another one" in read.left_out[0].reason
     here = msgspec.structs.replace(b, launched=False, url="http://127.0.0.1:8000")
     assert len(from_result("r", msgspec.structs.replace(resnet, arms=(a, here))).candidates) == 2
@@ -112,20 +114,20 @@ def test_a_server_on_another_machine_is_not_ranked(resnet: Result) -> None:
 def test_arms_of_different_precisions_are_in_different_tables(resnet: Result) -> None:
     a, b = resnet.arms
     other = msgspec.structs.replace(b, in_effect={**b.in_effect, "precision": "fp32"})
-    found = rank([from_result("r", msgspec.structs.replace(resnet, arms=(a, other)))], [])
-    assert [group.work.precision for group in found.groups] == ["fp16", "fp32"]
+    ranking = rank([from_result("r", msgspec.structs.replace(resnet, arms=(a, other)))], [])
+    assert [group.work.precision for group in ranking.groups] == ["fp16", "fp32"]
     silent = {name: value for name, value in b.in_effect.items() if name != "precision"}
     unknown = msgspec.structs.replace(b, in_effect=silent)
-    found = rank([from_result("r", msgspec.structs.replace(resnet, arms=(a, unknown)))], [])
-    assert [group.work.precision for group in found.groups] == ["fp16", "not reported"]
+    ranking = rank([from_result("r", msgspec.structs.replace(resnet, arms=(a, unknown)))], [])
+    assert [group.work.precision for group in ranking.groups] == ["fp16", "not reported"]
 
 
 def test_lengths_of_sequences_are_kept_apart() -> None:
     result = read_result(RESULTS / "2026-11-22-h200-models/bert-base-lengths/result.json")
-    found = rank([from_result("r", result)], [])
+    ranking = rank([from_result("r", result)], [])
     lengths = {str(length) for length in result.experiment.lengths}
-    assert lengths <= {group.work.length for group in found.groups}
-    for group in found.groups:
+    assert lengths <= {group.work.length for group in ranking.groups}
+    for group in ranking.groups:
         if group.work.length in lengths:
             names = {point.name for option in group.options for point in option.points}
             assert all(f"length {group.work.length}" in name for name in names)

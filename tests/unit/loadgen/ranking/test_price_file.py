@@ -71,7 +71,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_examples_are_dated_and_have_a_source() -> None:
-    found = read_prices(EXAMPLES)
-    assert {price.kind for price in found} == {"on-demand", "spot", "reserved"}
-    assert all(price.source.startswith("https://") for price in found)
+    prices = read_prices(EXAMPLES)
+    assert {price.kind for price in prices} == {"on-demand", "spot", "reserved"}
+    assert all(price.source.startswith("https://") for price in prices)
     assert "EXAMPLES, not offers" in EXAMPLES.read_text().splitlines()[0]

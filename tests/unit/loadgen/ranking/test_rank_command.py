@@ -38,12 +38,12 @@ def _no_summary(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*arguments: object) -> Result:
     app = typer.Typer()
     app.command()(rank)
-    return CliRunner().invoke(app, [str(one) for one in arguments])
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def write(folder: Path, found: Matrix) -> Path:
+def write(folder: Path, analysed: Matrix) -> Path:
     folder.mkdir(parents=True)
-    (folder / "matrix.json").write_bytes(msgspec.json.encode(found))
+    (folder / "matrix.json").write_bytes(msgspec.json.encode(analysed))
     return folder
 
 
@@ -198,7 +198,7 @@ def test_cells_that_name_no_configuration_do_not_crash(tmp_path: Path) -> None:
 def test_wrong_options(arguments: list[str], message: str, two: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     places: dict[str, Any] = {"empty": tmp_path / "empty", "cpu": two[0]}
-    result = run(*(one.format(**places) for one in arguments))
+    result = run(*(argument.format(**places) for argument in arguments))
     assert result.exit_code == 2
     assert message in result.stderr
 

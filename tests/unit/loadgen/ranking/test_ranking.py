@@ -71,14 +71,14 @@ def test_the_highest_throughput_comes_first_at_its_best_batch() -> None:
 def test_different_work_is_never_in_one_table(changes: dict[str, Any], weights: str) -> None:
     first = read("a", [configuration()], [cell(0, 100)])
     second = read("b", [configuration(**changes)], [cell(0, 200)], weights=weights)
-    found = rank([first, second], [])
-    assert [len(group.options) for group in found.groups] == [1, 1]
-    assert all(option.throughput_rank == 1 for group in found.groups for option in group.options)
+    ranking = rank([first, second], [])
+    assert [len(group.options) for group in ranking.groups] == [1, 1]
+    assert all(option.throughput_rank == 1 for group in ranking.groups for option in group.options)
 
 
 def test_different_lengths_are_different_work() -> None:
-    found = rank([read("a", [configuration()], [cell(0, 100, length=64), cell(0, 50, length=128)])], [])
-    assert [(group.work.length, group.options[0].point.items_per_second.value) for group in found.groups] == [
+    ranking = rank([read("a", [configuration()], [cell(0, 100, length=64), cell(0, 50, length=128)])], [])
+    assert [(group.work.length, group.options[0].point.items_per_second.value) for group in ranking.groups] == [
         ("128", 50),
         ("64", 100),
     ]
@@ -86,9 +86,9 @@ def test_different_lengths_are_different_work() -> None:
 
 def test_only_the_model_and_precision_asked_for_are_ranked() -> None:
     both = [configuration(), configuration(precision="bf16")]
-    found = rank([read("a", both, [cell(0, 1), cell(1, 2)])], [], precision="bf16")
-    assert [group.work.precision for group in found.groups] == ["bf16"]
-    assert [one.reason for one in found.left_out] == ["--precision asks for bf16, and this is fp32"]
+    ranking = rank([read("a", both, [cell(0, 1), cell(1, 2)])], [], precision="bf16")
+    assert [group.work.precision for group in ranking.groups] == ["bf16"]
+    assert [omission.reason for omission in ranking.left_out] == ["--precision asks for bf16, and this is fp32"]
     assert rank([read("a", both, [cell(0, 1)])], [], model="x").groups == ()
 
 
@@ -100,10 +100,10 @@ def test_what_is_excluded_is_not_ranked_and_named() -> None:
     ]
     refused = RefusedCombination(configuration=configuration("jax"), reason="jax is not installed")
     two = [configuration(), configuration("openvino")]
-    found = rank([read("a", two, cells, refused=[refused], errors={1: ("openvino crashed",)})], [])
-    ((option,),) = [group.options for group in found.groups]
+    ranking = rank([read("a", two, cells, refused=[refused], errors={1: ("openvino crashed",)})], [])
+    ((option,),) = [group.options for group in ranking.groups]
     assert option.point.name == "batch 1"
-    assert {one.reason for one in found.left_out} == {
+    assert {omission.reason for omission in ranking.left_out} == {
         "cosine 0.7 is below 0.999", "other answers", "jax is not installed", "openvino crashed",
     }  # fmt: skip
 
@@ -118,17 +118,17 @@ def test_machines_are_told_apart_by_what_they_are() -> None:
         environment(gpus=["NVIDIA H200"] * 2),
         environment(gpus=["NVIDIA L4"]),
     ]
-    found = join_machines([RankInput(f"r{n}", one, (), ()) for n, one in enumerate(machines)])
-    assert len({one.id for one in found}) == len({one.name for one in found}) == len(machines)
-    assert [one.name for one in found][:3] == ["4 cores (1)", "8 cores", "4 cores (2)"]
-    assert found[5].name == "2 × H200, 4 cores"
+    joined = join_machines([RankInput(f"r{n}", machine, (), ()) for n, machine in enumerate(machines)])
+    assert len({machine.id for machine in joined}) == len({machine.name for machine in joined}) == len(machines)
+    assert [machine.name for machine in joined][:3] == ["4 cores (1)", "8 cores", "4 cores (2)"]
+    assert joined[5].name == "2 × H200, 4 cores"
 
 
 def test_two_results_of_one_machine_join_and_differences_are_named() -> None:
     again = environment({"cpu_count": 16, "kernel": "6.2"}, ["NVIDIA H200"], uuid="GPU-9")
-    (found,) = join_machines([RankInput("a", H200, (), ()), RankInput("b", again, (), ())])
-    assert found.results == ("a", "b")
-    assert found.notes == (
+    (joined,) = join_machines([RankInput("a", H200, (), ()), RankInput("b", again, (), ())])
+    assert joined.results == ("a", "b")
+    assert joined.notes == (
         "the results have different kernels: 6.1, 6.2",
         "the results come from 2 machines of this kind, told apart by their GPUs",
     )
@@ -137,19 +137,19 @@ def test_two_results_of_one_machine_join_and_differences_are_named() -> None:
 
 
 def test_cost_per_million_items() -> None:
-    found = cost_per_million(3.6, Estimate(value=1000.0, low=500.0, high=2000.0))
-    assert (found.value, found.low, found.high) == pytest.approx((1.0, 0.5, 2.0))
+    cost = cost_per_million(3.6, Estimate(value=1000.0, low=500.0, high=2000.0))
+    assert (cost.value, cost.low, cost.high) == pytest.approx((1.0, 0.5, 2.0))
     assert cost_per_million(3.6, Estimate(value=1000.0)).low is None
     assert cost_per_million(3.6, Estimate(value=10.0, low=-1.0, high=20.0)).high is None
 
 
 @given(st.floats(1e-3, 1e4), st.floats(1e-2, 1e7), st.floats(0.0, 0.9))
 def test_the_interval_of_a_cost_holds_its_value(amount: float, rate: float, spread: float) -> None:
-    found = cost_per_million(amount, Estimate(value=rate, low=rate * (1 - spread), high=rate * (1 + spread)))
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low <= found.value <= found.high
-    assert math.isclose(found.value * rate * 3600 / 1e6, amount, rel_tol=1e-9)
+    cost = cost_per_million(amount, Estimate(value=rate, low=rate * (1 - spread), high=rate * (1 + spread)))
+    assert cost.low is not None
+    assert cost.high is not None
+    assert cost.low <= cost.value <= cost.high
+    assert math.isclose(cost.value * rate * 3600 / 1e6, amount, rel_tol=1e-9)
 
 
 POINTS = st.lists(st.tuples(st.integers(0, 8).map(float), st.integers(0, 8).map(float)), max_size=30)
@@ -157,10 +157,10 @@ POINTS = st.lists(st.tuples(st.integers(0, 8).map(float), st.integers(0, 8).map(
 
 @given(POINTS)
 def test_the_front_is_what_nothing_beats(points: list[tuple[float, float]]) -> None:
-    def beaten(one: tuple[float, float]) -> bool:
-        return any(o[0] <= one[0] and o[1] <= one[1] and o != one for o in points)
+    def beaten(point: tuple[float, float]) -> bool:
+        return any(o[0] <= point[0] and o[1] <= point[1] and o != point for o in points)
 
-    assert pareto_front(points) == {place for place, one in enumerate(points) if not beaten(one)}
+    assert pareto_front(points) == {place for place, point in enumerate(points) if not beaten(point)}
 
 
 def test_costs_of_two_machines_and_the_front() -> None:
@@ -170,8 +170,8 @@ def test_costs_of_two_machines_and_the_front() -> None:
         read("gpu", [gpu], [cell(0, 1000, 1), cell(0, 20_000, 32)], machine=H200),
     ]
     prices = [price(0.36), price(7.2, PriceMatch(gpu="h200", gpu_count=1)), price(9.0, PriceMatch(gpu="H200"))]
-    found = rank(reads, prices)
-    by_name = options(found.groups)
+    ranking = rank(reads, prices)
+    by_name = options(ranking.groups)
     cpu, gpu_option = by_name["torch/eager CPU, 2 threads"], by_name["torch/graph"]
     assert (cpu.costs[0].full.value, gpu_option.costs[0].full.value) == pytest.approx((1.0, 0.1))
     assert gpu_option.costs[0].price.price_per_hour == 7.2
@@ -186,30 +186,30 @@ def test_currencies_are_never_mixed() -> None:
         read("cpu", [configuration()], [cell(0, 100)]),
         read("gpu", [configuration(device="cuda:0", threads=None)], [cell(0, 1000)], machine=H200),
     ]
-    found = rank(reads, [price(1.0, currency="EUR"), price(900.0, PriceMatch(gpu="H200"))])
-    costs = [cost for option in options(found.groups).values() for cost in option.costs]
+    ranking = rank(reads, [price(1.0, currency="EUR"), price(900.0, PriceMatch(gpu="H200"))])
+    costs = [cost for option in options(ranking.groups).values() for cost in option.costs]
     assert [(cost.price.currency, cost.rank) for cost in costs] == [("USD", 1), ("EUR", 1)]
     assert all(cost.front == (0,) for cost in costs)
 
 
 def test_a_price_in_two_currencies_gives_two_costs() -> None:
-    found = rank([read("cpu", [configuration()], [cell(0, 100)])], [price(1.0), price(2.0, currency="EUR")])
-    (option,) = options(found.groups).values()
+    ranking = rank([read("cpu", [configuration()], [cell(0, 100)])], [price(1.0), price(2.0, currency="EUR")])
+    (option,) = options(ranking.groups).values()
     assert [(cost.price.currency, cost.price.price_per_hour) for cost in option.costs] == [("EUR", 2.0), ("USD", 1.0)]
 
 
 @pytest.mark.parametrize(("kind", "amount"), [("on-demand", 3.0), ("spot", 1.0), ("reserved", 2.0)])
 def test_the_kind_of_price_is_the_one_asked_for(kind: Any, amount: float) -> None:
     prices = [price(3.0), price(1.0, kind="spot"), price(2.0, kind="reserved")]
-    found = rank([read("cpu", [configuration()], [cell(0, 100)])], prices, kind)
-    ((cost,),) = [option.costs for option in options(found.groups).values()]
+    ranking = rank([read("cpu", [configuration()], [cell(0, 100)])], prices, kind)
+    ((cost,),) = [option.costs for option in options(ranking.groups).values()]
     assert cost.price.price_per_hour == amount
-    assert len(found.machines[0].prices) == 3
+    assert len(ranking.machines[0].prices) == 3
 
 
 def test_a_machine_without_a_price_has_no_cost() -> None:
-    found = rank([read("cpu", [configuration()], [cell(0, 100)])], [price(1.0, PriceMatch(gpu="H200"))])
-    ((option,),) = [group.options for group in found.groups]
+    ranking = rank([read("cpu", [configuration()], [cell(0, 100)])], [price(1.0, PriceMatch(gpu="H200"))])
+    ((option,),) = [group.options for group in ranking.groups]
     assert option.costs == ()
 
 
@@ -247,8 +247,8 @@ def test_the_best_point_is_the_one_with_the_highest_throughput_whatever_its_kind
     (candidate,) = read("r", [configuration()], [cell(0, 100)]).candidates
     for kind in ("closed", "open", "slo"):
         faster = replace(candidate.points[0], name="x", kind=kind, items_per_second=Estimate(value=500.0))
-        found = RankInput("r", environment(), (replace(candidate, points=(*candidate.points, faster)),), ())
-        ((option,),) = [group.options for group in rank([found], []).groups]
+        given = RankInput("r", environment(), (replace(candidate, points=(*candidate.points, faster)),), ())
+        ((option,),) = [group.options for group in rank([given], []).groups]
         assert option.point.name == "x"
         assert (option.slo is not None) == (kind == "slo")
 
@@ -257,13 +257,13 @@ def test_an_option_that_could_only_be_timed_with_copies_says_so() -> None:
     gpu = [configuration(device="cuda:0", threads=None), configuration("onnxruntime", mode="session", device="cuda:0")]
     copied = cell(1, 100)
     cells = [cell(0, 200), replace(copied, call_ns=copied.latency_ns)]
-    found = options(rank([read("r", gpu, cells, H200)], []).groups)
-    assert [name.endswith("(with copies)") for name in found] == [False, True]
+    option = options(rank([read("r", gpu, cells, H200)], []).groups)
+    assert [name.endswith("(with copies)") for name in option] == [False, True]
 
 
 def test_a_matrix_that_did_not_finish_says_so_and_payloads_are_kept_apart() -> None:
     whole = matrix([configuration()], [cell(0, 100)])
     bytes_ = replace(whole, plan=replace(whole.plan, settings={**whole.plan.settings, "payload": "uint8"}), state=None)
-    found = rank([from_matrix("a", whole), from_matrix("b", bytes_)], [])
-    assert sorted(str(group.work.payload) for group in found.groups) == ["None", "uint8"]
-    assert [one.result for one in found.left_out if "did not finish" in one.reason] == ["b"]
+    ranking = rank([from_matrix("a", whole), from_matrix("b", bytes_)], [])
+    assert sorted(str(group.work.payload) for group in ranking.groups) == ["None", "uint8"]
+    assert [omission.result for omission in ranking.left_out if "did not finish" in omission.reason] == ["b"]

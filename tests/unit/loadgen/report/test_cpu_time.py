@@ -12,14 +12,14 @@ from loadgen.report.sections.comparisons import comparisons
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, workloads, write_run
 
-LOADS = tuple(one for one in workloads(2, 60) if one.name in ("single", "concurrent(16)"))
+LOADS = tuple(workload for workload in workloads(2, 60) if workload.name in ("single", "concurrent(16)"))
 
 
 def cpu_table(result: Result) -> doc.Table | None:
     section = comparisons(result)
     assert section is not None
-    found = [one for one in section.blocks if isinstance(one, doc.Table) and one.title.startswith("CPU time")]
-    return found[0] if found else None
+    tables = [block for block in section.blocks if isinstance(block, doc.Table) and block.title.startswith("CPU time")]
+    return tables[0] if tables else None
 
 
 def run(directory: Path, cpu_ms: dict[str, float | None], device: str = "cpu") -> Result:
@@ -36,7 +36,7 @@ def run(directory: Path, cpu_ms: dict[str, float | None], device: str = "cpu") -
 
 def test_it_is_the_mean_over_all_requests_of_the_blocks(tmp_path: Path) -> None:
     result = run(tmp_path, {"a": 110.0, "b": 158.0})
-    assert [one.server_cpu_ms for one in result.summaries] == pytest.approx([110.0, 158.0] * 2)
+    assert [summary.server_cpu_ms for summary in result.summaries] == pytest.approx([110.0, 158.0] * 2)
     table = cpu_table(result)
     assert table is not None
     assert [column.title for column in table.columns] == ["scenario", "A, ms", "B, ms"]

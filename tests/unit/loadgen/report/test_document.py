@@ -30,7 +30,7 @@ def birds(result: Result) -> doc.Section | None:
         (*doc.names("bird"), *doc.numbers("seen")),
         [("heron", seen)],
         name="birds",
-        outcomes=[doc.RowOutcome("passed")],
+        outcomes=[("passed", "")],
     )
     return doc.section("Birds", table)
 
@@ -77,7 +77,7 @@ def test_each_format_gets_its_own_blocks_and_columns() -> None:
     )
     section = doc.section("s", table, doc.Text("on a page", on=doc.PAGES), doc.Fold("f", (doc.Text("folded"),)))
     assert section is not None
-    document = doc.Document("d", (doc.Chapter("", (section,)),))
+    document = doc.Document("d", {"": [section]})
     assert [text in printed(document) for text in ("on a page", "folded", "nowhere")] == [False] * 3
     text, page = render_markdown(document), render_html(document)
     assert "| a | b |" in text
@@ -90,13 +90,13 @@ def test_csv_has_every_column_also_without_a_value_and_its_headings_without_a_ro
     for rows, lines in (([("1", None)], ["run,a,b", ",1,"]), ([], ["run,a,b"])):
         section = doc.section("s", doc.Table(doc.names("a", "b"), rows, name="t", on=doc.CSV))
         assert section is not None
-        document = doc.Document("d", (doc.Chapter("", (section,)),))
+        document = doc.Document("d", {"": [section]})
         assert render_csv({"": document}, "t").splitlines() == lines
 
 
 def test_rows_that_belong_together_say_so_once(tmp_path: Path) -> None:
     table = doc.Table(doc.names("a", "b"), [("x", "1"), ("x", "2"), ("y", "3")], grouped=True)
-    document = doc.Document("d", (doc.Chapter("", (doc.Section("s", (table,)),)),))
+    document = doc.Document("d", {"": [doc.Section("s", (table,))]})
     assert printed(document).count("x") == 1
     assert render_markdown(document).count("x") == 2, "each row stands alone"
     assert render_html(document).count('<tr class="again">') == 1

@@ -61,8 +61,8 @@ def test_a_row_a_scenario_with_its_interval_on_the_better_arms_side(result: Resu
 def test_an_interval_that_is_much_wider_than_the_differences_is_cut_and_does_not_squeeze_the_others(
     result: Result,
 ) -> None:
-    one, *others = [c for c in result.comparisons if c.leading]
-    wide = msgspec.structs.replace(one, ratio=1.1, ci95=(1e-6, 1e6))
+    comparison, *others = [c for c in result.comparisons if c.leading]
+    wide = msgspec.structs.replace(comparison, ratio=1.1, ci95=(1e-6, 1e6))
     rows = table(msgspec.structs.replace(result, comparisons=(wide, *others))).rows
     strips = [strip_of(row) for row in rows]
     assert (strips[0].low, strips[0].high) == (-1.0, 1.0)
@@ -86,7 +86,7 @@ def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, resu
 def test_without_reasons_the_panel_names_the_scenario_and_links_to_a_latency_breakdown_that_the_page_has(
     result: Result,
 ) -> None:
-    silent = tuple(msgspec.structs.replace(one, reasons=()) for one in result.verdict.scenarios)
+    silent = tuple(msgspec.structs.replace(scenario, reasons=()) for scenario in result.verdict.scenarios)
     verdict = msgspec.structs.replace(result.verdict, scenarios=silent)
     for stages in (result.stages, ()):
         section = brief_why(msgspec.structs.replace(result, verdict=verdict, stages=stages))
@@ -94,7 +94,7 @@ def test_without_reasons_the_panel_names_the_scenario_and_links_to_a_latency_bre
         text, *links = section.blocks
         assert isinstance(text, Text)
         assert text.text == f"No measurement explains a difference in {result.verdict.main_scenario}."
-        assert [one for one in links if isinstance(one, Link)] == (
+        assert [link for link in links if isinstance(link, Link)] == (
             [Link("The latency breakdown", "#why", on=HTML)] if stages else []
         )
 
@@ -131,7 +131,9 @@ def test_the_second_line_names_the_inputs_and_what_shares_a_batch(
 ) -> None:
     assert result.environment is not None
     environment = msgspec.structs.replace(result.environment, inputs=inputs)
-    workloads = tuple(msgspec.structs.replace(one, sequence_length=length) for one in result.experiment.workloads)
+    workloads = tuple(
+        msgspec.structs.replace(workload, sequence_length=length) for workload in result.experiment.workloads
+    )
     changed = msgspec.structs.replace(
         result, environment=environment, experiment=msgspec.structs.replace(result.experiment, workloads=workloads)
     )

@@ -43,14 +43,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         "errors": Plan(pairs=3, requests=60, failing_block=3),
         "killed": Plan(pairs=3, requests=60, state="running", cut_after=20),
     }
-    found = {}
+    analysed = {}
     for name, plan in plans.items():
         path = write_run(folder / name, plan) / "experiment.json"
         document = msgspec.json.decode(path.read_bytes())
         document["settings"] = {"fail_if": ["b.p50 > 1", "b.p50 > 1e9", "single: b.p99 > 1"]}
         path.write_bytes(msgspec.json.encode(document))
-        found[name] = analyse(path.parent)
-    return found
+        analysed[name] = analyse(path.parent)
+    return analysed
 
 
 def parsed(text: str, *, timestamp: bool = True) -> ET.Element:
@@ -82,9 +82,9 @@ def test_a_valid_run_fails_nowhere_but_in_its_thresholds(results: dict[str, Resu
     root = parsed(render_junit({"": result_document(results["valid"])}))
     assert failures(root, "checks") == {}
     assert failures(root, "comparisons") == {}
-    found = failures(root, "thresholds")
-    assert set(found) == {"fail if b.p50 > 1 [concurrent(16)]", "fail if single: b.p99 > 1 [single]"}
-    assert "b.p99 could not be measured" in found["fail if single: b.p99 > 1 [single]"]
+    failures_found = failures(root, "thresholds")
+    assert set(failures_found) == {"fail if b.p50 > 1 [concurrent(16)]", "fail if single: b.p99 > 1 [single]"}
+    assert "b.p99 could not be measured" in failures_found["fail if single: b.p99 > 1 [single]"]
     skipped = root.find("testsuite[@name='abserve.comparisons']/testcase[@name='p99 latency [single]']/skipped")
     assert skipped is not None
     assert "needs 662 samples" in skipped.attrib["message"]
@@ -109,10 +109,8 @@ def test_the_runs_of_a_matrix_are_suites_of_one_file_and_one_that_stored_nothing
 
 
 def test_what_xml_cannot_hold_is_replaced() -> None:
-    table = doc.Table(
-        doc.names("name", "text"), [("a", "a\x00b\x1b[31m\ud800 é <&>")], "t", outcomes=[doc.RowOutcome("passed")]
-    )
-    document = doc.Document("", (doc.Chapter("", (doc.Section("", (table,)),)),))
+    table = doc.Table(doc.names("name", "text"), [("a", "a\x00b\x1b[31m\ud800 é <&>")], "t", outcomes=[("passed", "")])
+    document = doc.Document("", {"": [doc.Section("", (table,))]})
     (shown,) = parsed(render_junit({"": document}), timestamp=False).iter("system-out")
     assert shown.text == "a�b�[31m� é <&>"
 
@@ -121,10 +119,14 @@ def test_csv_has_every_comparison_and_every_block_in_full_precision(results: dic
     result = results["valid"]
     rows = list(csv.DictReader(io.StringIO(formats(result)["csv"]())))
     assert [(row["scenario"], row["metric"]) for row in rows] == [(c.scenario, c.metric) for c in result.comparisons]
-    for row, one in zip(rows, result.comparisons, strict=True):
-        assert (float(row["ratio"]) if row["ratio"] else None) == one.ratio
-        assert (row["ci95_low"] == "") == (one.ci95 is None)
-        assert (row["baseline"], row["arm"], row["verdict"]) == (one.baseline, one.arm, one.verdict)
+    for row, comparison in zip(rows, result.comparisons, strict=True):
+        assert (float(row["ratio"]) if row["ratio"] else None) == comparison.ratio
+        assert (row["ci95_low"] == "") == (comparison.ci95 is None)
+        assert (row["baseline"], row["arm"], row["verdict"]) == (
+            comparison.baseline,
+            comparison.arm,
+            comparison.verdict,
+        )
     blocks = list(csv.DictReader(io.StringIO(formats(result)["csv-blocks"]())))
     assert [int(row["index"]) for row in blocks] == [block.index for block in result.blocks]
     assert [float(row["throughput_per_s"]) for row in blocks] == [block.throughput_per_s for block in result.blocks]

@@ -11,7 +11,7 @@ import pytest
 from loadgen.conformance.records import CaseResult, CaseVerdict, ConformanceReport
 from loadgen.conformance.runner import markdown, print_report
 from loadgen.report.charts import label_text
-from loadgen.report.document import Chapter, Document, Section, Table, names
+from loadgen.report.document import Document, Section, Table, names
 from loadgen.report.renderers.markdown import escape, fenced
 from loadgen.report.renderers.tables import render_csv
 from loadgen.report.renderers.terminal import make_console
@@ -23,9 +23,9 @@ from tests.hostile_names import HOSTILE, check_reports
 def spoilt(value: object, words: tuple[str, ...]) -> object:
     """With the hostile name in place of these texts and of all that begin with one of them."""
     if isinstance(value, dict):
-        return {key: spoilt(one, words) for key, one in value.items()}
+        return {key: spoilt(child, words) for key, child in value.items()}
     if isinstance(value, list):
-        return [spoilt(one, words) for one in value]
+        return [spoilt(part, words) for part in value]
     return HOSTILE if isinstance(value, str) and value.startswith(words) else value
 
 
@@ -71,7 +71,7 @@ def test_a_fence_is_longer_than_what_would_end_it() -> None:
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@x", " =1", "\t=1", "\n=1", "\N{FULLWIDTH EQUALS SIGN}1"])
 def test_a_formula_is_text_in_csv(text: str) -> None:
     table = Table(names("reason"), [[text]], name="reasons")
-    document = Document("", (Chapter("", (Section("", (table,)),)),))
+    document = Document("", {"": [Section("", (table,))]})
     assert render_csv({"": document}, "reasons").splitlines()[1].rpartition(",")[2].lstrip('"').startswith("'")
 
 

@@ -31,18 +31,18 @@ def summaries(run: StoredRun) -> tuple[BlockSummary, ...]:
 
 def test_after_the_last_pair_it_shows_what_the_result_says(run: StoredRun) -> None:
     live = LiveRatios(run.experiment)
-    found = [live.add(summary) for summary in summaries(run)]
-    assert [len(one) for one in found] == [0, 1] * (len(found) // 2)
+    completed = [live.add(summary) for summary in summaries(run)]
+    assert [len(ratios) for ratios in completed] == [0, 1] * (len(completed) // 2)
     final = {c.scenario: c for c in analyse(run.directory).comparisons if c.leading}
-    assert [one.workload for one in live.latest] == [workload.name for workload in run.experiment.workloads[1:]]
-    for one in live.latest:
-        assert (one.ratio, one.ci95) == (final[one.workload].ratio, final[one.workload].ci95)
-        assert (one.pairs, one.planned) == (3, 3)
+    assert [ratio.workload for ratio in live.latest] == [workload.name for workload in run.experiment.workloads[1:]]
+    for ratio in live.latest:
+        assert (ratio.ratio, ratio.ci95) == (final[ratio.workload].ratio, final[ratio.workload].ci95)
+        assert (ratio.pairs, ratio.planned) == (3, 3)
 
 
 def test_one_pair_has_a_ratio_and_says_why_there_is_no_interval(run: StoredRun) -> None:
     live = LiveRatios(run.experiment)
-    single = [one for one in summaries(run) if one.workload == "single" and one.round == 0]
+    single = [summary for summary in summaries(run) if summary.workload == "single" and summary.round == 0]
     (first,) = [live.add(summary) for summary in single][-1]
     assert first.ratio is not None
     assert first.ci95 is None
@@ -52,20 +52,20 @@ def test_one_pair_has_a_ratio_and_says_why_there_is_no_interval(run: StoredRun) 
 def test_a_block_that_cannot_be_read_or_is_of_no_workload_is_left_out(run: StoredRun) -> None:
     live = LiveRatios(run.experiment)
     stored = [block for block in run.blocks if block.record.workload == "single" and block.record.round == 0]
-    one, other = summarise_blocks(stored)
+    known, other = summarise_blocks(stored)
     (unread,) = summarise_blocks([replace(stored[0], stored=None, problem="its samples are gone")])
-    assert live.add(msgspec.structs.replace(one, workload="ramp(1)")) == []
-    assert live.add(msgspec.structs.replace(one, complete=False)) == []
+    assert live.add(msgspec.structs.replace(known, workload="ramp(1)")) == []
+    assert live.add(msgspec.structs.replace(known, complete=False)) == []
     assert live.add(unread) == []
     assert live.add(other) == [], "alone, it is no pair"
-    (standing,) = live.add(one)
+    (standing,) = live.add(known)
     assert standing.pairs == 1
 
 
 def test_the_track_puts_one_in_the_middle_and_keeps_to_its_width() -> None:
     def line(ratio: float | None, ci95: tuple[float, float] | None) -> str:
-        one = LiveRatio("single", "a", "b", "throughput", 2, 4, ratio, ci95, None)
-        return track_of(one, 21, math.log(2.0)).plain
+        live_ratio = LiveRatio("single", "a", "b", "throughput", 2, 4, ratio, ci95, None)
+        return track_of(live_ratio, 21, math.log(2.0)).plain
 
     assert line(None, None) == " " * 10 + "│" + " " * 10
     assert line(1.0, (0.9, 1.1)).strip().strip("─") == "●"
@@ -104,7 +104,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
 def test_the_speed_of_a_block_is_that_of_the_result(run: StoredRun) -> None:
     """Its window includes the cool-down, whose requests are not among those counted, so counting them over it showed
     up to a quarter too little."""
-    block = next(one for one in run.blocks if one.record.workload == "concurrent(16)")
+    block = next(block for block in run.blocks if block.record.workload == "concurrent(16)")
     (summary,) = summarise_blocks([block])
     logged = io.StringIO()
     with RichProgress(Console(file=logged, width=120)) as progress:

@@ -40,8 +40,8 @@ NAMES = {"a": "torch", "b": "triton", "c": "torch-compiled", "d": "torch-again"}
 def renamed(value: object) -> object:
     """Stored records whose arms have names of their own."""
     if isinstance(value, dict):
-        return {key: NAMES[one] if key == "label" else renamed(one) for key, one in value.items()}
-    return [renamed(one) for one in value] if isinstance(value, list) else value
+        return {key: NAMES[child] if key == "label" else renamed(child) for key, child in value.items()}
+    return [renamed(part) for part in value] if isinstance(value, list) else value
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_the_ranking_has_the_order_and_the_neighbours_and_no_comparison_is_hidde
     (table,) = tables(section)
     first, *others = workloads(table, "batched(1)", "throughput, images/s")
     assert first["best to worst"] == next(
-        one.words() for one in result.verdict.rankings if one.scenario == "batched(1)"
+        order.words() for order in result.verdict.rankings if order.scenario == "batched(1)"
     )
     assert first["best to worst"].startswith("C, then B, then ")
     assert (first["arms"], first["verdict"]) == ("C/B", "C faster")
@@ -100,7 +100,7 @@ def test_the_ranking_has_the_order_and_the_neighbours_and_no_comparison_is_hidde
     (rest,) = [block for block in fold.blocks if isinstance(block, doc.Table)]
     assert {doc.text_of(row[2]) for row in rest.rows} == {"C/B", "D/B", "D/C"}
     shown = len(tables(comparisons(result))[0].rows) + len(rest.rows)
-    assert shown == sum(one.ratio is not None for one in result.comparisons)
+    assert shown == sum(comparison.ratio is not None for comparison in result.comparisons)
 
 
 def test_two_arms_have_no_ranking(tmp_path: Path) -> None:
@@ -118,8 +118,11 @@ def test_every_interval_is_drawn_on_the_side_of_the_better_arm(result: Result) -
 def test_other_programs_are_told_which_arms_a_comparison_is_of(result: Result) -> None:
     known = formats(result)
     rows = list(csv.DictReader(io.StringIO(known["csv"]())))
-    found = [(row["scenario"], row["metric"], row["baseline"], row["arm"]) for row in rows]
-    assert found == [(one.scenario, one.metric, one.baseline, one.arm) for one in result.comparisons]
+    compared = [(row["scenario"], row["metric"], row["baseline"], row["arm"]) for row in rows]
+    assert compared == [
+        (comparison.scenario, comparison.metric, comparison.baseline, comparison.arm)
+        for comparison in result.comparisons
+    ]
     cases = ET.fromstring(known["junit"]()).findall("testsuite[@name='abserve.comparisons']/testcase")
     names = [case.attrib["name"] for case in cases]
     assert len(set(names)) == len(names) == len(result.comparisons)
@@ -143,15 +146,15 @@ def test_causes_are_told_for_each_arm(result: Result) -> None:
         name="transfer", title="payload transfer", difference_ms=3.0, ci95_ms=(2.0, 4.0), share=-0.5, found=True,
         effects=(effect,), untested=(),
     )  # fmt: skip
-    found = WorkloadCauses(
+    causes = WorkloadCauses(
         workload="single", baseline="a", arm="c", baseline_ms=15.0, arm_ms=9.0, difference_ms=-6.0,
         ci95_ms=(-7.0, -5.0),
         slower="a", ratio=1.67, causes=(cause,), unattributed_ms=-9.0, unattributed_ci95_ms=None,
         unattributed_share=1.5, sentence="A is slower.", notes=(),
     )  # fmt: skip
-    both = CausesFound(workloads=(found, msgspec.structs.replace(found, arm="d")))
+    both = CausesFound(workloads=(causes, msgspec.structs.replace(causes, arm="d")))
     explained = msgspec.structs.replace(result, studies={**result.studies, CausesFound.STUDY: both})
-    table = cause_table(explained, found)
+    table = cause_table(explained, causes)
     assert table.title == "Causes of the difference in single, C against A"
     assert [column.title for column in table.columns][1] == "C − A"
     assert table.rows[0][1] == "+3.00 ms"
@@ -200,7 +203,7 @@ def test_names_are_written_as_they_are_and_coloured_by_their_place(named: Result
 def test_a_run_shows_a_row_for_each_arm_while_it_goes_on(tmp_path: Path, width: int) -> None:
     run = read_run(write_run(tmp_path, PLAN))
     live = LiveRatios(run.experiment)
-    said = [ratio_line(one) for summary in summarise_blocks(run.blocks) for one in live.add(summary)]
+    said = [ratio_line(ratio) for summary in summarise_blocks(run.blocks) for ratio in live.add(summary)]
     assert (
         sum("C against A" in line and "after 4 of 4 pairs" in line for line in said)
         == len(run.experiment.workloads) - 1

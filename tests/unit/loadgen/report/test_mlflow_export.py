@@ -111,13 +111,13 @@ def test_every_figure_of_a_comparison_is_exported(monkeypatch: pytest.MonkeyPatc
     assert command == "compare"
     assert params["machine.gpus"] == "NVIDIA H200"
     assert params["machine.cpu_count"] == 16
-    ratios = {one.name: one.value for one in overall}
+    ratios = {name: value for name, value, _ in overall}
     assert ratios["valid"] == 1.0
     first = result.comparisons[0]
     assert ratios[f"ratio.{first.metric}.{first.scenario}.b_over_a"] == first.ratio
-    assert [one.params["label"] for one in nested] == ["a", "b"]
-    for one, label in zip(nested, "ab", strict=True):
-        values = {metric.name: metric.value for metric in one.metrics}
+    assert [about["label"] for _, about, _ in nested] == ["a", "b"]
+    for (_, _, metrics), label in zip(nested, "ab", strict=True):
+        values = {name: value for name, value, _ in metrics}
         for summary in (s for s in result.summaries if s.label == label):
             assert values[f"throughput_per_s.{summary.workload}"] == summary.throughput_per_s
             assert values[f"p99_ms.{summary.workload}"] == summary.latency.p99_ms
@@ -127,17 +127,17 @@ def test_every_figure_of_a_comparison_is_exported(monkeypatch: pytest.MonkeyPatc
 def test_every_cell_of_a_matrix_is_exported_by_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = written(monkeypatch)
     both = [configuration(), configuration("jax", precision="bf16")]
-    found = matrix(both, [cell(0, 100), cell(0, 300, 8, cosine_min=0.99), cell(1, 7, excluded="wrong")])
-    export_matrix("runs", found, Path("folder"))
+    measured = matrix(both, [cell(0, 100), cell(0, 300, 8, cosine_min=0.99), cell(1, 7, excluded="wrong")])
+    export_matrix("runs", measured, Path("folder"))
     ((_, command, _, params, _, _, nested),) = calls
     assert (command, params["baseline"], params["settings.rounds"]) == ("engines", "torch/eager", 5)
-    torch, jax = nested
-    assert jax.params["engine"] == "jax"
-    speeds = [(one.step, one.value) for one in torch.metrics if one.name == "items_per_second"]
+    (_, _, torch), (_, jax_params, jax) = nested
+    assert jax_params["engine"] == "jax"
+    speeds = [(step, value) for name, value, step in torch if name == "items_per_second"]
     assert speeds == [(1, 100), (8, 300)]
-    assert ("cosine_min", 0.99, 8) in torch.metrics
-    assert [one.value for one in jax.metrics if one.name == "ranked"] == [0.0]
-    assert {"items_per_second.low", "items_per_second.high"} <= {one.name for one in torch.metrics}
+    assert ("cosine_min", 0.99, 8) in torch
+    assert [value for name, value, _ in jax if name == "ranked"] == [0.0]
+    assert {"items_per_second.low", "items_per_second.high"} <= {name for name, _, _ in torch}
 
 
 @needs_mlflow
@@ -153,18 +153,18 @@ def test_a_real_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     uri = {"folder": str(store), "file": store.as_uri(), "sqlite": f"sqlite:///{tmp_path / 'runs.db'}"}[kind]
     folder = tmp_path / "run"
     folder.mkdir()
-    found = matrix([configuration()], [cell(0, 100), cell(0, 300, 8)])
-    (folder / "matrix.json").write_bytes(msgspec.json.encode(found))
+    measured = matrix([configuration()], [cell(0, 100), cell(0, 300, 8)])
+    (folder / "matrix.json").write_bytes(msgspec.json.encode(measured))
     check_mlflow(uri)
-    parent = export_matrix(uri, found, folder)
+    parent = export_matrix(uri, measured, folder)
     assert export_result(uri, read_result(RESNET / "result.json"), RESNET) != parent
     client = MlflowClient(tracking_uri=uri)
     run = client.get_run(parent)
     assert (run.info.status, run.data.params["machine.cpu_count"]) == ("FINISHED", "4")
-    assert [one.path for one in client.list_artifacts(parent)] == ["matrix.json"]
+    assert [file.path for file in client.list_artifacts(parent)] == ["matrix.json"]
     runs = client.search_runs([run.info.experiment_id])
-    (child,) = [one for one in runs if one.data.tags.get("mlflow.parentRunId") == parent]
+    (child,) = [nested for nested in runs if nested.data.tags.get("mlflow.parentRunId") == parent]
     history = client.get_metric_history(child.info.run_id, "items_per_second")
-    assert sorted((one.step, one.value) for one in history) == [(1, 100.0), (8, 300.0)]
+    assert sorted((metric.step, metric.value) for metric in history) == [(1, 100.0), (8, 300.0)]
     assert len(runs) == 5
     assert not (tmp_path / "mlruns").exists()

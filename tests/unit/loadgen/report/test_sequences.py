@@ -51,7 +51,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def blocks_of(document: Document, section: str) -> list[object]:
-    return [block for one in document.sections if one.title == section for block in one.blocks]
+    return [block for shown in document.sections if shown.title == section for block in shown.blocks]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,11 @@ def test_every_format_counts_in_what_was_sent(tmp_path: Path, inputs: dict[str, 
 
 def test_tokens_stand_beside_sequences_where_lengths_are_known(tmp_path: Path, result: Result) -> None:
     def rows(found: Result) -> list[dict[str, str]]:
-        (table,) = [one for one in blocks_of(result_document(found), "Measurements") if isinstance(one, Table)]
+        (table,) = [
+            table_block
+            for table_block in blocks_of(result_document(found), "Measurements")
+            if isinstance(table_block, Table)
+        ]
         titles = [column.title for column in table.columns]
         return [dict(zip(titles, map(text_of, row), strict=True)) for row in table.rows]
 
@@ -99,9 +103,9 @@ def test_tokens_stand_beside_sequences_where_lengths_are_known(tmp_path: Path, r
 
 
 def test_each_scenario_has_a_table_a_chart_over_both_and_a_map_of_ratios(result: Result) -> None:
-    found = blocks_of(result_document(result), "Sequence lengths")
-    tables = [block for block in found if isinstance(block, Table)]
-    charts = {block.name: block for block in found if isinstance(block, Chart)}
+    blocks = blocks_of(result_document(result), "Sequence lengths")
+    tables = [block for block in blocks if isinstance(block, Table)]
+    charts = {block.name: block for block in blocks if isinstance(block, Chart)}
     assert [[column.title for column in table.columns] for table in tables] == [
         ["batch", "length 32", "length 128"], ["users", "length 32", "length 128"],
     ]  # fmt: skip
@@ -112,7 +116,9 @@ def test_each_scenario_has_a_table_a_chart_over_both_and_a_map_of_ratios(result:
     assert [lines.data[trace]["x"] for trace in lines.views[1].traces] == [[32.0, 128.0]] * 4, "two arms, two panels"
     assert [lines.data[trace]["x"] for trace in lines.views[2].traces] == [[1.0, 8.0]] * 4
     (heat,) = charts["length-ratios-concurrent"].data
-    ratios = {one.scenario: one.ratio for one in result.comparisons if one.metric == "throughput"}
+    ratios = {
+        comparison.scenario: comparison.ratio for comparison in result.comparisons if comparison.metric == "throughput"
+    }
     assert [[2**value for value in row] for row in heat["z"]] == [
         [pytest.approx(ratios[f"concurrent({users}, length {length})"], rel=1e-4) for length in LENGTHS]
         for users in USERS
@@ -123,15 +129,15 @@ def test_each_scenario_has_a_table_a_chart_over_both_and_a_map_of_ratios(result:
 
 
 def test_several_arms_have_a_table_and_a_view_each(tmp_path: Path) -> None:
-    found = blocks_of(result_document(run(tmp_path, CROSSED[:4], INPUTS, arms=1)), "Sequence lengths")
-    assert len([block for block in found if isinstance(block, Table)]) == 2
-    (heat,) = [block for block in found if isinstance(block, Chart) and block.name == "length-ratios-batched"]
+    blocks = blocks_of(result_document(run(tmp_path, CROSSED[:4], INPUTS, arms=1)), "Sequence lengths")
+    assert len([block for block in blocks if isinstance(block, Table)]) == 2
+    (heat,) = [block for block in blocks if isinstance(block, Chart) and block.name == "length-ratios-batched"]
     assert [view.label for view in heat.views] == ["B against A", "C against A"]
 
 
 def test_one_length_needs_no_section(tmp_path: Path) -> None:
-    one = tuple(load for load in CROSSED if load.sequence_length == 32)
-    document = result_document(run(tmp_path, one, INPUTS))
+    of_32 = tuple(load for load in CROSSED if load.sequence_length == 32)
+    document = result_document(run(tmp_path, of_32, INPUTS))
     assert blocks_of(document, "Sequence lengths") == []
     assert blocks_of(document, "Batch sizes")
 

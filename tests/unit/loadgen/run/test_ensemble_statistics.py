@@ -77,8 +77,8 @@ def test_times_are_summed_over_the_steps_and_batches_are_those_of_the_step_that_
 
 
 def without_times(statistics: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: statistics["inference_stats"][name] for name in ("success", "fail")}
-    return {**statistics, "inference_stats": kept}
+    counts = {name: statistics["inference_stats"][name] for name in ("success", "fail")}
+    return {**statistics, "inference_stats": counts}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_step_of_a_version_is_asked_for_that_version(server: HostileServer) ->
     put(server, f"{of_version}/stats", {"model_stats": [{"inference_count": 7}]})
     source = arm_of(server, "outer").statistics()
     snapshot = source.read()
-    assert (source.steps[0].version, snapshot and snapshot.steps) == ("3", ({"inference_count": 7},))
+    assert (source.steps[0].version, snapshot and snapshot[1]) == ("3", ({"inference_count": 7},))
 
 
 def step(name: str, infer_ns: int, executions: int) -> tuple[StepRecord, StageTotals]:
@@ -177,10 +177,10 @@ def step(name: str, infer_ns: int, executions: int) -> tuple[StepRecord, StageTo
 
 
 def test_of_several_steps_the_one_that_computes_longest_executes() -> None:
-    own = StageTotals(
+    ensemble = StageTotals(
         requests=10, items=10, executions=10, queue_ns=0, compute_input_ns=0, compute_infer_ns=0, compute_output_ns=0
     )
-    totals = ensemble_totals(own, [step("detect", 50, 5), step("classify", 70, 2), step("format", 9, 10)])
-    assert [one.model for one in totals.steps if one.executes] == ["classify"]
+    totals = ensemble_totals(ensemble, [step("detect", 50, 5), step("classify", 70, 2), step("format", 9, 10)])
+    assert [part.model for part in totals.steps if part.executes] == ["classify"]
     assert (totals.executions, totals.batches, totals.items, totals.executed_items) == (2, {4: 2}, 10, 20)
     assert (totals.queue_ns, totals.compute_infer_ns, totals.decode_ns) == (3, 129, None)

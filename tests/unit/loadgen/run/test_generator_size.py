@@ -12,6 +12,7 @@ from loadgen.experiment.schedule import closed_loop
 from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.run import Workload
 from loadgen.run.context import RunContext, most_processes, pilot_loads, size_generator, used_share
+from loadgen.run.progress import RunProgress
 from tests.integration.loadgen.conftest import make_experiment
 
 CEILING_PER_S = 1000.0
@@ -19,13 +20,20 @@ MANY = closed_loop(32, 1, seconds=0.5, max_seconds=30.0)
 
 
 def calibration() -> Calibration:
-    one = CalibrationWorkload(
+    workload = CalibrationWorkload(
         transport="http", payload="fp32", batch_size=1, payload_bytes=1, concurrency=16, requests_per_s=CEILING_PER_S,
         images_per_s=CEILING_PER_S, generator_cpu_share=1.0, sink_cpu_cores=None, cpu_us_per_request=1.0,
         limited_by="generator",
     )  # fmt: skip
     return Calibration(
-        fingerprint="", made_at="", command="", host={}, packages={}, sink_processes=1, seconds=1.0, workloads=(one,)
+        fingerprint="",
+        made_at="",
+        command="",
+        host={},
+        packages={},
+        sink_processes=1,
+        seconds=1.0,
+        workloads=(workload,),
     )
 
 
@@ -39,8 +47,8 @@ def outcome(rate_per_s: float, cpu_share: float = 0.5) -> BlockOutcome:
 def share(
     rate_per_s: float, load: Workload = MANY, *, known: bool = True, of: int = 1, cpu_share: float = 0.5
 ) -> float:
-    found = calibration() if known else None
-    return used_share(outcome(rate_per_s, cpu_share), load, make_experiment(), found, payload="fp32", of=of)
+    calibrated = calibration() if known else None
+    return used_share(outcome(rate_per_s, cpu_share), load, make_experiment(), calibrated, payload="fp32", of=of)
 
 
 def test_the_ceiling_is_the_calibrated_one_or_what_its_own_cpu_time_allows() -> None:
@@ -70,8 +78,8 @@ def test_the_servers_keep_half_the_cores_and_no_process_is_without_a_user(
 def test_every_shape_of_the_load_is_tried_once() -> None:
     single, concurrent = make_experiment().workloads
     cold = msgspec.structs.replace(single, scenario="cold-start")
-    found = pilot_loads([cold, single, concurrent, msgspec.structs.replace(concurrent, seconds=9.0)])
-    assert [(load.batch_size, load.concurrency) for load in found] == [(1, 1), (1, 4)]
+    loads = pilot_loads([cold, single, concurrent, msgspec.structs.replace(concurrent, seconds=9.0)])
+    assert [(load.batch_size, load.concurrency) for load in loads] == [(1, 1), (1, 4)]
 
 
 class Server:
@@ -82,6 +90,7 @@ class Server:
         self.rate_per_s = rate_per_s
         self.processes = 1
         self.generator = self
+        self.progress = RunProgress()
         self.payload = "fp32"
         self.arms = {"a": self}
 
@@ -89,7 +98,7 @@ class Server:
         assert not watched, "an idle gap of the GPU is not due"
         return self
 
-    def pilot(self, _label: str, _load: Workload) -> BlockOutcome:
+    def unstored(self, _title: str, _label: str, _load: Workload) -> BlockOutcome:
         return outcome(min(self.rate_per_s, self.processes * CEILING_PER_S))
 
     def stop(self) -> None:

@@ -9,7 +9,7 @@ from loadgen.client.inputs import SampleInputs
 from loadgen.client.outputs import AnswerError
 from loadgen.records.run import ParityCase
 from loadgen.run.answers import batches_to_send, compare_answers, mixed_batches
-from loadgen.stats.agreement import Tolerance, rules_of, tolerance_of
+from loadgen.stats.agreement import Tolerance, tolerance_of, tolerances_for
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))
 FP32, FP16 = tolerance_of(["fp32"]), tolerance_of(["fp16", "fp32"])
@@ -23,14 +23,14 @@ def rows(name: str, array: np.ndarray) -> list[dict[str, np.ndarray]]:
 def case(
     answer: np.ndarray, reference: np.ndarray = REFERENCE, tolerance: Tolerance = FP32, kind: str = "tensor"
 ) -> ParityCase:
-    rules = rules_of({"y": DATATYPES.get(reference.dtype, "INT64")}, {"y": kind} if kind else {}, tolerance)
+    rules = tolerances_for({"y": DATATYPES.get(reference.dtype, "INT64")}, {"y": kind} if kind else {}, tolerance)
     return compare_answers("x", rows("y", reference), rows("y", answer), label="b", kind="reference", rules=rules)
 
 
 def test_equal_answers_agree_whatever_their_length() -> None:
-    found = case(REFERENCE.copy())
-    assert (found.ok, found.images, found.max_abs) == (True, 6, 0.0)
-    assert found.cosine_min == pytest.approx(1.0)
+    parity_case = case(REFERENCE.copy())
+    assert (parity_case.ok, parity_case.images, parity_case.max_abs) == (True, 6, 0.0)
+    assert parity_case.cosine_min == pytest.approx(1.0)
 
 
 def test_one_value_per_item_may_be_a_list_of_one() -> None:
@@ -44,9 +44,9 @@ def test_one_value_per_item_may_be_a_list_of_one() -> None:
 def test_one_wrong_row_among_good_ones_is_found() -> None:
     answer = REFERENCE.copy()
     answer[4] = REFERENCE[3]
-    found = case(answer)
-    assert not found.ok
-    assert found.cosine_min < 0.5
+    parity_case = case(answer)
+    assert not parity_case.ok
+    assert parity_case.cosine_min < 0.5
 
 
 def rounded(error: float, seed: int = 1) -> np.ndarray:
@@ -76,10 +76,10 @@ def test_the_tolerance_is_that_of_the_coarser_precision() -> None:
     ids=["one value", "times 100", "a third", "one element of 200,000 missing"],
 )
 def test_what_the_cosine_does_not_see(reference: np.ndarray, answer: np.ndarray) -> None:
-    found = case(answer, reference, FP16)
-    assert found.cosine_min == pytest.approx(1.0, abs=1e-4)
-    assert not found.ok
-    assert found.output == "y"
+    parity_case = case(answer, reference, FP16)
+    assert parity_case.cosine_min == pytest.approx(1.0, abs=1e-4)
+    assert not parity_case.ok
+    assert parity_case.output == "y"
 
 
 def test_what_cancels_to_nearly_nothing_may_keep_the_rounding_of_what_cancelled() -> None:
@@ -92,9 +92,9 @@ def test_what_cancels_to_nearly_nothing_may_keep_the_rounding_of_what_cancelled(
 def test_byte_strings_are_equal_or_not() -> None:
     words = np.array([[b"cat"], [b"dog"]], dtype=object)
     assert case(words.copy(), words, kind="").ok
-    found = case(words[::-1], words, kind="")
-    assert not found.ok
-    assert found.fault == "is b'dog' instead of b'cat'"
+    parity_case = case(words[::-1], words, kind="")
+    assert not parity_case.ok
+    assert parity_case.fault == "is b'dog' instead of b'cat'"
 
 
 def test_zero_against_something_is_no_agreement() -> None:
@@ -136,9 +136,9 @@ def test_other_outputs_are_told() -> None:
 def test_an_item_that_was_padded_in_its_batch_is_compared_as_far_as_it_goes_alone() -> None:
     alone = REFERENCE.reshape(1, 6, 512)
     padded = np.concatenate([alone, np.ones((1, 2, 512))], axis=1)
-    rules = rules_of({"y": "FP64"}, {"y": "embedding"}, FP32)
-    found = compare_answers("x", [{"y": alone}], [{"y": padded}], label="b", kind="alone", rules=rules)
-    assert found.ok
+    rules = tolerances_for({"y": "FP64"}, {"y": "embedding"}, FP32)
+    parity_case = compare_answers("x", [{"y": alone}], [{"y": padded}], label="b", kind="alone", rules=rules)
+    assert parity_case.ok
     with pytest.raises(AnswerError, match="shape"):
         compare_answers("x", [{"y": alone}], [{"y": padded}], label="b", kind="reference", rules=rules)
 

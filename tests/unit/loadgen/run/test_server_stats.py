@@ -40,10 +40,10 @@ def test_a_block_is_the_difference_of_two_snapshots() -> None:
 
 
 def test_the_native_servers_own_stages_are_taken_where_they_are() -> None:
-    def own(n: int) -> dict:
+    def own_stages(n: int) -> dict:
         return {name: {"count": n, "ns": n * 7} for name in ("receive", "decode", "queue", "compute", "encode")}
 
-    totals = differences(statistics(0, abserve_stages=own(0)), statistics(5, abserve_stages=own(5)))
+    totals = differences(statistics(0, abserve_stages=own_stages(0)), statistics(5, abserve_stages=own_stages(5)))
     assert (totals.receive_ns, totals.decode_ns, totals.encode_ns) == (35, 35, 35)
 
 

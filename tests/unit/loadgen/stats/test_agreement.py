@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.stats.agreement import agree, all_alike, rule_of, rules_of, tolerance_of
+from loadgen.stats.agreement import agree, all_alike, tolerance_for, tolerance_of, tolerances_for
 
 RANDOM = np.random.default_rng(7)
 LOGITS = RANDOM.standard_normal((8, 1000)).astype("f4")
@@ -18,37 +18,37 @@ def rounded(array: np.ndarray, error: float) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["embedding", "logits", "tensor"])
 def test_rounding_agrees_and_a_wrong_size_does_not(kind: str) -> None:
-    rule = rule_of(kind, "FP32", FP16)
+    rule = tolerance_for(kind, "FP32", FP16)
     assert agree(LOGITS, rounded(LOGITS, 1.5e-3), rule).fault is None
     for wrong in (100 * LOGITS, LOGITS / 3, -LOGITS, np.zeros_like(LOGITS)):
         assert "relative error" in str(agree(LOGITS, wrong, rule).fault)
-    one, seven = np.full((4, 1), 1.1, "f4"), np.full((4, 1), 7.0, "f4")
-    assert agree(one, seven, rule).fault is not None
+    near_one, seven = np.full((4, 1), 1.1, "f4"), np.full((4, 1), 7.0, "f4")
+    assert agree(near_one, seven, rule).fault is not None
 
 
 def test_another_top_class_is_wrong_only_beyond_what_rounding_explains() -> None:
-    rule = rule_of("logits", "FP32", FP16)
+    rule = tolerance_for("logits", "FP32", FP16)
     near = np.tile(np.linspace(0.0, 1.0, 10, dtype="f4"), (4, 1))
     near[:, 8] = near[:, 9] - 0.002
     swapped = near.copy()
     swapped[0, 8] += 0.004
-    found = agree(near, swapped, rule)
-    assert (found.fault, found.top1, found.top5) == (None, 0.75, 1.0)
+    agreement = agree(near, swapped, rule)
+    assert (agreement.fault, agreement.top1, agreement.top5) == (None, 0.75, 1.0)
     far, other = LOGITS.copy(), LOGITS.copy()
     far[0, 3:5], other[0, 3:5] = (10.0, 9.7), (9.84, 9.86)
-    found = agree(far, other, rule)
-    assert found.relative < FP16.relative, "in the length of the vector it is hardly seen"
-    assert found.top1 == 7 / 8
-    assert "class 4 in the top 1, which the reference puts 0.3 below it; rounding explains 0.16" in str(found.fault)
+    agreement = agree(far, other, rule)
+    assert agreement.relative < FP16.relative, "in the length of the vector it is hardly seen"
+    assert agreement.top1 == 7 / 8
+    assert "class 4 in the top 1, which the reference puts 0.3 below it; rounding explains 0.16" in str(agreement.fault)
 
 
 def test_the_top_five_are_compared_where_there_are_more_classes() -> None:
-    rule = rule_of("logits", "FP32", FP16)
+    rule = tolerance_for("logits", "FP32", FP16)
     six = np.array([[6.0, 5.0, 4.0, 3.0, 2.0, 1.9995]], "f4")
     other = six.copy()
     other[0, 4:] = 1.9995, 2.0
-    found = agree(six, other, rule)
-    assert (found.fault, found.top1, found.top5) == (None, 1.0, 0.0)
+    agreement = agree(six, other, rule)
+    assert (agreement.fault, agreement.top1, agreement.top5) == (None, 1.0, 0.0)
     assert agree(six[:, :5], six[:, :5], rule).top5 is None
     assert agree(six[:, :1], six[:, :1], rule).top1 is None
 
@@ -59,31 +59,31 @@ def test_a_short_embedding_keeps_its_direction() -> None:
     vectors[3] *= 0.002
     turned = vectors.copy()
     turned[3] = -vectors[3]
-    assert agree(vectors, turned, rule_of("tensor", "FP32", FP16)).relative < 0.01
-    assert "cosine of -1.0" in str(agree(vectors, turned, rule_of("embedding", "FP32", FP16)).fault)
+    assert agree(vectors, turned, tolerance_for("tensor", "FP32", FP16)).relative < 0.01
+    assert "cosine of -1.0" in str(agree(vectors, turned, tolerance_for("embedding", "FP32", FP16)).fault)
 
 
 def test_each_vector_of_a_sequence_counts_by_itself() -> None:
     tokens = RANDOM.standard_normal((1, 2000, 32)).astype("f4")
     one_token = tokens.copy()
     one_token[0, 77] *= 1.02
-    assert agree(tokens, one_token, rule_of("tensor", "FP32", FP16)).fault is None
-    assert agree(tokens, one_token, rule_of("embedding", "FP32", FP16)).fault is not None
+    assert agree(tokens, one_token, tolerance_for("tensor", "FP32", FP16)).fault is None
+    assert agree(tokens, one_token, tolerance_for("embedding", "FP32", FP16)).fault is not None
 
 
 def test_labels_integers_and_texts_are_equal_or_wrong() -> None:
     labels = np.array([[3], [5]])
     for kind, datatype in (("labels", "INT64"), (None, "INT64"), ("tensor", "BOOL"), ("labels", "FP32")):
-        assert rule_of(kind, datatype, FP16).kind == "labels"
-    found = agree(labels, labels + 1, rule_of(None, "INT64", FP16))
-    assert (found.fault, found.absolute) == ("is 4 instead of 3", 1.0)
-    assert agree(labels, labels.copy(), rule_of(None, "INT64", FP16)).fault is None
-    assert rule_of("logits", "BYTES", FP16).kind == "labels"
-    assert rule_of("embedding", "INT8", FP16).kind == "embedding"
+        assert tolerance_for(kind, datatype, FP16).kind == "labels"
+    agreement = agree(labels, labels + 1, tolerance_for(None, "INT64", FP16))
+    assert (agreement.fault, agreement.absolute) == ("is 4 instead of 3", 1.0)
+    assert agree(labels, labels.copy(), tolerance_for(None, "INT64", FP16)).fault is None
+    assert tolerance_for("logits", "BYTES", FP16).kind == "labels"
+    assert tolerance_for("embedding", "INT8", FP16).kind == "embedding"
 
 
 def test_an_output_of_fewer_bits_may_be_rounded_once_more_on_each_side() -> None:
-    rules = rules_of({"a": "FP32", "b": "FP16", "c": "BF16", "d": "INT32"}, {"a": "logits", "e": "labels"}, FP32)
+    rules = tolerances_for({"a": "FP32", "b": "FP16", "c": "BF16", "d": "INT32"}, {"a": "logits", "e": "labels"}, FP32)
     assert {name: rule.kind for name, rule in rules.items()} == {
         "a": "logits", "b": "tensor", "c": "tensor", "d": "labels",
     }  # fmt: skip
@@ -91,7 +91,7 @@ def test_an_output_of_fewer_bits_may_be_rounded_once_more_on_each_side() -> None
     halves = values.astype("f2").astype("f4")
     assert agree(values, halves, rules["b"]).fault is None
     assert agree(values, halves, rules["a"]).fault is not None
-    assert rules["c"].tolerance.relative == pytest.approx(1e-4 + 2 * 2.0**-8)
+    assert rules["c"].relative == pytest.approx(1e-4 + 2 * 2.0**-8)
 
 
 @pytest.mark.parametrize("kind", ["embedding", "logits", "labels", "tensor"])
@@ -99,7 +99,7 @@ def test_an_output_of_fewer_bits_may_be_rounded_once_more_on_each_side() -> None
 def test_what_is_not_finite_never_agrees(kind: str, value: float) -> None:
     broken = np.where(np.arange(1000) == 3, value, LOGITS)
     for expected, actual in ((LOGITS, broken), (broken, LOGITS), (broken, broken.copy())):
-        assert agree(expected, actual, rule_of(kind, "FP32", FP16)).fault == "holds NaN or infinite values"
+        assert agree(expected, actual, tolerance_for(kind, "FP32", FP16)).fault == "holds NaN or infinite values"
 
 
 def test_answers_that_are_alike() -> None:

@@ -27,10 +27,10 @@ def test_a_quantile_is_a_share(quantile: float) -> None:
 
 @given(VALUES)
 def test_percentiles_lie_within_the_samples_and_in_order(values: list[float]) -> None:
-    found = [p for q in (0.5, 0.9, 0.95, 0.99) if (p := percentile(values, q)) is not None]
-    assert found == sorted(found)
-    assert min(values) <= found[0]
-    assert found[-1] <= max(values)
+    percentiles = [p for q in (0.5, 0.9, 0.95, 0.99) if (p := percentile(values, q)) is not None]
+    assert percentiles == sorted(percentiles)
+    assert min(values) <= percentiles[0]
+    assert percentiles[-1] <= max(values)
 
 
 @given(VALUES, st.floats(0.1, 10.0))

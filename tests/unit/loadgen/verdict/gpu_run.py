@@ -26,8 +26,8 @@ IMAGES_OF_CPU_REQUEST = 10 * (8192 / 1024) ** 3
 
 
 def phase(kind: str) -> dict[str, Any]:
-    (found,) = [phase for phase in CAPTURE["phases"] if phase["kind"] == kind]
-    return found
+    (captured,) = [phase for phase in CAPTURE["phases"] if phase["kind"] == kind]
+    return captured
 
 
 def samples(kind: str) -> Samples:

@@ -28,10 +28,15 @@ def full_moon() -> Iterator[None]:
 
 def test_a_declared_check_is_in_the_result_and_in_every_report(full_moon: None, tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=2, requests=40)))
-    (found,) = (one for one in result.checks if one.name == "moon")
-    assert (found.state, found.value, found.threshold, found.remedy) == ("failed", 1.0, 0.9, "Wait for two weeks.")
+    (moon_check,) = (made for made in result.checks if made.name == "moon")
+    assert (moon_check.state, moon_check.value, moon_check.threshold, moon_check.remedy) == (
+        "failed",
+        1.0,
+        0.9,
+        "Wait for two weeks.",
+    )
     assert not result.valid
-    assert {one.verdict for one in result.comparisons} == {"invalid"}
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
     document = result_document(result)
     page = render_markdown(document)
     assert f"full over {len(result.blocks)} blocks" in page

@@ -64,7 +64,7 @@ def test_a_cold_start_does_not_stand_for_the_load_beside_it(tmp_path: Path) -> N
     )
     verdict = analyse(write_run(tmp_path, Plan(workloads=workloads))).verdict
     assert verdict.main_scenario == "single"
-    assert next(one for one in verdict.scenarios if one.scenario == "single").reasons
+    assert next(scenario for scenario in verdict.scenarios if scenario.scenario == "single").reasons
 
 
 def test_analysing_twice_gives_the_same(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ Edit = Callable[[Path], None]
 
 
 def check(result: Result, name: str, workload: str | None = None) -> Check:
-    found = [c for c in result.checks if c.name == name and (workload is None or c.scope == f"workload {workload}")]
-    return min(found, key=lambda c: (c.ok is not False, c.ok is not None))
+    named = [c for c in result.checks if c.name == name and (workload is None or c.scope == f"workload {workload}")]
+    return min(named, key=lambda c: (c.ok is not False, c.ok is not None))
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -63,7 +63,7 @@ def answered(directory: Path, workload: str, **changes: object) -> None:
     """Change what is stored of B's answers under load."""
     path = directory / "answers.json"
     records = json.loads(path.read_text())
-    next(one for one in records if (one["workload"], one["label"]) == (workload, "b")).update(changes)
+    next(record for record in records if (record["workload"], record["label"]) == (workload, "b")).update(changes)
     path.write_text(json.dumps(records))
 
 
@@ -167,8 +167,8 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
 def test_answers_that_were_not_compared_are_not_taken_as_right(tmp_path: Path) -> None:
     write_run(tmp_path, Plan(**SMALL))
     answered(tmp_path, "single", answers=0, items=0, relative_max=None, error="arm a does not answer again")
-    found = check(analyse(tmp_path), "answers_under_load")
-    assert (found.ok, found.severity, found.detail) == (None, "invalidates", "arm a does not answer again")
+    judged = check(analyse(tmp_path), "answers_under_load")
+    assert (judged.ok, judged.severity, judged.detail) == (None, "invalidates", "arm a does not answer again")
     (tmp_path / "answers.json").write_text("[]")
     result = analyse(tmp_path)
     assert check(result, "answers_under_load").detail == "no answers of A and B were compared"
@@ -176,7 +176,7 @@ def test_answers_that_were_not_compared_are_not_taken_as_right(tmp_path: Path) -
     (tmp_path / "answers.json").unlink()
     older = analyse(tmp_path)
     assert older.valid
-    assert "answers_under_load" not in {found.name for found in older.checks}
+    assert "answers_under_load" not in {made.name for made in older.checks}
 
 
 @pytest.mark.parametrize(("name", "severity", "edit", "plan"), FAULTS, ids=[f[0] for f in FAULTS])
@@ -257,8 +257,8 @@ def test_a_machine_that_changed_its_speed_is_said_beside_the_verdict(
     write_run(tmp_path, Plan(**SMALL))
     slower(tmp_path, factor)
     result = analyse(tmp_path)
-    found = check(result, "machine_steady")
-    assert (found.ok, found.severity) == (ok, "warns")
+    judged = check(result, "machine_steady")
+    assert (judged.ok, judged.severity) == (ok, "warns")
     assert result.valid
     assert (
         any("speed" in caveat and "%" in caveat for caveat in result.verdict.caveats if "weights" not in caveat) != ok
@@ -298,8 +298,8 @@ def test_every_process_of_the_load_generator_takes_cores(tmp_path: Path) -> None
         worker = {"host": "here", "pid": 1, "requests": 40, "cpu_ns": span_ns // 2, **window}
         workers = [{"index": index, **worker} for index in (0, 1)]
         edit_json(path, generator_cpu_ns=span_ns, server_cpu_ns=span_ns, workers=workers)
-    found = check(analyse(tmp_path), "server_cpu")
-    assert (found.ok, found.detail) == (False, "server and load generator used up to 2.00 of 2 cores")
+    judged = check(analyse(tmp_path), "server_cpu")
+    assert (judged.ok, judged.detail) == (False, "server and load generator used up to 2.00 of 2 cores")
 
 
 def test_a_queue_delay_under_serial_load_is_seen(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_the_remedy_of_stalls_is_the_line_of_the_queue_policy(
     tmp_path: Path, workload: str, batching: dict[str, object], line: str | None
 ) -> None:
     fast = SimulatedArm(1.0, 0.5, 0.5)
-    loads = tuple(one for one in workloads(4, 600) if one.name == workload)
+    loads = tuple(load for load in workloads(4, 600) if load.name == workload)
     write_run(tmp_path, Plan(a=fast, b=replace(fast, stall_share=0.1), workloads=loads))
     path = tmp_path / "arms.json"
     arms = json.loads(path.read_text())
@@ -380,9 +380,9 @@ def test_only_a_cluster_of_half_a_second_is_a_stall(
 ) -> None:
     write_run(tmp_path, Plan(**SMALL))
     edit_samples(tmp_path, "single", lambda samples: waited(samples, extra_ms), label)
-    found = check(analyse(tmp_path), "half_second_stalls", "single")
-    assert found.ok is ok
-    assert "Triton" not in found.detail
+    judged = check(analyse(tmp_path), "half_second_stalls", "single")
+    assert judged.ok is ok
+    assert "Triton" not in judged.detail
 
 
 def test_two_stalls_may_be_chance_and_those_of_a_slow_server_are_not_told_apart(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_two_stalls_may_be_chance_and_those_of_a_slow_server_are_not_told_apart(
     slow = SimulatedArm(overhead_ms=250.0)
     write_run(tmp_path / "slow", Plan(a=slow, b=slow, **SMALL))
     edit_samples(tmp_path / "slow", "single", lambda samples: waited(samples, [500.0]), "b")
-    assert "half_second_stalls" not in {one.name for one in analyse(tmp_path / "slow").checks}
+    assert "half_second_stalls" not in {made.name for made in analyse(tmp_path / "slow").checks}
 
 
 def test_a_request_that_is_in_no_stage_is_seen(tmp_path: Path) -> None:
@@ -442,12 +442,12 @@ def test_answers_that_are_all_alike_are_expected_of_the_null_engine_and_possible
         edit_arm(tmp_path, arm, engine="null")
     result = analyse(tmp_path)
     assert result.valid
-    assert "answers_depend_on_inputs" not in {found.name for found in result.checks}
+    assert "answers_depend_on_inputs" not in {made.name for made in result.checks}
     edit_arm(tmp_path, 1, engine="torch")
     edit_json(tmp_path / "parity.json", kinds={"y": "labels"})
-    found = check(analyse(tmp_path), "answers_depend_on_inputs")
-    assert (found.ok, found.severity) == (False, "warns")
-    assert found.detail == "the answers of B do not depend on the inputs: all of them are alike"
+    judged = check(analyse(tmp_path), "answers_depend_on_inputs")
+    assert (judged.ok, judged.severity) == (False, "warns")
+    assert judged.detail == "the answers of B do not depend on the inputs: all of them are alike"
 
 
 def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
@@ -471,8 +471,8 @@ def test_without_its_data_no_check_is_ok(tmp_path: Path) -> None:
 
 
 def test_a_check_survives_the_round_trip(tmp_path: Path) -> None:
-    for one in analyse(write_run(tmp_path, Plan(**SMALL))).checks:
-        assert msgspec.json.decode(msgspec.json.encode(one), type=Check) == one
+    for made in analyse(write_run(tmp_path, Plan(**SMALL))).checks:
+        assert msgspec.json.decode(msgspec.json.encode(made), type=Check) == made
 
 
 def test_the_document_lists_every_check_with_its_effect() -> None:
@@ -501,9 +501,9 @@ def test_a_new_check_is_one_function(tmp_path: Path) -> None:
             yield Judgement(shortest > 1e6, f"the shortest takes {shortest:.1f} s", shortest, 1e6, load.scope)
 
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
-    found = [one for one in result.checks if one.name == "toy_check"]
-    assert result.checks[-len(found) :] == tuple(found)
-    assert [one.scope for one in found] == [
+    toys = [made for made in result.checks if made.name == "toy_check"]
+    assert result.checks[-len(toys) :] == tuple(toys)
+    assert [toy.scope for toy in toys] == [
         f"workload {workload.name}" for workload in result.experiment.workloads if workload.has_blocks
     ]
     assert not result.valid

@@ -51,12 +51,14 @@ def run_of(*, asked: dict[str, dict[str, str]] | None = None, **in_effect: dict[
 
 def checks(result: Result, name: str, workload: str | None = None) -> list[Check]:
     return [
-        one for one in result.checks if one.name == name and (workload is None or one.scope == f"workload {workload}")
+        check
+        for check in result.checks
+        if check.name == name and (workload is None or check.scope == f"workload {workload}")
     ]
 
 
 def before(run: StoredRun, name: str) -> list[tuple[bool | None, str, str]]:
-    return [(one.ok, one.severity, one.detail) for one in check_before_load(Facts(run)) if one.name == name]
+    return [(made.ok, made.severity, made.detail) for made in check_before_load(Facts(run)) if made.name == name]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,10 @@ def test_an_arm_that_could_pad_and_does_not_is_named(tmp_path: Path) -> None:
         edit_json(path / "environment.json", inputs=inputs)
         result = analyse(path)
         assert result.verdict.valid
-        assert len(checks(result, "padding_held_back")) == sum("pad batches" in one for one in result.verdict.caveats)
-        return [one for one in result.verdict.caveats if "pad batches" in one]
+        assert len(checks(result, "padding_held_back")) == sum(
+            "pad batches" in caveat for caveat in result.verdict.caveats
+        )
+        return [caveat for caveat in result.verdict.caveats if "pad batches" in caveat]
 
     (caveat,) = caveats((6, 40), {"b": "it does not pad"})
     assert "cannot make B (it does not pad) do so" in caveat
@@ -196,10 +200,10 @@ def test_an_arm_that_is_farther_away_is_seen() -> None:
 
 
 def test_arms_in_different_places_are_each_named() -> None:
-    (found,) = gpu_present.checks(Facts(run_of(a={"device": "cuda:0"}, b={"device": "cpu"}, c={"device": None})))
-    assert found.detail.startswith("arm A ran on a GPU and arm B ran on the CPU")
-    (found,) = gpu_present.checks(Facts(run_of()))
-    assert (found.value, found.detail.startswith("all arms ran on the CPU")) == ("cpu", True)
+    (judged,) = gpu_present.checks(Facts(run_of(a={"device": "cuda:0"}, b={"device": "cpu"}, c={"device": None})))
+    assert judged.detail.startswith("arm A ran on a GPU and arm B ran on the CPU")
+    (judged,) = gpu_present.checks(Facts(run_of()))
+    assert (judged.value, judged.detail.startswith("all arms ran on the CPU")) == ("cpu", True)
 
 
 def test_one_arm_with_another_payload_is_named_in_the_sentence(tmp_path: Path) -> None:
@@ -208,20 +212,20 @@ def test_one_arm_with_another_payload_is_named_in_the_sentence(tmp_path: Path) -
     experiment["arms"][2]["payload"] = "jpeg"
     edit_json(tmp_path / "experiment.json", arms=experiment["arms"])
     result = analyse(tmp_path)
-    (found,) = checks(result, "same_payload")
-    assert (found.ok, found.value) == (False, "fp32, jpeg")
+    (judged,) = checks(result, "same_payload")
+    assert (judged.ok, judged.value) == (False, "fp32, jpeg")
     assert result.verdict.sentence.startswith("No winner: ")
     assert "A fp32, B fp32 and C jpeg" in result.verdict.sentence
-    assert {one.verdict for one in result.comparisons} == {"invalid"}
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
 
 
 def test_the_largest_request_is_compared_with_the_smallest(tmp_path: Path) -> None:
     write_run(tmp_path, PLAN)
     edit_samples(tmp_path, "single", bigger, "c")
     result = analyse(tmp_path)
-    (found,) = checks(result, "same_payload_bytes", "single")
-    assert (found.ok, found.value) == (False, 602_412)
-    assert "602,412 bytes to A, 602,412 bytes to B and 1,204,824 bytes to C" in found.detail
+    (judged,) = checks(result, "same_payload_bytes", "single")
+    assert (judged.ok, judged.value) == (False, 602_412)
+    assert "602,412 bytes to A, 602,412 bytes to B and 1,204,824 bytes to C" in judged.detail
     assert checks(result, "same_payload_bytes", "concurrent(16)")[0].ok
 
 
@@ -234,11 +238,15 @@ def test_a_failure_on_one_arm_takes_the_verdict_of_its_whole_scenario_and_no_oth
             edit_json(path, generator_cpu_ns=10**12)
     result = analyse(tmp_path)
     assert not checks(result, "generator_cpu", "single")[0].ok
-    verdicts = {(one.scenario, one.pairing): one.verdict for one in result.comparisons if one.leading}
+    verdicts = {
+        (comparison.scenario, comparison.pairing): comparison.verdict
+        for comparison in result.comparisons
+        if comparison.leading
+    }
     for pairing in (Pairing("a", "b"), Pairing("a", "c"), Pairing("b", "c")):
         assert verdicts["single", pairing] == "invalid"
         assert verdicts["concurrent(16)", pairing] == "arm_better"
-    assert [one.scenario for one in result.verdict.rankings] == ["concurrent(16)"]
+    assert [ranking.scenario for ranking in result.verdict.rankings] == ["concurrent(16)"]
     assert result.verdict.sentence.startswith("No verdict on 1 of 2 workloads")
 
 
@@ -247,7 +255,7 @@ def test_blocks_starts_and_pairs_are_counted_over_all_arms(tmp_path: Path) -> No
     whole = analyse(tmp_path)
     assert checks(whole, "blocks_complete")[0].detail == "12 of 12 blocks are complete"
     assert checks(whole, "cold_starts_succeeded")[0].value == 6
-    assert [one.value for one in checks(whole, "enough_pairs", "single")] == [4]
+    assert [check.value for check in checks(whole, "enough_pairs", "single")] == [4]
     assert whole.stopping is not None
     assert whole.stopping.sentence == "As planned: 4 rounds of each workload, 2 of cold starts."
     third = next(
@@ -256,8 +264,8 @@ def test_blocks_starts_and_pairs_are_counted_over_all_arms(tmp_path: Path) -> No
     edit_json(third, complete=False)
     cut = analyse(tmp_path)
     assert checks(cut, "blocks_complete")[0].detail == "11 of 12 blocks are complete"
-    assert [one.value for one in checks(cut, "enough_pairs", "single")] == [3]
-    assert {(one.pairing, one.pairs) for one in cut.comparisons if one.leading and one.scenario == "single"} == {
+    assert [check.value for check in checks(cut, "enough_pairs", "single")] == [3]
+    assert {(c.pairing, c.pairs) for c in cut.comparisons if c.leading and c.scenario == "single"} == {
         (("a", "b"), 4), (("a", "c"), 3), (("b", "c"), 3),
     }  # fmt: skip
     assert cut.stopping is not None
@@ -267,10 +275,10 @@ def test_blocks_starts_and_pairs_are_counted_over_all_arms(tmp_path: Path) -> No
 def test_an_arm_whose_processors_were_taken_is_not_on_the_same_machine(tmp_path: Path) -> None:
     write_run(tmp_path, PLAN)
     take(tmp_path, a=0.0, b=0.0, c=0.1, field="steal_ns")
-    (found,) = checks(analyse(tmp_path), "cpu_steal", "single")
-    assert (found.ok, found.severity) == (False, "invalidates")
-    assert "0 % from A, 0 % from B and 10 % from C (4 of 12 blocks" in found.detail
-    assert found.detail.endswith("so the arms did not have the same machine")
+    (judged,) = checks(analyse(tmp_path), "cpu_steal", "single")
+    assert (judged.ok, judged.severity) == (False, "invalidates")
+    assert "0 % from A, 0 % from B and 10 % from C (4 of 12 blocks" in judged.detail
+    assert judged.detail.endswith("so the arms did not have the same machine")
 
 
 def test_every_arm_has_its_stages_once(tmp_path: Path) -> None:

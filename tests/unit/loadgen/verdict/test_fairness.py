@@ -87,7 +87,7 @@ def ensemble(*configs: dict[str, Any] | None, **changes: Any) -> ArmRecord:
     """A JPEG ensemble with these steps, as a run records it."""
     steps = tuple(StepRecord(model=f"step_{place}", config=config) for place, config in enumerate(configs))
     config = {"name": "m_jpeg_onnx", "platform": "ensemble", "max_batch_size": 32}
-    return arm(config, in_effect=read_triton(config, None, steps).settings, steps=steps, **changes)
+    return arm(config, in_effect=read_triton(config, steps), steps=steps, **changes)
 
 
 def native(config: dict[str, Any] | None = None) -> ArmRecord:
@@ -206,7 +206,9 @@ def test_a_queue_delay_that_a_lone_request_does_not_wait_is_no_fault() -> None:
 
 
 def test_a_setting_left_to_the_server_is_not_requested() -> None:
-    (check,) = [one for one in made(arm(ONNX, settings={"device": "auto"})) if one.name == "settings_in_effect"]
+    (check,) = [
+        judged for judged in made(arm(ONNX, settings={"device": "auto"})) if judged.name == "settings_in_effect"
+    ]
     assert (check.ok, check.detail) == (True, "B has no requested settings")
 
 
@@ -297,7 +299,7 @@ def test_arms_whose_settings_differ_unasked_are_told_apart(key: str) -> None:
 )
 def test_a_gpu_without_its_number_is_no_other_device(first: str, second: str, ok: bool) -> None:
     a, b = arm(with_parameter("device", first), "a"), arm(with_parameter("device", second))
-    (check,) = [one for one in made(a, b) if one.name == "same_device"]
+    (check,) = [judged for judged in made(a, b) if judged.name == "same_device"]
     assert check.ok is ok
 
 
@@ -397,7 +399,7 @@ ODD: tuple[Any, ...] = (None, "x", "12", -1, 1.5, True, [], {}, [None], {"a": No
 def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every key and index of a document."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    return [found for key, child in children for found in ((*path, key), *places(child, (*path, key)))]
+    return [deeper for key, child in children for deeper in ((*path, key), *places(child, (*path, key)))]
 
 
 def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:

@@ -102,7 +102,7 @@ def test_three_arms_are_ranked_only_where_each_of_them_is_proven(tmp_path: Path,
         assert evidence.ok is False
         assert evidence.detail.startswith("Arm C is ")
         assert result.verdict.caveats[0].startswith("GPU use is not verified: Arm C is ")
-        assert {one.verdict for one in result.comparisons} == {"invalid"}, "also A beside B"
+        assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}, "also A beside B"
 
 
 def test_a_control_beside_a_busy_gpu_is_warned_of(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ DELAY = {"max_queue_delay_us": 10_000}
 
 
 def load(name: str) -> tuple[Workload, ...]:
-    return tuple(one for one in workloads(6, 900) if one.name == name)
+    return tuple(workload for workload in workloads(6, 900) if workload.name == name)
 
 
 def result_of(directory: Path, a: SimulatedArm, b: SimulatedArm, name: str = "single", **plan: Any) -> Result:
@@ -38,9 +38,9 @@ def clause(result: Result) -> str:
 
 
 def factor(text: str) -> float:
-    found = re.search(r"([0-9.]+)×", text)
-    assert found is not None, text
-    return float(found[1])
+    match = re.search(r"([0-9.]+)×", text)
+    assert match is not None, text
+    return float(match[1])
 
 
 def edit_arms(directory: Path, *in_effect: Mapping[str, object]) -> Result:
@@ -103,7 +103,7 @@ def test_stalls_that_make_a_lead_are_named_with_their_factor(tmp_path: Path, nam
     said = clause(result_of(tmp_path / "stalls", QUICK, stalling, name))
     assert "× is stalls of 0.5 s on B" in said or "all of which is stalls of 0.5 s on B" in said
     without, with_stalls = (
-        next(one.latency.mean_ms for one in run.summaries if one.label == "b") or 0.0
+        next(summary.latency.mean_ms for summary in run.summaries if summary.label == "b") or 0.0
         for run in (
             result_of(tmp_path / "a", QUICK, QUICK, name),
             result_of(tmp_path / "b", QUICK, stalling, name),

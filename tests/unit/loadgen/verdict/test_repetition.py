@@ -38,9 +38,9 @@ def floor(difference: float, scenario: str = "single", metric: str = "throughput
 def floor_in(directory: Path, difference: float, label: Label = "a", **changes: Any) -> NoiseFloor:
     """Of an arm of a stored run, in `single`."""
     run = read_run(directory)
-    own = floor_of_arm(run.experiment, run.experiment.arm(label), run.arms)
+    key = floor_of_arm(run.experiment, run.experiment.arm(label), run.arms)
     changes = {"entries": floor(difference).entries, "made_at": "2026-03-02T10:00:00Z", "restarts": 6, **changes}
-    return msgspec.structs.replace(own, **changes)
+    return msgspec.structs.replace(key, **changes)
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -56,10 +56,10 @@ def spread_over_restarts(directory: Path, restarts: int, pairs: int) -> None:
 
 def test_each_restart_is_one_observation() -> None:
     groups = [[1.00, 1.02], [1.10, 1.12], [1.05, 1.07]]
-    found = estimate_restarts(groups, 0.05)
+    estimate = estimate_restarts(groups, 0.05)
     means = [math.sqrt(a * b) for a, b in groups]
-    assert (found.pairs, found.units) == (6, 3)
-    assert found.ci95 == pytest.approx(estimate_ratio(means, 0.05).ci95)
+    assert (estimate.pairs, estimate.units) == (6, 3)
+    assert estimate.ci95 == pytest.approx(estimate_ratio(means, 0.05).ci95)
     assert estimate_restarts([groups[0]], 0.05) == estimate_ratio(groups[0], 0.05)
     assert estimate_restarts([[1.0, 0.0], [1.0, 1.1]], 0.05).ci95 is None
 
@@ -70,9 +70,9 @@ def test_the_spread_of_a_restart_is_told_from_that_of_the_pairs() -> None:
     both = np.exp(starts + rng.normal(0.0, 0.02, size=(400, 4))).tolist()
     only_pairs = np.exp(rng.normal(0.0, 0.02, size=(400, 4))).tolist()
     assert between_restarts(both) == pytest.approx(0.05, rel=0.1)
-    found = between_restarts(only_pairs)
-    assert found is not None
-    assert found < 0.005
+    spread = between_restarts(only_pairs)
+    assert spread is not None
+    assert spread < 0.005
     assert between_restarts([[1.0, 1.1]]) is None
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_ended_in_its_first_start_does_not_claim_the_others(tmp_path:
     assert result.stopping.sentence.startswith("Ended early, after ")
     assert "starts" not in result.stopping.sentence
     assert result.stopping.coverage.startswith("The servers were started once")
-    (check,) = [one for one in result.checks if one.name == "restarts"]
+    (check,) = [check for check in result.checks if check.name == "restarts"]
     assert (check.value, check.detail.partition(",")[0]) == (1, "the servers were started once")
 
 
@@ -176,7 +176,7 @@ def test_the_floor_of_something_else_silences_nothing(tmp_path: Path, changes: d
     store_floors(directory, floor_in(directory, 0.5, **changes))
     result = analyse(directory)
     assert (single(result).verdict, single(result).noise_floor) == ("arm_better", None)
-    (check,) = [one for one in result.checks if one.name == "noise_floor"]
+    (check,) = [check for check in result.checks if check.name == "noise_floor"]
     assert check.ok is None
     for text in (check.detail, result.noise_floor_sentence):
         assert "never measured for these arms, model, payload, transport and workloads" in text
@@ -204,9 +204,9 @@ def test_nor_is_equivalence_claimed_below_it(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(a=arm, b=arm, seed=5, block_noise=0.002)))
     equivalent = [c for c in result.comparisons if c.verdict == "no_difference" and c.metric == "throughput"]
     assert equivalent
-    (found,) = apply_floor(equivalent[:1], {"b": [floor(0.08, equivalent[0].scenario)]}, 0.05)
-    assert found.verdict == "inconclusive"
-    assert "below this machine's noise floor" in (found.reason or "")
+    (applied,) = apply_floor(equivalent[:1], {"b": [floor(0.08, equivalent[0].scenario)]}, 0.05)
+    assert applied.verdict == "inconclusive"
+    assert "below this machine's noise floor" in (applied.reason or "")
 
 
 def test_without_a_floor_the_command_is_named(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_floor_is_kept_for_its_machine_and_place(tmp_path: Path, monkeypatch: 
     path = store_floor(made)
     store_floor(msgspec.structs.replace(made, title="another"))
     store_floor(made)
-    assert [one.title for one in read_floors(path)] == ["another", made.title]
+    assert [kept_floor.title for kept_floor in read_floors(path)] == ["another", made.title]
     environment = result.environment
     assert environment is not None
     assert len(own_floors(environment, result.experiment)) == 2
@@ -259,7 +259,7 @@ def test_a_later_floor_keeps_what_the_earlier_has_of_other_workloads(
     both = floor(0.01).entries + floor(0.02, "batched(8)").entries
     store_floor(msgspec.structs.replace(floor(0.0), entries=both))
     path = store_floor(floor(0.05))
-    assert [[entry.difference for entry in one.entries] for one in read_floors(path)] == [[0.02], [0.05]]
+    assert [[entry.difference for entry in kept_floor.entries] for kept_floor in read_floors(path)] == [[0.02], [0.05]]
 
 
 def repeated(*probes: CacheProbe) -> list[Judgement]:
@@ -309,15 +309,15 @@ def test_an_arm_that_repeats_itself_from_memory_is_found(b: CacheProbe, ok: bool
 @pytest.mark.parametrize("noise", [0.02, 0.3, 1.0])
 def test_servers_that_compute_every_answer_are_hardly_ever_taken_for_caches(noise: float) -> None:
     """At most 1 % of the probes may be taken for one."""
-    found = sum(answers_from_memory(probe("a", seed=seed, noise=noise)) for seed in range(1000))
-    assert found <= 10
+    caches = sum(answers_from_memory(probe("a", seed=seed, noise=noise)) for seed in range(1000))
+    assert caches <= 10
 
 
 def test_caches_are_found_in_noise() -> None:
     """From the third request on, and one that saves a third of the time, with a spread of 20 %."""
     for plan in ({"cached_from": 3, "left": 0.1}, {"cached_from": 2, "left": 0.66}):
-        found = sum(answers_from_memory(probe("b", seed=seed, noise=0.2, **plan)) for seed in range(50))  # type: ignore[arg-type]
-        assert found >= 49, plan
+        caches = sum(answers_from_memory(probe("b", seed=seed, noise=0.2, **plan)) for seed in range(50))  # type: ignore[arg-type]
+        assert caches >= 49, plan
 
 
 def test_the_family_of_a_run_until_decided_is_what_was_planned(tmp_path: Path) -> None:
@@ -325,14 +325,14 @@ def test_the_family_of_a_run_until_decided_is_what_was_planned(tmp_path: Path) -
     directory = write_run(tmp_path, Plan(requests=60))
     edit_json(directory / "experiment.json", until_decided=True, time_limit_minutes=1.0)
     planned = analyse(directory).comparisons
-    found = [c for c in planned if c.p_value is not None]
-    assert not any(c.metric == "latency_p99" for c in found)
+    tested = [c for c in planned if c.p_value is not None]
+    assert not any(c.metric == "latency_p99" for c in tested)
     leading = sum(c.leading for c in planned)
 
     def needed(c: Comparison) -> float:
         """The p over the share of the 5 %."""
         return (c.p_value or 0.0) / (0.8 / leading if c.leading else 0.2 / (len(planned) - leading))
 
-    first = min(found, key=needed)
+    first = min(tested, key=needed)
     assert first.p_adjusted == pytest.approx(min(1.0, needed(first)))
-    assert all(c.minimal_detectable_effect is None for c in found if c.method.startswith("anytime"))
+    assert all(c.minimal_detectable_effect is None for c in tested if c.method.startswith("anytime"))

@@ -10,7 +10,8 @@ import jsonschema_rs
 import pytest
 
 from loadgen.documents import write_atomically
-from loadgen.verdict.result import ResultError, analyse, encode_result, read_result
+from loadgen.run.storage import StoredRunError
+from loadgen.verdict.result import analyse, encode_result, read_result
 from loadgen.verdict.result_schema import result_schema
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
@@ -53,7 +54,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
 def test_another_schema_or_field_is_refused(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(encode_result(analyse(write_run(tmp_path, Plan(pairs=2)))).decode().replace(old, new))
-    with pytest.raises(ResultError, match=r"result\.json is not a result of this version"):
+    with pytest.raises(StoredRunError, match=r"result\.json is not a result of this version"):
         read_result(path)
 
 

@@ -51,9 +51,9 @@ def in_other_place(run: Path, to: Path, **changes: object) -> Path:
 def test_a_planted_change_is_found_where_it_is_and_named_for_the_arm_that_gained(runs: dict[str, Path]) -> None:
     status, output = diff(runs["old"], runs["slower"], "--json")
     assert status == 3
-    found = json.loads(output)
-    assert found["schema"] == "abserve.diff/2"
-    changes = {(c["scenario"], c["metric"]): c for c in found["comparisons"]}
+    document = json.loads(output)
+    assert document["schema"] == "abserve.diff/2"
+    changes = {(c["scenario"], c["metric"]): c for c in document["comparisons"]}
     main = changes["concurrent(16)", "throughput"]
     assert (main["outcome"], main["better_for"]) == ("changed", "a")
     assert main["change_ci95"][0] < 1 / 1.3 < main["change_ci95"][1]
@@ -83,10 +83,10 @@ def test_the_interval_is_welchs(runs: dict[str, Path]) -> None:
     old, new = analyse(runs["old"]), analyse(runs["slower"])
 
     def ratios(result: Result) -> np.ndarray:
-        (one,) = [c for c in result.comparisons if (c.scenario, c.metric) == ("concurrent(16)", "throughput")]
-        assert one.error_log is not None
-        logs = np.log(one.ratios)
-        wider = one.error_log / float(stats.sem(logs))
+        (comparison,) = [c for c in result.comparisons if (c.scenario, c.metric) == ("concurrent(16)", "throughput")]
+        assert comparison.error_log is not None
+        logs = np.log(comparison.ratios)
+        wider = comparison.error_log / float(stats.sem(logs))
         assert wider > 1.0
         return np.asarray(logs.mean() + wider * (logs - logs.mean()))
 
@@ -108,9 +108,9 @@ def percentile(ratio: float, ci95: tuple[float, float], degrees: float = 11.0) -
 
 
 def change(result: Result, old: Comparison, new: Comparison) -> ComparisonChange:
-    runs = (msgspec.structs.replace(result, comparisons=(one,)) for one in (old, new))
-    (found,) = compare_runs(*runs, allow_different=True).comparisons
-    return found
+    runs = (msgspec.structs.replace(result, comparisons=(compared_metric,)) for compared_metric in (old, new))
+    (changed,) = compare_runs(*runs, allow_different=True).comparisons
+    return changed
 
 
 def test_each_side_of_a_percentiles_interval_meets_the_side_it_faces(runs: dict[str, Path]) -> None:
@@ -118,11 +118,11 @@ def test_each_side_of_a_percentiles_interval_meets_the_side_it_faces(runs: dict[
     sides as a standard error it would be."""
     result = analyse(runs["old"])
     old, new = percentile(1.0, (0.97, 60.0)), percentile(30.0, (29.0, 31.0))
-    found = change(result, old, new)
+    changed = change(result, old, new)
     below = math.hypot(math.log(30.0 / 29.0), math.log(60.0))
     above = math.hypot(math.log(31.0 / 30.0), math.log(1.0 / 0.97))
-    assert found.change_ci95 == pytest.approx((30.0 * math.exp(-below), 30.0 * math.exp(above)), rel=1e-6)
-    assert found.outcome == "no change shown"
+    assert changed.change_ci95 == pytest.approx((30.0 * math.exp(-below), 30.0 * math.exp(above)), rel=1e-6)
+    assert changed.outcome == "no change shown"
     assert change(result, new, old).outcome == "no change shown", "either way round"
     shown_by_t = math.log(30.0) / math.hypot(old.error_log or 0.0, new.error_log or 0.0)
     assert 2.0 * stats.t.sf(shown_by_t, 11.0) < 0.01
@@ -135,9 +135,9 @@ def test_each_side_of_a_percentiles_interval_meets_the_side_it_faces(runs: dict[
 
 def test_symmetric_intervals_of_percentiles_agree_with_t(runs: dict[str, Path]) -> None:
     result = analyse(runs["old"])
-    found = change(result, percentile(1.0, (0.9, 1 / 0.9)), percentile(1.5, (1.5 * 0.9, 1.5 / 0.9)))
+    changed = change(result, percentile(1.0, (0.9, 1 / 0.9)), percentile(1.5, (1.5 * 0.9, 1.5 / 0.9)))
     error = math.log(1 / 0.9) * math.sqrt(2.0) / critical_t(11.0, 0.05)
-    assert found.p_adjusted == pytest.approx(2.0 * stats.t.sf(math.log(1.5) / error, 11.0), rel=1e-3)
+    assert changed.p_adjusted == pytest.approx(2.0 * stats.t.sf(math.log(1.5) / error, 11.0), rel=1e-3)
 
 
 def test_identical_runs_with_rare_stalls_are_rarely_called_changed() -> None:
@@ -148,9 +148,9 @@ def test_identical_runs_with_rare_stalls_are_rarely_called_changed() -> None:
     rng = np.random.default_rng(32)
     for share in (0.008, 0.012):
         tested = [run_difference._test(stalling(rng, share), stalling(rng, share)) for _ in range(200)]
-        excluded = [one.ci95 is not None and not one.ci95[0] <= 1.0 <= one.ci95[1] for one in tested]
+        excluded = [ci95 is not None and not ci95[0] <= 1.0 <= ci95[1] for _, ci95, _, _ in tested]
         assert sum(excluded) <= 10
-        assert sum(one.p is not None and one.p < 0.005 for one in tested) <= 1
+        assert sum(p is not None and p < 0.005 for _, _, p, _ in tested) <= 1
 
 
 def stalling(rng: np.random.Generator, share: float) -> Comparison:
@@ -160,10 +160,10 @@ def stalling(rng: np.random.Generator, share: float) -> Comparison:
         return rng.lognormal(2.3, 0.05, 300) * math.exp(rng.normal(0.0, 0.02)) + 500.0 * (rng.random(300) < share)
 
     rounds = [Round(requests(), requests(), unit=number) for number in range(12)]
-    found, _ = estimate_tail_ratio(rounds, 0.99, 0.05)
+    estimate, _ = estimate_tail_ratio(rounds, 0.99, 0.05)
     return msgspec.structs.replace(
-        compared("a", "b", found.ratio, "inconclusive", "latency_p99"),
-        ci95=found.ci95, method="order statistics", pairs=12, error_log=found.error_log, degrees=found.degrees,
+        compared("a", "b", estimate.ratio, "inconclusive", "latency_p99"),
+        ci95=estimate.ci95, method="order statistics", pairs=12, error_log=estimate.error_log, degrees=estimate.degrees,
     )  # fmt: skip
 
 
@@ -242,10 +242,10 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_of_three_arms_the_one_that_changed_is_named_with_those_that_gained_on_it(three: dict[str, Path]) -> None:
     status, output = diff(three["old"], three["slower"], "--json")
     assert status == 3
-    found = json.loads(output)["comparisons"]
+    document = json.loads(output)["comparisons"]
     loads = {
         (c["baseline"], c["arm"]): (c["outcome"], c["better_for"])
-        for c in found
+        for c in document
         if (c["scenario"], c["metric"]) == ("single", "throughput")
     }
     assert loads == {
@@ -268,14 +268,14 @@ def test_arms_are_matched_by_their_labels_and_a_further_one_stands_alone(
     two = write_run(tmp_path / "two", Plan(pairs=6, requests=60, seed=9))
     status, output = diff(two, three["old"], "--json")
     assert status == 0, output
-    found = json.loads(output)
-    assert found["refused"] == []
-    changes = {(c["scenario"], c["metric"], c["baseline"], c["arm"]): c for c in found["comparisons"]}
+    document = json.loads(output)
+    assert document["refused"] == []
+    changes = {(c["scenario"], c["metric"], c["baseline"], c["arm"]): c for c in document["comparisons"]}
     assert changes["single", "throughput", "a", "b"]["outcome"] == "no change shown"
     for pairing in (("a", "c"), ("b", "c")):
         alone = changes["single", "throughput", *pairing]
         assert (alone["outcome"], alone["reason"]) == ("not comparable", "the old run has no arm C")
-    assert {"name": "c: target", "kind": "arm", "old": None, "new": "native"} in found["differences"]
+    assert {"name": "c: target", "kind": "arm", "old": None, "new": "native"} in document["differences"]
 
 
 def test_another_baseline_is_not_comparable(three: dict[str, Path], tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ def test_another_baseline_is_not_comparable(three: dict[str, Path], tmp_path: Pa
     a, b, c = experiment["arms"]
     path.write_text(json.dumps(experiment | {"arms": [b, a, c]}))
     status, output = diff(three["old"], path.parent, "--json")
-    found = json.loads(output)["comparisons"]
-    outcomes = {(c["baseline"], c["arm"], c["reason"]) for c in found if c["metric"] == "throughput"}
+    document = json.loads(output)["comparisons"]
+    outcomes = {(c["baseline"], c["arm"], c["reason"]) for c in document if c["metric"] == "throughput"}
     turned = "the baseline was A and is B"
     assert {("a", "b", turned), ("b", "a", turned)} <= outcomes
     assert status == 0, "B and C are compared in both runs, if only to rank them"

@@ -45,9 +45,9 @@ def check(result: Result, name: str) -> Check:
 def test_the_weights_are_those_that_the_servers_tell(
     tmp_path: Path, a: dict[str, Any], b: dict[str, Any], ok: bool | None, said: str
 ) -> None:
-    found = check(stack_run(tmp_path, a, b), "trained_weights")
-    assert found.ok is ok
-    assert said in found.detail
+    judged = check(stack_run(tmp_path, a, b), "trained_weights")
+    assert judged.ok is ok
+    assert said in judged.detail
 
 
 @pytest.mark.parametrize(("deployment", "ok"), [("compose", True), ("embedded", False)])

@@ -13,7 +13,7 @@ from loadgen.records.run import Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.verdict.result import Result, analyse
-from loadgen.verdict.thresholds import ThresholdError, UndefinedValueError, parse_condition, plan_conditions
+from loadgen.verdict.thresholds import parse_condition, plan_conditions
 from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
 from tests.unit.loadgen.metrics.test_open_loop import noisy, open_run
 
@@ -67,7 +67,7 @@ def test_conditions_mean_what_they_say(text: str, holds: bool) -> None:
     ],
 )
 def test_everything_else_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ThresholdError, match=said):
+    with pytest.raises(PlanError, match=said):
         parse_condition(text, AB)
 
 
@@ -122,7 +122,7 @@ def test_a_search_has_its_own_metric_and_no_latency() -> None:
 
 def test_division_by_zero_has_no_value() -> None:
     condition = parse_condition("b.p50 / (a.p50 - a.p50) > 1", AB)
-    with pytest.raises(UndefinedValueError, match="has no value"):
+    with pytest.raises(ArithmeticError, match="has no value"):
         condition.holds(dict.fromkeys(condition.quantities, 1.0))
 
 
@@ -145,7 +145,7 @@ ABC = ("a", "b", "c")
     ],
 )
 def test_any_arm_is_called_by_its_label(text: str, labels: tuple[str, ...], arms: dict[str, str]) -> None:
-    assert {str(one): one.arm for one in parse_condition(text, labels).quantities} == arms
+    assert {str(quantity): quantity.arm for quantity in parse_condition(text, labels).quantities} == arms
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_outcomes_come_from_the_run_and_decide_the_exit_status(tmp_path: Path) -
         "single: b.p99 > 1",
         "all: b.errors > 0",
     )
-    states = [one.state for one in result.thresholds]
+    states = [threshold.state for threshold in result.thresholds]
     assert states[:5] == ["kept", "kept", "kept", "broken", "not_measurable"]
     assert states[5:] == ["kept"] * 7
     broken, missing = result.thresholds[3:5]
@@ -212,7 +212,7 @@ def test_outcomes_come_from_the_run_and_decide_the_exit_status(tmp_path: Path) -
 def test_a_run_that_keeps_its_thresholds_passes_and_one_that_is_invalid_does_not(tmp_path: Path) -> None:
     condition = "b.throughput < 0.9 * a.throughput"
     kept = run_with(tmp_path / "kept", Plan(pairs=4), condition)
-    assert [one.state for one in kept.thresholds] == ["kept"]
+    assert [threshold.state for threshold in kept.thresholds] == ["kept"]
     assert exit_status(kept) == EXIT_VALID
     invalid = run_with(tmp_path / "invalid", Plan(pairs=4, parity_cosine=0.9), condition)
     (outcome,) = invalid.thresholds
@@ -223,7 +223,7 @@ def test_a_run_that_keeps_its_thresholds_passes_and_one_that_is_invalid_does_not
 
 def test_a_percentile_is_that_of_all_blocks_together_with_its_interval(tmp_path: Path) -> None:
     result = run_with(tmp_path, Plan(pairs=8, requests=400), "b.p99 > 10000", "b.p99.high > 10000", "ratio.p99 > 100")
-    assert [one.state for one in result.thresholds] == ["kept"] * 3
+    assert [threshold.state for threshold in result.thresholds] == ["kept"] * 3
     (summary,) = [s for s in result.summaries if (s.workload, s.label) == ("concurrent(16)", "b")]
     assert result.thresholds[0].values["b.p99"] == pytest.approx(summary.latency.p99_ms, rel=0.05)
     high, p99 = result.thresholds[1].values["b.p99.high"], result.thresholds[0].values["b.p99"]
@@ -244,8 +244,12 @@ def test_each_arm_of_three_is_judged_by_its_own_values(tmp_path: Path) -> None:
         "ratio(c).throughput.low > ratio(b).throughput.high",
         "c.throughput.low > a.throughput.high",
     )
-    assert [one.state for one in result.thresholds] == ["kept", "broken", "kept", "broken", "broken"]
-    ratios = {one.arm: one for one in result.comparisons if one.metric == "throughput" and one.baseline == "a"}
+    assert [threshold.state for threshold in result.thresholds] == ["kept", "broken", "kept", "broken", "broken"]
+    ratios = {
+        comparison.arm: comparison
+        for comparison in result.comparisons
+        if comparison.metric == "throughput" and comparison.baseline == "a"
+    }
     assert result.thresholds[1].values == {"ratio(c).throughput": ratios["c"].ratio}
     low, high = ratios["c"].ci95, ratios["b"].ci95
     assert low is not None
@@ -259,9 +263,13 @@ def test_the_baselines_value_comes_from_a_comparison_that_could_be_made(tmp_path
     """At 50 requests/s B is saturated, so its latency is not compared; those of A and C are."""
     open_run(tmp_path, {"a": noisy(20.0), "b": noisy(200.0), "c": noisy(24.0)}, 50.0)
     result = with_conditions(tmp_path, "c.p99 > 1.1 * a.p99", "ratio(b).p99 > 1", "a.p99.high > 1000")
-    assert [one.state for one in result.thresholds] == ["broken", "not_measurable", "kept"]
+    assert [threshold.state for threshold in result.thresholds] == ["broken", "not_measurable", "kept"]
     assert "B was saturated at this rate" in result.thresholds[1].detail
-    (made,) = [one for one in result.comparisons if (one.metric, one.pairing) == ("latency_p99", ("a", "c"))]
+    (made,) = [
+        comparison
+        for comparison in result.comparisons
+        if (comparison.metric, comparison.pairing) == ("latency_p99", ("a", "c"))
+    ]
     assert made.baseline_ci95 is not None
     assert result.thresholds[0].values == {"c.p99": made.arm_value, "a.p99": made.baseline_value}
     assert result.thresholds[2].values == {"a.p99.high": made.baseline_ci95[1]}
@@ -271,6 +279,12 @@ def test_a_ratio_is_to_the_baseline_and_to_no_other_arm(tmp_path: Path) -> None:
     """A is saturated at 50 requests/s; B and C, which are compared to rank them, are not."""
     open_run(tmp_path, {"a": noisy(200.0), "b": noisy(20.0), "c": noisy(24.0)}, 50.0)
     result = with_conditions(tmp_path, "ratio(c).p99 > 1")
-    (ranked,) = [one for one in result.comparisons if (one.metric, one.pairing) == ("latency_p99", ("b", "c"))]
+    (ranked,) = [
+        comparison
+        for comparison in result.comparisons
+        if (comparison.metric, comparison.pairing) == ("latency_p99", ("b", "c"))
+    ]
     assert ranked.ratio is not None
-    assert [(one.state, one.values) for one in result.thresholds] == [("not_measurable", {"ratio(c).p99": None})]
+    assert [(threshold.state, threshold.values) for threshold in result.thresholds] == [
+        ("not_measurable", {"ratio(c).p99": None})
+    ]

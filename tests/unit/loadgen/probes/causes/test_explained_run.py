@@ -48,7 +48,7 @@ def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, witho
     (folder / "samples").mkdir()
     for path in sorted((directory / "blocks").glob("*.json")):
         block = json.loads(path.read_text())
-        roles = [role for role, own in ((AS_IS, as_is), (WITHOUT, without)) if own == block["label"]]
+        roles = [role for role, arm in ((AS_IS, as_is), (WITHOUT, without)) if arm == block["label"]]
         for role in roles if block["workload"] == "single" else []:
             name = f"{block['index']:04d}{role}"
             (folder / "blocks" / f"{name}.json").write_text(
@@ -93,7 +93,7 @@ def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) ->
     assert cause.effects[0].folder == "causes/00-transfer-b"
     assert causes.unattributed_ms == pytest.approx(0.0, abs=1e-9)
     assert "100 % payload transfer of B, 0 % unattributed." in causes.sentence
-    (scenario,) = [one for one in result.verdict.scenarios if one.scenario == "single"]
+    (scenario,) = [entry for entry in result.verdict.scenarios if entry.scenario == "single"]
     assert scenario.reasons[0] == causes.sentence
 
 
@@ -119,14 +119,14 @@ def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Pat
     (tmp_path / "causes.json").write_bytes(msgspec.json.encode(record))
     result = analyse(tmp_path)
     b, c = result.of(CausesFound).workloads
-    assert [one.pairing for one in (b, c)] == [("a", "b"), ("a", "c")]
-    assert [one.difference_ms for one in (b, c)] == pytest.approx([10.5, 31.5], abs=1.0)
+    assert [entry.pairing for entry in (b, c)] == [("a", "b"), ("a", "c")]
+    assert [entry.difference_ms for entry in (b, c)] == pytest.approx([10.5, 31.5], abs=1.0)
     assert "100 % payload transfer of B, 0 % unattributed." in b.sentence
     assert "67 % payload transfer of C, 33 % unattributed." in c.sentence
     assert [cause.name for cause in b.causes] == ["transfer"]
-    assert [[one.label for one in cause.effects] for cause in (*b.causes, *c.causes)] == [["b"], ["c"], []]
+    assert [[entry.label for entry in cause.effects] for cause in (*b.causes, *c.causes)] == [["b"], ["c"], []]
     assert any("compute (C: given by URL)" in note for note in c.notes)
-    reasons = {one.arm: one.reasons[0] for one in result.verdict.scenarios if one.scenario == "single"}
+    reasons = {entry.arm: entry.reasons[0] for entry in result.verdict.scenarios if entry.scenario == "single"}
     assert reasons == {"b": b.sentence, "c": c.sentence}
 
 

@@ -62,23 +62,23 @@ Planned = tuple[list[tuple[str, str]], dict[tuple[str, str], Untested]]
 
 def planned(run: Experiment, records: dict[Label, ArmRecord] | None = None) -> Planned:
     plan, untested = plan_ablations(run, records or arms(), BYTES)
-    assert [one.number for one in plan] == list(range(len(plan)))
-    return [(one.cause, one.label) for one in plan], {(one.cause, one.label): one for one in untested}
+    assert [entry.number for entry in plan] == list(range(len(plan)))
+    return [(entry.cause, entry.label) for entry in plan], {(entry.cause, entry.label): entry for entry in untested}
 
 
 BOTH = [(cause, label) for cause in ("queue_delay", "transfer", "compute") for label in ("a", "b")]
 
 
 def test_the_engine_that_computes_nothing_gets_no_setting_of_another_engine() -> None:
-    own = {"engine": "onnxruntime", "spinning": "off", "threads": "2"}
-    plan, _ = plan_ablations(experiment({"settings": own}), arms(), BYTES)
-    compute = next(one for one in plan if (one.cause, one.label) == ("compute", "a"))
-    assert changed_settings(own, compute.without) == {"engine": "null", "threads": "2"}
+    settings = {"engine": "onnxruntime", "spinning": "off", "threads": "2"}
+    plan, _ = plan_ablations(experiment({"settings": settings}), arms(), BYTES)
+    compute = next(entry for entry in plan if (entry.cause, entry.label) == ("compute", "a"))
+    assert changed_settings(settings, compute.without) == {"engine": "null", "threads": "2"}
 
 
 def test_the_engine_that_computes_nothing_has_the_same_front_ends() -> None:
     plan, _ = plan_ablations(experiment(), arms(fronts="8"), BYTES)
-    compute = next(one for one in plan if (one.cause, one.label) == ("compute", "a"))
+    compute = next(entry for entry in plan if (entry.cause, entry.label) == ("compute", "a"))
     assert changed_settings({}, compute.without) == {"engine": "null", "fronts": "8"}
 
 
@@ -107,8 +107,8 @@ def test_what_is_not_there_needs_no_workload(
     changes: dict[str, Any], records: dict[Label, ArmRecord], cause: str, words: str
 ) -> None:
     done, untested = planned(experiment(**changes), records)
-    assert done == [one for one in BOTH if one[0] != cause]
-    assert all(one.moot and words in one.reason for one in untested.values())
+    assert done == [entry for entry in BOTH if entry[0] != cause]
+    assert all(entry.moot and words in entry.reason for entry in untested.values())
     assert set(untested) == {(cause, "a"), (cause, "b")}
 
 
@@ -120,7 +120,7 @@ def test_an_ensemble_whose_steps_are_unknown_may_have_a_delay_so_it_is_taken_awa
 def test_the_settings_of_a_server_that_is_not_ours_stay_as_they_are() -> None:
     done, untested = planned(experiment(b={"target": "http://127.0.0.1:8000"}))
     assert done == [("queue_delay", "a"), ("transfer", "a"), ("transfer", "b"), ("compute", "a")]
-    assert not any(one.moot for one in untested.values())
+    assert not any(entry.moot for entry in untested.values())
     assert "did not start" in untested["compute", "b"].reason
     far = planned(experiment(b={"target": "http://192.0.2.1:8000"}))[1]
     assert "cannot share" in far["transfer", "b"].reason
@@ -128,10 +128,10 @@ def test_the_settings_of_a_server_that_is_not_ours_stay_as_they_are() -> None:
 
 def test_a_native_backend_cannot_leave_its_engine_out_and_your_repository_stays_as_it_is() -> None:
     done, untested = planned(experiment(), arms(backend="onnxruntime"))
-    assert done == [one for one in BOTH if one[0] != "compute"]
+    assert done == [entry for entry in BOTH if entry[0] != "compute"]
     assert "cannot leave it out" in untested["compute", "b"].reason
-    own = {"target": "triton", "settings": {"triton-repository": "/mine"}}
-    done, untested = planned(experiment(b=own))
+    settings = {"target": "triton", "settings": {"triton-repository": "/mine"}}
+    done, untested = planned(experiment(b=settings))
     assert done == [("queue_delay", "a"), ("transfer", "a"), ("transfer", "b"), ("compute", "a")]
     assert "your own repository" in untested["compute", "b"].reason
 
@@ -147,22 +147,22 @@ def test_different_payloads_are_made_alike_first_and_the_transfer_goes_on_from_t
     plan, _ = plan_ablations(run, arms(), {"a": 602_112.0, "b": 150_528.0})
     first = plan[0]
     assert (first.cause, first.label, first.without.payload) == ("payload", "a", "uint8")
-    transfers = [one for one in plan if one.cause == "transfer"]
-    assert {(one.label, one.as_is.payload, one.without.payload) for one in transfers} == {
+    transfers = [entry for entry in plan if entry.cause == "transfer"]
+    assert {(entry.label, entry.as_is.payload, entry.without.payload) for entry in transfers} == {
         ("a", "uint8", "uint8"),
         ("b", "uint8", "uint8"),
     }
-    assert {one.as_is.payload for one in plan if one.label == "a" and one.cause != "transfer"} == {"fp32"}
+    assert {entry.as_is.payload for entry in plan if entry.label == "a" and entry.cause != "transfer"} == {"fp32"}
 
 
 def test_jpeg_files_are_decoded_beforehand_on_both_arms() -> None:
     plan, _ = plan_ablations(experiment(payload="jpeg"), arms(), BYTES)
-    assert [(one.cause, one.label, one.without.payload) for one in plan[:2]] == [
+    assert [(entry.cause, entry.label, entry.without.payload) for entry in plan[:2]] == [
         ("payload", "a", "uint8"),
         ("payload", "b", "uint8"),
     ]
-    assert {one.as_is.payload for one in plan if one.cause == "transfer"} == {"uint8"}
-    assert {one.as_is.payload for one in plan if one.cause != "transfer"} == {"jpeg"}
+    assert {entry.as_is.payload for entry in plan if entry.cause == "transfer"} == {"uint8"}
+    assert {entry.as_is.payload for entry in plan if entry.cause != "transfer"} == {"jpeg"}
 
 
 def test_the_arm_that_was_sent_more_gets_what_the_other_was_sent() -> None:
@@ -175,26 +175,26 @@ def test_every_cause_of_three_arms() -> None:
     assert done == [("queue_delay", "a"), ("queue_delay", "b"), ("transfer", "a"), ("transfer", "b"), ("transfer", "c"),
                     ("compute", "a"), ("compute", "b")]  # fmt: skip
     assert set(untested) == {("queue_delay", "c"), ("compute", "c")}
-    assert all("C is at http://127.0.0.1:8000" in one.reason for one in untested.values())
+    assert all("C is at http://127.0.0.1:8000" in entry.reason for entry in untested.values())
 
 
 def test_of_three_payloads_all_become_the_smallest() -> None:
     run = experiment({}, {"payload": "uint8"}, {"payload": "jpeg"})
     plan, _ = plan_ablations(run, arms(), {"a": 602_112.0, "b": 150_528.0, "c": 20_000.0})
-    payloads = [one for one in plan if one.cause == "payload"]
-    assert [(one.label, one.as_is.payload, one.without.payload) for one in payloads] == [
+    payloads = [entry for entry in plan if entry.cause == "payload"]
+    assert [(entry.label, entry.as_is.payload, entry.without.payload) for entry in payloads] == [
         ("a", "fp32", "jpeg"),
         ("b", "uint8", "jpeg"),
     ]
     assert "the smallest payload" in payloads[0].changed
-    assert {one.as_is.payload for one in plan if one.cause == "transfer"} == {"jpeg"}
+    assert {entry.as_is.payload for entry in plan if entry.cause == "transfer"} == {"jpeg"}
 
 
 def test_an_arm_that_is_sent_the_smallest_payload_keeps_it() -> None:
     plan, _ = plan_ablations(
         experiment({}, {"payload": "uint8"}, {"payload": "uint8"}), arms(), {"a": 9.0, "b": 3.0, "c": 3.0}
     )
-    assert [(one.label, one.without.payload) for one in plan if one.cause == "payload"] == [("a", "uint8")]
+    assert [(entry.label, entry.without.payload) for entry in plan if entry.cause == "payload"] == [("a", "uint8")]
 
 
 def test_a_variant_changes_its_options_however_they_are_spelt() -> None:
@@ -253,7 +253,7 @@ def test_a_workload_is_worth_it_where_any_arm_differs_from_the_baseline() -> Non
 
 def test_the_budget_holds_the_most_loaded_workload_then_the_lightest() -> None:
     run = experiment()
-    measured = [one for workload in WORKLOADS for one in blocks(workload.name, 10.0, 20.0)]
+    measured = [entry for workload in WORKLOADS for entry in blocks(workload.name, 10.0, 20.0)]
     workloads = workloads_worth_explaining(run, measured)
     assert [workload.name for workload in workloads] == ["concurrent(16)", "single", "batched(32)", "batched(4)"]
     plan, _ = plan_ablations(run, arms(), BYTES)

@@ -34,7 +34,7 @@ def rounds_of(first: float, second: float, count: int = 4, noise: float = 0.02) 
     """Pairs with exactly these means, and some spread."""
     assert count % 4 == 0
     signs = [((-1) ** i, 1 if i % 4 < 2 else -1) for i in range(count)]
-    return [(first + noise * one, second + noise * other) for one, other in signs]
+    return [(first + noise * sign, second + noise * other) for sign, other in signs]
 
 
 def gap(a: float, b: float) -> list[tuple[float, float]]:
@@ -61,9 +61,9 @@ def ranked(
     verdict: Outcome | None = None,
 ) -> WorkloadCauses:
     """With the verdict that the arm with the shorter requests is the better one, unless another is given."""
-    found = rank_causes(WORKLOAD, pairing, pairs, effects, untested, breakdown)
-    assert found is not None
-    verdict = verdict or ("baseline_better" if found.slower == pairing.arm else "arm_better")
+    causes = rank_causes(WORKLOAD, pairing, pairs, effects, untested, breakdown)
+    assert causes is not None
+    verdict = verdict or ("baseline_better" if causes.slower == pairing.arm else "arm_better")
     comparison = msgspec.structs.replace(compared(*pairing, 0.5, verdict), scenario=WORKLOAD.name, reason="a reason")
     payloads = {label: None if comparable else f"payload of {label}" for label in pairing}
     experiment = Experiment(
@@ -71,7 +71,7 @@ def ranked(
         model="m", weights="random:0", payload="fp32", transport="http", workloads=(WORKLOAD,), preset="quick", seed=0,
         equivalence_margin=0.03, threads=1,
     )  # fmt: skip
-    (judged,) = with_verdicts(CausesFound(workloads=(found,)), experiment, [comparison]).workloads
+    (judged,) = with_verdicts(CausesFound(workloads=(causes,)), experiment, [comparison]).workloads
     return judged
 
 
@@ -85,14 +85,14 @@ def test_the_sentence_of_a_difference_with_three_causes() -> None:
         effect("compute", "a", 10.0, 4.0),
         effect("compute", "b", 20.0, 13.4),
     ]
-    found = ranked(gap(10.0, 20.0), effects)
-    assert [cause.name for cause in found.causes] == ["transfer", "queue_delay", "compute"]
-    assert found.sentence == (
+    causes = ranked(gap(10.0, 20.0), effects)
+    assert [cause.name for cause in causes.causes] == ["transfer", "queue_delay", "compute"]
+    assert causes.sentence == (
         "A is 2.00× faster than B at batch 32 (10.0 ms less per request): 71 % payload transfer, 18 % queue delay, "
         "6 % compute, 5 % unattributed."
     )
-    assert found.slower == "b"
-    shares = sum(cause.share or 0.0 for cause in found.causes) + (found.unattributed_share or 0.0)
+    assert causes.slower == "b"
+    shares = sum(cause.share or 0.0 for cause in causes.causes) + (causes.unattributed_share or 0.0)
     assert shares == pytest.approx(1.0)
 
 
@@ -107,57 +107,57 @@ def test_the_sentence_of_a_difference_with_three_causes() -> None:
 )
 def test_no_arm_is_called_faster_that_the_verdict_does_not_name(verdict: Outcome, said: str) -> None:
     """Tails may decide for the arm whose requests take longer on average."""
-    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 20.0, 9.0)], verdict=verdict)
-    assert found.sentence.startswith(said)
-    assert "faster" not in " ".join((found.sentence, *found.notes))
+    causes = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 20.0, 9.0)], verdict=verdict)
+    assert causes.sentence.startswith(said)
+    assert "faster" not in " ".join((causes.sentence, *causes.notes))
 
 
 def test_without_a_comparison_there_is_no_verdict() -> None:
-    found = rank_causes(WORKLOAD, AB, gap(10.0, 20.0), [], [], None)
-    assert found is not None
-    assert found.sentence.startswith("No verdict at batch 32")
+    causes = rank_causes(WORKLOAD, AB, gap(10.0, 20.0), [], [], None)
+    assert causes is not None
+    assert causes.sentence.startswith("No verdict at batch 32")
 
 
 def test_the_faster_arm_is_the_subject() -> None:
-    found = ranked(gap(20.0, 10.0), [effect("queue_delay", "a", 20.0, 10.0)])
-    assert found.sentence.startswith(
+    causes = ranked(gap(20.0, 10.0), [effect("queue_delay", "a", 20.0, 10.0)])
+    assert causes.sentence.startswith(
         "B is 2.00× faster than A at batch 32 (10.0 ms less per request): 100 % queue delay of A"
     )
-    assert found.causes[0].difference_ms == pytest.approx(-10.0, abs=0.2)
+    assert causes.causes[0].difference_ms == pytest.approx(-10.0, abs=0.2)
 
 
 def test_a_cause_of_the_faster_arm_works_against_the_difference() -> None:
     effects = [effect("queue_delay", "b", 20.0, 9.0), effect("payload", "a", 10.0, 9.0)]
-    found = ranked(gap(10.0, 20.0), effects, comparable=False)
-    assert found.sentence.startswith("Requests to A are 2.00× faster than requests to B at batch 32")
-    assert ": 110 % queue delay of B" in found.sentence
-    assert "−10 % payload format of A" in found.sentence
-    assert any("the arm with the shorter requests" in note for note in found.notes)
+    causes = ranked(gap(10.0, 20.0), effects, comparable=False)
+    assert causes.sentence.startswith("Requests to A are 2.00× faster than requests to B at batch 32")
+    assert ": 110 % queue delay of B" in causes.sentence
+    assert "−10 % payload format of A" in causes.sentence
+    assert any("the arm with the shorter requests" in note for note in causes.notes)
 
 
 def test_a_payload_of_both_arms_is_named_once() -> None:
-    found = ranked(gap(10.0, 20.0), [effect("payload", "a", 10.0, 8.0), effect("payload", "b", 20.0, 13.0)])
-    assert "50 % payload format (payload removed), 50 % unattributed." in found.sentence
+    causes = ranked(gap(10.0, 20.0), [effect("payload", "a", 10.0, 8.0), effect("payload", "b", 20.0, 13.0)])
+    assert "50 % payload format (payload removed), 50 % unattributed." in causes.sentence
 
 
 def test_what_is_within_the_noise_counts_for_nothing() -> None:
-    found = ranked(gap(10.0, 20.0), [effect("compute", "b", 20.0, 20.0, noise=0.5)])
-    assert [cause.found for cause in found.causes] == [False]
-    assert found.sentence.endswith("none of the tested causes explains it.")
-    assert found.unattributed_ms == pytest.approx(found.difference_ms)
-    assert found.notes == ("Within the noise: compute.",)
+    causes = ranked(gap(10.0, 20.0), [effect("compute", "b", 20.0, 20.0, noise=0.5)])
+    assert [cause.found for cause in causes.causes] == [False]
+    assert causes.sentence.endswith("none of the tested causes explains it.")
+    assert causes.unattributed_ms == pytest.approx(causes.difference_ms)
+    assert causes.notes == ("Within the noise: compute.",)
 
 
 def test_a_difference_within_the_noise_is_shared_by_no_cause() -> None:
-    found = ranked([(10.0, 12.0), (12.0, 10.5)], [effect("queue_delay", "b", 11.0, 1.0)])
-    assert "within the noise" in found.sentence
-    assert found.causes[0].share is None
-    assert found.causes[0].found
+    causes = ranked([(10.0, 12.0), (12.0, 10.5)], [effect("queue_delay", "b", 11.0, 1.0)])
+    assert "within the noise" in causes.sentence
+    assert causes.causes[0].share is None
+    assert causes.causes[0].found
 
 
 def test_a_machine_that_changed_its_speed_is_said() -> None:
-    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 30.0, 15.0), effect("compute", "a", 10.4, 2.0)])
-    (note,) = [note for note in found.notes if "drifted" in note]
+    causes = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 30.0, 15.0), effect("compute", "a", 10.4, 2.0)])
+    (note,) = [note for note in causes.notes if "drifted" in note]
     assert "(B: 1.50× its earlier time)" in note
 
 
@@ -179,28 +179,28 @@ BREAKDOWN = LatencyBreakdown(
 
 def test_what_was_not_tested_is_named_with_what_the_breakdown_suggests() -> None:
     away = Untested(cause="queue_delay", label="b", reason="B is at http://b, which is not started by us")
-    found = ranked(gap(10.0, 20.0), [], (away,), BREAKDOWN)
-    (cause,) = found.causes
+    causes = ranked(gap(10.0, 20.0), [], (away,), BREAKDOWN)
+    (cause,) = causes.causes
     assert (cause.difference_ms, cause.found, cause.inferred_ms) == (None, False, 8.3)
-    (note,) = found.notes
+    (note,) = causes.notes
     assert note.startswith("Not tested: queue delay (B: B is at http://b, which is not started by us).")
     assert "suggests +8.30 ms on B" in note
 
 
 def test_one_arm_tested_and_one_not_is_half_known() -> None:
     away = Untested(cause="queue_delay", label="b", reason="given by URL")
-    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), BREAKDOWN)
-    assert found.causes[0].difference_ms == pytest.approx(-2.0, abs=0.1)
-    assert found.causes[0].inferred_ms == 8.3
-    assert any("Not tested: queue delay (B: given by URL)" in note for note in found.notes)
+    causes = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), BREAKDOWN)
+    assert causes.causes[0].difference_ms == pytest.approx(-2.0, abs=0.1)
+    assert causes.causes[0].inferred_ms == 8.3
+    assert any("Not tested: queue delay (B: given by URL)" in note for note in causes.notes)
 
 
 def test_nothing_to_take_away_is_a_known_zero() -> None:
     moot = tuple(Untested(cause="compute", label=label, reason="null", moot=True) for label in ("a", "b"))
-    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 20.0, 10.0)], moot)
-    compute = next(cause for cause in found.causes if cause.name == "compute")
+    causes = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 20.0, 10.0)], moot)
+    compute = next(cause for cause in causes.causes if cause.name == "compute")
     assert (compute.difference_ms, compute.found, compute.inferred_ms) == (0.0, False, None)
-    assert found.notes == ()
+    assert causes.notes == ()
 
 
 def test_of_three_arms_the_effects_of_the_two_count() -> None:
@@ -208,16 +208,16 @@ def test_of_three_arms_the_effects_of_the_two_count() -> None:
     effects = [effect("queue_delay", "old", 10.0, 8.0), effect("queue_delay", "c", 20.0, 15.0)]
     beside = [effect("queue_delay", "b", 90.0, 9.0), effect("compute", "b", 90.0, 9.0)]
     away = tuple(Untested(cause="compute", label=label, reason="given by URL") for label in ("b", "c"))
-    found = ranked(gap(10.0, 20.0), [*effects, *beside], away, pairing=Pairing("old", "c"))
-    assert (found.baseline, found.arm, found.slower) == ("old", "c", "c")
-    assert found.sentence.startswith(
+    causes = ranked(gap(10.0, 20.0), [*effects, *beside], away, pairing=Pairing("old", "c"))
+    assert (causes.baseline, causes.arm, causes.slower) == ("old", "c", "c")
+    assert causes.sentence.startswith(
         "old is 2.00× faster than C at batch 32 (10.0 ms less per request): 30 % queue delay,"
     )
-    queue, compute = found.causes
+    queue, compute = causes.causes
     assert queue.difference_ms == pytest.approx(3.0, abs=0.1)
-    assert [one.label for one in queue.effects] == ["old", "c"]
-    assert ([one.label for one in compute.untested], compute.effects) == (["c"], ())
-    assert found.notes == ("Not tested: compute (C: given by URL).",)
+    assert [entry.label for entry in queue.effects] == ["old", "c"]
+    assert ([entry.label for entry in compute.untested], compute.effects) == (["c"], ())
+    assert causes.notes == ("Not tested: compute (C: given by URL).",)
 
 
 def test_a_difference_of_which_nothing_was_tested_yet() -> None:

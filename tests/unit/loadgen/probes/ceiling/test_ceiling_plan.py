@@ -169,7 +169,7 @@ def test_sequences_are_measured_at_the_lengths_that_the_workloads_have() -> None
         (swept, (32, 128), "--sequence-length=32,128"),
     ):
         ((run,), _) = plan_ceilings(experiment, [arm()], lengths)
-        assert [one for one in command_of(run) if "length" in one] == ([] if option is None else [option])
+        assert [part for part in command_of(run) if "length" in part] == ([] if option is None else [option])
     assert plan_ceilings(make_experiment(), [arm()], (20, 58)) == (
         [],
         [Ceiling(labels=("a",), reason=DIFFERENT_LENGTHS)],
@@ -178,9 +178,9 @@ def test_sequences_are_measured_at_the_lengths_that_the_workloads_have() -> None
 
 def test_another_engine_than_the_servers_is_no_ceiling() -> None:
     run = only(make_experiment(), arm(mode="auto"))
-    found = {"kind": "torch", "precision": "fp16", "mode": "graph", "device": "cuda:0", "weights": EFFECT["weights"]}
-    assert contradiction(run, found) is None, "a mode that the server leaves open may be any"
-    reason = contradiction(run, {**found, "precision": "fp32", "device": "cpu"})
+    engine = {"kind": "torch", "precision": "fp16", "mode": "graph", "device": "cuda:0", "weights": EFFECT["weights"]}
+    assert contradiction(run, engine) is None, "a mode that the server leaves open may be any"
+    reason = contradiction(run, {**engine, "precision": "fp32", "device": "cpu"})
     assert reason is not None
     assert "precision fp32 instead of fp16, device cpu instead of cuda:0" in reason
 

@@ -66,8 +66,10 @@ def measured_run(directory: Path) -> Path:
 
 
 def of(result: Result, workload: str, label: Label = "a") -> EngineShare:
-    (found,) = [one for one in result.of(CeilingsFound).shares if (one.workload, one.label) == (workload, label)]
-    return found
+    (engine_share,) = [
+        entry for entry in result.of(CeilingsFound).shares if (entry.workload, entry.label) == (workload, label)
+    ]
+    return engine_share
 
 
 def shown(result: Result) -> str:
@@ -78,26 +80,26 @@ def shown(result: Result) -> str:
 
 def test_each_workload_is_divided_by_whole_calls_at_its_own_batch_size(tmp_path: Path) -> None:
     result = analyse(measured_run(tmp_path))
-    assert {one.label for one in result.of(CeilingsFound).shares} == {"a"}
+    assert {entry.label for entry in result.of(CeilingsFound).shares} == {"a"}
     for workload, size in (("single", 1), ("batched(4)", 4), ("batched(32)", 32)):
-        found = of(result, workload)
+        engine_share = of(result, workload)
         (served,) = [s.throughput_per_s for s in result.summaries if (s.workload, s.label) == (workload, "a")]
-        assert (found.batch, found.batch_origin) == (size, "request")
-        assert found.engine_images_per_s == pytest.approx(size / (3.0 + 4.5 * size) * 1e3)
-        assert found.served_images_per_s == served
-        assert found.share == pytest.approx(served / found.engine_images_per_s)
+        assert (engine_share.batch, engine_share.batch_origin) == (size, "request")
+        assert engine_share.engine_images_per_s == pytest.approx(size / (3.0 + 4.5 * size) * 1e3)
+        assert engine_share.served_images_per_s == served
+        assert engine_share.share == pytest.approx(served / engine_share.engine_images_per_s)
     # 6 + 9 n ms in the server and 1 ms of transport, against half of the first
     assert of(result, "single").share == pytest.approx(7.5 / 16, rel=0.1)
     assert of(result, "batched(32)").share == pytest.approx(147 / 295, rel=0.1)
 
 
 def test_merged_load_is_divided_at_the_size_nearest_to_the_mean_executed_batch(tmp_path: Path) -> None:
-    found = of(analyse(measured_run(tmp_path)), "concurrent(16)")
-    assert found.executed_batch_mean is not None
-    assert found.batch_origin == "mean executed batch"
-    assert found.batch == nearest_size(SIZES, found.executed_batch_mean)
-    assert found.batch > 1
-    assert "its mean executed batch is" in found.sentence
+    engine_share = of(analyse(measured_run(tmp_path)), "concurrent(16)")
+    assert engine_share.executed_batch_mean is not None
+    assert engine_share.batch_origin == "mean executed batch"
+    assert engine_share.batch == nearest_size(SIZES, engine_share.executed_batch_mean)
+    assert engine_share.batch > 1
+    assert "its mean executed batch is" in engine_share.sentence
 
 
 def test_the_nearest_size() -> None:
@@ -129,7 +131,7 @@ def test_a_size_that_was_not_measured_and_a_server_that_tells_no_batches_have_no
         if record["workload"] == "concurrent(16)":
             path.write_text(json.dumps(record | {"stages": None}))
     result = analyse(tmp_path)
-    assert [one.workload for one in result.of(CeilingsFound).shares] == ["single", "batched(1)"]
+    assert [entry.workload for entry in result.of(CeilingsFound).shares] == ["single", "batched(1)"]
     reasons = {gap.workload: gap.reason for gap in result.of(CeilingsFound).missing}
     assert reasons["batched(8)"] == "that batch size was not measured"
     assert reasons["concurrent(16)"] == "its server does not report its executions"
@@ -139,9 +141,9 @@ def test_a_size_that_was_not_measured_and_a_server_that_tells_no_batches_have_no
 def test_sequences_are_compared_at_their_own_length_only(tmp_path: Path, lengths: tuple[int, int] | None) -> None:
     short, long = document(3.0, 4.5), document(6.0, 9.0)
     batches = [
-        msgspec.structs.replace(one, sizes={"sequence": size})
+        msgspec.structs.replace(entry, sizes={"sequence": size})
         for size, of_size in ((64, short), (128, long))
-        for one in of_size.batches
+        for entry in of_size.batches
     ]
     alone = msgspec.structs.replace(short, batches=tuple(batches))
     write_measured(tmp_path, Ceiling(labels=("a",), document=alone))
@@ -158,9 +160,9 @@ def test_sequences_are_compared_at_their_own_length_only(tmp_path: Path, lengths
 
 def test_a_share_above_its_ceiling_is_a_warning(tmp_path: Path) -> None:
     result = analyse(write_measured(tmp_path, Ceiling(labels=("a", "b"), document=document(60.0, 4.5))))
-    (check,) = [one for one in result.checks if one.name == "engine_ceiling"]
+    (check,) = [entry for entry in result.checks if entry.name == "engine_ceiling"]
     assert (check.ok, check.severity, check.threshold) == (False, "warns", 1.05)
-    highest = max(result.of(CeilingsFound).shares, key=lambda one: one.share)
+    highest = max(result.of(CeilingsFound).shares, key=lambda entry: entry.share)
     assert highest.share > 1.05
     assert check.value == pytest.approx(highest.share, abs=1e-4)
     assert f"of {highest.label.upper()} in {highest.workload}" in check.detail
@@ -169,13 +171,13 @@ def test_a_share_above_its_ceiling_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_share_within_its_ceiling_is_none(tmp_path: Path) -> None:
-    (check,) = [one for one in analyse(measured_run(tmp_path)).checks if one.name == "engine_ceiling"]
+    (check,) = [entry for entry in analyse(measured_run(tmp_path)).checks if entry.name == "engine_ceiling"]
     assert check.ok is True
 
 
 def test_every_report_shows_the_table_and_a_sentence_of_each_arm(tmp_path: Path) -> None:
     result = analyse(measured_run(tmp_path))
-    best = max(result.of(CeilingsFound).shares, key=lambda one: one.served_images_per_s)
+    best = max(result.of(CeilingsFound).shares, key=lambda entry: entry.served_images_per_s)
     said = (
         f"serves {share(best.share)} of its engine ceiling at batch {best.batch}",
         "server, transport and client take the rest.",
@@ -206,7 +208,7 @@ def test_a_run_without_ceilings_says_nothing_of_them(tmp_path: Path) -> None:
 
 def test_a_run_that_was_interrupted_between_measurements_keeps_the_first(tmp_path: Path) -> None:
     result = analyse(write_measured(tmp_path, Ceiling(labels=("a",), document=document(3.0, 4.5))))
-    assert {one.label for one in result.of(CeilingsFound).shares} == {"a"}
+    assert {entry.label for entry in result.of(CeilingsFound).shares} == {"a"}
     assert result.of(CeilingsFound).missing == ()
 
 

@@ -21,8 +21,8 @@ def result(tmp_path: Path) -> Result:
 
 def seconds(result: Result, *starts: ServerStart) -> list[list[float]]:
     """Of each phase, one number per start."""
-    found = ColdStartsFound(starts=starts)
-    section = cold_starts(msgspec.structs.replace(result, studies={**result.studies, ColdStartsFound.STUDY: found}))
+    finding = ColdStartsFound(starts=starts)
+    section = cold_starts(msgspec.structs.replace(result, studies={**result.studies, ColdStartsFound.STUDY: finding}))
     assert section is not None
     (chart,) = section.blocks
     assert isinstance(chart, Chart)
@@ -37,5 +37,5 @@ def test_a_moment_that_is_not_known_has_no_bar(result: Result) -> None:
 
 def test_without_a_start_that_got_ready_there_is_no_chart(result: Result) -> None:
     died = ServerStart(label="a", repetition=0, live_ns=10**9, ready_ns=None, first_answer_ns=None, error="no")
-    found = ColdStartsFound(starts=(died,))
-    assert cold_starts(msgspec.structs.replace(result, studies={ColdStartsFound.STUDY: found})) is None
+    finding = ColdStartsFound(starts=(died,))
+    assert cold_starts(msgspec.structs.replace(result, studies={ColdStartsFound.STUDY: finding})) is None

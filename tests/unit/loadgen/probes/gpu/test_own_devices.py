@@ -50,8 +50,8 @@ def test_the_report_names_the_gpu_and_of_how_many() -> None:
 
 
 def test_conditions_are_those_of_the_used_gpu() -> None:
-    found = read_conditions({}, [arm("a", document("GPU-2")), arm("b", document("GPU-2"))])
-    assert [(gpu.uuid, gpu.pids) for gpu in found.gpus] == [("GPU-2", (102,))]
+    conditions = read_conditions({}, [arm("a", document("GPU-2")), arm("b", document("GPU-2"))])
+    assert [(gpu.uuid, gpu.pids) for gpu in conditions.gpus] == [("GPU-2", (102,))]
     silent = read_conditions({}, [arm("a", document(None)), arm("b", None)])
     assert len(silent.gpus) == 4
     assert read_conditions({}, [arm("a", None)]).gpus == ()

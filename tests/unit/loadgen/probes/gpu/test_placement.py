@@ -47,8 +47,8 @@ CPU = "CPUExecutionProvider"
     ],
 )
 def test_from_gpu_info(info: Any, result: str, share: float | None) -> None:
-    found = judge_placement(info, None, DEFAULT_THRESHOLDS)
-    assert (found.result, found.cpu_share) == (result, share)
+    placement = judge_placement(info, None, DEFAULT_THRESHOLDS)
+    assert (placement.result, placement.cpu_share) == (result, share)
 
 
 @pytest.mark.parametrize(

@@ -40,23 +40,23 @@ def window(start: float, end: float) -> TimeSpan:
 def test_busy_seconds_are_cut_at_the_edges_of_the_window() -> None:
     ends = [PERIOD * n for n in range(1, 51)]  # 10 s
     readings = device(ends, [1.0] * 25 + [0.0] * 25)
-    found = busy(readings, [window(4.1, 6.1)], DEFAULT_THRESHOLDS)
-    assert found.busy_s == pytest.approx(0.9)
-    assert found.covered_s == pytest.approx(2.0)
-    assert (found.low, found.high) == pytest.approx((0.45, 0.45))
+    load = busy(readings, [window(4.1, 6.1)], DEFAULT_THRESHOLDS)
+    assert load.busy_s == pytest.approx(0.9)
+    assert load.covered_s == pytest.approx(2.0)
+    assert (load.low, load.high) == pytest.approx((0.45, 0.45))
 
 
 def test_a_lost_drain_is_a_hole_and_not_a_long_sample() -> None:
     ends = [PERIOD * n for n in range(1, 151) if not 50 < n <= 60]  # 2 s of 30 are missing
-    found = busy(device(ends, [0.5] * len(ends)), [window(0, 30)], DEFAULT_THRESHOLDS)
-    assert found.covered_s == pytest.approx(28.1, abs=0.01)  # the sample after the hole reaches back 1.5 periods
-    assert found.low == pytest.approx(14.05 / 30, abs=0.001)
-    assert found.high == pytest.approx((14.05 + 1.9) / 30, abs=0.001)
+    load = busy(device(ends, [0.5] * len(ends)), [window(0, 30)], DEFAULT_THRESHOLDS)
+    assert load.covered_s == pytest.approx(28.1, abs=0.01)  # the sample after the hole reaches back 1.5 periods
+    assert load.low == pytest.approx(14.05 / 30, abs=0.001)
+    assert load.high == pytest.approx((14.05 + 1.9) / 30, abs=0.001)
 
 
 def test_no_samples_are_no_coverage() -> None:
-    found = busy(device(), [window(0, 10)], DEFAULT_THRESHOLDS)
-    assert (found.coverage, found.low, found.high) == (0.0, 0.0, 1.0)
+    load = busy(device(), [window(0, 10)], DEFAULT_THRESHOLDS)
+    assert (load.coverage, load.low, load.high) == (0.0, 0.0, 1.0)
     nothing = busy(device([PERIOD], [1.0]), [], DEFAULT_THRESHOLDS)
     assert (nothing.coverage, nothing.high) == (0.0, 1.0)
 
@@ -81,8 +81,8 @@ def test_energy_that_runs_backwards_is_unknown() -> None:
 
 
 def test_bins_are_whole_and_start_with_the_window() -> None:
-    found = bins([window(0.25, 2.9), window(5, 5.5)], 1.0)
-    assert [(b.start_ns / S, b.end_ns / S) for b in found] == [(0.25, 1.25), (1.25, 2.25)]
+    parts = bins([window(0.25, 2.9), window(5, 5.5)], 1.0)
+    assert [(b.start_ns / S, b.end_ns / S) for b in parts] == [(0.25, 1.25), (1.25, 2.25)]
 
 
 def test_gaps_lose_their_settling_time_and_must_then_be_long_enough() -> None:
@@ -100,8 +100,8 @@ def header(**changes: object) -> str:
 def test_a_killed_samplers_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "0.jsonl"
     path.write_text(header() + '{"type":"reading","at_ns":5,"uuid":"GPU-1","energy_joules":1.5}\n{"type":"read')
-    found = read_readings(path.parent, [path.name])
-    assert found.devices["GPU-1"].energy_joules.tolist() == [1.5]
+    readings = read_readings(path.parent, [path.name])
+    assert readings.devices["GPU-1"].energy_joules.tolist() == [1.5]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def four(
 ) -> Callable[[ScriptedReader, Any], GpuReader]:
     """The arm's GPU is number 2. `read`: those that the sampler reads; `faults`: of GPU 0."""
 
-    def build(own: ScriptedReader, clock: Any) -> GpuReader:
+    def build(first_gpu: ScriptedReader, clock: Any) -> GpuReader:
         others = [
             ScriptedReader(
                 clock.monotonic_ns, clock.wall_ns, (), faults if uuid == OTHERS[0] else (),
@@ -31,7 +31,7 @@ def four(
             )
             for uuid in OTHERS
         ]  # fmt: skip
-        return ScriptedMachine([*others[:2], own, *others[2:]], read)
+        return ScriptedMachine([*others[:2], first_gpu, *others[2:]], read)
 
     return build
 
@@ -84,9 +84,9 @@ def test_another_gpu_was_read_than_the_server_uses(run: Run, plan: Any, gpu_info
 def test_work_of_others_is_not_taken_for_the_servers(run: Run, plan: Any, gpu_info: Any) -> None:
     """A server that names GPU 0, where others have just begun to work, and has its process on another."""
 
-    def build(own: ScriptedReader, clock: Any) -> GpuReader:
+    def build(first_gpu: ScriptedReader, clock: Any) -> GpuReader:
         busy = ScriptedReader(
-            clock.monotonic_ns, clock.wall_ns, own._phases, pids=STRANGERS, uuid=OTHERS[0]
+            clock.monotonic_ns, clock.wall_ns, first_gpu._phases, pids=STRANGERS, uuid=OTHERS[0]
         )  # fmt: skip
         idle = ScriptedReader(clock.monotonic_ns, clock.wall_ns, pids=(4711,), uuid=OWN)
         return ScriptedMachine([busy, idle])

@@ -23,9 +23,9 @@ def load(scenario: str = "concurrent", batch_size: int = 1, concurrency: int = 1
 def decision(ratios: np.ndarray) -> bool | None:
     """What a probe concludes that ends once it decides, as the measurement does."""
     for count in range(MIN_ROUNDS, len(ratios) + 1):
-        found = estimate(list(ratios[:count]))
-        assert found is not None
-        if (slower := found.slower(MARGIN)) is not None:
+        interval = estimate(list(ratios[:count]))
+        assert interval is not None
+        if (slower := interval.slower(MARGIN)) is not None:
             return slower
     return None
 
@@ -41,17 +41,17 @@ def test_identical_servers_are_rarely_called_slow_however_noisy_the_machine(spre
 @pytest.mark.parametrize(("ratio", "spread"), [(1.3, 0.05), (1.8, 0.2), (6.0, 0.5)])
 def test_a_server_that_is_slow_is_found(ratio: float, spread: float) -> None:
     random = np.random.default_rng(7)
-    found = sum(decision(ratio * np.exp(random.normal(0.0, spread, ROUNDS))) is True for _ in range(RUNS))
-    assert found >= 0.95 * RUNS
+    called_slow = sum(decision(ratio * np.exp(random.normal(0.0, spread, ROUNDS))) is True for _ in range(RUNS))
+    assert called_slow >= 0.95 * RUNS
 
 
 @given(st.lists(st.floats(0.01, 100.0), max_size=12))
 def test_too_few_rounds_decide_nothing_and_intervals_hold_their_ratio(ratios: list[float]) -> None:
-    found = estimate(ratios)
-    assert (found is None) == (len(ratios) < MIN_ROUNDS)
-    if found is not None:
-        assert found.low <= found.ratio * (1 + 1e-9)
-        assert found.high >= found.ratio * (1 - 1e-9)
+    interval = estimate(ratios)
+    assert (interval is None) == (len(ratios) < MIN_ROUNDS)
+    if interval is not None:
+        assert interval.low <= interval.ratio * (1 + 1e-9)
+        assert interval.high >= interval.ratio * (1 - 1e-9)
 
 
 def test_a_probe_has_one_user_and_the_largest_load() -> None:

@@ -27,20 +27,22 @@ def judged(directory: Path, mean: float | None) -> ExecutedBatches:
         return msgspec.structs.replace(summary, executed_batch_mean=mean, executed_batches={})
 
     summaries = [changed(summary) for summary in analyse_run(directory).summaries]
-    found = analyse(Facts(read_run(directory), summaries=summaries))
-    return next(one for one in found.executed_batches if one.workload == "batched(4)")
+    batches = analyse(Facts(read_run(directory), summaries=summaries))
+    return next(entry for entry in batches.executed_batches if entry.workload == "batched(4)")
 
 
 @pytest.mark.parametrize(("mean", "formed"), [(None, None), (4.0, False), (4.39, False), (4.4, True), (9.0, True)])
 def test_requests_were_merged_from_a_mean_of_a_tenth_above_their_size(
     directory: Path, mean: float | None, formed: bool | None
 ) -> None:
-    found = judged(directory, mean)
-    assert (found.request_items, found.mean, found.formed) == (4, mean, formed)
-    assert ("not merged" in found.sentence) == (formed is False)
+    batches = judged(directory, mean)
+    assert (batches.request_items, batches.mean, batches.formed) == (4, mean, formed)
+    assert ("not merged" in batches.sentence) == (formed is False)
 
 
 def test_every_arm_and_workload_is_there(directory: Path) -> None:
     result = analyse_run(directory)
-    found = result.of(LoadFound).executed_batches
-    assert {(one.workload, one.label) for one in found} == {(one.workload, one.label) for one in result.summaries}
+    batches = result.of(LoadFound).executed_batches
+    assert {(entry.workload, entry.label) for entry in batches} == {
+        (entry.workload, entry.label) for entry in result.summaries
+    }

@@ -28,19 +28,19 @@ def climb(capacity_per_s: float, service_ms: float, most: int = 256, wobble: flo
 @pytest.mark.parametrize(("capacity", "at"), [(100.0, 1), (800.0, 8), (1000.0, 16), (6400.0, 64)])
 def test_the_knee_of_a_known_server(capacity: float, at: int) -> None:
     rungs = climb(capacity, 10.0)
-    found = knee(rungs)
-    assert found is not None
+    bend = knee(rungs)
+    assert bend is not None
     assert is_saturated(rungs)
-    assert found.concurrency == at
-    assert found.throughput_per_s == pytest.approx(capacity)
+    assert bend.concurrency == at
+    assert bend.throughput_per_s == pytest.approx(capacity)
     assert rungs[-1].concurrency == 4 * at
 
 
 def test_noise_below_the_gain_changes_nothing() -> None:
     rungs = climb(800.0, 10.0, wobble=0.02)
-    found = knee(rungs)
-    assert found is not None
-    assert (found.concurrency, rungs[-1].concurrency) == (8, 32)
+    bend = knee(rungs)
+    assert bend is not None
+    assert (bend.concurrency, rungs[-1].concurrency) == (8, 32)
 
 
 def test_one_dip_does_not_end_the_climb() -> None:

@@ -85,7 +85,7 @@ def test_searches_of_a_queueing_server_find_its_rate() -> None:
             waits[number] = wait
         return int(np.sum(waits + service_s > bound_s))
 
-    found = []
+    rates = []
     for _ in range(12):
         search = RateSearch(20.0 * 2.0 ** random.uniform(-0.5, 0.5))
         while (rate := search.next_rate) is not None:
@@ -93,7 +93,7 @@ def test_searches_of_a_queueing_server_find_its_rate() -> None:
             assert allowed is not None
             search.record(late(rate, 2_010) <= allowed)
         assert search.held is not None
-        found.append(search.held)
+        rates.append(search.held)
     truth = max(rate for rate in np.arange(40.0, 100.0, 1.0) if late(rate, 40_000) <= 400)
-    assert 0.75 * truth <= np.exp(np.mean(np.log(found))) <= 1.02 * truth
-    assert np.std(np.log(found)) < 0.1
+    assert 0.75 * truth <= np.exp(np.mean(np.log(rates))) <= 1.02 * truth
+    assert np.std(np.log(rates)) < 0.1

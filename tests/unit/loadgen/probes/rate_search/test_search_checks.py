@@ -41,7 +41,7 @@ def both_pairs(a: float, b: float) -> list[Trial]:
 def test_a_whole_search_is_compared(tmp_path: Path) -> None:
     result = analysed(tmp_path, SLO, both_pairs(300.0, 150.0))
     assert failed(result, "searches_ended") == []
-    (comparison,) = [one for one in result.comparisons if one.metric == "slo_rate"]
+    (comparison,) = [entry for entry in result.comparisons if entry.metric == "slo_rate"]
     assert comparison.verdict == "inconclusive"  # both ratios are the same, which says nothing of their spread
     assert comparison.ratio == pytest.approx(0.5, rel=0.05)
     assert comparison.scenario == "slo(p99≤50ms)"
@@ -51,7 +51,7 @@ def test_a_bound_out_of_reach(tmp_path: Path) -> None:
     result = analysed(tmp_path, SLO, both_pairs(300.0, 1.0))
     (detail,) = failed(result, "searches_ended")
     assert detail.startswith("2 of 4 searches found a rate; B misses the bound even at 7.65/s")
-    verdicts = {one.scenario: one.verdict for one in result.comparisons if one.leading}
+    verdicts = {entry.scenario: entry.verdict for entry in result.comparisons if entry.leading}
     assert verdicts["slo(p99≤50ms)"] == "invalid"
     assert verdicts["single"] != "invalid"
 
@@ -97,19 +97,19 @@ def test_a_rate_near_the_generators_ceiling(tmp_path: Path, ceiling: float | Non
     if ceiling is not None:
         write_calibration(tmp_path, ceiling)
     result = analysed(tmp_path, SLO, both_pairs(300.0, 150.0))
-    (found,) = [one for one in result.checks if one.name == "generator_ceiling" and "slo" in one.scope]
-    assert found.ok is ok
+    (ceiling_check,) = [entry for entry in result.checks if entry.name == "generator_ceiling" and "slo" in entry.scope]
+    assert ceiling_check.ok is ok
     if ceiling is not None:
-        assert found.detail.startswith("A reached 29")
-        assert isinstance(found.value, float)
-        assert found.value == pytest.approx(300.0 / ceiling, rel=0.05)
+        assert ceiling_check.detail.startswith("A reached 29")
+        assert isinstance(ceiling_check.value, float)
+        assert ceiling_check.value == pytest.approx(300.0 / ceiling, rel=0.05)
 
 
 @pytest.mark.parametrize(("lag_ms", "ok"), [(1.0, True), (20.0, False), (None, None)])
 def test_requests_that_wait_for_a_connection(tmp_path: Path, lag_ms: float | None, ok: bool | None) -> None:
     trials = [msgspec.structs.replace(trial, send_lag_p99_ms=lag_ms) for trial in both_pairs(300.0, 150.0)]
     result = analysed(tmp_path, SLO, trials)
-    (found,) = [one for one in result.checks if one.name == "connections_free"]
-    assert found.ok is ok
+    (ceiling_check,) = [entry for entry in result.checks if entry.name == "connections_free"]
+    assert ceiling_check.ok is ok
     if lag_ms is not None:
-        assert found.value == pytest.approx(lag_ms / 50.0)
+        assert ceiling_check.value == pytest.approx(lag_ms / 50.0)

@@ -39,13 +39,13 @@ def trial(workload: Workload, label: Label, step: int, *, round_: int = 0, cpu: 
 
 def search(label: Label, capacity: float, *, round_: int = 0, cpu: float = 0.5) -> list[Trial]:
     steps: list[Trial] = []
-    found = RateSearch(20.0, lowest=459 / 60)
-    while (rate := found.next_rate) is not None:
+    rate_search = RateSearch(20.0, lowest=459 / 60)
+    while (rate := rate_search.next_rate) is not None:
         held = rate <= capacity
         steps.append(
             trial(SLO, label, len(steps), round_=round_, cpu=cpu, rate_per_s=rate, held=held, planned=459, late=0)
         )
-        found.record(held)
+        rate_search.record(held)
     return steps
 
 
@@ -70,54 +70,55 @@ def paired_in(
 
 def test_rates_and_their_pairs() -> None:
     trials = [*search("a", 300.0), *search("b", 150.0), *search("a", 310.0, round_=1), *search("b", 155.0, round_=1)]
-    found = find_rates([SLO, RAMP], trials)
-    assert [(one.round, one.label, one.ended) for one in found] == [
+    rates = find_rates([SLO, RAMP], trials)
+    assert [(rate.round, rate.label, rate.ended) for rate in rates] == [
         (0, "a", "found"), (0, "b", "found"), (1, "a", "found"), (1, "b", "found"),
     ]  # fmt: skip
     assert all(
-        one.rate_per_s and one.failed_rate_per_s and one.failed_rate_per_s / one.rate_per_s <= 1.05 for one in found
+        rate.rate_per_s and rate.failed_rate_per_s and rate.failed_rate_per_s / rate.rate_per_s <= 1.05
+        for rate in rates
     )
-    assert found[0].seconds == 2.0 * found[0].trials
-    (paired,) = paired_in(SLO, rates=found)
+    assert rates[0].seconds == 2.0 * rates[0].trials
+    (paired,) = paired_in(SLO, rates=rates)
     assert paired.metric == SLO_RATE
     assert [0.45 < pair.ratio < 0.55 for pair in paired.pairs] == [True, True]
 
 
 def test_a_search_that_was_cut_short_has_no_rate() -> None:
-    (found,) = find_rates([SLO], search("a", 300.0)[:-1])
-    assert (found.rate_per_s, found.ended) == (None, None)
-    (paired,) = paired_in(SLO, rates=[found])
+    (rate,) = find_rates([SLO], search("a", 300.0)[:-1])
+    assert (rate.rate_per_s, rate.ended) == (None, None)
+    (paired,) = paired_in(SLO, rates=[rate])
     assert paired.pairs == ()
 
 
 def test_nothing_holds() -> None:
-    (found,) = find_rates([SLO], search("a", 1.0))
-    assert (found.ended, found.rate_per_s) == ("none", None)
+    (rate,) = find_rates([SLO], search("a", 1.0))
+    assert (rate.ended, rate.rate_per_s) == ("none", None)
 
 
 def test_a_busy_generator_is_told() -> None:
-    assert [one.client_limited for one in find_rates([SLO], search("a", 300.0, cpu=0.95))] == [True]
-    assert [one.client_limited for one in find_ramps([RAMP], climb("a", 800.0, 32, cpu=0.95))] == [True]
+    assert [rate.client_limited for rate in find_rates([SLO], search("a", 300.0, cpu=0.95))] == [True]
+    assert [ramp.client_limited for ramp in find_ramps([RAMP], climb("a", 800.0, 32, cpu=0.95))] == [True]
 
 
 def test_several_generator_processes_share_the_load() -> None:
-    trials = [msgspec.structs.replace(one, generator_processes=4) for one in search("a", 300.0, cpu=2.0)]
-    assert [one.client_limited for one in find_rates([SLO], trials)] == [False]
+    trials = [msgspec.structs.replace(trial, generator_processes=4) for trial in search("a", 300.0, cpu=2.0)]
+    assert [rate.client_limited for rate in find_rates([SLO], trials)] == [False]
 
 
 def test_ramps_and_their_pairs() -> None:
-    found = find_ramps([SLO, RAMP], [*climb("a", 800.0, 32), *climb("b", 400.0, 16)])
-    assert [(one.label, one.saturation_per_s, one.knee_concurrency, one.saturated) for one in found] == [
+    ramps = find_ramps([SLO, RAMP], [*climb("a", 800.0, 32), *climb("b", 400.0, 16)])
+    assert [(ramp.label, ramp.saturation_per_s, ramp.knee_concurrency, ramp.saturated) for ramp in ramps] == [
         ("a", 800.0, 8, True), ("b", 400.0, 4, True),
     ]  # fmt: skip
-    (paired,) = paired_in(RAMP, ramps=found)
+    (paired,) = paired_in(RAMP, ramps=ramps)
     assert paired.metric == SATURATION
     assert [pair.ratio for pair in paired.pairs] == [0.5]
 
 
 def test_a_ladder_too_short_says_so() -> None:
-    (found,) = find_ramps([RAMP], climb("a", 1e9, 64))
-    assert (found.saturated, found.saturation_per_s, found.knee_concurrency) == (False, 6400.0, 64)
+    (ramp,) = find_ramps([RAMP], climb("a", 1e9, 64))
+    assert (ramp.saturated, ramp.saturation_per_s, ramp.knee_concurrency) == (False, 6400.0, 64)
     (cut,) = find_ramps([RAMP], climb("a", 1e9, 8))
     assert (cut.saturated, cut.saturation_per_s) == (False, None)
     broken = [*climb("a", 800.0, 16), msgspec.structs.replace(climb("a", 800.0, 32)[-1], note="the server died")]
