@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import count
 from random import Random
 from time import perf_counter_ns
@@ -156,8 +155,8 @@ class KeptAnswers:
 
     def __init__(self, most: int, seed: int) -> None:
         self._random = Random(seed)
-        self._slots: list[tuple[int, Callable[[], KeptAnswer]] | None] = [None] * most
-        """The number of each kept request, and what decodes its answer."""
+        self._slots: list[tuple[int, int, int, int, Callable[[], Mapping[str, Array]]] | None] = [None] * most
+        """The arguments of `keep` for each kept answer."""
         self._following = 0 if most else -1
         self._weight = 1.0
 
@@ -180,14 +179,14 @@ class KeptAnswers:
         `read` decodes it."""
         before = self._slots[slot]
         if before is None or before[0] < request:
-            self._slots[slot] = request, partial(self._decode, request, user, body, first, read)
+            self._slots[slot] = request, user, body, first, read
 
     def read(self) -> tuple[KeptAnswer, ...]:
         """Decode the kept answers, with the rows that are compared."""
         answers: list[KeptAnswer] = []
         left = _MOST_BYTES
-        for _, decode in filter(None, self._slots):
-            answer = decode()
+        for kept in filter(None, self._slots):
+            answer = self._decode(*kept)
             left -= sum(len(tensor.data) for tensor in answer.outputs)
             if left < 0 and answers:
                 break

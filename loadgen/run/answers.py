@@ -2,7 +2,7 @@
 
 **Parity**: all arms answer the same inputs, or their speed is not compared.
 
-**Under load**: the generator keeps a random sample of each block's answers (`generator/kept_answers.py`). After the
+**Under load**: the generator keeps a random sample of each block's answers (`KeptAnswers`). After the
 load, before the servers are restarted, each kept item is sent alone to the baseline. An arm with another payload is its
 own reference, since varied values are not the same picture in two payloads. Nothing is sent between blocks.
 """

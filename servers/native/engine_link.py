@@ -54,7 +54,7 @@ from servers.native.ipc import (
     unusable_of,
 )
 from servers.native.memory import RequestMemory
-from servers.protocol.errors import InternalError, InvalidRequestError, UnavailableError
+from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, UnavailableError
 from servers.protocol.records import ModelSignature, shown
 from servers.protocol.tensors import Array
 
@@ -248,21 +248,19 @@ class EngineClient(asyncio.Protocol):
                 self._forms.forget()
             for number in message.numbers:
                 if number in self._waiting:  # else it is complete already
-                    self._waiting[number][0].error = error_of(message.failure)
-                    self._end(number)
+                    self._end(number, None, error_of(message.failure))
         elif len(message.numbers) > 1:
             for number, outputs in divided(message):
-                self._waiting[number][0].outputs = outputs
-                self._end(number)
+                self._end(number, outputs)
         else:
             (number,) = message.numbers
-            queued, memory, has_room = self._waiting[number]
-            queued.outputs = outputs_of(message, self._memory.arena, memory[-1] if has_room else None)
-            self._end(number)
+            _, memory, has_room = self._waiting[number]
+            self._end(number, outputs_of(message, self._memory.arena, memory[-1] if has_room else None))
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, outputs: dict[str, Array] | None, error: ContractError | None = None) -> None:
         queued, _, _ = self._waiting.pop(number)
         queued.drop_inputs()
+        queued.outputs, queued.error = outputs, error
         self._wake(queued)
 
     def _send(self, message: Message) -> None:

@@ -16,6 +16,10 @@ import msgspec
 import psutil
 import pytest
 
+from loadgen.client.endpoint import Endpoint
+from loadgen.client.generator import GeneratorProcess
+from loadgen.client.inputs import write_synthetic
+from loadgen.client.messages import Prepare
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 
 FAKE = Path(__file__).parents[2] / "fake_server.py"
@@ -190,6 +194,18 @@ def fake_url() -> Iterator[Callable[..., str]]:
     """Starts fake servers for one test."""
     with fake_servers() as start:
         yield start
+
+
+def prepared(generator: GeneratorProcess, folder: Path, url: str) -> str:
+    """The URL of a fake server, for which the generator has made bodies of 1 and 4 images."""
+    signature = Endpoint(url).signature("openclip_vit_b32")
+    write_synthetic(signature, folder / "samples", "fp32", 0)
+    generator.prepare(
+        Prepare(
+            samples_directory=str(folder / "samples"), payload="fp32", signature=signature, batch_sizes=(4,), seed=0
+        )
+    )
+    return url
 
 
 @pytest.fixture

@@ -12,12 +12,10 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorProcess
-from loadgen.client.inputs import write_synthetic
-from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open
 from loadgen.experiment.schedule import due_offsets_ns
-from tests.integration.loadgen.conftest import await_true
+from tests.integration.loadgen.conftest import await_true, prepared
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -31,15 +29,7 @@ def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
 
 @pytest.fixture
 def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]) -> str:
-    url = fake_url("--delay-ms", "20", "--error-every", "50")
-    signature = Endpoint(url).signature("openclip_vit_b32")
-    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
-    generator.prepare(
-        Prepare(
-            samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(1,), seed=0
-        )
-    )
-    return url
+    return prepared(generator, tmp_path, fake_url("--delay-ms", "20", "--error-every", "50"))
 
 
 def workers() -> list[psutil.Process]:
@@ -99,14 +89,7 @@ def test_every_worker_keeps_the_load_up_until_the_last_counted_request_is_answer
 ) -> None:
     """A worker per user, as with `--processes 16` and 16 users. Each used to stop after its own last request, so the
     last counted requests ran at a falling load."""
-    url = fake_url("--delay-ms", "200", "--slots", "1")
-    signature = Endpoint(url).signature("openclip_vit_b32")
-    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
-    generator.prepare(
-        Prepare(
-            samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(1,), seed=0
-        )
-    )
+    url = prepared(generator, tmp_path, fake_url("--delay-ms", "200", "--slots", "1"))
     outcome = run(generator, command(url, tmp_path / "0000.npy", concurrency=2, requests=1, seconds=0.7))
     assert len(outcome.workers) == 2
     assert outcome.cool_down >= 1
@@ -114,16 +97,10 @@ def test_every_worker_keeps_the_load_up_until_the_last_counted_request_is_answer
 
 def test_workers_for_whom_nothing_falls_due_send_nothing(tmp_path: Path, fake_url: Callable[..., str]) -> None:
     """Two requests, three workers: the third once took an empty schedule for a closed loop and sent all it could."""
-    url = fake_url()
-    signature = Endpoint(url).signature("openclip_vit_b32")
-    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
-    bodies = Prepare(
-        samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(1,), seed=0
-    )
     loop = {"arrivals": "constant", "rate_per_s": 10.0, "requests": 1, "seconds": 0.15}
     generator = GeneratorProcess(tmp_path / "generator.log", processes=3)
     try:
-        generator.prepare(bodies)
+        url = prepared(generator, tmp_path, fake_url())
         outcome = run(generator, command(url, tmp_path / "0000.npy", **loop))
     finally:
         generator.stop()

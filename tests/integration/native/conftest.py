@@ -71,7 +71,7 @@ class Server:
     @property
     def memory_bytes(self) -> int:
         """The memory of all its processes; what several share counts once."""
-        return sum(one.memory_full_info().pss for one in self.processes)
+        return sum(process.memory_full_info().pss for process in self.processes)
 
     @property
     def address(self) -> str:

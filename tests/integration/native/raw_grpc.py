@@ -117,10 +117,10 @@ class RawGrpc:
 
     def answer(self, stream: int) -> Answer:
         """The call's answer, once it has ended."""
-        found = self.answers.setdefault(stream, Answer())
-        while not (found.ended or found.reset is not None or self.closed):
+        answer = self.answers.setdefault(stream, Answer())
+        while not (answer.ended or answer.reset is not None or self.closed):
             self.read()
-        return found
+        return answer
 
     def read_until_closed(self) -> None:
         while not self.closed:
@@ -144,14 +144,14 @@ class RawGrpc:
             self._take(kind, flags, stream, content)
 
     def _take(self, kind: int, flags: int, stream: int, content: bytes) -> None:
-        found = self.answers.setdefault(stream, Answer())
+        answer = self.answers.setdefault(stream, Answer())
         if kind == HEADERS:
             assert flags & END_HEADERS
-            found.headers |= {str(name): str(value) for name, value in self._decoder.decode(content)}
+            answer.headers |= {str(name): str(value) for name, value in self._decoder.decode(content)}
         elif kind == DATA:
-            found.data += content
+            answer.data += content
         elif kind == RST_STREAM:
-            found.reset = int.from_bytes(content, "big")
+            answer.reset = int.from_bytes(content, "big")
         elif kind == SETTINGS and not flags & ACK:
             self.settings = dict(struct.iter_unpack(">HI", content))
             self.send(frame(SETTINGS, ACK))
@@ -162,4 +162,4 @@ class RawGrpc:
         elif kind == WINDOW_UPDATE:
             self.windows[stream] = self.windows.get(stream, 0) + int.from_bytes(content, "big")
         if kind in (HEADERS, DATA) and flags & END_STREAM:
-            found.ended = True
+            answer.ended = True

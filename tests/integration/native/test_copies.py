@@ -79,11 +79,11 @@ async def exchange(requests: Sequence[bytes]) -> tuple[WatchedEngine, WatchedBod
     engine = WatchedEngine()
     with pytest.MonkeyPatch.context() as patch:
         bodies = WatchedBodies(patch)
-        async with served(SPECIFICATION, NativeSettings(max_batch_size=8), lambda _: engine) as one:
+        async with served(SPECIFICATION, NativeSettings(max_batch_size=8), lambda _: engine) as server:
             sent = []
             async with asyncio.timeout(20):
                 for data in requests:
-                    sent.append(asyncio.create_task(one_request(one.port, data)))
+                    sent.append(asyncio.create_task(one_request(server.port, data)))
                     while not engine.reached.is_set():
                         await asyncio.sleep(0.001)
                 while not (len(bodies.bodies) == len(requests) and all(body.complete for body in bodies.bodies)):

@@ -52,7 +52,7 @@ def values(datatype: str, rows: int, width: int, seed: int) -> Array:
 def infer(way: str, clients: dict[str, tuple[Any, Any]], sent: dict[str, Array], echo: Any) -> dict[str, Array]:
     module, client = clients[way.split()[0]]
     inputs, outputs, regions = [], [], []
-    own = f"echo-{echo.port}-{id(sent)}"
+    prefix = f"echo-{echo.port}-{id(sent)}"
     for name, array in sent.items():
         wanted = {"binary_data": way != "http json"} if way.startswith("http") else {}
         tensor = module.InferInput(f"in_{name}", list(array.shape), name)
@@ -61,7 +61,7 @@ def infer(way: str, clients: dict[str, tuple[Any, Any]], sent: dict[str, Array],
             data = serialize_byte_tensor(array) if name == "BYTES" else array
             size = len(data.item()) if name == "BYTES" else array.nbytes
             for end, target in (("in", tensor), ("out", output)):
-                key = f"{own}-{end}-{name}"
+                key = f"{prefix}-{end}-{name}"
                 region = shared_memory.create_shared_memory_region(key, f"/{key}", size)
                 client.register_system_shared_memory(key, f"/{key}", size)
                 target.set_shared_memory(key, size)
@@ -115,25 +115,27 @@ def _json(echo: Any, sent: dict[str, Array]) -> dict[str, Array]:
     headers = {"Inference-Header-Content-Length": str(len(text))}
     answer = echo.request("POST", "/v2/models/echo/infer", text + half, headers)
     assert answer.status == 200, answer.body
-    found = {}
+    answers = {}
     for output in json.loads(answer.body)["outputs"]:
         name = output["datatype"]
         if name == "BYTES":
             flat: Array = np.array([element.encode() for element in output["data"]], object)
         else:
             flat = np.array(output["data"], DATATYPES[name])
-        found[name] = flat.reshape(output["shape"])
-    return found
+        answers[name] = flat.reshape(output["shape"])
+    return answers
 
 
 def test_requests_of_different_widths_get_their_own_back(clients: dict[str, tuple[Any, Any]], echo: Any) -> None:
     before = echo.model_stats()
     sent = [{name: values(name, 1, width, seed=width) for name in NAMES} for width in (2, 3, 5, 8, 9)]
     with ThreadPoolExecutor(len(sent)) as threads:
-        answers = list(threads.map(lambda one: infer("grpc", clients, one, echo), sent))  # HTTP's has one thread
-    for one, answer in zip(sent, answers, strict=True):
+        answers = list(
+            threads.map(lambda tensors: infer("grpc", clients, tensors, echo), sent)
+        )  # HTTP's has one thread
+    for tensors, answer in zip(sent, answers, strict=True):
         for name in NAMES:
-            np.testing.assert_array_equal(answer[name], one[name], err_msg=name)
+            np.testing.assert_array_equal(answer[name], tensors[name], err_msg=name)
     executions = echo.model_stats()["execution_count"] - before["execution_count"]
     padded = json.loads(echo.request("GET", "/v2/models/echo/config").body)["parameters"]["pad_to"]["string_value"]
     assert executions == len(sent) if padded == "none" else executions <= len(sent)

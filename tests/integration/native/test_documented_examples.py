@@ -87,13 +87,13 @@ def test_the_document_has_a_curl_for_every_route(open_server):
 
 def requests_in(block: str) -> set[tuple[str, str]]:
     """Verb and path of each curl in a block."""
-    found = set()
+    requests = set()
     for command in re.split(r"^curl ", block, flags=re.MULTILINE)[1:]:
         path = re.search(r"\$URL(\S+)", command)
         assert path is not None, command
         posts = re.search(r"(^|\s)(-X POST|--data-binary|-d)\s", command) is not None
-        found.add(("POST" if posts else "GET", path[1].replace("$MODEL", MODEL)))
-    return found
+        requests.add(("POST" if posts else "GET", path[1].replace("$MODEL", MODEL)))
+    return requests
 
 
 def matches(route: tuple[str, str], request: tuple[str, str]) -> bool:

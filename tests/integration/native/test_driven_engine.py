@@ -120,8 +120,8 @@ def test_only_the_request_that_makes_its_batch_fail_fails(driven: Any) -> None:
         queued = [clients.submit(ask_once, driven, value) for value in values]
         waiting(driven, len(values))
         driven.open("infer")
-        assert [one.result() for one in first] == [[2.0] * 16, [4.0] * 16]
-        assert [one.result() for one in queued] == [500 if value == 666 else [2 * value] for value in values]
+        assert [asked.result() for asked in first] == [[2.0] * 16, [4.0] * 16]
+        assert [asked.result() for asked in queued] == [500 if value == 666 else [2 * value] for value in values]
 
 
 def test_a_client_that_leaves_takes_only_its_own_request_back(driven: Any) -> None:
@@ -136,8 +136,8 @@ def test_a_client_that_leaves_takes_only_its_own_request_back(driven: Any) -> No
         leaving.close()
         waiting(driven, 3)
         driven.open("infer")
-        assert [one.result() for one in queued] == [[6.0], [8.0], [10.0]]
-        assert [one.result() for one in first] == [[2.0] * 16, [4.0] * 16]
+        assert [asked.result() for asked in queued] == [[6.0], [8.0], [10.0]]
+        assert [asked.result() for asked in first] == [[2.0] * 16, [4.0] * 16]
     assert driven.model_stats()["inference_count"] == 35
     assert driven.metric("abserve_native_client_disconnects_total") == 1
 
@@ -151,5 +151,5 @@ def test_a_full_queue_refuses_and_the_rest_is_served(runner: Any) -> None:
         waiting(server, 3)
         assert ask_once(server, 4.0) == 503
         server.open("infer")
-        assert [one.result() for one in queued] == [[6.0]] * 3
-        assert [one.result() for one in first] == [[2.0] * 16, [4.0] * 16]
+        assert [asked.result() for asked in queued] == [[6.0]] * 3
+        assert [asked.result() for asked in first] == [[2.0] * 16, [4.0] * 16]

@@ -94,7 +94,7 @@ def test_a_scrape_costs_little_more_than_any_other_answer(null_server) -> None:
 
     def spent_s() -> float:
         times = [process.cpu_times() for process in processes]
-        return sum(one.user + one.system for one in times)
+        return sum(used.user + used.system for used in times)
 
     for path in ("/metrics", "/v2/health/live"):
         cpu_s(path)
@@ -174,9 +174,9 @@ async def turns_of(data: bytes) -> Counter[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RequestParser, "parse", counted)
-        async with served(get_specification("openclip_vit_b32"), NativeSettings()) as one:
+        async with served(get_specification("openclip_vit_b32"), NativeSettings()) as server:
             next_turn()
-            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(data)
             writer.write_eof()
             await reader.read()

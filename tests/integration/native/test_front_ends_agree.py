@@ -67,8 +67,8 @@ def test_every_door_gives_the_same_bits(model):
     golden = answers["http"].tobytes()
     assert len(golden) == ROWS * 512 * 4
     assert np.ptp(answers["http"]) > 0
-    one = answers.pop("http raw")  # of the first row alone: other sizes are other arithmetic, so not bit by bit
-    np.testing.assert_allclose(one, answers["http"][0], rtol=0, atol=1e-5)
+    first = answers.pop("http raw")  # of the first row alone: other sizes are other arithmetic, so not bit by bit
+    np.testing.assert_allclose(first, answers["http"][0], rtol=0, atol=1e-5)
     assert {name for name, answer in answers.items() if answer.tobytes() != golden} == set()
 
 
@@ -103,7 +103,7 @@ def through_a_stream(server, specification, data) -> np.ndarray:
 
 
 async def through_aio(server, specification, data) -> list[np.ndarray]:
-    found = []
+    outputs = []
     for module, aio, address in (
         (tritonclient.http, tritonclient.http.aio, server.address),
         (tritonclient.grpc, tritonclient.grpc.aio, server.grpc_address),
@@ -112,5 +112,5 @@ async def through_aio(server, specification, data) -> list[np.ndarray]:
             item = module.InferInput(specification.inputs[0].name, list(data.shape), "FP32")
             item.set_data_from_numpy(data)
             result = await client.infer(specification.name, [item])
-            found.append(result.as_numpy(specification.outputs[0].name))
-    return found
+            outputs.append(result.as_numpy(specification.outputs[0].name))
+    return outputs

@@ -309,7 +309,7 @@ def test_a_message_over_the_limit_is_refused(native):
 
 def peak_bytes(server) -> int:
     """The most memory that each of the server's processes has had, in all."""
-    texts = [Path(f"/proc/{one.pid}/status").read_text() for one in server.processes]
+    texts = [Path(f"/proc/{process.pid}/status").read_text() for process in server.processes]
     return 1024 * sum(int(line.split()[1]) for text in texts for line in text.splitlines() if "VmHWM" in line)
 
 

@@ -63,8 +63,8 @@ async def exchange(messages: list[bytes], *, handed_over: bool) -> tuple[Watched
     engine.gate.set()
     settings = NativeSettings(max_batch_size=8, max_queue_delay_us=0)
     loop = asyncio.get_running_loop()
-    async with served(SPECIFICATION, settings, lambda _: engine) as one:
-        front_end = WatchedFrontEnd(one.server.models, one.server.regions, settings, one.memory)
+    async with served(SPECIFICATION, settings, lambda _: engine) as started:
+        front_end = WatchedFrontEnd(started.server.models, started.server.regions, settings, started.memory)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setblocking(False)
             port = listener.getsockname()[1]
@@ -121,20 +121,20 @@ def test_typed_values_count_with_the_bytes_that_they_become() -> None:
     async def hold() -> int:
         engine = WaitingEngine(specification)
         settings = NativeSettings(max_batch_size=8, max_queue_delay_us=0)
-        async with served(specification, settings, lambda _: engine) as one:
-            front_end = GrpcFrontEnd(one.server.models, one.server.regions, settings, one.memory)
+        async with served(specification, settings, lambda _: engine) as started:
+            front_end = GrpcFrontEnd(started.server.models, started.server.regions, settings, started.memory)
             server = await asyncio.get_running_loop().create_server(front_end.connect, "127.0.0.1", 0)
             talking = asyncio.create_task(asyncio.to_thread(talk, server.sockets[0].getsockname()[1], [content]))
             most = 0
             while not talking.done():
-                most = max(most, one.memory.budget.held)
+                most = max(most, started.memory.budget.held)
                 if most > len(content):
                     engine.gate.set()
                 await asyncio.sleep(0.001)
             server.close()
             await front_end.stop(10)
             await talking
-            assert one.memory.budget.held == 0
+            assert started.memory.budget.held == 0
         return most
 
     assert uvloop.run(hold()) == len(content) + 8 * count

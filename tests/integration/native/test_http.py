@@ -125,14 +125,14 @@ def test_every_cut_of_a_pipelined_stream_gives_the_same_answers(null_server):
         f"Inference-Header-Content-Length: {length}\r\n\r\n"
     ).encode()
     stream = (head + body) * 2 + b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    one = len(head) + len(body)
+    size = len(head) + len(body)
     for cuts in (
         [],
         [10],
         [len(head)],
-        [len(head) + 1, one - 1],
-        [one],
-        [one + 5, one + len(head) + 7],
+        [len(head) + 1, size - 1],
+        [size],
+        [size + 5, size + len(head) + 7],
         [16384, 16385],
     ):
         with socket.create_connection(("127.0.0.1", null_server.port), timeout=20) as connection:

@@ -79,10 +79,10 @@ def test_clients_of_front_ends_that_have_died_are_served_by_their_successors(con
 def owners(server: Server) -> dict[int, psutil.Process]:
     """By the port of a client: the front end that has its connection."""
     return {
-        one.raddr.port: process
+        connection.raddr.port: process
         for process in front_ends(server)
-        for one in process.net_connections("tcp")
-        if one.raddr and one.laddr.port == server.port
+        for connection in process.net_connections("tcp")
+        if connection.raddr and connection.laddr.port == server.port
     }
 
 

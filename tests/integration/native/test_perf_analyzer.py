@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 
 
 def number(pattern: str, output: str) -> float:
-    found = re.search(pattern, output)
-    assert found is not None, output
-    return float(found[1])
+    match = re.search(pattern, output)
+    assert match is not None, output
+    return float(match[1])
 
 
 @pytest.mark.parametrize("memory", ["none", "system"])

@@ -40,7 +40,10 @@ class Client:
 
     def _owner(self) -> psutil.Process:
         for process in front_ends(self._server):
-            if any(one.raddr and one.raddr.port == self._port for one in process.net_connections("tcp")):
+            if any(
+                connection.raddr and connection.raddr.port == self._port
+                for connection in process.net_connections("tcp")
+            ):
                 return process
         raise AssertionError("no front end has the connection")
 
@@ -62,17 +65,17 @@ class Client:
 
 
 def engine(server: Server) -> psutil.Process:
-    return min(psutil.Process(server.process.pid).children(), key=lambda one: one.pid)
+    return min(psutil.Process(server.process.pid).children(), key=lambda child: child.pid)
 
 
 def front_ends(server: Server) -> list[psutil.Process]:
     children = psutil.Process(server.process.pid).children()
-    return [one for one in children if one.pid != min(child.pid for child in children)]
+    return [child for child in children if child.pid != min(child.pid for child in children)]
 
 
 def established(process: psutil.Process, port: int) -> bool:
     """Whether the process has a connection of a client, open or half closed."""
-    return any(one.laddr.port == port and one.raddr for one in process.net_connections("tcp"))
+    return any(connection.laddr.port == port and connection.raddr for connection in process.net_connections("tcp"))
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -186,7 +189,7 @@ def test_a_killed_front_end_gives_back_what_it_held_and_what_it_had_queued(rows,
     server = rows("--max-body-bytes", str(17 * MIB), "--max-held-bytes", str(17 * MIB), "--max-batch-size", "1")
     known = front_ends(server)
     victim, other = known
-    watching, executing, queued, half = (clients(server, one) for one in (other, other, victim, victim))
+    watching, executing, queued, half = (clients(server, process) for process in (other, other, victim, victim))
     executing.socket.sendall(row_request(4))
     server.wait_until((server.folder / "infer-reached").exists, "the engine has one")
     queued.socket.sendall(row_request(4))
@@ -235,8 +238,8 @@ def test_children_end_when_the_first_process_is_killed(rows) -> None:
     assert server.infer([1.0] * 4).status == 200
     children = psutil.Process(server.process.pid).children()
     assert len(children) == 1 + FRONT_ENDS
-    for one in server.processes:
-        assert "/dev/shm" not in Path(f"/proc/{one.pid}/maps").read_text()  # so nothing of theirs can remain there
+    for process in server.processes:
+        assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()  # so nothing of theirs can remain there
     server.process.kill()
     server.process.wait(10)
     wait_until(lambda: all_ended(children), "all have ended")
@@ -247,7 +250,7 @@ def test_a_signal_finishes_what_is_executed_what_waits_and_what_arrives(rows, cl
     """Ctrl-C goes to the whole group of a terminal, SIGTERM to one process."""
     server = rows("--max-batch-size", "1")
     first, second = front_ends(server)
-    watching, executing, queued, arriving = (clients(server, one) for one in (first, first, second, second))
+    watching, executing, queued, arriving = (clients(server, process) for process in (first, first, second, second))
     data = row_request(4)
     executing.socket.sendall(data)
     server.wait_until((server.folder / "infer-reached").exists, "the engine has one")
@@ -255,12 +258,12 @@ def test_a_signal_finishes_what_is_executed_what_waits_and_what_arrives(rows, cl
     arriving.socket.sendall(data[:-3])
     server.wait_until(lambda: watching.metric(PENDING) == 1, "one waits")
     children = psutil.Process(server.process.pid).children()
-    for one in server.processes if number == signal.SIGINT else server.processes[:1]:
-        one.send_signal(number)
+    for process in server.processes if number == signal.SIGINT else server.processes[:1]:
+        process.send_signal(number)
     assert is_closed(watching.socket)
     arriving.socket.sendall(data[-3:])
     server.open("infer")
-    assert [read_answer(one.socket)[0] for one in (executing, queued, arriving)] == [200] * 3
+    assert [read_answer(client.socket)[0] for client in (executing, queued, arriving)] == [200] * 3
     assert server.process.wait(20) == status
     assert (server.folder / "closed").exists()
     wait_until(lambda: all_ended(children), "no child remains")
@@ -270,7 +273,7 @@ def test_two_front_ends_have_one_budget(rows, clients) -> None:
     values = 12 * MIB  # 48 MiB, of which the budget holds one and a third
     server = rows("--max-held-bytes", str(64 * MIB), "--max-body-bytes", str(64 * MIB))
     server.open("infer")
-    first, second = (clients(server, one) for one in front_ends(server))
+    first, second = (clients(server, process) for process in front_ends(server))
     data = row_request(values)
     before = server.memory_bytes
     first.socket.sendall(data[:-1])
@@ -292,12 +295,12 @@ def test_front_ends_whose_last_words_are_not_read_end_as_well(rows, clients, num
     """A socket whose other end is closed with something unread in it is not at its end, but reset."""
     server = rows("--shutdown-timeout-s", "60")
     first, second = front_ends(server)
-    leaving = [clients(server, one) for one in (first, second)]
+    leaving = [clients(server, process) for process in (first, second)]
     children = psutil.Process(server.process.pid).children()
     server.process.send_signal(signal.SIGSTOP)
     for client in leaving:
         client.close()
-    wait_until(lambda: not any(established(one, server.port) for one in (first, second)), "both are closed")
+    wait_until(lambda: not any(established(process, server.port) for process in (first, second)), "both are closed")
     server.process.send_signal(number)
     server.process.send_signal(signal.SIGCONT)
     assert server.process.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
@@ -314,7 +317,7 @@ def test_regions_are_those_of_all_front_ends(native, clients) -> None:
     server = native("--fronts", str(FRONT_ENDS), "--allow-shared-memory", "true")
     server.wait_ready()
     known = front_ends(server)
-    first, second = (clients(server, one) for one in known)
+    first, second = (clients(server, process) for process in known)
     key = f"abserve_test_processes_{os.getpid()}"
     file = Path("/dev/shm") / key
     file.write_bytes(np.ones(IMAGE_BYTES // 4, "<f4").tobytes())
@@ -338,12 +341,12 @@ def test_regions_are_those_of_all_front_ends(native, clients) -> None:
 def test_a_model_is_loaded_and_unloaded_for_all_front_ends(rows, clients) -> None:
     server = rows("--allow-model-control", "true")
     server.open("infer")
-    first, second = (clients(server, one) for one in front_ends(server))
+    first, second = (clients(server, process) for process in front_ends(server))
     for _ in range(3):
         assert first.send("POST", "/v2/repository/models/rows/unload")[0] == 200
-        assert [one.infer() for one in (first, second)] == [404, 404]
+        assert [several.infer() for several in (first, second)] == [404, 404]
         assert second.send("POST", "/v2/repository/models/rows/load")[0] == 200
-        assert [one.infer() for one in (first, second)] == [200, 200]
+        assert [several.infer() for several in (first, second)] == [200, 200]
         assert first.send("GET", "/v2/health/ready")[0] == 200
 
 

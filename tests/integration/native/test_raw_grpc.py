@@ -132,9 +132,9 @@ def test_a_stream_goes_on_while_its_answers_are_taken(server) -> None:
             client.send(
                 frame(DATA, END_STREAM if value == count - 1 else 0, 1, prefixed(rows_message([value, 0, 0, 0])))
             )
-        found = client.answer(1)
-    assert found.status == 0
-    data, seen = found.data, []
+        answer = client.answer(1)
+    assert answer.status == 0
+    data, seen = answer.data, []
     while data:
         size = int.from_bytes(data[1:5], "big")
         response = service_pb2.ModelStreamInferResponse.FromString(data[5 : 5 + size]).infer_response

@@ -89,8 +89,8 @@ def test_pipelined_requests_are_answered_in_order(controlled) -> None:
                 part = connection.recv(65536)
                 assert part
                 received += part
-        found = [received.index(np.full(4, value, "<f4").tobytes()) for value in values]
-        assert found == sorted(found)
+        places = [received.index(np.full(4, value, "<f4").tobytes()) for value in values]
+        assert places == sorted(places)
 
 
 def test_a_client_that_leaves_the_queue_is_dropped(controlled) -> None:

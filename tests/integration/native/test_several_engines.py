@@ -27,7 +27,7 @@ TWO = ("--device", "cpu,cpu", "--max-queue-delay-us", "0")
 
 def children(server: Server) -> list[psutil.Process]:
     """The two engines' processes, then the front ends'."""
-    return sorted(psutil.Process(server.process.pid).children(), key=lambda one: one.pid)
+    return sorted(psutil.Process(server.process.pid).children(), key=lambda child: child.pid)
 
 
 def started(server: Server) -> list[tuple[int, int]]:
@@ -38,10 +38,10 @@ def started(server: Server) -> list[tuple[int, int]]:
 
 def rows_of(server: Server) -> Counter[int]:
     """Rows that have been started in each process."""
-    found = Counter[int]()
+    rows_by_process = Counter[int]()
     for process, rows in started(server):
-        found[process] += rows
-    return found
+        rows_by_process[process] += rows
+    return rows_by_process
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def two(runner: Callable[..., Server]) -> Callable[..., Server]:
 
 def test_the_engine_with_the_fewest_outstanding_rows_gets_the_next_request(two) -> None:
     server = two()
-    first, second, _ = (one.pid for one in children(server))
+    first, second, _ = (child.pid for child in children(server))
     with ThreadPoolExecutor(16) as clients:
         large = clients.submit(ask_once, server, *[1.0] * 16)
         server.wait_until(lambda: len(started(server)) == 1, "it is executed")
@@ -66,13 +66,13 @@ def test_the_engine_with_the_fewest_outstanding_rows_gets_the_next_request(two) 
         server.wait_until(lambda: rows_of(server).total() + server.metric(PENDING) == 21, "all are with the engines")
         server.open("infer")
         assert large.result() == [2.0] * 16
-        assert [one.result() for one in small] == [[4.0], [6.0], [8.0], [10.0], [12.0]]
+        assert [future.result() for future in small] == [[4.0], [6.0], [8.0], [10.0], [12.0]]
     assert sorted(rows_of(server).items()) in ([(first, 16), (second, 5)], [(first, 5), (second, 16)])
 
 
 def test_a_slow_engine_gets_fewer_requests(two) -> None:
     server = two()
-    slow, quick, _ = (one.pid for one in children(server))
+    slow, quick, _ = (child.pid for child in children(server))
     server.open(f"hold-{slow}", "infer")
     enough = Event()
     answers = Counter[bool]()
@@ -88,8 +88,8 @@ def test_a_slow_engine_gets_fewer_requests(two) -> None:
         assert 1 <= rows_of(server)[slow] <= 2
         enough.set()
         (server.folder / f"hold-{slow}").unlink()
-        for one in running:
-            one.result(20)
+        for future in running:
+            future.result(20)
     assert set(answers) == {True}
 
 
@@ -105,10 +105,10 @@ def test_every_request_gets_its_own_rows_and_counters_are_those_of_both(two) -> 
                 assert ask(connection, *rows) == [2 * row for row in rows]
 
     with ThreadPoolExecutor(16) as clients:
-        for one in [clients.submit(client, seed) for seed in range(16)]:
-            one.result()
+        for future in [clients.submit(client, seed) for seed in range(16)]:
+            future.result()
     counted, rows = server.model_stats(), rows_of(server)
-    assert set(rows) == {one.pid for one in children(server)[:2]}
+    assert set(rows) == {future.pid for future in children(server)[:2]}
     assert counted["inference_count"] == rows.total() == server.metric("abserve_native_items_total")
     assert counted["execution_count"] == len(started(server))
     assert counted["inference_stats"]["queue"]["count"] == counted["inference_stats"]["success"]["count"] == 960
@@ -126,7 +126,7 @@ def test_a_full_queue_is_the_share_of_its_engine(two) -> None:
         server.wait_until(lambda: server.metric(PENDING) == 4, "two wait for each")
         assert ask_once(server, 3.0) == 503
         server.open("infer")
-        assert [one.result() for one in flying + waiting] == [[2.0] * 16] * 4 + [[4.0]] * 4
+        assert [future.result() for future in flying + waiting] == [[2.0] * 16] * 4 + [[4.0]] * 4
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -137,10 +137,10 @@ def test_without_either_engine_the_server_ends(two, victim: int) -> None:
         asked = [clients.submit(ask_once, server, 1.0) for _ in range(2)]
         server.wait_until(lambda: len(rows_of(server)) == 2, "each engine has one")
         processes[victim].kill()
-        server.wait_until(lambda: any(one.done() for one in asked), "one is answered")
-        assert [one.result() for one in asked if one.done()] == [500]
+        server.wait_until(lambda: any(future.done() for future in asked), "one is answered")
+        assert [future.result() for future in asked if future.done()] == [500]
         server.open("infer")
-        assert sorted(map(str, (one.result(20) for one in asked))) == ["500", "[2.0]"]
+        assert sorted(map(str, (future.result(20) for future in asked))) == ["500", "[2.0]"]
     assert server.process.wait(20) == 1
     wait_until(lambda: all_ended(processes), "no child remains")
 
@@ -154,14 +154,14 @@ def test_a_front_end_that_replaces_another_has_both_engines(two) -> None:
     server.wait_ready()
     for value in (1.0, 2.0):
         assert ask_once(server, value) == [2 * value]
-    assert set(rows_of(server)) == {one.pid for one in engines}
+    assert set(rows_of(server)) == {engine.pid for engine in engines}
 
 
 def test_both_engines_are_unloaded_and_loaded(controlled) -> None:
     server = controlled(*TWO, "--fronts", "2", "--allow-model-control", "true")
     server.open("load", "infer")
     server.wait_ready()
-    engines = [one.pid for one in children(server)[:2]]
+    engines = [engine.pid for engine in children(server)[:2]]
     assert server.request("POST", "/v2/repository/models/rows/unload", b"{}").status == 200
     assert sorted(map(int, (server.folder / "closed").read_text().split())) == engines
     assert server.infer([1.0] * 4).status == 404
@@ -189,7 +189,7 @@ def test_the_server_is_ready_when_both_engines_are(controlled) -> None:
     assert server.infer([1.0] * 4).status == 200
     config = json.loads(server.request("GET", "/v2/models/rows/config").body)
     assert config["parameters"]["device"]["string_value"] == "cpu,cpu"
-    assert [(one["kind"], one["count"]) for one in config["instance_group"]] == [("KIND_CPU", 2)]
+    assert [(group["kind"], group["count"]) for group in config["instance_group"]] == [("KIND_CPU", 2)]
     assert json.loads(server.request("GET", "/gpu-info").body)["runtime"]["device"] == "cpu,cpu"
 
 
@@ -210,7 +210,7 @@ def test_both_engines_execute_requests_from_one_system_region(two) -> None:
             file.write_bytes(np.full(4, value, np.float32).tobytes() + bytes(16))
             assert server.request("POST", "/v2/models/rows/infer", json.dumps(tensors).encode()).status == 200
             assert np.frombuffer(file.read_bytes()[16:], np.float32).tolist() == [2 * value] * 4
-        assert set(rows_of(server)) == {one.pid for one in children(server)[:2]}
+        assert set(rows_of(server)) == {child.pid for child in children(server)[:2]}
         assert server.request("POST", "/v2/systemsharedmemory/unregister", b"").status == 200
         assert server.request("POST", "/v2/models/rows/infer", json.dumps(tensors).encode()).status == 404
     finally:

@@ -24,8 +24,8 @@ BAD = b"\xff\xfe"
 def strings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An ONNX file that copies a string, in one process and with two front ends."""
     folder = tmp_path_factory.mktemp("strings")
-    one, other = (helper.make_tensor_value_info(name, TensorProto.STRING, ["batch", 1]) for name in "xy")
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "copying", [one], [other])
+    first, other = (helper.make_tensor_value_info(name, TensorProto.STRING, ["batch", 1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "copying", [first], [other])
     file = folder / "copying.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), file)
     servers: list[Server] = []

@@ -65,7 +65,7 @@ def main() -> int:
     settings = NativeSettings(**{"max_batch_size": 4, **json.loads(sys.argv[2])})
     configure_logs(settings.log_level)
     given = EngineSettings(kind="torch", max_batch_size=4)
-    offers = [(one, lambda _, one=one: Prepared(one, given)) for one in (SPECIFICATION, LENGTHS)]
+    offers = [(model, lambda _, model=model: Prepared(model, given)) for model in (SPECIFICATION, LENGTHS)]
     return serve(settings, offers, bind("127.0.0.1", settings.http_port))
 
 

@@ -93,10 +93,10 @@ class Simulation:
                 self._unseen.append(now_ns)
             elif event == "finish":
                 self.former.finished(now_ns)
-                for one in self._flying.popleft():
+                for client in self._flying.popleft():
                     self.answered += 1
-                    if one >= 0:
-                        self.add(now_ns + pause_ns(), "ask", one)
+                    if client >= 0:
+                        self.add(now_ns + pause_ns(), "ask", client)
             if self.flights > 1 or not self._flying:  # else the batcher's only thread is executing
                 while self._unseen:
                     self.former.arrived(self._unseen.popleft(), 1)

@@ -219,7 +219,7 @@ def test_an_engine_with_room_for_two_has_the_next_batch_before_the_first_has_end
 
     def start(requests, _padding=None):
         started.release()
-        return lambda: [{"y": one["x"]} for one in requests]
+        return lambda: [{"y": request["x"]} for request in requests]
 
     monkeypatch.setattr(harness.engine, "start", start)
     monkeypatch.setattr(harness.engine, "ready", harness.engine.gate.is_set)

@@ -98,8 +98,8 @@ def with_server(test: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
         settings = NativeSettings(max_batch_size=8, max_queue_delay_us=0)
         budget = WatchedBudget(LIMIT)
         memory = RequestMemory(Arena(1, LIMIT, settings.max_body_bytes + ALIGNMENT), budget)
-        async with served(SPECIFICATION, settings, memory=memory) as one:
-            await test(Served(budget, one.server.http, one.port))
+        async with served(SPECIFICATION, settings, memory=memory) as server:
+            await test(Served(budget, server.server.http, server.port))
         await until(lambda: budget.held == 0)
         assert budget.most <= LIMIT
 

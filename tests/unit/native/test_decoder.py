@@ -79,8 +79,8 @@ def test_no_more_wait_than_the_queue_holds(decoder: RequestDecoder, gate: thread
 def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
     async def run() -> None:
         settings = NativeSettings(allow_model_control=True)
-        async with served(JPEG, settings) as one:
-            models = one.server.models
+        async with served(JPEG, settings) as server:
+            models = server.server.models
             service = models.default
             assert service.decoding is not None
             assert service._decoder is not None

@@ -39,60 +39,60 @@ def message(memory: RequestMemory, size: int, aligned_at: int = 0) -> GrpcMessag
 def test_the_tensor_begins_on_a_boundary(size, aligned_at) -> None:
     memory = memory_of()
     for _ in range(2):  # a new slot, then the same again
-        one = message(memory, size, aligned_at)
-        array = np.frombuffer(one.room, np.uint8)
+        arriving = message(memory, size, aligned_at)
+        array = np.frombuffer(arriving.room, np.uint8)
         assert (array.__array_interface__["data"][0] + aligned_at) % 64 == 0
-        assert (len(one.content), len(one.room)) == (size, size + 9)
+        assert (len(arriving.content), len(arriving.room)) == (size, size + 9)
         assert memory.arena.offset_of(array) is not None
         del array
-        one.release()
+        arriving.release()
     assert memory.budget.held == 0
 
 
 def test_it_counts_as_it_fills_and_is_given_back_once() -> None:
     memory = memory_of()
     for _ in range(2):
-        one = message(memory, MIB)
-        assert (one.held, memory.budget.held) == (0, 0)
-        one.received(1000)
-        assert (one.held, memory.budget.held) == (1000, 1000)
-        one.received(MIB - 1000)
+        arriving = message(memory, MIB)
+        assert (arriving.held, memory.budget.held) == (0, 0)
+        arriving.received(1000)
+        assert (arriving.held, memory.budget.held) == (1000, 1000)
+        arriving.received(MIB - 1000)
         assert memory.budget.held == MIB
-        one.release()
-        one.release()
-        assert (one.held, memory.budget.held) == (0, 0)
+        arriving.release()
+        arriving.release()
+        assert (arriving.held, memory.budget.held) == (0, 0)
 
 
 def test_what_it_holds_beside_its_bytes_is_given_back_with_them() -> None:
     memory = memory_of(100_000)
-    one = message(memory, 1000)
-    one.received(1000)
-    assert one.hold(4096)
-    assert not one.hold(100_000)
+    arriving = message(memory, 1000)
+    arriving.received(1000)
+    assert arriving.hold(4096)
+    assert not arriving.hold(100_000)
     assert memory.budget.held == 5096
-    one.release()
+    arriving.release()
     assert memory.budget.held == 0
-    assert not one.hold(1)
+    assert not arriving.hold(1)
 
 
 def test_there_is_only_as_much_space_as_the_budget_has_room() -> None:
     memory = memory_of(100_000)
-    one, other = (message(memory, 80_000) for _ in range(2))
-    assert one.space == 80_000
-    one.received(80_000)
+    arriving, other = (message(memory, 80_000) for _ in range(2))
+    assert arriving.space == 80_000
+    arriving.received(80_000)
     assert other.space == 20_000
     other.received(20_000)
     assert other.space == 0
-    one.release()
+    arriving.release()
     assert other.space == 60_000
 
 
 def test_memory_that_may_still_be_read_is_held_until_nothing_refers_to_it() -> None:
     memory = memory_of()
-    one = message(memory, MIB)
-    one.received(MIB)
-    array = np.frombuffer(one.content, np.uint8)
-    one.release()
+    arriving = message(memory, MIB)
+    arriving.received(MIB)
+    array = np.frombuffer(arriving.content, np.uint8)
+    arriving.release()
     assert memory.budget.held == MIB
     del array
     gc.collect()

@@ -67,8 +67,8 @@ def test_raw_inputs_may_stand_anywhere(message, data):
     before = data.draw(st.integers(0, len(raw)))
     parts = [service_pb2.ModelInferRequest(raw_input_contents=[part]).SerializeToString() for part in raw]
     serialised = b"".join([*parts[:before], message.SerializeToString(), *parts[before:]])
-    rest, found, _ = parse_message(serialised)
-    assert [bytes(part.data) for part in found] == raw
+    rest, raw_inputs, _ = parse_message(serialised)
+    assert [bytes(part.data) for part in raw_inputs] == raw
     assert rest == message
 
 

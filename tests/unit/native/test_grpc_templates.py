@@ -55,9 +55,9 @@ def test_a_message_with_other_values_is_found_and_its_tensors_are_its_own() -> N
     templates = MessageTemplates()
     keep(templates, message(2, 1))
     content = memoryview(message(2, 7).SerializeToString())
-    found = templates.find(content)
-    assert found is not None
-    template, _, offset = found
+    repeated = templates.find(content)
+    assert repeated is not None
+    template, _, offset = repeated
     assert (template.rows, template.service) == (2, SERVICE)
     arrays = template.queued(content, offset, FIND, None, None).inputs
     assert arrays["a"].tolist() == [[7.0] * 4] * 2
@@ -77,18 +77,18 @@ def test_messages_of_one_size_are_kept_apart() -> None:
     for version in ("", "1"):
         keep(templates, message(2, 1, model_version=version, id="x" * (4 - 3 * len(version))))
     other = memoryview(message(2, 3, model_version="1", id="y").SerializeToString())
-    found = templates.find(other)
-    assert found is not None
-    template, _, offset = found
+    repeated = templates.find(other)
+    assert repeated is not None
+    template, _, offset = repeated
     assert template.queued(other, offset, FIND, None, None).inputs["b"].tolist() == [[3] * 3] * 2
 
 
 def answered(templates: MessageTemplates, content: memoryview, *, streamed: bool) -> str | None:
     """The id of the response to a known message with its own values; None to one that is not known."""
-    found = templates.find(content)
-    if found is None:
+    repeated = templates.find(content)
+    if repeated is None:
         return None
-    template, request_id, offset = found
+    template, request_id, offset = repeated
     arrays = template.queued(content, offset, FIND, None, None).inputs
     request = decode_message(parse_message(content), FIND)
     for tensor in request.inputs:
@@ -168,9 +168,9 @@ def test_what_its_other_bytes_do_not_say_is_never_kept(request_) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_answer_is_a_whole_message_with_its_prefix(streamed) -> None:
     templates = MessageTemplates()
-    found = templates.find(keep(templates, message(2, 1, id="seven")))
-    assert found is not None
-    template, request_id, _ = found
+    repeated = templates.find(keep(templates, message(2, 1, id="seven")))
+    assert repeated is not None
+    template, request_id, _ = repeated
     for width in (3, 3, 50_000, 0):
         y, z = np.arange(2 * width, dtype="<f4").reshape(2, width), np.array([[5], [6]], "<i8")
         answer = b"".join(template.answer({"y": y, "z": z}, {}, request_id, streamed=streamed))

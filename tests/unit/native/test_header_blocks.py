@@ -26,10 +26,10 @@ class Interpreted:
 
 
 def test_a_block_without_the_table_is_decoded_once():
-    found = Interpreted()
+    interpreted = Interpreted()
     for _ in range(3):
-        assert found.blocks.read(header_block(FIELDS)) == FIELDS
-    assert found.count == 1
+        assert interpreted.blocks.read(header_block(FIELDS)) == FIELDS
+    assert interpreted.count == 1
 
 
 def test_equal_bytes_with_another_table_have_another_meaning():
@@ -85,17 +85,17 @@ def test_any_bytes_give_headers_or_an_error(block):
 
 
 def test_only_so_many_bytes_of_blocks_are_remembered():
-    found = Interpreted()
+    interpreted = Interpreted()
     blocks = [header_block([(b"x", b"%04d" % number + b"y" * 1000)]) for number in range(40)]
     for _ in range(3):
         for block in blocks:
-            found.blocks.read(block)
-    remembered = 40 - (found.count - 40) // 2
+            interpreted.blocks.read(block)
+    remembered = 40 - (interpreted.count - 40) // 2
     assert 10 <= remembered <= 16
-    found.blocks.forget()
+    interpreted.blocks.forget()
     for block in blocks:
-        found.blocks.read(block)
-    assert found.count == 40 + 2 * (40 - remembered) + 40
+        interpreted.blocks.read(block)
+    assert interpreted.count == 40 + 2 * (40 - remembered) + 40
 
 
 @pytest.mark.parametrize(("updates", "allowed"), [(b"\x20", True), (b"\x20\x3f\xe1\x1f", True), (b"\x20" * 3, False)])

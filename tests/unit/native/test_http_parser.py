@@ -37,12 +37,12 @@ def chunked(*chunks: bytes) -> bytes:
 
 def requests(connection: RequestParser, stream: bytes, cuts: list[int]) -> list[tuple[str, bytes]]:
     """As a connection reads them: into the body's own memory where that is offered, else through a buffer."""
-    found: list[tuple[str, bytes]] = []
+    whole: list[tuple[str, bytes]] = []
     unparsed = bytearray()
 
     def note(complete: HttpRequest | RequestHead | None) -> None:
         if isinstance(complete, HttpRequest):
-            found.append((complete.head.path, bytes(complete.body)))
+            whole.append((complete.head.path, bytes(complete.body)))
             complete.release()
 
     edges = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
@@ -65,7 +65,7 @@ def requests(connection: RequestParser, stream: bytes, cuts: list[int]) -> list[
                 del unparsed[:used]
                 note(complete)
     assert not unparsed
-    return found
+    return whole
 
 
 @given(

@@ -34,8 +34,8 @@ def memory(held: int = HELD, largest: int = LARGEST) -> RequestMemory:
     return RequestMemory(Arena(1, held, largest), ByteBudget(held))
 
 
-def taken(one: RequestMemory, size: int) -> ArenaSlot:
-    slot = one.take(size)
+def taken(partition: RequestMemory, size: int) -> ArenaSlot:
+    slot = partition.take(size)
     assert slot is not None
     return slot
 
@@ -43,11 +43,11 @@ def taken(one: RequestMemory, size: int) -> ArenaSlot:
 class Client:
     """A receiver; it takes its slot at once."""
 
-    def __init__(self, one: RequestMemory, size: int, *, late: bool = True, greedy: bool = False) -> None:
+    def __init__(self, partition: RequestMemory, size: int, *, late: bool = True, greedy: bool = False) -> None:
         self.greedy = greedy
         self._late = late
         self.displaced = False
-        self.slot = one.take_for(self, size)
+        self.slot = partition.take_for(self, size)
 
     def late(self, now: float) -> bool:
         assert now > 0
@@ -66,8 +66,8 @@ def resident_bytes(array: Array) -> int:
     return 4096 * int((entries >> np.uint64(63)).sum())
 
 
-def whole_arena(one: RequestMemory) -> Array:
-    return one.arena.view(0, (one.arena.partition_bytes,), np.dtype(np.uint8))
+def whole_arena(partition: RequestMemory) -> Array:
+    return partition.arena.view(0, (partition.arena.partition_bytes,), np.dtype(np.uint8))
 
 
 @given(st.integers(1, LARGEST), st.integers(1, HELD))
@@ -78,22 +78,22 @@ def test_a_size_belongs_to_the_smallest_class_that_holds_it(size: int, held: int
     assert size <= arena.classes[kind].size
     assert kind == 0 or size > arena.classes[kind - 1].size
     assert arena.class_of(LARGEST + 1) is None
-    for one, behind in zip(arena.classes, [*arena.classes[1:], None], strict=True):
-        assert one.start % one.size == 0 or one.start % SMALLEST_SLOT_BYTES == 0
-        assert one.start + one.count * one.size == (behind.start if behind else arena.partition_bytes)
-        assert one.count * one.size >= held
-        assert one.count >= MIN_SLOTS
-        assert 1 <= one.warm <= min(one.count, MAX_WARM_SLOTS)
+    for slots, behind in zip(arena.classes, [*arena.classes[1:], None], strict=True):
+        assert slots.start % slots.size == 0 or slots.start % SMALLEST_SLOT_BYTES == 0
+        assert slots.start + slots.count * slots.size == (behind.start if behind else arena.partition_bytes)
+        assert slots.count * slots.size >= held
+        assert slots.count >= MIN_SLOTS
+        assert 1 <= slots.warm <= min(slots.count, MAX_WARM_SLOTS)
 
 
 def test_slots_of_one_size_lie_side_by_side_and_the_lowest_free_one_is_taken() -> None:
-    one = memory()
-    slots = [taken(one, 5000) for _ in range(4)]
+    partition = memory()
+    slots = [taken(partition, 5000) for _ in range(4)]
     assert [slot.offset - slots[0].offset for slot in slots] == [0, 8192, 16384, 24576]
     offsets = [slot.offset for slot in slots]
     del slots[2], slots[0]
-    assert [taken(one, 8192).offset for _ in range(1)] == offsets[:1]
-    again = [taken(one, 8192) for _ in range(3)]
+    assert [taken(partition, 8192).offset for _ in range(1)] == offsets[:1]
+    again = [taken(partition, 8192) for _ in range(3)]
     assert [slot.offset for slot in again] == [offsets[0], offsets[2], offsets[3] + 8192]
 
 
@@ -104,49 +104,49 @@ def test_partitions_do_not_overlap() -> None:
 
 
 def test_a_slot_is_free_when_no_array_over_it_is_left() -> None:
-    one = memory()
-    slot = taken(one, 10_000)
+    partition = memory()
+    slot = taken(partition, 10_000)
     offset = slot.offset
     view = np.asarray(slot)[100:200].reshape(10, 10)[::2]
     del slot
-    assert taken(one, 10_000).offset != offset
+    assert taken(partition, 10_000).offset != offset
     view[:] = 7
     buffer = view.data
     del view
-    assert taken(one, 10_000).offset != offset
+    assert taken(partition, 10_000).offset != offset
     assert buffer[0, 0] == 7
     del buffer
-    assert taken(one, 10_000).offset == offset
+    assert taken(partition, 10_000).offset == offset
 
 
 def test_another_thread_or_the_garbage_collector_may_free_a_slot() -> None:
-    one = memory()
-    arrays = [one.allocate(5000), one.allocate(5000)]
-    assert one.budget.held == 10_000
+    partition = memory()
+    arrays = [partition.allocate(5000), partition.allocate(5000)]
+    assert partition.budget.held == 10_000
     thread = threading.Thread(target=arrays.pop)
     thread.start()
     thread.join()
-    assert one.budget.held == 5000
+    assert partition.budget.held == 5000
     circle: list[object] = [arrays.pop()]
     circle.append(circle)
     gc.disable()
     try:
         del circle
-        assert one.budget.held == 5000
+        assert partition.budget.held == 5000
         gc.collect()
-        assert one.budget.held == 0
+        assert partition.budget.held == 0
     finally:
         gc.enable()
-    assert taken(one, 5000).index == 0
+    assert taken(partition, 5000).index == 0
 
 
 def test_many_threads_never_get_the_same_slot() -> None:
-    one = memory(largest=SMALLEST_SLOT_BYTES)
+    partition = memory(largest=SMALLEST_SLOT_BYTES)
     wrong: list[int] = []
 
     def use(number: int) -> None:
         for _ in range(2000):
-            array = one.allocate(64)
+            array = partition.allocate(64)
             array[:] = number
             if (array != number).any():
                 wrong.append(number)
@@ -157,50 +157,50 @@ def test_many_threads_never_get_the_same_slot() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert one.budget.held == 0
-    assert one.take(1) is not None
+    assert partition.budget.held == 0
+    assert partition.take(1) is not None
 
 
 def test_what_an_array_has_counts_as_held_until_it_is_gone() -> None:
-    one = memory(held=MIB)
-    first = one.allocate(MIB - 10)
-    assert one.budget.held == MIB - 10
+    partition = memory(held=MIB)
+    first = partition.allocate(MIB - 10)
+    assert partition.budget.held == MIB - 10
     for size in (11, LARGEST + 1):
         with pytest.raises(UnavailableError, match="memory for requests"):
-            one.allocate(size)
-    assert one.budget.held == MIB - 10
+            partition.allocate(size)
+    assert partition.budget.held == MIB - 10
     del first
-    assert one.budget.held == 0
+    assert partition.budget.held == 0
 
 
 def test_a_class_without_a_free_slot_says_so_and_recovers() -> None:
-    one = memory(held=1)
-    slots = [taken(one, LARGEST) for _ in range(MIN_SLOTS)]
-    assert one.take(LARGEST) is None
-    assert one.take(LARGEST // 2) is not None
+    partition = memory(held=1)
+    slots = [taken(partition, LARGEST) for _ in range(MIN_SLOTS)]
+    assert partition.take(LARGEST) is None
+    assert partition.take(LARGEST // 2) is not None
     last = slots.pop().offset
-    assert taken(one, LARGEST).offset == last
+    assert taken(partition, LARGEST).offset == last
 
 
 def test_arrays_are_copied_into_the_arena_only_if_they_are_not_there() -> None:
-    one = memory()
-    inside = one.allocate(4000).view(np.float32).reshape(10, 100)
-    assert one.placed(inside) is inside
+    partition = memory()
+    inside = partition.allocate(4000).view(np.float32).reshape(10, 100)
+    assert partition.placed(inside) is inside
     for array in (np.arange(12.0).reshape(3, 4), inside[:, ::2], np.zeros((0, 3), np.int8)):
-        placed = one.placed(array)
-        assert one.arena.offset_of(placed) is not None
+        placed = partition.placed(array)
+        assert partition.arena.offset_of(placed) is not None
         assert placed.flags.c_contiguous
         assert placed.dtype == array.dtype
         np.testing.assert_array_equal(placed, array)
 
 
 def test_warm_slots_keep_their_pages_and_the_others_give_theirs_back() -> None:
-    one = memory()
-    pages = whole_arena(one)
-    kind = one.arena.class_of(MIB)
+    partition = memory()
+    pages = whole_arena(partition)
+    kind = partition.arena.class_of(MIB)
     assert kind is not None
-    warm = one.arena.classes[kind].warm
-    arrays = [one.allocate(MIB) for _ in range(warm + 3)]
+    warm = partition.arena.classes[kind].warm
+    arrays = [partition.allocate(MIB) for _ in range(warm + 3)]
     assert resident_bytes(pages) == 0  # they are only promised
     for array in arrays:
         array[:] = 1
@@ -208,89 +208,89 @@ def test_warm_slots_keep_their_pages_and_the_others_give_theirs_back() -> None:
     del array
     arrays.clear()
     assert resident_bytes(pages) == warm * MIB
-    assert one.allocate(MIB)[0] == 1  # the lowest, as it was left
+    assert partition.allocate(MIB)[0] == 1  # the lowest, as it was left
 
 
 def test_all_free_slots_together_keep_a_share_of_what_may_be_held() -> None:
-    one = memory()
-    arrays = [one.allocate(size) for size in (4096, 65536, MIB, 2 * MIB, 4 * MIB) for _ in range(6)]
+    partition = memory()
+    arrays = [partition.allocate(size) for size in (4096, 65536, MIB, 2 * MIB, 4 * MIB) for _ in range(6)]
     for array in arrays:
         array[:] = 1
     del array
     arrays.clear()
-    assert 0 < resident_bytes(whole_arena(one)) <= HELD // KEPT_SHARE
+    assert 0 < resident_bytes(whole_arena(partition)) <= HELD // KEPT_SHARE
 
 
 def test_pages_that_an_engine_has_locked_stay() -> None:
-    one = memory()
-    one.arena.page_locks = True
-    arrays = [one.allocate(size) for size in (MIB, 2 * MIB, 4 * MIB)]
+    partition = memory()
+    partition.arena.page_locks = True
+    arrays = [partition.allocate(size) for size in (MIB, 2 * MIB, 4 * MIB)]
     for array in arrays:
         array[:] = 1
-    offsets = [one.arena.offset_of(array) for array in arrays]
+    offsets = [partition.arena.offset_of(array) for array in arrays]
     del array
     arrays.clear()
-    assert resident_bytes(whole_arena(one)) == 7 * MIB > HELD // KEPT_SHARE
+    assert resident_bytes(whole_arena(partition)) == 7 * MIB > HELD // KEPT_SHARE
     for offset in offsets:
         assert offset is not None
-        warm = one.arena.warm_range(offset)
+        warm = partition.arena.warm_range(offset)
         assert warm is not None
         assert warm[0] <= offset < sum(warm)
 
 
 def test_a_slot_behind_the_warm_ones_is_in_no_warm_range_and_loses_its_pages() -> None:
-    one = memory()
-    one.arena.page_locks = True
-    slots = [taken(one, LARGEST) for _ in range(2)]
-    assert one.arena.classes[-1].warm == 1
-    assert one.arena.warm_range(slots[0].offset) == (slots[0].offset, LARGEST)
-    assert one.arena.warm_range(slots[1].offset) is None
+    partition = memory()
+    partition.arena.page_locks = True
+    slots = [taken(partition, LARGEST) for _ in range(2)]
+    assert partition.arena.classes[-1].warm == 1
+    assert partition.arena.warm_range(slots[0].offset) == (slots[0].offset, LARGEST)
+    assert partition.arena.warm_range(slots[1].offset) is None
     for slot in slots:
         np.asarray(slot)[:] = 1
     del slot
     slots.clear()
-    assert resident_bytes(whole_arena(one)) == LARGEST
+    assert resident_bytes(whole_arena(partition)) == LARGEST
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20_000), st.integers(0, 30)), max_size=80))
 def test_any_sequence_of_taking_and_freeing_agrees_with_a_simple_model(steps: list[tuple[bool, int, int]]) -> None:
-    one = memory(held=MIB, largest=20_000)
-    classes = one.arena.classes
+    partition = memory(held=MIB, largest=20_000)
+    classes = partition.arena.classes
     held: list[tuple[Array, int]] = []  # with its value
     free: list[set[int]] = [set(range(slot_class.count)) for slot_class in classes]
     for number, (takes, size, which) in enumerate(steps):
         if takes or not held:
-            kind = one.arena.class_of(size)
+            kind = partition.arena.class_of(size)
             assert kind is not None
             if sum(array.nbytes for array, _ in held) + size > MIB:
                 with pytest.raises(UnavailableError):
-                    one.allocate(size)
+                    partition.allocate(size)
                 continue
-            array = one.allocate(size)
+            array = partition.allocate(size)
             index = min(free[kind])
             free[kind].remove(index)
-            assert one.arena.offset_of(array) == classes[kind].start + index * classes[kind].size
+            assert partition.arena.offset_of(array) == classes[kind].start + index * classes[kind].size
             array[:] = number % 251
             held.append((array, number % 251))
             del array
         else:
             array, _ = held.pop(which % len(held))
-            offset = one.arena.offset_of(array)
-            kind = one.arena.class_of(array.nbytes)
+            offset = partition.arena.offset_of(array)
+            kind = partition.arena.class_of(array.nbytes)
             assert kind is not None
             assert offset is not None
             del array
             free[kind].add((offset - classes[kind].start) // classes[kind].size)
-        assert one.budget.held == sum(array.nbytes for array, _ in held)
+        assert partition.budget.held == sum(array.nbytes for array, _ in held)
     assert all((array == value).all() for array, value in held)
-    offsets = Counter(one.arena.offset_of(array) for array, _ in held)
+    offsets = Counter(partition.arena.offset_of(array) for array, _ in held)
     assert all(count == 1 for count in offsets.values())
 
 
 def test_front_ends_share_one_limit_and_each_counts_its_own() -> None:
     counters = memoryview(bytearray(16)).cast("q")
-    first, second = (ByteBudget(100, counters, own) for own in range(2))
+    first, second = (ByteBudget(100, counters, number) for number in range(2))
     assert first.hold(60)
     assert not second.hold(41)
     with pytest.raises(UnavailableError), second.holding(41):
@@ -303,46 +303,46 @@ def test_front_ends_share_one_limit_and_each_counts_its_own() -> None:
 
 def test_announced_bytes_take_half_of_a_class_and_then_each_other_s_slots() -> None:
     """A few bytes of clients that sent nothing more refused every other request for half a minute."""
-    one = memory()
-    first = Client(one, MIB, late=False)
-    waiting = [Client(one, MIB) for _ in range(MIN_SLOTS // 2 - 1)]
+    partition = memory()
+    first = Client(partition, MIB, late=False)
+    waiting = [Client(partition, MIB) for _ in range(MIN_SLOTS // 2 - 1)]
     assert not any(client.displaced for client in waiting)
-    newcomers = [Client(one, MIB) for _ in range(3)]
+    newcomers = [Client(partition, MIB) for _ in range(3)]
     assert [client.displaced for client in waiting[:4]] == [True, True, True, False]
     assert all(client.slot is not None for client in newcomers)
     assert not first.displaced  # its bytes come as fast as they must
-    assert Client(one, MIB, greedy=True).slot is None
+    assert Client(partition, MIB, greedy=True).slot is None
     assert not waiting[3].displaced
-    assert Client(one, 2 * MIB).slot is not None  # of another class
+    assert Client(partition, 2 * MIB).slot is not None  # of another class
     # Complete requests have the other half.
-    complete = [one.take(MIB) for _ in range(MIN_SLOTS // 2)]
+    complete = [partition.take(MIB) for _ in range(MIN_SLOTS // 2)]
     assert None not in complete
-    assert one.take(MIB) is None
+    assert partition.take(MIB) is None
 
 
 def test_slots_whose_bytes_have_arrived_or_that_are_free_again_displace_nobody() -> None:
-    one = memory()
-    kept = [Client(one, MIB) for _ in range(MIN_SLOTS // 2)]
+    partition = memory()
+    kept = [Client(partition, MIB) for _ in range(MIN_SLOTS // 2)]
     assert kept[0].slot is not None
-    one.arrived(kept[0].slot)
+    partition.arrived(kept[0].slot)
     kept[1].slot = None
-    again = [Client(one, MIB) for _ in range(2)]
+    again = [Client(partition, MIB) for _ in range(2)]
     assert not any(client.displaced for client in (*kept, *again))
-    Client(one, MIB)
+    Client(partition, MIB)
     assert [client.displaced for client in kept[:3]] == [False, False, True]
 
 
 def test_without_a_late_client_the_next_one_is_refused() -> None:
-    one = memory()
-    prompt = [Client(one, MIB, late=False) for _ in range(MIN_SLOTS // 2)]
-    assert Client(one, MIB).slot is None
+    partition = memory()
+    prompt = [Client(partition, MIB, late=False) for _ in range(MIN_SLOTS // 2)]
+    assert Client(partition, MIB).slot is None
     assert not any(client.displaced for client in prompt)
 
 
 def test_when_complete_requests_fill_a_class_an_announced_one_makes_way() -> None:
-    one = memory()
-    announced = Client(one, MIB)
-    complete = [one.take(MIB) for _ in range(MIN_SLOTS - 1)]
+    partition = memory()
+    announced = Client(partition, MIB)
+    complete = [partition.take(MIB) for _ in range(MIN_SLOTS - 1)]
     assert None not in complete
-    assert Client(one, MIB).slot is not None
+    assert Client(partition, MIB).slot is not None
     assert announced.displaced

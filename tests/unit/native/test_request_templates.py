@@ -275,12 +275,12 @@ def kept_id(templates: TemplateCache, header: bytes, data: bytes) -> tuple[bool,
     """Whether the header is known, and the id of the response to it, which is the one that decoding gives."""
     body = memoryview(header + data)
     decoded = decode_request(body, len(header), SIGNATURE)
-    found = templates.find(header, body.nbytes)
-    known = found is not None
-    if found is None:
-        found = templates.keep(header, decoded, body.nbytes)
-    assert found is not None
-    template, request_id, offset = found
+    repeated = templates.find(header, body.nbytes)
+    known = repeated is not None
+    if repeated is None:
+        repeated = templates.keep(header, decoded, body.nbytes)
+    assert repeated is not None
+    template, request_id, offset = repeated
     queued = template.queued(body, offset, NOTHING, None, None)
     for tensor in decoded.inputs:
         np.testing.assert_array_equal(queued.inputs[tensor.name], tensor.data)

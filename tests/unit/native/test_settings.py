@@ -33,7 +33,7 @@ def test_an_argument_that_is_not_a_json_object_is_one_sentence() -> None:
 def test_every_field_is_an_option_with_its_help_variable_and_default():
     app = typer.Typer()
     app.command()(serve_native)
-    options: dict[str | None, Any] = {one.name: one for one in typer.main.get_command(app).params}
+    options: dict[str | None, Any] = {option.name: option for option in typer.main.get_command(app).params}
     for name, field in NativeSettings.model_fields.items():
         assert field.description, name
         if name in ("artefact", "artefact_uint8"):  # the command finds them itself
@@ -90,20 +90,20 @@ def test_a_list_of_devices_has_different_gpus_or_the_cpu_several_times(device):
 
 def test_each_engine_process_has_its_device_and_its_share():
     settings = NativeSettings(device="cuda:1,cuda:0,cuda:2", queue_size=512, threads=5)
-    assert [(one.device, one.queue_size, one.threads) for one in settings.of_engines()] == [
+    assert [(engine.device, engine.queue_size, engine.threads) for engine in settings.of_engines()] == [
         ("cuda:1", 171, 5),
         ("cuda:0", 171, 5),
         ("cuda:2", 171, 5),
     ]
     assert from_argument(NativeSettings, [to_argument(settings)]) == settings
-    one = NativeSettings(device="cuda:1")
-    assert one.of_engines() == [one]
+    settings = NativeSettings(device="cuda:1")
+    assert settings.of_engines() == [settings]
 
 
 @pytest.mark.parametrize(("cores", "each"), [(5, 2), (1, 1)])
 def test_engine_processes_on_the_cpu_divide_its_cores(monkeypatch, cores, each):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
-    assert [one.threads for one in NativeSettings(device="cpu,cpu").of_engines()] == [each, each]
+    assert [engine.threads for engine in NativeSettings(device="cpu,cpu").of_engines()] == [each, each]
 
 
 def test_several_engine_processes_need_a_front_end(monkeypatch):

@@ -14,9 +14,8 @@ import pytest
 
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorProcess
-from loadgen.client.inputs import write_synthetic
-from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
-from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true, fake_servers
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open
+from tests.integration.loadgen.conftest import FAULTY_GENERATOR, await_true, fake_servers, prepared
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +31,6 @@ def url(generator: GeneratorProcess, tmp_path_factory: pytest.TempPathFactory) -
     """A server that takes 50 ms, for which bodies of 1 and 4 images are prepared."""
     with fake_servers() as start:
         yield prepared(generator, tmp_path_factory.mktemp("bodies"), start("--delay-ms", "50"))
-
-
-def prepared(generator: GeneratorProcess, tmp_path: Path, url: str) -> str:
-    signature = Endpoint(url).signature("openclip_vit_b32")
-    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
-    generator.prepare(
-        Prepare(
-            samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(4,), seed=0
-        )
-    )
-    return url
 
 
 def block(

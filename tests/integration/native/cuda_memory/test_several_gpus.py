@@ -38,20 +38,20 @@ def allocated(library: Path, *gpus: int) -> Iterator[list[Allocation]]:
     """Memory for two rows on each of these GPUs."""
     cuda = ctypes.CDLL(str(library))
     assert cuda.cuInit(0) == 0
-    found = []
+    allocations = []
     for gpu in gpus:
         context = ctypes.c_void_p()
         assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu) == 0
         assert cuda.cuCtxPushCurrent_v2(context) == 0
-        found.append(Allocation(cuda, 2 * ROW_BYTES))
-        found[-1].write(np.full(4, 10.0 + gpu, np.float32))
+        allocations.append(Allocation(cuda, 2 * ROW_BYTES))
+        allocations[-1].write(np.full(4, 10.0 + gpu, np.float32))
         cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
     context = ctypes.c_void_p(0x1000)
     cuda.cuCtxPushCurrent_v2(context)  # for copies, which take any
     try:
-        yield found
+        yield allocations
     finally:
-        for allocation in found:
+        for allocation in allocations:
             allocation.free()
         cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
 

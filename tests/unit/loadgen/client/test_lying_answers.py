@@ -79,7 +79,7 @@ def outcome(exchange: Exchange, connection: Any = HTTP) -> Mapping[str, Any] | s
     return outputs
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=80)
 @given(documents, st.binary(max_size=40), st.none() | st.integers(-3, 3))
 def test_any_json_over_http(document: object, binary: bytes, off: int | None) -> None:
     text = json.dumps(document).encode()
@@ -129,7 +129,7 @@ def test_any_json_over_shared_memory() -> None:
     connection = SharedMemoryConnection(pool)
     connection._slot = pool.take(request)
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=40)
     @given(documents)
     def check(document: object) -> None:
         outcome(http(json.dumps(document).encode()), connection)
