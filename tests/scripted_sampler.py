@@ -19,7 +19,7 @@ import psutil
 from scripted_reader import Fault, Phase, ScriptedMachine, ScriptedReader  # type: ignore[import-not-found]
 
 from servers.gpu.readings import EdgeReading, GpuProcess, GpuReader
-from servers.gpu.sampler import Intervals, Line, Recording, SamplerProcess
+from servers.gpu.sampler import INTERVALS_S, Line, Recording, SamplerProcess
 
 END_OF_TIME = 2**62
 
@@ -54,7 +54,7 @@ class ObedientRecording(Recording):
     def __init__(
         self, reader: ObedientReader, blocks: int, lose_in_block: int | None, machine: GpuReader | None = None
     ) -> None:
-        super().__init__(machine or reader, Intervals(), monotonic_ns, time_ns)
+        super().__init__(machine or reader, INTERVALS_S, monotonic_ns, time_ns)
         self._lose_in = lose_in_block
         self._gpu = reader
         self._left = blocks

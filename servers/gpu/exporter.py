@@ -32,7 +32,7 @@ from servers.gpu.readings import (
     SampleBatch,
     Status,
 )
-from servers.gpu.sampler import Intervals, Recording
+from servers.gpu.sampler import INTERVALS_S, Recording
 
 log = structlog.get_logger("abserve.gpu")
 
@@ -247,8 +247,8 @@ class GpuPolling(Collector):
     def _read(self) -> Recording:
         """Read what is due, all of it after the library was opened."""
         if self._recording is None:
-            intervals = Intervals(reconnect=POLL_SECONDS)
-            recording = Recording(self._reader, intervals, self._clock_ns, self._wall_ns, self._observe)
+            intervals_s = {**INTERVALS_S, "reconnect": POLL_SECONDS}
+            recording = Recording(self._reader, intervals_s, self._clock_ns, self._wall_ns, self._observe)
             self._forget_readings()
             recording.edge("first")
             self._recording = recording

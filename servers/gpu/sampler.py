@@ -20,7 +20,7 @@ import signal
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic_ns, time_ns
@@ -53,14 +53,8 @@ SAMPLE_CLOCK_RANGE_NS = 60_000_000_000
 """The newest sample's time stamp must be this close to now on the clock that it is assumed to use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """Seconds between two readings of a kind."""
-
-    reading: float = 1.0
-    drain: float = 2.0
-    edge: float = 10.0
-    reconnect: float = 5.0
+INTERVALS_S: Mapping[str, float] = {"reading": 1.0, "drain": 2.0, "edge": 10.0, "reconnect": 5.0}
+"""Seconds between two readings of a kind."""
 
 
 @dataclass(slots=True)
@@ -81,14 +75,14 @@ class Recording:
     def __init__(
         self,
         reader: GpuReader,
-        intervals: Intervals,
+        intervals_s: Mapping[str, float],
         clock_ns: Clock,
         wall_ns: Clock,
         observe: Observer = lambda _device, _answer: None,
     ) -> None:
         self._reader = reader
         self._observe = observe
-        self._intervals = intervals
+        self._intervals_s = intervals_s
         self._clock_ns = clock_ns
         self._wall_ns = wall_ns
         self._offset_ns = wall_ns() - clock_ns()
@@ -100,8 +94,8 @@ class Recording:
         self._due_ns = {
             "reading": now_ns,
             "drain": now_ns,
-            "edge": now_ns + int(intervals.edge * 1e9),
-            "reconnect": self._later(now_ns, intervals.reconnect),
+            "edge": now_ns + int(intervals_s["edge"] * 1e9),
+            "reconnect": self._later(now_ns, intervals_s["reconnect"]),
         }
 
     def header(self, pid: int) -> Line:
@@ -124,7 +118,7 @@ class Recording:
             "cuda_driver_version": connection.cuda_driver_version,
             "device_count": connection.device_count,
             "devices": [{name: getattr(device.identity, name) for name in IDENTITY_FIELDS} for device in self._devices],
-            "intervals_s": {name: getattr(self._intervals, name) for name in ("reading", "drain", "edge")},
+            "intervals_s": {name: self._intervals_s[name] for name in ("reading", "drain", "edge")},
         }
 
     @property
@@ -152,7 +146,7 @@ class Recording:
         for name, read in (("reading", self._read), ("drain", self._drain), ("edge", lambda: self._edge("periodic"))):
             if now_ns >= self._due_ns[name]:
                 lines += read()
-                self._due_ns[name] = self._later(self._due_ns[name], getattr(self._intervals, name))
+                self._due_ns[name] = self._later(self._due_ns[name], self._intervals_s[name])
         return lines
 
     def edge(self, label: str) -> list[Line]:
@@ -196,7 +190,7 @@ class Recording:
         if self._lost:
             return []
         self._lost = True
-        self._due_ns["reconnect"] = self._later(at_ns, self._intervals.reconnect)
+        self._due_ns["reconnect"] = self._later(at_ns, self._intervals_s["reconnect"])
         return [_event(at_ns, "gpu_lost", uuid, failed)]
 
     def _drain(self) -> list[Line]:
@@ -277,7 +271,7 @@ class Recording:
         return [*lines, edge]
 
     def _reconnect(self, now_ns: int) -> list[Line]:
-        self._due_ns["reconnect"] = self._later(now_ns, self._intervals.reconnect)
+        self._due_ns["reconnect"] = self._later(now_ns, self._intervals_s["reconnect"])
         connection = self._reader.connect()
         if connection.status != "ok":
             return []
@@ -384,18 +378,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--gpu", action="append", metavar="UUID|INDEX|all",
         help="GPU to read, can be repeated; default: those in CUDA_VISIBLE_DEVICES, else all",
     )  # fmt: skip
-    for name, seconds in asdict(Intervals()).items():
+    for name, seconds in INTERVALS_S.items():
         parser.add_argument(f"--{name}-seconds", type=float, default=seconds, dest=name)
     options = parser.parse_args(arguments)
-    intervals = Intervals(options.reading, options.drain, options.edge, options.reconnect)
-    if min(astuple(intervals)) <= 0:
+    intervals_s = {name: getattr(options, name) for name in INTERVALS_S}
+    if min(intervals_s.values()) <= 0:
         parser.error("every interval must be longer than 0 seconds")
     names = visible(os.environ)
     if options.gpu:
         names = None if ALL in options.gpu else tuple(options.gpu)
     try:
         with options.out.open("w", encoding="utf-8") as file:
-            recording = Recording(NvmlReader(names), intervals, monotonic_ns, time_ns)
+            recording = Recording(NvmlReader(names), intervals_s, monotonic_ns, time_ns)
             SamplerProcess(recording, file, sys.stdout).run(_command_input())
     except OSError as exc:
         sys.stderr.write(f"cannot write {options.out}: {exc.strerror or exc}; free some space or choose another file\n")

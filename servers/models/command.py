@@ -81,7 +81,7 @@ def _described(specification: ModelSpecification) -> dict[str, Any]:
     from servers.models.weights import WeightsError, parse_weights
 
     try:
-        size = measure_size(specification)
+        parameters, flops_per_item = measure_size(specification)
         label = parse_weights(specification.default_weights).label
     except WeightsError as exc:
         fail(str(exc), exc, status=2)
@@ -104,8 +104,8 @@ def _described(specification: ModelSpecification) -> dict[str, Any]:
         "max_batch_size": specification.max_batch_size,
         "default_weights": label,
         "pretrained_tags": list(specification.pretrained_tags()),
-        "parameters": size.parameters,
-        "flops_per_item": size.flops_per_item,
+        "parameters": parameters,
+        "flops_per_item": flops_per_item,
     }
 
 

@@ -11,7 +11,6 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,21 +265,14 @@ class _Reader(pickle.Unpickler):
         return None if lists is None else frozenset(re.findall(r'"([^"]*)"', lists[1] + lists[2]))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Parameters, and operations per item at the axes' default sizes; None: they cannot be counted."""
+def measure_size(specification: ModelSpecification) -> tuple[int, int | None]:
+    """Parameters, and operations per item at the axes' default sizes; None: they cannot be counted.
 
-    parameters: int
-    flops_per_item: int | None
-
-
-def measure_size(specification: ModelSpecification) -> ModelSize:
-    """Count parameters and operations on tensors without memory; the specification's operations come first.
-
-    A module that torch cannot build or run so is built and run. The operations of an ONNX file are not counted.
+    Both are counted on tensors without memory; the specification's operations come first. A module that torch cannot
+    build or run so is built and run. The operations of an ONNX file are not counted.
     """
     if specification.file is not None:
-        return ModelSize(_parameters_of_file(specification.file), None)
+        return _parameters_of_file(specification.file), None
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -297,7 +289,7 @@ def measure_size(specification: ModelSpecification) -> ModelSize:
         module = specification.load_module(RandomWeights(0))
         counted = count_flops(module, inputs)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    return ModelSize(parameters, specification.flops_per_item or counted)
+    return parameters, specification.flops_per_item or counted
 
 
 def count_flops(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> int | None:

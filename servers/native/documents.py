@@ -116,6 +116,8 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
         parameters["pad_to"] = pad_to_text(service.settings.pad_sizes)
     if description.threads is not None:
         parameters["threads"] = str(description.threads)
+        if (kernels := description.details.get("kernels")) is not None:
+            parameters["kernels"] = str(kernels)
     if description.spinning is not None:
         parameters["spinning"] = description.spinning
     if service.decoding is not None:

@@ -47,7 +47,7 @@ class NativeSettings(BaseSettings):
     mode: str = Field(
         defaults.MODE,
         title="Engine",
-        description="How the engine executes: auto, or a mode it offers (eager, traced, graph).",
+        description="How the engine executes: auto, or a mode it offers (tuned, eager, traced, graph).",
     )
     device: str = Field(
         defaults.DEVICE,

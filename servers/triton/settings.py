@@ -107,11 +107,13 @@ class TritonSettings(EngineOptions):
 
 
 def resolve_engine(requested: EngineSettings) -> EngineSettings:
-    """Resolve `auto`: always for the device, and for the mode of an engine with one mode per device."""
+    """Resolve `auto`: always for the device, and for the mode where the engine always has the device's first one."""
     if requested.kind == "null":
         return replace(requested, device="cpu", threads=1, mode="eager")
     device, mode = requested.device_here(), requested.mode
     if requested.kind == "onnxruntime" and mode == "auto":
         mode = "session" if device == "cpu" else "graph"
+    if requested.kind == "torch" and device == "cpu":
+        mode = requested.mode_on("cpu")
     threads = thread_count(requested.threads) if device == "cpu" else requested.threads
     return replace(requested, device=device, mode=mode, threads=threads)

@@ -5,7 +5,8 @@ UINT8 pixels are normalised on the device, and outputs have their specified data
 means no TF32 anywhere. FP8 is BF16 with torchao's FP8 products in the linear layers.
 
 Modes: `eager` is the model's own module; `traced` and `scripted` are the same through torch.jit, compared with it at
-load in its precision. On CUDA only: `graph` (and `auto`) is one CUDA graph per bucket of the fastest form that covers
+load in its precision. On the CPU only: `tuned` (and `auto`) is the module with the products that are fastest here (see
+`products`). On CUDA only: `graph` (and `auto`) is one CUDA graph per bucket of the fastest form that covers
 the model and the precision, `compile` one of torch.compile's code. A bucket is a batch size, for a model with a padded
 axis times a size of that axis. Every mode is compared at load with the model's own module in FP32 on the CPU.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from servers.engines.agreement import Disagreement, Proof, disagreement, proof_at_load
+from servers.engines.agreement import Disagreement, Proof, disagreement, proof_at_load, proof_batch
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
@@ -42,6 +43,7 @@ from servers.engines.torch.forms import (
     plain_form,
     reason_of,
 )
+from servers.engines.torch.products import TYPICAL_ITEMS, TunedProducts
 from servers.engines.torch.runner import RunnerEngine
 from servers.models.files import for_library
 from servers.models.uint8_module import executed_module
@@ -50,6 +52,8 @@ from servers.protocol.tensors import Array
 
 GRAPH_MODES = ("graph", "compile")
 """One CUDA graph per bucket; the other modes enqueue every batch anew, in its own shape."""
+OWN_MODES = ("eager", "tuned")
+"""The model's own module executes, in `tuned` with other products that have been compared."""
 
 
 class TorchEngine(RunnerEngine):
@@ -60,6 +64,7 @@ class TorchEngine(RunnerEngine):
     _form: ModelForm | None = None
     _shared_memory: frozenset[int] = frozenset()
     _checked: Disagreement | None = None
+    _products: Sequence[Mapping[str, object]] = ()
 
     def load(self) -> None:
         """Build the executable module on the device, in the precision; check it there; set torch's threads."""
@@ -116,12 +121,36 @@ class TorchEngine(RunnerEngine):
             if device.type != "cpu":
                 self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=form.call)
         self._form = form
+        if mode == "tuned":
+            self._form = form = self._tuned(form, proof, expected)
         if device.type == "cpu":
             memory = (*form.parameters, *module.buffers())
             self._shared_memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory)
-        if mode != "eager" or device.type != "cpu" or proof.lengths:  # else it is the module that gave these answers
+        own = mode in OWN_MODES and device.type == "cpu"
+        if self._checked is None and (not own or proof.lengths):  # else it is the module that gave these answers
             with self.checking():
                 self._check(proof, expected)
+
+    def _tuned(self, form: ModelForm, proof: Proof, expected: Mapping[str, Array]) -> ModelForm:
+        """The form with the products that are fastest here, or without them if the answers differ then."""
+        examples = proof_batch(self._specification, 1, 0).inputs
+        tensors = [torch.from_numpy(examples[tensor.name]) for tensor in self._specification.inputs]
+        assert isinstance(form.module, torch.nn.Module)  # see plain_form
+        try:
+            products = TunedProducts(form.module, tensors, min(TYPICAL_ITEMS, self._settings.max_batch_size))
+        except FAILURES as exc:
+            return replace(form, kernels=f"{form.kernels}, untuned: {reason_of(exc)}")
+        self._products = products.details
+        tuned = replace(form, kernels=f"{form.kernels}, {products.description}")
+        if not products.changed:
+            return tuned
+        with self.checking():
+            compared = self._compared(proof, expected)
+        if compared.fault is None:
+            self._checked = compared
+            return tuned
+        products.restore()
+        return replace(form, kernels=f"{form.kernels}, untuned: with {products.description} {compared.fault}")
 
     def _axis_buckets(self) -> tuple[Sequence[int], Sequence[int]]:
         """Sizes of the padded axis: all buckets, and those that are prepared at load.
@@ -140,18 +169,21 @@ class TorchEngine(RunnerEngine):
     def _check(self, proof: Proof, expected: Mapping[str, Array]) -> None:
         """Raise `EngineError` if the answers are not those of the model's own module."""
         assert self._form is not None
-        answers = proof.without_padding(self.infer(proof.inputs))
-        self._checked = disagreement(self._specification, expected, answers, self._settings.precision)
+        self._checked = self._compared(proof, expected)
         if self._checked.fault is None:
             return
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in proof.inputs.items())
-        remedy = "use precision fp32" if self._mode == "eager" else "use mode eager"
-        if self._settings.precision == "fp32" and self._mode == "eager":
+        remedy = "use precision fp32" if self._mode in OWN_MODES else "use mode eager"
+        if self._settings.precision == "fp32" and self._mode in OWN_MODES:
             remedy = "check the padding values of its axis" if proof.lengths else "use device cpu"
         raise EngineError(
             f"{self._form.kernels} on {self._device} does not compute the model: {self._checked.fault}, for {shapes}, "
             f"compared with its own module in FP32 on each item alone; {remedy}"
         )
+
+    def _compared(self, proof: Proof, expected: Mapping[str, Array]) -> Disagreement:
+        answers = proof.without_padding(self.infer(proof.inputs))
+        return disagreement(self._specification, expected, answers, self._settings.precision)
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch. On the CPU there are no copies: torch reads the caller's arrays, and answers in its own.
@@ -196,6 +228,8 @@ class TorchEngine(RunnerEngine):
         }
         if form.fp8_layers:
             details["fp8_layers"] = form.fp8_layers
+        if self._products:
+            details["products"] = list(self._products)
         if self._mode_reason is not None:
             details["mode_reason"] = self._mode_reason
         if self._checked is not None:

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from servers.gpu.sampler import Intervals, Recording  # noqa: E402 (runs from a checkout that is not installed)
+from servers.gpu.sampler import INTERVALS_S, Recording  # noqa: E402 (runs from a checkout that is not installed)
 from tests.scripted_reader import Phase, ScriptedReader  # noqa: E402 (the same)
 
 SCHEMA = "abserve.gpu-capture/1"
@@ -166,7 +166,7 @@ def synthetic() -> Document:
             script.append(Phase(start_ns, end_ns, 0.99, 690.0))
             script.append(Phase(end_ns, end_ns + 2 * SECOND, 0.0, 84.0))
     reader = ScriptedReader(lambda: clock[0], lambda: clock[0] + wall_offset_ns, script, pids=(4711,))
-    recording = Recording(reader, Intervals(), lambda: clock[0], lambda: clock[0] + wall_offset_ns)
+    recording = Recording(reader, INTERVALS_S, lambda: clock[0], lambda: clock[0] + wall_offset_ns)
     header = recording.header(pid=4712) | {"boot_id": None, "started_at": "2026-01-01T00:00:00+00:00"}
     lines, phases = [header], []
     for number, (kind, start_ns, end_ns) in enumerate(spans):

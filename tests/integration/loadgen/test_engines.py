@@ -100,7 +100,7 @@ def test_engines_modes_lengths_and_threads_of_one_model(tmp_path: Path) -> None:
     assert {refusal.reason for refusal in plan.refused} >= {"sequence 99: mine_scorer takes at most 32; leave it out"}
     assert plan.lengths == {plan.configurations[0].model: (4, 32)}
     visits = measured(tmp_path, plan)
-    assert set(visits) == {"torch/eager", "torch/traced", "onnxruntime/session", "null/eager"}
+    assert set(visits) == {"torch/tuned", "torch/eager", "torch/traced", "onnxruntime/session", "null/eager"}
     for name, (visit,) in visits.items():
         assert visit.error is None, visit.error
         assert {(cell.batch, cell.length) for cell in visit.cells} == {(b, n) for b in (1, 3) for n in (4, 32)}
@@ -113,9 +113,9 @@ def test_engines_modes_lengths_and_threads_of_one_model(tmp_path: Path) -> None:
     assert export.seconds > 0
     assert export.file_bytes == next((tmp_path / "artefacts").rglob("model.onnx")).stat().st_size
     assert visits["torch/traced"][0].conversions == ()
-    flops = {cell.length: cell.flops_per_item for cell in visits["torch/eager"][0].cells}
+    flops = {cell.length: cell.flops_per_item for cell in visits["torch/tuned"][0].cells}
     assert flops[4] is not None
-    assert all(cell.kernels for cell in visits["torch/eager"][0].cells)
+    assert all(cell.kernels for cell in visits["torch/tuned"][0].cells)
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
     assert "a library greets" in logs
     assert "and so does its C part" in logs
@@ -147,7 +147,7 @@ def test_an_int8_file_costs_its_export_and_its_quantisation(tmp_path: Path) -> N
 def test_wrong_answers_are_a_fault_and_a_second_run_finds_the_file(tmp_path: Path) -> None:
     """The engine's process computes something else than the one that made the references."""
     model = write_model(tmp_path, "* (1 if 'prepare' in ' '.join(__import__('sys').argv) else 2)")
-    plan = planned(tmp_path, model, engines=("torch",), batches=(2,), rounds=2, processes="kept")
+    plan = planned(tmp_path, model, engines=("torch",), modes=("eager",), batches=(2,), rounds=2, processes="kept")
     first, second = measured(tmp_path, plan)["torch/eager"]
     for visit in (first, second):
         (cell,) = visit.cells
@@ -190,7 +190,7 @@ def test_the_worker_ends_with_its_input_and_goes_on_after_a_bad_command(tmp_path
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_of_its_configurations(tmp_path: Path) -> None:
-    plan = planned(tmp_path, write_model(tmp_path), engines=("torch",), rounds=2, batches=(1,))
+    plan = planned(tmp_path, write_model(tmp_path), engines=("torch",), modes=("eager",), rounds=2, batches=(1,))
     write_model(tmp_path, "+ missing")
     (visit,) = measured(tmp_path, plan)["torch/eager"]
     assert visit.cells == ()

@@ -101,7 +101,7 @@ def test_the_description_is_read_back(engine: Engine) -> None:
     assert seen.weights == "random weights (seed 0)"
     if seen.kind == "torch":
         assert seen.version == torch.__version__
-        assert seen.mode == "eager"
+        assert seen.mode == "tuned"
         assert seen.details["parameters_by_device"] == {"cpu": 152}
         assert seen.details["parameters"] == 87_849_216
     else:

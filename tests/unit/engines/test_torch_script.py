@@ -81,9 +81,9 @@ def test_the_description_names_mode_and_api(loaded: Loaded) -> None:
 
 
 def test_another_mode_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(EngineError, match="mode compile on cpu; use one of: auto, eager, traced, scripted"):
+    with pytest.raises(EngineError, match="mode compile on cpu; use one of: auto, tuned, eager, traced, scripted"):
         engine_of("compile", "fp32").load()
-    assert [modes[0] for modes in KINDS["torch"].modes.values()] == ["eager", "graph"]  # what auto takes
+    assert [modes[0] for modes in KINDS["torch"].modes.values()] == ["tuned", "graph"]  # what auto takes
 
 
 class _Embedding(torch.nn.Module):

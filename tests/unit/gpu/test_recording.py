@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from servers.gpu.readings import SampleBatch
-from servers.gpu.sampler import Intervals, Recording
+from servers.gpu.sampler import INTERVALS_S, Recording
 from tests.scripted_reader import Fault, Phase, ScriptedReader
 
 S = 1_000_000_000
@@ -24,7 +24,7 @@ class World:
         self.offset_ns = WALL
         phases = [Phase(110 * S, 120 * S, 0.5, 300.0)]
         self.reader = reader(lambda: self.now_ns, lambda: self.now_ns + self.offset_ns, phases, faults)
-        self.recording = Recording(self.reader, Intervals(), lambda: self.now_ns, lambda: self.now_ns + self.offset_ns)
+        self.recording = Recording(self.reader, INTERVALS_S, lambda: self.now_ns, lambda: self.now_ns + self.offset_ns)
         self.lines: list[dict[str, Any]] = []
 
     def until(self, second: float) -> World:

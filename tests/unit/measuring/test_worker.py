@@ -53,7 +53,7 @@ def request(**changes: Any) -> MeasurementRequest:
 
 def test_what_can_be_measured_is_resolved() -> None:
     check = checked(request())
-    assert (check.reason, check.mode, check.precision, check.device) == (None, "eager", "fp32", "cpu")
+    assert (check.reason, check.mode, check.precision, check.device) == (None, "tuned", "fp32", "cpu")
     assert check.threads == len(os.sched_getaffinity(0))
     assert check.lengths == (None,)
     check = checked(request(model=TEXT, engine="onnxruntime", threads=3))
@@ -115,7 +115,7 @@ def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
 
 def test_offers_are_what_the_load_generator_reads() -> None:
     offered = msgspec.convert(json.loads(msgspec.json.encode(offers("cpu"))), plan_of.Offers)
-    assert offered.modes["torch"]["cpu"] == ("eager", "traced", "scripted")
+    assert offered.modes["torch"]["cpu"] == ("tuned", "eager", "traced", "scripted")
     assert offered.device == "cpu"
     with pytest.raises(EngineError, match="unknown device 'gpu'; use auto, cpu or cuda:N"):
         offers("gpu")

@@ -16,7 +16,7 @@ from loadgen.probes.gpu.analysis import assess
 from loadgen.probes.gpu.records import EvidenceRecord, TimeSpan, read_readings
 from loadgen.records.run import BlockRecord
 from servers.gpu.readings import GpuReader
-from servers.gpu.sampler import Intervals, Recording
+from servers.gpu.sampler import INTERVALS_S, Recording
 from tests.scripted_reader import Fault, Phase, ScriptedReader
 
 SECOND = 1_000_000_000
@@ -85,7 +85,7 @@ class Plan:
             clock.monotonic_ns, clock.wall_ns, phases, self.faults,
             idle_watts=self.idle_watts, idle_busy=self.idle_busy, pids=self.pids,
         )  # fmt: skip
-        recording = Recording(self.machine(gpu, clock), Intervals(), clock.monotonic_ns, clock.wall_ns)
+        recording = Recording(self.machine(gpu, clock), INTERVALS_S, clock.monotonic_ns, clock.wall_ns)
         lines = [recording.header(pid=1)]
         edges = sorted(t for gap in self.gaps for t in (gap.start_ns, gap.end_ns))
         end_ns = edges[-1]

@@ -1,0 +1,299 @@
+"""The products of a model on the CPU: torch's own, or oneDNN's with weights packed once, by which is faster here.
+
+torch gives FP32 products of matrices to MKL. oneDNN is slower than MKL on some processors and faster on others, so each
+size of a linear layer is measured at load. torch's convolutions are oneDNN's, but their weights are packed again in
+every call; here they are packed once, and the images lie channels-last. What does not make the whole model faster is
+undone.
+
+A layer is changed in place, by a `forward` of its own beside its class's, and keeps its parameters: packed weights take
+as much memory again. `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have fast paths that call MKL by
+themselves; where their products are packed, they execute without those paths.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from time import perf_counter_ns, process_time_ns
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+TYPICAL_ITEMS = 4
+"""Sizes are measured for one item and for this many: most batches on a CPU are small."""
+
+MARGIN = 0.97
+"""A size, and the changes of a whole model, are taken if they need at most this share of the time."""
+
+MAX_ERROR = 1e-4
+"""Largest ‖oneDNN's product - torch's‖ / ‖torch's‖ of a layer whose product is replaced."""
+
+SIZES_SECONDS, MODEL_SECONDS = 1.0, 0.5
+"""Times for measuring all sizes of linear layers, and for a comparison of the whole model."""
+MOST_REPEATS = 21
+
+Product = Callable[[Tensor], Tensor]
+Change = tuple[nn.Module, str, object]
+"""A module, the name of its attribute, and the value that this gets."""
+
+
+class TunedProducts:
+    """The products that were chosen for a module, which has them until `restore`."""
+
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor], items: int) -> None:
+        """Measure on one item, `inputs`, and on `items` at once, and change `module` (FP32, without gradients)."""
+        self.details: list[dict[str, object]] = []
+        """Of each size of a linear layer, and of each comparison of the whole model, the times and the choice."""
+        self.description = "oneDNN's prepacked products are not faster"
+        self._changes: list[Change] = []
+        with torch.inference_mode():
+            shapes = _input_shapes(module, inputs)
+            weights = list(_linear_weights(shapes))
+            faster = self._faster_sizes(weights, items)
+            packed = {
+                id(weight): product
+                for rows, weight, bias in weights
+                if (rows, *weight.shape, bias is None) in faster
+                and (product := agreeing_product(rows, weight, bias, items)) is not None
+            }
+            linear, convolutions = linear_changes(module, shapes, packed), convolution_changes(shapes)
+            candidates = []
+            if linear:
+                candidates.append((f"{len(packed)} of {len(weights)} linear products", linear))
+            if convolutions:
+                both = f"{candidates[0][0]} and " if linear else ""
+                candidates.append((f"{both}all {len(convolutions)} convolutions", [*linear, *convolutions]))
+            for what, changes in reversed(candidates):
+                if self._faster_model(what, changes, module, inputs):
+                    self.description = f"{what} prepacked by oneDNN"
+                    break
+
+    @property
+    def changed(self) -> bool:
+        """Whether the module has other products than its own."""
+        return bool(self._changes)
+
+    def restore(self) -> None:
+        """Give the module its own products back."""
+        _exchange(self._changes)
+        self._changes = []
+
+    def _faster_sizes(self, weights: Sequence[tuple[int, Tensor, Tensor | None]], items: int) -> set[tuple[int, ...]]:
+        """The sizes at which oneDNN is faster: rows of one item, outputs, inputs, and whether there is no bias."""
+        first = {(rows, *weight.shape, bias is None): (weight, bias) for rows, weight, bias in reversed(weights)}
+        faster = set()
+        for size, (weight, bias) in first.items():
+            rows = sorted({size[0], size[0] * items})
+            product = packed_linear(weight, bias, rows[-1])
+            seconds = SIZES_SECONDS / len(first) / len(rows)
+            times = [_times_of_linear(weight, bias, product, count, seconds) for count in rows]
+            ratios = [packed / own for own, packed in times]
+            chosen = statistics.geometric_mean(ratios) <= MARGIN and max(ratios) <= 1
+            if chosen:
+                faster.add(size)
+            what = f"linear {size[2]}→{size[1]}, {' and '.join(map(str, rows))} rows"
+            self.details.append(_measured(what, times, chosen=chosen))
+        return faster
+
+    def _faster_model(self, what: str, changes: Sequence[Change], module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+        """Make the changes if the whole module is faster with them."""
+        state = list(changes)
+
+        def changed() -> None:
+            nonlocal state
+            state = _exchange(state)
+            try:
+                module(*inputs)
+            finally:
+                state = _exchange(state)
+
+        times = alternating_ns(lambda: module(*inputs), changed, MODEL_SECONDS)
+        chosen = times[1] <= MARGIN * times[0]
+        self.details.append(_measured(f"whole model with {what}", [times], chosen=chosen))
+        if chosen:
+            self._changes = _exchange(state)
+        return chosen
+
+
+def _measured(what: str, times: Sequence[tuple[float, float]], *, chosen: bool) -> dict[str, object]:
+    own, packed = zip(*times, strict=True)
+    milliseconds = {name: [round(time / 1e6, 4) for time in side] for name, side in (("own", own), ("packed", packed))}
+    return {
+        "product": what,
+        "own_cpu_ms": milliseconds["own"],
+        "packed_cpu_ms": milliseconds["packed"],
+        "chosen": chosen,
+    }
+
+
+def alternating_ns(first: Callable[[], object], second: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """The median CPU times of two functions, called in turn, so that a change of the machine's speed meets both.
+
+    The CPU time of all threads, because other programs use the cores while a server starts.
+    """
+    functions, times = (first, second), (list[int](), list[int]())
+    deadline_ns = perf_counter_ns() + round(seconds * 1e9)
+    for function in functions:
+        function()
+    while not times[0] or (len(times[0]) < MOST_REPEATS and perf_counter_ns() < deadline_ns):
+        for function, side in zip(functions, times, strict=True):
+            started_ns = process_time_ns()
+            function()
+            side.append(process_time_ns() - started_ns)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
+    """oneDNN's product with a copy of `weight` [outputs, inputs] in the order that suits this number of rows."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda inputs: multiply(inputs, packed, bias, "none", [], "")
+
+
+def agreeing_product(rows: int, weight: Tensor, bias: Tensor | None, items: int) -> Product | None:
+    """oneDNN's product with this weight; None if it differs from torch's, or has NaN or infinities."""
+    product = packed_linear(weight, bias, rows * items)
+    inputs = _random_rows(rows, weight.shape[1])
+    expected = functional.linear(inputs, weight, bias)
+    error = torch.linalg.vector_norm(product(inputs) - expected) / torch.linalg.vector_norm(expected)
+    return product if float(error) <= MAX_ERROR else None
+
+
+def _times_of_linear(
+    weight: Tensor, bias: Tensor | None, product: Product, rows: int, seconds: float
+) -> tuple[float, float]:
+    inputs = _random_rows(rows, weight.shape[1])
+    return alternating_ns(lambda: functional.linear(inputs, weight, bias), lambda: product(inputs), seconds)
+
+
+def _random_rows(rows: int, width: int) -> Tensor:
+    return torch.randn((rows, width), generator=torch.Generator().manual_seed(0))
+
+
+def _exchange(changes: Sequence[Change]) -> list[Change]:
+    """Set the attributes; returns the changes that undo it, in their order."""
+    undo: list[Change] = []
+    for module, name, value in changes:
+        undo.append((module, name, vars(module).get(name)))
+        if value is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, value)
+    return undo[::-1]
+
+
+def _input_shapes(module: nn.Module, inputs: Sequence[Tensor]) -> dict[nn.Module, tuple[int, ...]]:
+    """The shape of the first argument of each layer that could be changed, in one call of the module."""
+    shapes: dict[nn.Module, tuple[int, ...]] = {}
+
+    def note(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if arguments and isinstance(arguments[0], Tensor) and arguments[0].dtype == torch.float32:
+            shapes[layer] = tuple(arguments[0].shape)
+
+    layers = [layer for layer in module.modules() if _is_known(layer)]
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        module(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shapes
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Whether the layer is a plain one in FP32, of exactly a class whose products can be replaced."""
+    if "forward" in vars(layer) or any(parameter.dtype != torch.float32 for parameter in layer.parameters()):
+        return False
+    if type(layer) is nn.MultiheadAttention:
+        added = layer.bias_k is not None or layer.bias_v is not None or layer.add_zero_attn
+        return layer.in_proj_weight is not None and not added
+    if type(layer) is nn.Conv2d:
+        return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return type(layer) is nn.Linear
+
+
+def _linear_weights(shapes: Mapping[nn.Module, tuple[int, ...]]) -> list[tuple[int, Tensor, Tensor | None]]:
+    """Rows, weight and bias of each linear product, those of attention among them."""
+    return [(prod(shape[:-1]), weight, bias) for layer, shape in shapes.items() for weight, bias in _products_of(layer)]
+
+
+def _products_of(layer: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+    if isinstance(layer, nn.MultiheadAttention):
+        out = layer.out_proj
+        return [(layer.in_proj_weight, layer.in_proj_bias), (out.weight, out.bias)]
+    return [(layer.weight, layer.bias)] if isinstance(layer, nn.Linear) else []
+
+
+def linear_changes(
+    module: nn.Module, shapes: Mapping[nn.Module, tuple[int, ...]], packed: Mapping[int, Product]
+) -> list[Change]:
+    """The changes of the layers with a packed product, by the identity of its weight."""
+    changes: list[Change] = []
+    for layer in shapes:
+        products = [packed.get(id(weight)) for weight, _ in _products_of(layer)]
+        if isinstance(layer, nn.MultiheadAttention) and any(products):
+            changes.append((layer, "forward", attention_of(layer, *products)))
+        elif any(products):
+            changes.append((layer, "forward", products[0]))
+    changed = {layer for layer, _, _ in changes}
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and not changed.isdisjoint(layer.modules()):
+            changes.append((layer, "activation_relu_or_gelu", 0))  # its fast path knows no other activation
+    return changes
+
+
+def attention_of(layer: nn.MultiheadAttention, into: Product | None, out: Product | None) -> Callable[..., Any]:
+    """The `forward` of an attention with these products; None: torch's own.
+
+    What is not self-attention, or has a mask, or returns weights, is the layer's own.
+    """
+    own, heads = layer.forward, layer.num_heads
+    into = into or (lambda tokens: functional.linear(tokens, layer.in_proj_weight, layer.in_proj_bias))
+    out = out or (lambda tokens: functional.linear(tokens, layer.out_proj.weight, layer.out_proj.bias))
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        alone = query is key and key is value and query.dim() == 3 and not options.get("is_causal")
+        if not alone or need_weights or key_padding_mask is not None or attn_mask is not None:
+            return own(query, key, value, key_padding_mask, need_weights, attn_mask, **options)
+        tokens = query if layer.batch_first else query.transpose(0, 1)
+        batch, length, width = tokens.shape
+        q, k, v = into(tokens).view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        answer = out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return answer if layer.batch_first else answer.transpose(0, 1), None
+
+    return forward
+
+
+def convolution_changes(shapes: Mapping[nn.Module, tuple[int, ...]]) -> list[Change]:
+    """The changes of the convolutions: their weights packed for an input of the shape that was seen."""
+    return [
+        (layer, "forward", packed_convolution(layer, shape))
+        for layer, shape in shapes.items()
+        if isinstance(layer, nn.Conv2d) and len(shape) == 4
+    ]
+
+
+def packed_convolution(layer: nn.Conv2d, shape: Sequence[int]) -> Product:
+    """oneDNN's convolution with weights that are packed for this shape of the input."""
+    places = (layer.padding, layer.stride, layer.dilation, layer.groups)
+    packed = torch.ops.mkldnn._reorder_convolution_weight(layer.weight, *places, list(shape))
+    convolve, bias = torch.ops.mkldnn._convolution_pointwise.default, layer.bias
+
+    def forward(images: Tensor) -> Tensor:
+        images = images.contiguous(memory_format=torch.channels_last)
+        answer: Tensor = convolve(images, packed, bias, *places, "none", [], "")
+        return answer
+
+    return forward
