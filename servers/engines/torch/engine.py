@@ -133,11 +133,12 @@ class TorchEngine(RunnerEngine):
 
     def _tuned(self, form: ModelForm, proof: Proof, expected: Mapping[str, Array]) -> ModelForm:
         """The form with the products that are fastest here, or without them if the answers differ then."""
-        examples = proof_batch(self._specification, 1, 0).inputs
-        tensors = [torch.from_numpy(examples[tensor.name]) for tensor in self._specification.inputs]
+        specification, several = self._specification, min(TYPICAL_ITEMS, self._settings.max_batch_size)
+        batches = [proof_batch(specification, rows, 0).inputs for rows in (1, several)]
+        examples = [[torch.from_numpy(batch[tensor.name]) for tensor in specification.inputs] for batch in batches]
         assert isinstance(form.module, torch.nn.Module)  # see plain_form
         try:
-            products = TunedProducts(form.module, tensors, min(TYPICAL_ITEMS, self._settings.max_batch_size))
+            products = TunedProducts(form.module, *examples)
         except FAILURES as exc:
             return replace(form, kernels=f"{form.kernels}, untuned: {reason_of(exc)}")
         self._products = products.details

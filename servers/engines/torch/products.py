@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from time import perf_counter_ns, process_time_ns
 from typing import Any
@@ -23,17 +24,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 TYPICAL_ITEMS = 4
-"""Sizes are measured for one item and for this many: most batches on a CPU are small."""
+"""Sizes and the whole model are measured for one item and for this many: most batches on a CPU are small."""
 
 MARGIN = 0.97
-"""A size, and the changes of a whole model, are taken if they need at most this share of the time."""
+"""A size, and the changes of a whole model, are taken if they need at most this share of the time.
+
+That is the geometric mean for one item and several."""
+MOST_LOSS = 1.05
+"""Neither may take more than this share: a convolution packed for one item can be slower than torch's own for four."""
 
 MAX_ERROR = 1e-4
 """Largest ‖oneDNN's product - torch's‖ / ‖torch's‖ of a layer whose product is replaced."""
 
 SIZES_SECONDS, MODEL_SECONDS = 1.0, 0.5
-"""Times for measuring all sizes of linear layers, and for a comparison of the whole model."""
+"""Times for measuring all sizes of linear layers, and for each comparison of the whole model."""
 MOST_REPEATS = 21
+LEAST_CONVOLUTIONS = 0.1
+"""Convolutions with a smaller share of a model's multiplications, as in a vision transformer, stay as they are."""
 
 Product = Callable[[Tensor], Tensor]
 Change = tuple[nn.Module, str, object]
@@ -43,14 +50,15 @@ Change = tuple[nn.Module, str, object]
 class TunedProducts:
     """The products that were chosen for a module, which has them until `restore`."""
 
-    def __init__(self, module: nn.Module, inputs: Sequence[Tensor], items: int) -> None:
-        """Measure on one item, `inputs`, and on `items` at once, and change `module` (FP32, without gradients)."""
+    def __init__(self, module: nn.Module, single: Sequence[Tensor], several: Sequence[Tensor]) -> None:
+        """Measure on a batch of one item and one of `several`, and change `module` (FP32, without gradients)."""
+        items, batches = len(several[0]), (single, several)[: len(several[0])]
         self.details: list[dict[str, object]] = []
         """Of each size of a linear layer, and of each comparison of the whole model, the times and the choice."""
         self.description = "oneDNN's prepacked products are not faster"
         self._changes: list[Change] = []
         with torch.inference_mode():
-            shapes = _input_shapes(module, inputs)
+            shapes = _input_shapes(module, single)
             weights = list(_linear_weights(shapes))
             faster = self._faster_sizes(weights, items)
             packed = {
@@ -67,7 +75,7 @@ class TunedProducts:
                 both = f"{candidates[0][0]} and " if linear else ""
                 candidates.append((f"{both}all {len(convolutions)} convolutions", [*linear, *convolutions]))
             for what, changes in reversed(candidates):
-                if self._faster_model(what, changes, module, inputs):
+                if self._faster_model(what, changes, module, batches):
                     self.description = f"{what} prepacked by oneDNN"
                     break
 
@@ -90,19 +98,26 @@ class TunedProducts:
             product = packed_linear(weight, bias, rows[-1])
             seconds = SIZES_SECONDS / len(first) / len(rows)
             times = [_times_of_linear(weight, bias, product, count, seconds) for count in rows]
-            ratios = [packed / own for own, packed in times]
-            chosen = statistics.geometric_mean(ratios) <= MARGIN and max(ratios) <= 1
-            if chosen:
-                faster.add(size)
             what = f"linear {size[2]}→{size[1]}, {' and '.join(map(str, rows))} rows"
-            self.details.append(_measured(what, times, chosen=chosen))
+            if self._faster(what, times):
+                faster.add(size)
         return faster
 
-    def _faster_model(self, what: str, changes: Sequence[Change], module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    def _faster(self, what: str, times: Sequence[tuple[float, float]]) -> bool:
+        """Whether the second times, of packed products, are the shorter ones; notes them."""
+        ratios = [packed / own for own, packed in times]
+        chosen = statistics.geometric_mean(ratios) <= MARGIN and max(ratios) <= MOST_LOSS
+        own_ms, packed_ms = ([round(time / 1e6, 4) for time in side] for side in zip(*times, strict=True))
+        self.details.append({"product": what, "own_cpu_ms": own_ms, "packed_cpu_ms": packed_ms, "chosen": chosen})
+        return chosen
+
+    def _faster_model(
+        self, what: str, changes: Sequence[Change], module: nn.Module, batches: Sequence[Sequence[Tensor]]
+    ) -> bool:
         """Make the changes if the whole module is faster with them."""
         state = list(changes)
 
-        def changed() -> None:
+        def changed(inputs: Sequence[Tensor]) -> None:
             nonlocal state
             state = _exchange(state)
             try:
@@ -110,40 +125,29 @@ class TunedProducts:
             finally:
                 state = _exchange(state)
 
-        times = alternating_ns(lambda: module(*inputs), changed, MODEL_SECONDS)
-        chosen = times[1] <= MARGIN * times[0]
-        self.details.append(_measured(f"whole model with {what}", [times], chosen=chosen))
+        seconds = MODEL_SECONDS / len(batches)
+        times = [alternating_ns(partial(module, *inputs), partial(changed, inputs), seconds) for inputs in batches]
+        chosen = self._faster(f"whole model with {what}", times)
         if chosen:
             self._changes = _exchange(state)
         return chosen
 
 
-def _measured(what: str, times: Sequence[tuple[float, float]], *, chosen: bool) -> dict[str, object]:
-    own, packed = zip(*times, strict=True)
-    milliseconds = {name: [round(time / 1e6, 4) for time in side] for name, side in (("own", own), ("packed", packed))}
-    return {
-        "product": what,
-        "own_cpu_ms": milliseconds["own"],
-        "packed_cpu_ms": milliseconds["packed"],
-        "chosen": chosen,
-    }
-
-
 def alternating_ns(first: Callable[[], object], second: Callable[[], object], seconds: float) -> tuple[float, float]:
     """The median CPU times of two functions, called in turn, so that a change of the machine's speed meets both.
 
-    The CPU time of all threads, because other programs use the cores while a server starts.
+    The CPU time of all threads, because other programs use the cores while a server starts. The first call of each,
+    which prepares what later ones use, counts only if there is no time for another one.
     """
     functions, times = (first, second), (list[int](), list[int]())
     deadline_ns = perf_counter_ns() + round(seconds * 1e9)
-    for function in functions:
-        function()
-    while not times[0] or (len(times[0]) < MOST_REPEATS and perf_counter_ns() < deadline_ns):
+    while not times[0] or (len(times[0]) <= MOST_REPEATS and perf_counter_ns() < deadline_ns):
         for function, side in zip(functions, times, strict=True):
             started_ns = process_time_ns()
             function()
             side.append(process_time_ns() - started_ns)
-    return statistics.median(times[0]), statistics.median(times[1])
+    later = [side[1:] or side for side in times]
+    return statistics.median(later[0]), statistics.median(later[1])
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
@@ -277,12 +281,16 @@ def attention_of(layer: nn.MultiheadAttention, into: Product | None, out: Produc
 
 
 def convolution_changes(shapes: Mapping[nn.Module, tuple[int, ...]]) -> list[Change]:
-    """The changes of the convolutions: their weights packed for an input of the shape that was seen."""
-    return [
-        (layer, "forward", packed_convolution(layer, shape))
-        for layer, shape in shapes.items()
-        if isinstance(layer, nn.Conv2d) and len(shape) == 4
-    ]
+    """The changes of the convolutions: their weights packed for an input of the shape that was seen.
+
+    None if convolutions are a small part of the model.
+    """
+    layers = {layer: shape for layer, shape in shapes.items() if isinstance(layer, nn.Conv2d) and len(shape) == 4}
+    convolved = sum(layer.weight.numel() * prod(shape[2:]) / prod(layer.stride) for layer, shape in layers.items())
+    multiplied = sum(rows * weight.numel() for rows, weight, _ in _linear_weights(shapes))
+    if convolved < LEAST_CONVOLUTIONS * (convolved + multiplied):
+        return []
+    return [(layer, "forward", packed_convolution(layer, shape)) for layer, shape in layers.items()]
 
 
 def packed_convolution(layer: nn.Conv2d, shape: Sequence[int]) -> Product:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from servers.models.weights import RandomWeights
 from servers.protocol.tensors import TensorSpec
 
 WIDTH, TOKENS = 32, 6
+BATCHES = [torch.zeros(1, 3, 4, TOKENS)], [torch.zeros(4, 3, 4, TOKENS)]
 PACKED_LINEAR = packed_linear
 
 
@@ -70,7 +72,8 @@ def scores(engine: TorchEngine, rows: int) -> Any:
 
 @pytest.fixture
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every measurement says that oneDNN takes half of the time."""
+    """Every measurement says that oneDNN takes half of the time, and no convolution is too small."""
+    monkeypatch.setattr(products, "LEAST_CONVOLUTIONS", 0.0)
     monkeypatch.setattr(products, "alternating_ns", lambda first, second, _: (first(), second(), (2.0, 1.0))[2])
 
 
@@ -147,21 +150,34 @@ def test_a_slow_product_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(scores(engine, 2), scores(loaded("eager"), 2))
 
 
-def test_a_whole_model_that_is_slower_keeps_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(_first: object, second: Callable[[], object], _seconds: float) -> tuple[float, float]:
-        return (1.0, 2.0) if second.__name__ == "changed" else (2.0, 1.0)
+@pytest.mark.parametrize(("rows", "slower", "taken"), [(1, 1.06, False), (4, 1.06, False), (4, 1.04, True)])
+def test_a_whole_model_that_is_slower_with_one_batch_keeps_its_own_products(
+    rows: int, slower: float, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times(_first: object, second: Any, _seconds: float) -> tuple[float, float]:
+        if not isinstance(second, partial):  # a product, not the whole module
+            return 2.0, 1.0
+        (batch,) = second.args[0]
+        return (1.0, slower) if len(batch) == rows else (1.0, 0.5)
 
     monkeypatch.setattr(products, "alternating_ns", times)
     module = Tokens().eval().requires_grad_(False)
-    tuned = TunedProducts(module, [torch.zeros(1, 3, 4, TOKENS)], 4)
-    assert not tuned.changed
-    assert not any("forward" in vars(layer) for layer in module.modules())
+    tuned = TunedProducts(module, *BATCHES)
+    assert tuned.changed is taken
+    assert any("forward" in vars(layer) for layer in module.modules()) is taken
+
+
+def test_few_convolutions_are_left_alone() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4 * 9, 2000)).eval().requires_grad_(False)
+    shapes = products._input_shapes(module, [torch.zeros(1, 3, 4, 4)])
+    assert products.convolution_changes(shapes) == []
+    assert len(products.convolution_changes({module[0]: shapes[module[0]]})) == 1
 
 
 @pytest.mark.usefixtures("always_faster")
 def test_restore_gives_a_module_its_own_products_back() -> None:
     module = Tokens().eval().requires_grad_(False)
-    tuned = TunedProducts(module, [torch.zeros(1, 3, 4, TOKENS)], 4)
+    tuned = TunedProducts(module, *BATCHES)
     assert tuned.changed
     assert module.encoder.activation_relu_or_gelu == 0
     tuned.restore()
@@ -193,7 +209,7 @@ def test_what_the_fast_attention_does_not_do_is_the_layers_own() -> None:
         lambda: layer(tokens, tokens, tokens, need_weights=False),
     ]
     expected = [call() for call in calls]
-    assert TunedProducts(Alone(), [tokens[:1]], 4).changed
+    assert TunedProducts(Alone(), [tokens[:1]], [tokens]).changed
     for call, (answer, weights) in zip(calls, expected, strict=True):
         tuned_answer, tuned_weights = call()
         torch.testing.assert_close(tuned_answer, answer)
