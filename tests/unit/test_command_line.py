@@ -24,8 +24,8 @@ ROOT_COMMAND = typer.main.get_command(build())
 def every_command(command=ROOT_COMMAND, words: tuple[str, ...] = ()):
     """Words and command of all that can be called, groups included."""
     yield words, command
-    for name, below in getattr(command, "commands", {}).items():
-        yield from every_command(below, (*words, name))
+    for name in getattr(command, "commands", {}):
+        yield from every_command(command.get_command(None, name), (*words, name))
 
 
 COMMANDS = dict(every_command())

@@ -28,7 +28,7 @@ def resolve(words: list[str]) -> tuple[Any, list[str]]:
     """The command that the words lead to, and the words that are left."""
     command: Any = ROOT_COMMAND  # typer may bring a click of its own, so no isinstance
     while words and words[0] in getattr(command, "commands", {}):
-        command = command.commands[words[0]]
+        command = command.get_command(None, words[0])
         words = words[1:]
     return command, words
 

