@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 from servers.export import tensorrt
 from servers.export.artefacts import Artefact, ensure_artefact
@@ -17,6 +18,9 @@ from tests import perf_analyzer as analyzer
 from tests.scripted_trtexec import ScriptedTrtexec
 
 PROJECT = Path(__file__).resolve().parents[1]
+
+hypothesis_settings.register_profile("busy cores", deadline=None)  # the other worker's servers may have them
+hypothesis_settings.load_profile("busy cores")
 
 
 @pytest.fixture(scope="session")

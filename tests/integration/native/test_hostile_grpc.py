@@ -253,7 +253,7 @@ frames = st.builds(
 
 
 @given(st.lists(st.one_of(frames, st.just(CALL), st.binary(max_size=30)), max_size=30))
-@hypothesis_settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_frames_leave_others_served(server, sent) -> None:
     with RawGrpc(server.grpc_port) as client:
         client.send(*sent)

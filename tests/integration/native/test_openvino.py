@@ -20,7 +20,9 @@ from tests.tiny_bert import write_tiny_bert
 pytest.importorskip("openvino")
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("int8", 0.1)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-4), pytest.param("int8", 0.1, marks=pytest.mark.slow)]
+)
 def test_openvino_is_served(precision: str, tolerance: float, tmp_path: Path) -> None:
     model = write_tiny_bert(tmp_path)
     port = free_port()

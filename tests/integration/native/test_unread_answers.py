@@ -17,8 +17,8 @@ from tests.integration.native.raw_grpc import DATA, END_STREAM, MOST_WINDOW, Raw
 
 BUDGET = 160 * MIB
 SLACK = 256 * MIB
-CLIENTS = 40
-"""Each asks for an answer of 32 MiB."""
+CLIENTS = 20
+"""Each asks for an answer of 32 MiB: more than the budget and its slack together."""
 ROWS_PATH = "/v2/models/rows/infer"
 
 
@@ -72,7 +72,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_unread_answers_are_held_bytes(large, way) -> None:
-    """40 clients that send some 300 bytes and do not read their answers made the server hold all of these, 1.3 GB."""
+    """40 clients that sent some 300 bytes and did not read their answers made the server hold all of these, 1.3 GB."""
     server = large()
     before = server.memory_bytes
     asked = np.array([5.0, 6.0, 7.0, 8.0], "<f4")
@@ -108,16 +108,18 @@ def test_large_answers_delay_nobody_else(large, kind) -> None:
     """8 million numbers in JSON kept everybody waiting for 0.2 s, with NaN in them for 3 to 6 s."""
     server = large("--max-held-bytes", str(2**30))
     quiet_s = slowest_quiet_s(server.port)
-    slowest = []
+    limit_s, slowest_s = 0.1 + 3 * quiet_s, float("inf")
     request = rows_request([13.0 if "NaN" in kind else 1.0, 2.0, 3.0, 4.0], binary=kind == "binary")
     for _ in range(3):  # another process may have the cores for a while; not each time
         with probed(server.port) as health, connected(server) as first, connected(server) as second:
             for client in (first, second):  # one for each front end
                 client.sendall(request)
             answers = [read_answer(client) for client in (first, second)]
-        slowest.append(health.slowest_s)
         assert {status for status, *_ in answers} == {200}
+        slowest_s = min(slowest_s, health.slowest_s)
+        if slowest_s < limit_s:
+            break
     if kind != "binary":
         data = json.loads(answers[0][2])["outputs"][0]["data"]
         assert np.array_equal(np.array(data[4:], "<f4"), np.arange(4, LARGE_VALUES, dtype="<f4") / 7)
-    assert min(slowest) < 0.1 + 3 * quiet_s
+    assert slowest_s < limit_s
