@@ -22,6 +22,7 @@ from loadgen.cli.output import (
     hand_over,
     write_json,
 )
+from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.experiment.options import (
     SettingOption,
@@ -70,6 +71,7 @@ def engines(
         str | None,
         _OUTPUT(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
     ] = None,
+    anyway: Anyway = False,
     **options: object,
 ) -> None:
     """Measure engines on models, without a server: each combination in its own process, in random rounds, with answers
@@ -90,6 +92,7 @@ def engines(
             store, plan, environment = _new(out, _settings(file, chosen))
     except PlanError as exc:
         fail(str(exc))
+    await_quiet(anyway)
     raise typer.Exit(_run(store, plan, environment, json_file, mlflow, fresh=resume is None))
 
 

@@ -19,6 +19,7 @@ from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.charts import several, titles
 from loadgen.report.sections import checks, comparisons, conditions, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
+from loadgen.verdict.checks.registry import validity
 from loadgen.verdict.result import Result
 from loadgen.verdict.run_difference import ComparisonChange, RunDifference
 
@@ -48,7 +49,7 @@ def result_document(result: Result) -> doc.Document:
 
     what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(
-        f"{'VALID' if result.verdict.valid else 'INVALID'} · {base} against {join(others)}",
+        f"{validity(result.checks)} · {base} against {join(others)}",
         {title: list(sections(title, makers)) for title, makers in CONTENTS},
         about=f"{what} {result.experiment.model}",
         started_at=result.environment.started_at if result.environment is not None else None,
@@ -70,7 +71,7 @@ def index_document(results: Mapping[Combination, Result | None]) -> doc.Document
 def _run_section(combination: Combination, result: Result | None) -> doc.Section:
     """The leading metric of every scenario of one run."""
     return doc.Section(
-        f"{combination.title}: {'VALID' if result is not None and result.valid else 'INVALID'}",
+        f"{combination.title}: {'INVALID' if result is None else validity(result.checks)}",
         (
             doc.Text("This run stored nothing." if result is None else result.verdict.sentence),
             doc.Link("summary", f"{combination.folder}/summary.md", on=doc.MARKDOWN),

@@ -94,7 +94,23 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
         caveats=tuple(
             sentence(check.detail)
             for check in (*(check for check in checks if check.state in CHECKS[check.name].caveat), *_tolerated(checks))
-        ),
+        )
+        + _limits_of_smoke(facts),
+    )
+
+
+def _limits_of_smoke(facts: Facts) -> tuple[str, ...]:
+    """What the smallest preset cannot decide; empty for the others and without a comparison."""
+    leading = leading_comparisons(facts.comparisons)
+    if facts.run.experiment.preset != "smoke" or not leading:
+        return ()
+    fewest, most = min(c.pairs for c in leading), max(c.pairs for c in leading)
+    rounds = counted(fewest, "round") if fewest == most else f"{fewest} to {most} rounds"
+    effects = [c.minimal_detectable_effect for c in leading if c.minimal_detectable_effect is not None]
+    seen = f"differences of {share(min(effects))} or more, in some workloads only larger ones" if effects else "none"
+    return (
+        f"A smoke run, to see that everything works: {rounds} of each workload show {seen}, so inconclusive does not "
+        "mean equal. For a verdict run again with --preset quick.",
     )
 
 

@@ -15,8 +15,9 @@ from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
-from loadgen.verdict.checks.registry import Check
+from loadgen.verdict.checks.registry import Check, gravest, reached, validity
 from loadgen.verdict.checks.run import gpu_present, parity_figures
+from loadgen.verdict.checks.run import parity as answers_agree
 from loadgen.verdict.result import Result
 
 MOST_FAILED = 4
@@ -27,7 +28,7 @@ TRANSPORTS = {"http": "HTTP", "grpc": "gRPC", "shm": "shared memory"}
 
 def verdict(result: Result) -> doc.Section | None:
     """Valid or not, the finding, the conditions and arms, and every check that takes the verdict away."""
-    conclusion = result.verdict
+    conclusion, blamed = result.verdict, gravest(result.checks)
     warned = sum(style_of_check(row) == "warning" for row in check_rows(result))
     warnings = f", {counted(warned, 'warning')}" if warned and conclusion.valid else ""
     failed = [doc.Item(text, "failed") for text in conclusion.failed]
@@ -41,10 +42,11 @@ def verdict(result: Result) -> doc.Section | None:
     return doc.section(
         "",
         doc.Panel(
-            f"{'VALID' if conclusion.valid else 'INVALID'}{warnings}",
+            f"{validity(result.checks)}{warnings}",
             "ok" if conclusion.valid else "failed",
             conclusion.sentence,
             (
+                doc.Text("" if blamed is None else f"→ {blamed.remedy}"),
                 *(doc.Text(line, "note") for line in conditions_in_brief(result)),
                 doc.Items(arms),
                 doc.Text("Why there is no verdict:" if failed else "", on=doc.MARKDOWN),
@@ -164,7 +166,8 @@ def brief_proof(result: Result) -> doc.Section | None:
 
 def proof(result: Result) -> list[doc.Item]:
     """Equal answers, the GPU verification, failed requests, the checks and the thresholds."""
-    items = [_parity(result), *_devices(result)]
+    compared = any(check.name == answers_agree.name for check in reached(result.checks))
+    items = [*([_parity(result)] if compared else []), *_devices(result)]
     requests = sum(summary.requests for summary in result.summaries)
     errors = sum(summary.errors for summary in result.summaries)
     if requests:
