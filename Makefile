@@ -79,9 +79,7 @@ reference: setup ## regenerate the JSON Schema of result.json and docs/commands.
 
 picture: setup ## draw the pictures of the README and the docs again from published runs (needs Chromium)
 	@$(BIN)/python .ci/terminal_picture.py $(RUN) docs/images/terminal.svg
-	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1400,1250 --screenshot=docs/images/report.png \
-		"file://$(CURDIR)/$(REPORT)" 2>/dev/null
-	@$(BIN)/python -c 'import sys; from PIL import Image; Image.open(sys.argv[1]).convert("RGB").quantize(dither=0).save(sys.argv[1], optimize=True)' docs/images/report.png
+	@$(BIN)/python .ci/report_pictures.py $(REPORT) docs/images
 	@ls -l docs/images
 
 docs: ## build the documentation site into site/html, with every link checked
