@@ -37,7 +37,7 @@ SIDE_BY_SIDE := --no-loadscope-reorder --ignore-glob='*/alone/*' \
 
 # The tests start hundreds of processes, which would compile the same modules again and again.
 test: export PYTHONDONTWRITEBYTECODE =
-test: setup ## run the tests (about 15 minutes on 2 cores)
+test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; \
