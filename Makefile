@@ -103,7 +103,7 @@ repo: setup ## regenerate triton_model_repo/
 lock: ## regenerate docker/locks/: the images' packages with hashes, from pyproject.toml and the constraints
 	@PYTHON="$(PYTHON)" sh docker/lock
 
-pin-images: ## write the current digest of each image's tag into .env (needs Docker; ARGS names another file)
+pin-images: ## write the current digest of each image's tag into docker-compose.yml (needs Docker; ARGS names another file)
 	@$(PYTHON) docker/pin_images.py $(ARGS)
 
 clean: ## remove the environment, artefacts and results
