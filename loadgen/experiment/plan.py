@@ -61,15 +61,16 @@ class PlanError(Exception):
 @dataclass(frozen=True, slots=True)
 class Preset:
     """How much time to spend. `seconds` is the least per block, `minutes` the time of two arms without ablations. A
-    trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most. `least_rounds`: per
-    workload, where `--rounds` does not set the number; a balanced one of two arms is two."""
+    trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most; a trial may have
+    `late_answers`. `least_rounds`: per workload, where `--rounds` does not set the number; a balanced one of two arms
+    is two."""
 
     minutes: float
     cold_starts: int
     seconds: float
     max_seconds: float
     search_rounds: int
-    queries: int
+    late_answers: int
     trial_seconds: float
     longest_trial_seconds: float
     rung_requests: int
@@ -77,11 +78,16 @@ class Preset:
     longest_rung_seconds: float
     least_rounds: int
 
+    @property
+    def queries(self) -> int:
+        """The fewest requests of a trial."""
+        return queries_needed(self.late_answers)
+
 
 PRESETS = {
-    "smoke": Preset(1.0, 1, 0.3, 6.0, 1, queries_needed(0), 2.0, 30.0, 10, 0.6, 6.0, 2),
-    "quick": Preset(5.0, 3, 0.6, 12.0, 3, queries_needed(2), 4.0, 90.0, 20, 1.2, 12.0, 4),
-    "full": Preset(25.0, 5, 1.0, 20.0, 6, queries_needed(10), 10.0, 300.0, 60, 3.0, 20.0, 4),
+    "smoke": Preset(1.0, 1, 0.3, 6.0, 1, 0, 2.0, 30.0, 10, 0.6, 6.0, 2),
+    "quick": Preset(5.0, 3, 0.6, 12.0, 3, 2, 4.0, 90.0, 20, 1.2, 12.0, 4),
+    "full": Preset(25.0, 5, 1.0, 20.0, 6, 10, 10.0, 300.0, 60, 3.0, 20.0, 4),
 }
 
 

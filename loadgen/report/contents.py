@@ -73,7 +73,7 @@ def _run_section(combination: Combination, result: Result | None) -> doc.Section
     return doc.Section(
         f"{combination.title}: {'INVALID' if result is None else validity(result.checks)}",
         (
-            doc.Text("This run stored nothing." if result is None else result.verdict.sentence),
+            doc.Text("This run stored nothing." if result is None else result.headline),
             doc.Link("summary", f"{combination.folder}/summary.md", on=doc.MARKDOWN),
             doc.Link("report", f"{combination.folder}/report.html"),
             *([] if result is None else [_leading_table(result)]),

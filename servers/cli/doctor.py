@@ -46,6 +46,8 @@ from servers.triton.settings import TritonSettings
 from servers.triton.trial import ServerTrial, try_installation
 from servers.triton.wheel import diagnose, find_wheel
 
+HELP_GROUP = "Machine"
+
 MIN_FREE_BYTES = 2 * 2**30
 """An export needs 0.4 GB and as much again while it is written; the samples and logs of a full run some tens of MB."""
 
@@ -322,7 +324,6 @@ def next_command(installed: ServerTrial | None, has_gpu: bool, has_docker: bool)
         command += _arms(name for name in backends if name != "tensorrt" or builds_plans())
     elif has_gpu and has_docker:
         command = "docker compose up --detach --wait && abserve compare --deployment compose" + _arms(NATIVE_BACKENDS)
-        why = " (write .env first: docs/running.md)"
     elif has_gpu:
         why = " (with the python backend; Triton's own backends need NVIDIA's image: docs/rented-box.md)"
     return MachineCheck("next", True, command + why)

@@ -247,5 +247,10 @@ def _message(check: Check) -> str:
     if check.ok is not None:
         return check.detail
     title = CHECKS[check.name].not_known if check.name in CHECKS else ""
-    words = f"{title[0].lower()}{title[1:]}" if title else f"not available: “{check.title}”"
+    words = in_sentence(title) if title else f"not available: “{check.title}”"
     return f"{words} ({check.detail})"
+
+
+def in_sentence(title: str) -> str:
+    """A title inside a sentence: without its capital, unless that begins an abbreviation such as GPU."""
+    return title[:1].lower() + title[1:] if title[1:2].islower() or title.startswith("A ") else title
