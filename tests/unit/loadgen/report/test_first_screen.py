@@ -83,7 +83,7 @@ def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, resu
     bad = analyse(write_run(tmp_path, Plan(pairs=2, requests=60, parity_cosine=0.9, failing_block=3)))
     states = [line.style for line in proof(bad)]
     assert states.count("failed") == 3
-    assert any("“the arms give the same answers”" in line.text for line in proof(bad))
+    assert any("“The arms give different answers”" in line.text for line in proof(bad))
 
 
 def test_without_reasons_the_panel_names_the_scenario_and_links_to_a_latency_breakdown_that_the_page_has(
