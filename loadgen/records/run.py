@@ -419,6 +419,12 @@ class MachineLoad(Record, frozen=True, kw_only=True):
     """Time in which at least one thread waited for a core (pressure stall information)."""
 
 
+def programs_in_words(programs: Sequence[str]) -> str:
+    """The busiest other programs, or why none is named."""
+    unseen = "which ones is not known, because their processes belong to another container or user"
+    return "; ".join(programs) or unseen
+
+
 class BlockRecord(Record, frozen=True, kw_only=True):
     """One stretch of load on one arm."""
 

@@ -18,9 +18,8 @@ from loadgen.client.connection import Address
 from loadgen.documents import one_line
 from loadgen.launch.deployment import is_here
 from loadgen.quantities import counted, share
-from loadgen.records.run import MachineLoad
+from loadgen.records.run import MachineLoad, programs_in_words
 from loadgen.run.arms import Arm
-from loadgen.verdict.checks.machine import UNSEEN
 
 PROC = Path("/proc")
 TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -74,7 +73,7 @@ class OtherPrograms:
     """The busiest: "PID 812 python3 train.py, 0.98 cores"; empty where none can be seen."""
 
     def __str__(self) -> str:
-        named = "; ".join(self.programs) or f"which ones is not known, because {UNSEEN}"
+        named = programs_in_words(self.programs)
         return f"other programs use {share(self.share)} of {counted(self.cores, 'core')} ({named})"
 
 

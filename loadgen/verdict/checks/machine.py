@@ -21,7 +21,7 @@ from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.quantities import join, number, share
 from loadgen.records.model_config import kind_of
 from loadgen.records.probes import ArmConditions, Conditions
-from loadgen.records.run import Label, MachineLoad, body_count, shown
+from loadgen.records.run import Label, MachineLoad, body_count, programs_in_words, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.verdict.checks.registry import Find, Judgement, check, fairness, per_load
 
@@ -44,7 +44,6 @@ TAKEN_LIMIT = 0.03
 """Share of the cores, over an arm's blocks: a server that uses all cores loses at most about 3 %, below δ = 5 %."""
 MOST_TAKEN = 0.20
 """Share taken in the median block above which the blocks do not measure the whole machine."""
-UNSEEN = "their processes belong to another container or user"
 APART_ERRORS = 4.0
 """Standard errors, in addition to δ, by which the arms' shares must differ."""
 
@@ -300,8 +299,7 @@ def other_processes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     if judgement is None or judgement.ok is not False:
         return judgement
     worst = max(_machines(load), key=lambda of_block: _others_ns(of_block[1]) or 0)[1]
-    named = "; ".join(worst.others) or f"which ones is not known, because {UNSEEN}"
-    return replace(judgement, detail=f"{judgement.detail}; in the worst block: {named}")
+    return replace(judgement, detail=f"{judgement.detail}; in the worst block: {programs_in_words(worst.others)}")
 
 
 def _others_ns(machine: MachineLoad) -> int | None:

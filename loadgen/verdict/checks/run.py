@@ -589,4 +589,4 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
 @per_comparison
 def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Judgement:
     fewest = min(comparison.pairs for comparison in leading)
-    return Judgement(fewest >= MIN_PAIRS, counted(fewest, "complete round"), fewest)
+    return Judgement(fewest >= MIN_PAIRS if fewest else None, counted(fewest, "complete round"), fewest)
