@@ -26,7 +26,7 @@ from loadgen.engine_matrix.measure import described
 from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import BlockSummary
-from loadgen.quantities import number, per_second
+from loadgen.quantities import counted, number, per_second
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
@@ -141,7 +141,7 @@ class RichProgress(MovingLine, RunProgress):
     def parity_done(self, record: ParityRecord) -> None:
         """Print whether the arms give the same answers."""
         if record.ok:
-            self._say(f"same answers: {len(record.cases)} cases, {parity_figures(record)}", style="green")
+            self._say(f"same answers: {counted(len(record.cases), 'case')}, {parity_figures(record)}", style="green")
         else:
             wrong = sum(not case.ok for case in record.cases)
             why = record.error or f"in {wrong} of {len(record.cases)} cases; see parity.json"
@@ -162,7 +162,9 @@ class RichProgress(MovingLine, RunProgress):
         speed, p50_ms = summary.throughput_per_s, summary.latency.p50_ms
         rate = f"{'–' if speed is None else number(speed):>9} {self._unit}"
         p50 = "p50 –" if p50_ms is None else f"p50 {number(p50_ms):>8} ms"
-        problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
+        problem = (
+            "" if record.complete and not record.errors else f"  {counted(record.errors, 'error')} {record.note or ''}"
+        )
         who = shown(record.label)
         if problem or self._ratios is None:
             line = f"{who}  {record.workload:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"

@@ -89,8 +89,8 @@ LEAST_COMPOSE = (2, 20)
 OLDEST_IMAGE_DAYS = 90
 """An older base image lacks important fixes."""
 IMAGES = ("abserve/servers:0.1.0", "abserve/load:0.1.0")
-NAME_WIDTH = 21
-"""Columns of the longest name, that of an image."""
+NAME_WIDTH = 22
+"""Columns of the longest name, that of an engine."""
 CONTAINERS = "docker compose"
 """What Docker, its toolkit and the images are needed for."""
 IN_CONTAINER = "not needed: this is a container; use abserve compare"
@@ -118,7 +118,7 @@ def doctor(
     Triton is started for a moment, with a small model for each of its backends. A circle marks an optional thing that
     is missing, with what it is needed for.
     """
-    checks = []
+    checks: list[MachineCheck] = []
     try:
         for check in machine_checks(tritonserver):
             if not (checks or as_json):

@@ -11,7 +11,7 @@ from pydantic import Field
 from rich.console import Console
 
 from servers.cli import defaults
-from servers.cli.options import ModelOptions, checked, counted, fail, settings_of, takes_settings
+from servers.cli.options import ModelOptions, checked, fail, settings_of, takes_settings
 from servers.engines.factory import enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
@@ -176,7 +176,7 @@ def _build_plan(
 def _show(console: Console, artefact: Artefact) -> None:
     manifest = artefact.manifest
     took = f"exported in {manifest.seconds:.1f} s" if artefact.made_now else f"up to date, made {manifest.created_at}"
-    operators = f"opset {manifest.opset}, {counted(manifest.operators, 'operator')}"
+    operators = f"opset {manifest.opset}, {manifest.operators} operators"
     lines = {
         "file" if manifest.opset is None else "onnx": f"{artefact.path} ({took})",
         "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, "
