@@ -208,13 +208,8 @@ def _sides(fact: PropertyDifference) -> str:
     """What differs, or which run alone has it."""
     if fact.old is None or fact.new is None:
         side, value = ("new", fact.new) if fact.old is None else ("old", fact.old)
-        return f"{_short(value or '')}, in the {side} run only"
-    return f"{_short(fact.old)} → {_short(fact.new)}"
-
-
-def _short(value: str) -> str:
-    """Shorten a digest to its beginning."""
-    return f"{value[:12]}…" if len(value) >= 40 and " " not in value else value
+        return f"{value}, in the {side} run only"
+    return f"{fact.old} → {fact.new}"
 
 
 CALIBRATION_HEADINGS = (

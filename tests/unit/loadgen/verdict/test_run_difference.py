@@ -301,7 +301,7 @@ def test_a_workload_of_one_run_is_named_with_its_run_and_figures_are_rounded() -
 
     assert section("1 request, 0.756 s per block", None) == "1 request, 0.756 s per block, in the old run only"
     assert section(None, "1") == "1, in the new run only"
-    assert section("a" * 64, "b") == f"{'a' * 12}… → b"
+    assert section("a", "b") == "a → b"
 
 
 @pytest.mark.parametrize(
