@@ -17,7 +17,7 @@ from loadgen.entry import build
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".github/actions/compare"
 ACTION: dict[str, Any] = yaml.safe_load((FOLDER / "action.yml").read_text())
-WORKFLOW: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/compare.yml").read_text())
+WORKFLOW: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/compare.yml").read_text())
 STEPS: dict[str, dict[str, Any]] = {step.get("name", step.get("uses")): step for step in ACTION["runs"]["steps"]}
 RECORD = """#!/bin/sh
 printf '%s\\n' "$@" > "$RECORDED"
@@ -25,7 +25,9 @@ exit "${STATUS:-0}"
 """
 
 
-def run_step(name: str, folder: Path, *, status: int = 0, **inputs: str) -> tuple[int, list[str], dict[str, str]]:
+def run_step(
+    name: str, folder: Path, inputs: dict[str, str] | None = None, *, status: int = 0
+) -> tuple[int, list[str], dict[str, str]]:
     """The step's exit status, what it called abserve or pip with, and its outputs."""
     program = folder / "abserve/bin" / ("pip" if "Install" in name else "abserve")
     program.parent.mkdir(parents=True)
@@ -33,7 +35,7 @@ def run_step(name: str, folder: Path, *, status: int = 0, **inputs: str) -> tupl
     program.chmod(0o755)
     (folder / "python").write_text("#!/bin/sh\n")  # makes the environment, which is there already
     (folder / "python").chmod(0o755)
-    chosen = {key: ACTION["inputs"][key]["default"] for key in ACTION["inputs"]} | inputs
+    chosen = {key: ACTION["inputs"][key]["default"] for key in ACTION["inputs"]} | (inputs or {})
     step = STEPS[name]
     environment = {
         key: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda match: chosen[match[1]], value)
@@ -56,13 +58,12 @@ def run_step(name: str, folder: Path, *, status: int = 0, **inputs: str) -> tupl
 
 
 def test_the_options_reach_the_command_as_words(tmp_path: Path) -> None:
-    status, called, outputs = run_step(
-        "Compare",
-        tmp_path,
-        experiment="ci.yaml",
-        args="--rounds 6 --a-header 'Authorization=Bearer $TOKEN'",
-        **{"fail-if": "b.p99 > 1.05 * a.p99\n\nratio(b).throughput < 1\n"},
-    )
+    inputs = {
+        "experiment": "ci.yaml",
+        "args": "--rounds 6 --a-header 'Authorization=Bearer $TOKEN'",
+        "fail-if": "b.p99 > 1.05 * a.p99\n\nratio(b).throughput < 1\n",
+    }
+    status, called, outputs = run_step("Compare", tmp_path, inputs)
     assert status == 0
     assert called[:9] == [
         "compare", "ci.yaml", "--rounds", "6", "--a-header", "Authorization=Bearer $TOKEN",
@@ -91,7 +92,7 @@ def test_the_exit_status_is_kept(tmp_path: Path, status: int) -> None:
 
 
 def test_an_open_quote_ends_the_step_before_anything_is_measured(tmp_path: Path) -> None:
-    ended, called, _ = run_step("Compare", tmp_path, args="--rounds '6")
+    ended, called, _ = run_step("Compare", tmp_path, {"args": "--rounds '6"})
     assert ended != 0
     assert called == []
 
@@ -99,7 +100,7 @@ def test_an_open_quote_ends_the_step_before_anything_is_measured(tmp_path: Path)
 def test_no_text_of_an_input_becomes_part_of_a_script(tmp_path: Path) -> None:
     for step in STEPS.values():
         assert "${{" not in step.get("run", "")
-    _, called, _ = run_step("Compare", tmp_path, args="$(touch made) `touch made` ; touch made")
+    _, called, _ = run_step("Compare", tmp_path, {"args": "$(touch made) `touch made` ; touch made"})
     assert called[1:4] == ["$(touch", "made)", "`touch"]
     assert not (tmp_path / "made").exists()
 
@@ -111,7 +112,7 @@ def test_it_installs_the_tree_that_it_lies_in(tmp_path: Path) -> None:
 
 
 def test_a_client_needs_no_extra(tmp_path: Path) -> None:
-    _, called, _ = run_step("Install abserve", tmp_path, extras="")
+    _, called, _ = run_step("Install abserve", tmp_path, {"extras": ""})
     assert called[-1] == str(ROOT)
 
 
