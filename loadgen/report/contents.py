@@ -131,7 +131,7 @@ def difference_document(difference: RunDifference) -> doc.Document:
         _list("Not compared", [f"{', '.join(names)}: {reason}" for reason, names in missing.items()]),
         _list(
             "Differences between the runs",
-            [f"{fact.name}: {_short(fact.old)} → {_short(fact.new)}" for fact in difference.differences],
+            [f"{fact.name}: {fact.old or 'unknown'} → {fact.new or 'unknown'}" for fact in difference.differences],
         ),
     )
     return doc.Document("Old run against new", {"": [section for section in sections if section is not None]})
@@ -204,11 +204,8 @@ def _list(title: str, lines: list[str], on: doc.Format = doc.READ) -> doc.Sectio
     return doc.section(title, doc.Items([doc.Item(line) for line in lines], on=on))
 
 
-def _short(value: str | None) -> str:
-    """Shorten a digest to its beginning."""
-    if value is None:
-        return "unknown"
-    return f"{value[:12]}…" if len(value) >= 40 and " " not in value else value
+def _known(value: str | None) -> str:
+    return "unknown" if value is None else value
 
 
 CALIBRATION_HEADINGS = (
