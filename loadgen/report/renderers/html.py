@@ -73,10 +73,11 @@ def _template() -> jinja2.Template:
 
 
 def _style() -> str:
-    """The style sheet, with the rules of cards for every kind of table."""
+    """The style sheet, with the rules of cards for every kind of table; paper has tables where they fit."""
     cards = (HERE / "cards.css").read_text()
     rules = (
-        f"@container (max-width: {pixels}px) {{ table.{kind} {{\n{cards}}} }}\n"
+        f"@media {'all' if kind == 'crowded' else 'screen'} {{ @container (max-width: {pixels}px) "
+        f"{{ table.{kind} {{\n{cards}}} }} }}\n"
         for kind, (_, pixels) in TABLE_WIDTHS.items()
     )
     return (HERE / "document.css").read_text() + "".join(rules)
