@@ -17,7 +17,7 @@ from loadgen.metrics.comparisons import Comparison, advantage, leading_compariso
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.quantities import counted, join, ratio, ratio_interval
 from loadgen.records.run import Experiment, Label, Workload, shown
-from loadgen.verdict.checks.registry import Check, invalidating
+from loadgen.verdict.checks.registry import CHECKS, Check, invalidating
 from loadgen.verdict.checks.run import same_payload
 
 MOST_WORDS = 25
@@ -97,15 +97,23 @@ def _fit(parts: Sequence[Alternatives]) -> str:
 
 
 def _failures(failed: Sequence[Check]) -> Iterator[str]:
-    """What took the verdict away, from the whole detail to the condition's name."""
+    """What took the verdict away, from the whole detail to the name of the check; a check without data by its name."""
     if failed:
         first, names = failed[0], {check.name for check in failed}
         more = f" ({counted(len(names) - 1, 'more failed check')})" if len(names) > 1 else ""
-        yield first.detail + more
-        yield first.detail
-        condition = f"“{first.title}” is not available" if first.ok is None else f"“{first.title}” failed"
-        yield condition + more
-        yield condition
+        if first.ok is False:
+            yield first.detail + more
+            yield first.detail
+        yield _condition(first) + more
+        yield _condition(first)
+
+
+def _condition(check: Check) -> str:
+    """A check in a few words: what is wrong where its title says that, else the condition that does not hold."""
+    if check.ok is None:
+        return f"“{check.title}” is not available"
+    says_what_is_wrong = check.title == getattr(CHECKS.get(check.name), "failed", None)
+    return check.title if says_what_is_wrong else f"“{check.title}” failed"
 
 
 def _short_names(labels: Sequence[Label], titles: Mapping[Label, str]) -> dict[Label, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
 from loadgen.metrics.comparisons import leading_comparisons
+from loadgen.probes.causes import causes_note, time_spent
 from loadgen.probes.gpu.probe import ALL_SCENARIOS, findings
 from loadgen.quantities import counted, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
@@ -140,23 +141,21 @@ def overview(result: Result) -> doc.Section | None:
 
 
 def brief_why(result: Result) -> doc.Section | None:
-    """The reasons in the most loaded scenario."""
+    """Where a request's time goes in the most loaded scenario, the reasons for the difference, and what is not known.
+    Never empty."""
     main = result.verdict.main_scenario
     explained = [scenario for scenario in result.verdict.scenarios if scenario.scenario == main and scenario.reasons]
-    if not explained:
-        where = "" if main is None else f" in {main}"
-        blocks: list[doc.Block] = [doc.Text(f"No measurement explains a difference{where}.")]
-        if any(arm and not arm.contradictions for stage in result.stages for arm in stage.sides):
-            blocks.append(doc.Link("The latency breakdown", "#why"))
-    else:
-        blocks = [doc.Text(f"In {main}:", "note")]
-        for scenario in explained:
-            if several(result):
-                which = f"{shown(scenario.arm)} against {shown(scenario.baseline)}"
-                blocks.append(doc.Items([doc.Item("", arm_style(result, scenario.arm), which, scenario.reasons)]))
-            else:
-                blocks += map(doc.Text, scenario.reasons)
-        blocks.append(doc.Link("The causes, and the other scenarios", "#why"))
+    spent = [] if main is None else time_spent(result, main)
+    blocks: list[doc.Block] = [doc.Text(f"In {main}:", "note")] if spent or explained else []
+    blocks.append(doc.Items(spent))
+    for scenario in explained:
+        if several(result):
+            which = f"{shown(scenario.arm)} against {shown(scenario.baseline)}"
+            blocks.append(doc.Items([doc.Item("", arm_style(result, scenario.arm), which, scenario.reasons)]))
+        else:
+            blocks += map(doc.Text, scenario.reasons)
+    blocks.append(doc.Text(causes_note(result), "note"))
+    blocks.append(doc.Link("The causes, and the other scenarios", "#why"))
     return doc.section("Why", *blocks, on=doc.HTML, half=True)
 
 
@@ -173,7 +172,7 @@ def proof(result: Result) -> list[doc.Item]:
     requests = sum(summary.requests for summary in result.summaries)
     errors = sum(summary.errors for summary in result.summaries)
     if requests:
-        items.append(_item("failed" if errors else "ok", f"{errors:,} of {requests:,} requests failed"))
+        items.append(_item("failed" if errors else "ok", f"{errors:,} of {counted(requests, 'request')} failed"))
     items += _checks(result)
     if text := threshold_sentence(result):
         met = all(threshold.state == "kept" for threshold in result.thresholds)
@@ -189,7 +188,7 @@ def _parity(result: Result) -> doc.Item:
     parity, arms = result.parity, "all" if several(result) else "both"
     if parity is None or not parity.cases:
         return _item("unknown", f"whether {arms} arms give the same answers was not measured")
-    text = f"{parity_figures(parity)} in {len(parity.cases)} cases"
+    text = f"{parity_figures(parity)} in {counted(len(parity.cases), 'case')}"
     if parity.ok:
         return _item("ok", f"{arms} arms give the same answers: {text}")
     return _item("failed", f"the arms give different answers: {text}")
@@ -217,7 +216,7 @@ def _checks(result: Result) -> list[doc.Item]:
         items.append(_item("failed", f"failed checks take verdicts away: {_titles(failed)}"))
     if warned:
         items.append(_item("warning", f"read the figures with care: {_titles(warned)}"))
-    return [*items, _item("note" if failed else "ok", f"{len(rows)} checks: {counts(rows)}")]
+    return [*items, _item("note" if failed else "ok", f"{counted(len(rows), 'check')}: {counts(rows)}")]
 
 
 def _titles(rows: Sequence[Check]) -> str:
