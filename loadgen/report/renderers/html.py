@@ -21,7 +21,7 @@ PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian-4.1.1.min.js.gz"
 STRIP_WIDTH = 240.0
 MOST_ROWS = 16
 """A longer table is shown on demand."""
-TABLE_WIDTHS = {"narrow": (4, 400), "middle": (9, 680), "wide": (999, 1000), "crowded": (999, 9999)}
+TABLE_WIDTHS = {"narrow": (4, 400), "middle": (9, 780), "wide": (999, 1000), "crowded": (999, 9999)}
 """Kinds of tables: the most columns of each, and the width in pixels below which its rows become cards, so that nothing
 is cut or scrolls sideways."""
 MOST_TEXTS = 10
