@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from loadgen.cli.output import analysis_of, check_export, check_files, check_out, complain, default_out, fail, hand_over
+from loadgen.cli.output import (
+    analysis_of,
+    announce,
+    check_export,
+    check_files,
+    check_out,
+    complain,
+    default_out,
+    fail,
+    hand_over,
+)
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.documents import one_line
 from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
@@ -272,6 +282,7 @@ def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path |
     decide. Raises `PlanError`; a file that cannot be written ends the command."""
     check_out(out)
     check_files(files)
+    announce("checking the options, the model and the servers")
     experiments = check_servers([experiment for _, experiment in plan.runs])
     combinations = [combination for combination, _ in plan.runs]
     return replace(plan, runs=tuple(zip(combinations, experiments, strict=True)))

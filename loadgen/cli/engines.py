@@ -13,6 +13,7 @@ import typer
 from loadgen.child_process import ENGINE_WORKER
 from loadgen.cli.output import (
     analysis_of,
+    announce,
     check_export,
     check_files,
     check_out,
@@ -34,6 +35,7 @@ from loadgen.experiment.options import (
 )
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
+from loadgen.quantities import counted
 
 if TYPE_CHECKING:
     from loadgen.engine_matrix.records import Matrix, MatrixPlan
@@ -112,6 +114,7 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Matri
     from loadgen.run.machine import read_environment
 
     check_out(out)
+    announce("asking which engines and models this machine can measure")
     if out is not None and (out / MatrixPlan.FILE).exists():
         raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
     offers = read_offers(settings.device, ENGINE_WORKER)
@@ -175,8 +178,8 @@ def _run(
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     console.print(
-        f"{len(plan.configurations)} configurations × {plan.rounds} rounds"
-        + (f", {len(plan.refused)} combinations refused (listed in the report)" if plan.refused else "")
+        f"{counted(len(plan.configurations), 'configuration')} × {counted(plan.rounds, 'round')}"
+        + (f", {counted(len(plan.refused), 'combination')} refused (listed in the report)" if plan.refused else "")
     )
     try:
         with store.open():

@@ -52,7 +52,7 @@ from loadgen.probes.causes_analysis import (
     with_verdicts,
 )
 from loadgen.probes.registry import Probe
-from loadgen.quantities import join, number, share, signed_ms
+from loadgen.quantities import counted, join, number, share, signed_ms
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.run import (
     PLAIN,
@@ -301,7 +301,8 @@ def measure(context: RunContext) -> None:
         ablation = msgspec.structs.replace(planned, workloads=tuple(workloads))
         context.progress.plan(context.forecast.remaining_s() + needed_s * (1 - done / len(plan)))
         context.progress.now(f"ablation {done + 1} of {len(plan)}: {shown(ablation.label)} with {ablation.changed}")
-        failure: str | None = f"the {experiment.explain_seconds / 60:g} minutes are used up; raise --explain-minutes"
+        limit = counted(experiment.explain_seconds / 60, "minute")
+        failure: str | None = f"the limit of {limit} is reached; raise --explain-minutes"
         if monotonic() <= deadline:
             failure = context.attempt(partial(_run_ablation, context, ablation, prepared))
         if failure is None:

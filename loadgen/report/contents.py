@@ -21,7 +21,7 @@ from loadgen.report.sections import checks, comparisons, conditions, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
 from loadgen.verdict.checks.registry import validity
 from loadgen.verdict.result import Result
-from loadgen.verdict.run_difference import ComparisonChange, RunDifference
+from loadgen.verdict.run_difference import ComparisonChange, PropertyDifference, RunDifference
 
 MakeSection = Callable[[Result], doc.Section | None]
 PROBES = None
@@ -132,7 +132,7 @@ def difference_document(difference: RunDifference) -> doc.Document:
         _list("Not compared", [f"{', '.join(names)}: {reason}" for reason, names in missing.items()]),
         _list(
             "Differences between the runs",
-            [f"{fact.name}: {fact.old or 'unknown'} → {fact.new or 'unknown'}" for fact in difference.differences],
+            [f"{fact.name}: {_sides(fact)}" for fact in difference.differences],
         ),
     )
     return doc.Document("Old run against new", {"": [section for section in sections if section is not None]})
@@ -205,8 +205,12 @@ def _list(title: str, lines: list[str], on: doc.Format = doc.READ) -> doc.Sectio
     return doc.section(title, doc.Items([doc.Item(line) for line in lines], on=on))
 
 
-def _known(value: str | None) -> str:
-    return "unknown" if value is None else value
+def _sides(fact: PropertyDifference) -> str:
+    """What differs, or which run alone has it."""
+    if fact.old is None or fact.new is None:
+        side, value = ("new", fact.new) if fact.old is None else ("old", fact.old)
+        return f"{value}, in the {side} run only"
+    return f"{fact.old} → {fact.new}"
 
 
 CALIBRATION_HEADINGS = (

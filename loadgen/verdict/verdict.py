@@ -33,7 +33,7 @@ from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
 from loadgen.probes.causes_analysis import CauseEffect, CausesFound
-from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms
+from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
 from loadgen.records.model_config import queue_policy_of, whole
 from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown
 from loadgen.verdict.checks.arms import handicap
@@ -488,16 +488,17 @@ def _stopping_sentence(
     if ended == "decided":
         return f"Stopped when every workload was decided, after {count} of each."
     if ended == "time limit":
-        limit = number(experiment.time_limit_minutes or 0.0)
+        limit = counted(significant(experiment.time_limit_minutes or 0.0, 3), "minute")
         names = ", ".join(undecided)
-        return f"Stopped by the time limit of {limit} minutes of load, after {count} of each; inconclusive: {names}."
+        return f"Stopped by the time limit of {limit} of load, after {count} of each; inconclusive: {names}."
     if ended is None:
         return f"Ended early, after {count} of each workload."
     starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     cold = sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
     if ended == "time":
-        return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each workload{starts}{apart}."
+        time = counted(experiment.minutes or 0.0, "minute")
+        return f"As many rounds as {time} allowed: {count} of each workload{starts}{apart}."
     return f"As planned: {count} of each workload{starts}{apart}."
 
 

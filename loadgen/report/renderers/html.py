@@ -21,7 +21,7 @@ PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian-4.1.1.min.js.gz"
 STRIP_WIDTH = 240.0
 MOST_ROWS = 16
 """A longer table is shown on demand."""
-TABLE_WIDTHS = {"narrow": (4, 400), "middle": (9, 680), "wide": (999, 1000), "crowded": (999, 9999)}
+TABLE_WIDTHS = {"narrow": (4, 400), "middle": (9, 780), "wide": (999, 1000), "crowded": (999, 9999)}
 """Kinds of tables: the most columns of each, and the width in pixels below which its rows become cards, so that nothing
 is cut or scrolls sideways."""
 MOST_TEXTS = 10
@@ -73,10 +73,11 @@ def _template() -> jinja2.Template:
 
 
 def _style() -> str:
-    """The style sheet, with the rules of cards for every kind of table."""
+    """The style sheet, with the rules of cards for every kind of table; paper has tables where they fit."""
     cards = (HERE / "cards.css").read_text()
     rules = (
-        f"@container (max-width: {pixels}px) {{ table.{kind} {{\n{cards}}} }}\n"
+        f"@media {'all' if kind == 'crowded' else 'screen'} {{ @container (max-width: {pixels}px) "
+        f"{{ table.{kind} {{\n{cards}}} }} }}\n"
         for kind, (_, pixels) in TABLE_WIDTHS.items()
     )
     return (HERE / "document.css").read_text() + "".join(rules)

@@ -157,7 +157,7 @@ def fairness_summary(checks: Sequence[Check]) -> str | None:
         return None
     warned = sum(False in oks for oks in states.values())
     unknown = sum(False not in oks and None in oks for oks in states.values())
-    words = [f"{len(states) - warned - unknown} checks passed", f"{warned} warning{'s' * (warned != 1)}"]
+    words = [f"{counted(len(states) - warned - unknown, 'check')} passed", counted(warned, "warning")]
     return ", ".join([*words, *([f"{unknown} not available"] if unknown else [])])
 
 

@@ -175,7 +175,7 @@ def proof(result: Result) -> list[doc.Item]:
     requests = sum(summary.requests for summary in result.summaries)
     errors = sum(summary.errors for summary in result.summaries)
     if requests:
-        items.append(_item("failed" if errors else "ok", f"{errors:,} of {requests:,} requests failed"))
+        items.append(_item("failed" if errors else "ok", f"{errors:,} of {counted(requests, 'request')} failed"))
     items += _checks(result)
     if text := threshold_sentence(result):
         met = all(threshold.state == "kept" for threshold in result.thresholds)
@@ -191,7 +191,7 @@ def _parity(result: Result) -> doc.Item:
     parity, arms = result.parity, "all" if several(result) else "both"
     if parity is None or not parity.cases:
         return _item("unknown", f"whether {arms} arms give the same answers was not measured")
-    text = f"{parity_figures(parity)} in {len(parity.cases)} cases"
+    text = f"{parity_figures(parity)} in {counted(len(parity.cases), 'case')}"
     if parity.ok:
         return _item("ok", f"{arms} arms give the same answers: {text}")
     return _item("failed", f"the arms give different answers: {text}")
@@ -219,7 +219,7 @@ def _checks(result: Result) -> list[doc.Item]:
         items.append(_item("failed", f"failed checks take verdicts away: {_titles(failed)}"))
     if warned:
         items.append(_item("warning", f"read the figures with care: {_titles(warned)}"))
-    return [*items, _item("note" if failed else "ok", f"{len(rows)} checks: {counts(rows)}")]
+    return [*items, _item("note" if failed else "ok", f"{counted(len(rows), 'check')}: {counts(rows)}")]
 
 
 def _titles(rows: Sequence[Check]) -> str:

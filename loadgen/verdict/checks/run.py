@@ -199,7 +199,7 @@ def parity(facts: Facts) -> Iterator[Judgement]:
         return
     relative, figures = record.largest_relative_error, parity_figures(record)
     failed = [case.name for case in record.cases if not case.ok]
-    detail = record.error or f"{figures} in {len(record.cases)} cases"
+    detail = record.error or f"{figures} in {counted(len(record.cases), 'case')}"
     if failed and record.error is None:
         cases = f"{len(failed)} of {len(record.cases)} cases ({', '.join(failed)})"
         detail = f"the arms give different answers in {cases}, so their speeds cannot be compared; {figures}"
@@ -346,7 +346,7 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
 def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Judgement:
     if not requests:
         return Judgement(None, "no request was sent", scope=workload_scope(workload.name))
-    detail = f"{errors:,} of {requests:,} requests failed"
+    detail = f"{errors:,} of {counted(requests, 'request')} failed"
     if first := next(iter(messages), None):
         detail += f"; first message: {first}"
     return Judgement(not errors, detail, errors / requests, scope=workload_scope(workload.name))

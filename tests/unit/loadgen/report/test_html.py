@@ -164,6 +164,7 @@ def test_rows_become_cards_with_the_names_of_their_columns_and_long_tables_open_
     style = page.split("<style>")[1].split("</style>")[0]
     for kind, (_, pixels) in TABLE_WIDTHS.items():
         assert f"@container (max-width: {pixels}px) {{ table.{kind} {{" in style
+    assert style.count("@media screen { @container") == len(TABLE_WIDTHS) - 1, "paper has tables where they fit"
     assert "overflow-x: auto" not in style, "nothing scrolls sideways"
 
 
