@@ -414,7 +414,7 @@ def why(result: Result) -> doc.Section | None:
     return doc.section(
         "Why",
         *blocks,
-        doc.Items([] if main is None else time_spent(result, main), on=doc.PAGES),
+        doc.Items([] if main is None else time_spent(result, main)),
         doc.Text(causes_note(result), "note"),
         doc.Text(explain_command(result), "code", on=doc.PAGES),
         *(stage_table(result, breakdown) for breakdown in result.stages if breakdown.workload == main),
