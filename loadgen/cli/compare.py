@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from loadgen.cli.output import (
+    CHECKING,
     analysis_of,
     announce,
     check_export,
@@ -101,6 +102,8 @@ def compare(
     """
     try:
         settings = effective_settings(file, given_options(context, options))
+        if not print_experiment:
+            announce(CHECKING)
         plan = plan_experiment(settings)
         for note in plan.notes:
             complain(note, kind="note", style="yellow")
@@ -282,7 +285,6 @@ def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path |
     decide. Raises `PlanError`; a file that cannot be written ends the command."""
     check_out(out)
     check_files(files)
-    announce("checking the options, the model and the servers")
     experiments = check_servers([experiment for _, experiment in plan.runs])
     combinations = [combination for combination, _ in plan.runs]
     return replace(plan, runs=tuple(zip(combinations, experiments, strict=True)))
