@@ -97,7 +97,10 @@ def compare(
     is a warning.
     """
     try:
-        settings, notes = name_models(effective_settings(file, given_options(context, options)))
+        settings = effective_settings(file, given_options(context, options))
+        notes: tuple[str, ...] = ()
+        if not print_experiment:
+            settings, notes = name_models(settings)
         plan = plan_experiment(settings)
         for note in (*plan.notes, *notes):
             complain(note, kind="note", style="yellow")

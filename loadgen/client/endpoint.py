@@ -155,10 +155,7 @@ class Endpoint:
         return tuple(IndexRow(name) for name in names if isinstance(name, str)) or None
 
     def _with_state(self, row: IndexRow) -> IndexRow:
-        ready = self.ready(row.name)
-        return msgspec.structs.replace(
-            row, state="READY" if ready else "UNAVAILABLE", reason=row.reason or "not loaded"
-        )
+        return msgspec.structs.replace(row, state="READY") if self.ready(row.name) else row
 
     def served_models(self) -> tuple[str, ...] | None:
         """The names of the models that are ready; None if the server does not list its models."""
@@ -256,7 +253,7 @@ def nothing_ready(url: str, rows: Sequence[IndexRow], wanted: str = "one") -> st
     if not rows:
         return f"the server at {url} has no models; load {wanted} there"
     states = (": ".join(filter(None, (row.state, row.reason))) for row in rows)
-    listed = [f"{row.name} ({state or 'state unknown'})" for row, state in zip(rows, states, strict=True)]
+    listed = [f"{row.name} ({state or 'not loaded'})" for row, state in zip(rows, states, strict=True)]
     return f"the server at {url} has no model that is ready: {model_names(listed)}; load {wanted} there"
 
 

@@ -233,7 +233,7 @@ class RemoteDeployment(Deployment):
     def _other_models(self, model: str) -> str | None:
         """What the server serves instead of a model, and the option to give; None if it does not say."""
         rows = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).repository_index()
-        if rows is None or any(row.name == model and row.ready for row in rows):
+        if rows is None or any(row.name == model and row.state in (None, "READY") for row in rows):
             return None
         if row := next((row for row in rows if row.name == model), None):
             state = one_line(": ".join(filter(None, (row.state, row.reason))))

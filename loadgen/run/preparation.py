@@ -63,7 +63,7 @@ def _deployment(
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT, asked_for(arm.settings, "backend"))
     log_path = store.log_path(f"{arm.label}-{arm.target}")
-    options = {"model": reference(experiment.reference_of(arm))}
+    options = {"model": reference(experiment.reference_of(arm), experiment.inputs)}
     if arm.target == "triton":
         options["work-dir"] = str(work / f"triton-{arm.label}")
     if arm.own_repository:
@@ -104,7 +104,7 @@ def export_artefacts(
     file itself needs none. Raises `RunError`."""
     exports = {
         (
-            reference(experiment.reference_of(arm)),
+            reference(experiment.reference_of(arm), experiment.inputs),
             arm.settings.get("artefacts", ""),
             "" if experiment.payload_of(arm) in OWN_TENSORS else "uint8",
             (asked_for(arm.settings, "precision") or experiment.precision or "").replace("tf32", "fp32"),
@@ -165,7 +165,7 @@ def prepare_inputs(
     place = folder.with_name("model") if user_inputs else folder
     try:
         write_samples(
-            reference(experiment.model), place, abserve,
+            reference(experiment.model, experiment.inputs), place, abserve,
             sequence_length=experiment.sequence_length, seed=experiment.seed, images=images,
         )  # fmt: skip
     except InputError as exc:

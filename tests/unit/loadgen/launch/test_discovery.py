@@ -130,7 +130,7 @@ def test_a_listed_model_without_a_state_is_asked_whether_it_is_ready(serve: Serv
     assert found(serve("m1", unready=["m2"], states=False), serve("m1", "m2")).names == {"a": "m1", "b": "m1"}
     said = refusal(serve("m1"), serve(unready=["m1"]))
     assert said.startswith("--b: ")
-    assert "m1 (UNAVAILABLE: not loaded)" in said
+    assert "m1 (not loaded)" in said
 
 
 def test_two_versions_are_noted(serve: Serve) -> None:
