@@ -45,6 +45,7 @@ Locust rounds its percentiles to two digits; the raw samples are exact.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from itertools import islice
 from time import perf_counter_ns, time
@@ -54,6 +55,9 @@ import gevent
 from gevent.event import Event
 from locust import events, task
 from locust.exception import StopUser
+
+# Locust puts the folder in which it was started first, and a file loadgen.py there would be imported instead.
+sys.path.sort(key=lambda path: path in ("", os.getcwd()))
 
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError
