@@ -45,9 +45,9 @@ Locust rounds its percentiles to two digits; the raw samples are exact.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from itertools import islice
+from pathlib import Path
 from time import perf_counter_ns, time
 from typing import Any, ClassVar
 
@@ -57,7 +57,7 @@ from locust import events, task
 from locust.exception import StopUser
 
 # Locust puts the folder in which it was started first, and a file loadgen.py there would be imported instead.
-sys.path.sort(key=lambda path: path in ("", os.getcwd()))
+sys.path.sort(key=lambda path: path in ("", str(Path.cwd())))
 
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError
