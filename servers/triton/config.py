@@ -35,7 +35,7 @@ HEADER = "# Generated from the model specification; do not edit. To generate it 
 MODEL_PY = """import sys
 
 # Triton puts the folder in which it was started first, and a folder servers there would be imported instead.
-sys.path[:] = [path for path in sys.path if path]
+sys.path.sort(key=lambda path: not path)
 # abserve must be installed beside Triton, since the code is in servers.triton.python_backend.
 from servers.triton.python_backend import {0}
 
