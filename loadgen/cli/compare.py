@@ -18,10 +18,6 @@ import msgspec
 import typer
 
 from loadgen.cli.output import analysis_of, check_export, check_files, check_out, complain, default_out, fail, hand_over
-from loadgen.client.connection import Address, AddressError
-from loadgen.client.grpc import parse_grpc_address
-from loadgen.client.inputs import InputError, image_folder
-from loadgen.client.tls import TlsError, tls_context
 from loadgen.documents import one_line
 from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
 from loadgen.experiment.plan import (
@@ -42,12 +38,12 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings
-from loadgen.probes.ceiling_analysis import has_own_engines
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
-from loadgen.verdict.thresholds import plan_conditions
 
 if TYPE_CHECKING:
     from loadgen.verdict.result import Result
+
+HELP_GROUP = "Compare"
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
@@ -125,6 +121,9 @@ class ExperimentPlan:
 
 def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     """What to run. Raises `PlanError` for options that contradict each other or cannot be measured."""
+    from loadgen.probes.ceiling_analysis import has_own_engines
+    from loadgen.verdict.thresholds import plan_conditions
+
     arms = make_arms(settings)
     combinations = plan_combinations(arms, settings)
     for arm, combination in product(arms, combinations):
@@ -179,6 +178,10 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
 
 def check_reachable(arm: ArmRequest, transport: Transport) -> None:
     """Raises `PlanError` for a URL that is malformed, and for a server that does not offer the transport."""
+    from loadgen.client.connection import Address, AddressError
+    from loadgen.client.grpc import parse_grpc_address
+    from loadgen.client.tls import TlsError, tls_context
+
     if arm.target in PLAIN and transport != "http":
         raise PlanError(f"{option_of(arm.label)} {arm.target} serves HTTP only; use --transport http")
     if arm.embedded:
@@ -201,6 +204,8 @@ def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combinatio
     """Raises `PlanError` for inputs that do not exist, or that contradict another setting."""
     if settings.inputs is None:
         return
+    from loadgen.client.inputs import InputError, image_folder
+
     if settings.sequence_length is not None:
         raise PlanError("--inputs have their own lengths; leave --sequence-length out")
     try:
@@ -216,6 +221,7 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
     with the padding that every arm can do. Raises `PlanError`."""
     from loadgen.client.endpoint import EndpointError
+    from loadgen.client.inputs import InputError
     from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
     from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs
     from loadgen.run.storage import RunStore

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+HELP_GROUP = "Serve"
+
 STACK = ("docker", "docker-compose.yml", ".env.example", "triton_model_repo", "pyproject.toml", "README.md", "LICENSE")
 SOURCES = ("servers", "loadgen")
 """The images are built from these packages."""

@@ -15,6 +15,8 @@ from loadgen.cli.output import check_files, fail, write_json
 if TYPE_CHECKING:
     from loadgen.conformance.servers import Session
 
+HELP_GROUP = "Explore"
+
 EXIT_CONFORMS, EXIT_DEVIATES = 0, 1
 
 

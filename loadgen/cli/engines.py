@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.records.run import Environment, RunState
 
+HELP_GROUP = "Explore"
+
 EXIT_MEASURED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 OPTIONS = plain_options(MatrixSettings, "ABSERVE_ENGINES")
 _MAIN, _OUTPUT = (partial(typer.Option, rich_help_panel=panel) for panel in (MAIN, OUTPUT))

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from loadgen.records.machine import NoiseFloor
     from loadgen.verdict.result import Result
 
+HELP_GROUP = "Machine"
+
 _MAIN = partial(typer.Option, rich_help_panel=MAIN)
 RESTARTS, PAIRS, PAIRS_OF_ONE_START = 6, 24, 12
 SCENARIOS = ("single", "batched", "concurrent")

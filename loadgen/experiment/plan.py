@@ -63,24 +63,30 @@ class PlanError(Exception):
 @dataclass(frozen=True, slots=True)
 class Preset:
     """How much time to spend. `seconds` is the least per block, `minutes` the time of two arms without ablations. A
-    trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most."""
+    trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most; a trial may have
+    `late_answers`."""
 
     minutes: float
     cold_starts: int
     seconds: float
     max_seconds: float
     search_rounds: int
-    queries: int
+    late_answers: int
     trial_seconds: float
     longest_trial_seconds: float
     rung_requests: int
     rung_seconds: float
     longest_rung_seconds: float
 
+    @property
+    def queries(self) -> int:
+        """The fewest requests of a trial."""
+        return queries_needed(self.late_answers)
+
 
 PRESETS = {
-    "quick": Preset(5.0, 3, 0.6, 12.0, 3, queries_needed(2), 4.0, 90.0, 20, 1.2, 12.0),
-    "full": Preset(25.0, 5, 1.0, 20.0, 6, queries_needed(10), 10.0, 300.0, 60, 3.0, 20.0),
+    "quick": Preset(5.0, 3, 0.6, 12.0, 3, 2, 4.0, 90.0, 20, 1.2, 12.0),
+    "full": Preset(25.0, 5, 1.0, 20.0, 6, 10, 10.0, 300.0, 60, 3.0, 20.0),
 }
 
 

@@ -200,7 +200,7 @@ class ExperimentSettings(Settings):
     transport: Transports | None = _main(
         None, description="http, grpc or shm (default: http); several run one comparison each."
     )
-    payload: Payloads | None = _main(
+    payload: Payloads | None = _load(
         None,
         description="fp32, uint8 or jpeg for images (default: fp32), tensors for other models; several run one "
         "comparison each.",
@@ -210,7 +210,7 @@ class ExperimentSettings(Settings):
         min_length=1,
         description="Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random.",
     )
-    sequence_length: Lengths | None = _main(
+    sequence_length: Lengths | None = _load(
         None, description="Length of the inputs of a model of text: text (the default), N, or a list to sweep."
     )
     scenarios: Scenarios = _main(

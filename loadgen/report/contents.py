@@ -72,7 +72,7 @@ def _run_section(combination: Combination, result: Result | None) -> doc.Section
     return doc.Section(
         f"{combination.title}: {'VALID' if result is not None and result.valid else 'INVALID'}",
         (
-            doc.Text("This run stored nothing." if result is None else result.verdict.sentence),
+            doc.Text("This run stored nothing." if result is None else result.headline),
             doc.Link("summary", f"{combination.folder}/summary.md", on=doc.MARKDOWN),
             doc.Link("report", f"{combination.folder}/report.html"),
             *([] if result is None else [_leading_table(result)]),

@@ -18,9 +18,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import scipy
 from msgspec.structs import replace
-from scipy import stats
-from scipy.optimize import brentq
 
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
@@ -257,7 +256,7 @@ def _test(old: Comparison, new: Comparison) -> tuple[float, Interval | None, flo
     error = math.hypot(error_1, error_2)
     degrees = error**4 / (error_1**4 / degrees_1 + error_2**4 / degrees_2)
     half = critical_t(degrees, SIGNIFICANCE) * error
-    p = 2.0 * float(stats.t.sf(abs(centre) / error, degrees))
+    p = 2.0 * float(scipy.special.stdtr(degrees, -abs(centre) / error))
     return change, (math.exp(centre - half), math.exp(centre + half)), p, None
 
 
@@ -288,7 +287,9 @@ def _tail_p(old: Comparison, new: Comparison) -> float:
         return low if (new.ratio or 1.0) > (old.ratio or 1.0) else -high
 
     least, most = math.log(LEAST_P), math.log(MOST_P)
-    return 1.0 if beyond(most) <= 0.0 else LEAST_P if beyond(least) > 0.0 else math.exp(brentq(beyond, least, most))
+    if beyond(most) <= 0.0:
+        return 1.0
+    return LEAST_P if beyond(least) > 0.0 else math.exp(scipy.optimize.brentq(beyond, least, most))
 
 
 def _spread(comparison: Comparison) -> tuple[float, float] | None:

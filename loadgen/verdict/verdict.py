@@ -40,6 +40,7 @@ from loadgen.verdict.checks.arms import handicap
 from loadgen.verdict.checks.generator import RECONNECT_LIMIT
 from loadgen.verdict.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.verdict.checks.run import same_payload
+from loadgen.verdict.headline import headline, main_comparison
 
 MIN_STAGE_SHARE = 0.05
 MAX_STAGES = 3
@@ -61,6 +62,8 @@ class Verdict(Record, frozen=True, kw_only=True):
     """The result as sentences. Reports show `caveats` first, then `sentence`."""
 
     valid: bool
+    headline: str = ""
+    """The result in at most 25 words; empty in results from before there was one."""
     sentence: str
     """Names every metric with a decided difference, also those that do not lead their scenario."""
     main_scenario: str | None
@@ -84,8 +87,12 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     text = _sentence(facts, titles, rankings, failed, slowed)
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
+    workloads = _by_name(facts)
+    decided = main_comparison(facts.comparisons, rankings, workloads)
+    cause = "" if decided is None else explain_lead(facts, decided)
     return Verdict(
         valid=not failed,
+        headline=headline(experiment, titles, facts.comparisons, rankings, checks, cause),
         sentence=text if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
         main_scenario=None if main is None else main.name,
         scenarios=scenarios,

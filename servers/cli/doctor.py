@@ -46,6 +46,8 @@ from servers.triton.settings import TritonSettings
 from servers.triton.trial import ServerTrial, try_installation
 from servers.triton.wheel import diagnose, find_wheel
 
+HELP_GROUP = "Machine"
+
 MIN_FREE_BYTES = 2 * 2**30
 """An export needs 0.4 GB and as much again while it is written; the samples and logs of a full run some tens of MB."""
 

@@ -38,6 +38,8 @@ from servers.models.weights import WeightsError, WeightsSource, parse_weights, p
 if TYPE_CHECKING:
     from servers.measuring.profile import BatchProfile
 
+HELP_GROUP = "Explore"
+
 SCHEMA = "abserve.engine/2"
 
 

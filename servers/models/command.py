@@ -20,6 +20,8 @@ from servers.models.registry import (
 )
 from servers.models.specification import ModelSpecification
 
+HELP_GROUP = "Explore"
+
 SCHEMA = "abserve.models/1"
 
 

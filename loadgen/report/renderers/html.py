@@ -18,14 +18,18 @@ from loadgen.documents import printable
 HERE = Path(__file__).parent / "templates"
 PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian-4.1.1.min.js.gz"
 """The part of Plotly with the traces that charts use; compressed, so that a report stays small enough to send."""
-STRIP_WIDTH = 160.0
+STRIP_WIDTH = 240.0
+MOST_ROWS = 16
+"""A longer table is shown on demand."""
+TABLE_WIDTHS = {"narrow": (4, 400), "middle": (9, 680), "wide": (999, 1000)}
+"""Kinds of tables: the most columns of each, and the width in pixels below which its rows become cards, so that nothing
+is cut or scrolls sideways."""
 
 
 def render_html(document: doc.Document) -> str:
     """The whole page; Plotly is included only where there is a chart."""
     shown = doc.only(document, doc.HTML)
-    charts = any(isinstance(block, doc.Chart) for section in shown.sections for block in section.blocks)
-    plotly = base64.b64encode(PLOTLY.read_bytes()).decode() if charts else ""
+    plotly = base64.b64encode(PLOTLY.read_bytes()).decode() if shown.charts else ""
     return _template().render(document=shown, plotly=plotly)
 
 
@@ -47,10 +51,11 @@ def _template() -> jinja2.Template:
     }
     environment.tests |= {
         "drawn": lambda value: isinstance(value, doc.Strip),
+        "hinted": lambda value: isinstance(value, doc.Cell) and bool(value.hint),
         "chart": lambda block: isinstance(block, doc.Chart),
     }
     environment.globals |= {
-        "style": (HERE / "document.css").read_text(),
+        "style": _style(),
         "script": (HERE / "document.js").read_text(),
         "kind": lambda block: type(block).__name__,
         "marks": doc.MARKS,
@@ -58,10 +63,27 @@ def _template() -> jinja2.Template:
         "style_of": doc.style_of,
         "repeats": doc.repeats,
         "parts": _parts,
+        "width_of": _width_of,
         "strip_x": strip_x,
         "strip_width": STRIP_WIDTH,
+        "most_rows": MOST_ROWS,
     }
     return environment.get_template("document.html.j2")
+
+
+def _style() -> str:
+    """The style sheet, with the rules of cards for every kind of table."""
+    cards = (HERE / "cards.css").read_text()
+    rules = (
+        f"@container (max-width: {pixels}px) {{ table.{kind} {{\n{cards}}} }}\n"
+        for kind, (_, pixels) in TABLE_WIDTHS.items()
+    )
+    return (HERE / "document.css").read_text() + "".join(rules)
+
+
+def _width_of(columns: Sequence[doc.Column]) -> str:
+    """The kind of a table by its columns."""
+    return next(kind for kind, (most, _) in TABLE_WIDTHS.items() if len(columns) <= most)
 
 
 def _parts(table: doc.Table, row: Sequence[doc.Value]) -> tuple[list[tuple[doc.Column, doc.Value]], ...]:
@@ -73,7 +95,7 @@ def _parts(table: doc.Table, row: Sequence[doc.Value]) -> tuple[list[tuple[doc.C
 
 def strip_x(place: float) -> float:
     """Where to draw a place from -1 to 1, with room for a mark at both ends."""
-    return round(STRIP_WIDTH / 2.0 + place * (STRIP_WIDTH / 2.0 - 6.0), 1)
+    return round(STRIP_WIDTH / 2.0 + place * (STRIP_WIDTH / 2.0 - 16.0), 1)
 
 
 def code(text: str) -> markupsafe.Markup:

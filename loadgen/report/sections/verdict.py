@@ -15,6 +15,7 @@ from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
+from loadgen.report.sections.throughput import throughput_chart
 from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.checks.run import gpu_present, parity_figures
 from loadgen.verdict.result import Result
@@ -37,21 +38,25 @@ def verdict(result: Result) -> doc.Section | None:
     broken = not all(threshold.state == "kept" for threshold in result.thresholds)
     no_gpu = {sentence(check.detail) for check in result.checks if check.name == gpu_present.name}
     caveats = [doc.Item(caveat, "note" if caveat in no_gpu else "warning") for caveat in conclusion.caveats]
+    concluded = any(comparison.verdict != "invalid" for comparison in leading_comparisons(result.comparisons))
+    in_full = conclusion.sentence if concluded else ""
     arms = [doc.Item(name, arm_style(result, label), shown(label)) for label, name in titles(result).items()]
     return doc.section(
         "",
         doc.Panel(
             f"{'VALID' if conclusion.valid else 'INVALID'}{warnings}",
             "ok" if conclusion.valid else "failed",
-            conclusion.sentence,
+            result.headline,
             (
-                *(doc.Text(line, "note") for line in conditions_in_brief(result)),
-                doc.Items(arms),
-                doc.Text("Why there is no verdict:" if failed else "", on=doc.MARKDOWN),
                 doc.Items(few, on=doc.TERMINAL),
                 doc.Items(failed, on=doc.PAGES),
                 doc.Text((broken and threshold_sentence(result)) or "", "failed", on=doc.HTML),
+                doc.Items(arms),
+                *filter(None, [throughput_chart(result)]),
+                *(doc.Text(line, "note") for line in conditions_in_brief(result)),
                 doc.Items(caveats),
+                doc.Text(in_full, on=doc.TERMINAL | doc.MARKDOWN),
+                doc.Fold("The verdict in full", (doc.Text(in_full),), on=doc.HTML),
             ),
         ),
     )

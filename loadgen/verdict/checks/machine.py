@@ -14,7 +14,7 @@ from functools import partial, wraps
 from itertools import pairwise
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.facts import Facts, WorkloadFacts
@@ -240,7 +240,7 @@ def machine_steady(facts: Facts) -> Iterator[Judgement]:
         float(np.expm1(np.ptp([0.0, *effects]))),
         float(np.expm1(np.ptp(np.quantile(residuals, (0.1, 0.9))))),
     )
-    drifted = change > margin and float(stats.f.sf(f_value, stretches - 1, degrees)) < DRIFT_SIGNIFICANCE
+    drifted = change > margin and float(scipy.special.fdtrc(stretches - 1, degrees, f_value)) < DRIFT_SIGNIFICANCE
     detail = f"the speed moved by {share(change)} between the fastest and the slowest {STRETCHES[stretches]} of the run"
     if not drifted and spread > SPREAD_LIMIT:
         detail = f"the speed of an arm's blocks varies by {share(spread)} (10th to 90th percentile)"

@@ -55,7 +55,10 @@ def test_a_row_a_scenario_with_its_interval_on_the_better_arms_side(result: Resu
             assert strip.high < 0
         styles.add(style)
     assert styles == {"arm-0", "arm-1"}
-    assert any(re.fullmatch(r"A [\d.]+× ← 1 → B [\d.]+×", column.title) for column in table(result).columns)
+    (axis,) = [column for column in table(result).columns if column.kind == "drawn"]
+    assert axis.title == "← A better · B better →"
+    assert [label for _, label in axis.ticks] == ["0.5×", "0.7×", "1×", "1.5×", "2×"]
+    assert [place for place, label in axis.ticks if label == "1×"] == [0.0]
 
 
 def test_an_interval_that_is_much_wider_than_the_differences_is_cut_and_does_not_squeeze_the_others(
@@ -67,7 +70,7 @@ def test_an_interval_that_is_much_wider_than_the_differences_is_cut_and_does_not
     strips = [strip_of(row) for row in rows]
     assert (strips[0].low, strips[0].high) == (-1.0, 1.0)
     assert max(abs(strip.centre) for strip in strips) > 0.5
-    assert (strip_x(-1.0), strip_x(0.0), strip_x(1.0)) == (6.0, STRIP_WIDTH / 2, STRIP_WIDTH - 6.0)
+    assert (strip_x(-1.0), strip_x(0.0), strip_x(1.0)) == (16.0, STRIP_WIDTH / 2, STRIP_WIDTH - 16.0)
 
 
 def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, result: Result) -> None:
@@ -195,18 +198,19 @@ def test_a_ratio_is_read_from_the_better_arm(
 
 
 def test_the_order_is_verdict_ratios_why_proof_then_detail(result: Result) -> None:
-    body = render_html(result_document(result)).split("<body>")[1]
+    body = render_html(result_document(result)).split("<main")[1]
     marks = [
-        result.verdict.sentence, "<h3>Overview</h3>", "<h3>Why</h3>", "<h3>Proof</h3>", 'id="comparisons"',
+        result.headline, 'id="throughput"', result.verdict.sentence,
+        "<h3>Overview</h3>", "<h3>Why</h3>", "<h3>Proof</h3>", 'id="comparisons"',
         'id="why"', 'id="proof"', "Conditions",
     ]  # fmt: skip
     places = [body.index(mark) for mark in marks]
     assert places == sorted(places)
     for target in re.findall(r'href="#([a-z]+)"', body):
         assert f'id="{target}"' in body
-    first = body[: places[4]]
-    assert first.count("<svg") == len(table(result).rows)
-    assert "<script" not in first
+    first = body[: places[6]]
+    assert first.count('<svg class="strip') == len(table(result).rows)
+    assert first.count("<script") == first.count('<script type="application/json"') == 1, "the data of the chart"
 
 
 def test_a_threshold_that_is_not_kept_stands_beside_the_verdict(tmp_path: Path) -> None:
