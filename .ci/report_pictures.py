@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-PICTURES = {"report": ("", 0, 1090), "report-details": ("comparisons", 470, 920)}
+PICTURES = {"report": ("", 0, 1090), "report-details": ("comparisons", 1200, 1190)}
 """Each picture, the id of a heading (none: the page's top), pixels above it, and its height."""
 WIDTH = 1400
 

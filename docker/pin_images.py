@@ -1,6 +1,7 @@
 """Writes the digest of each image's tag into docker-compose.yml, or another file: `python pin_images.py [FILE]`.
 
-Rewrites only the defaults ${NAME_IMAGE:-TAG[@DIGEST]}, and the lines NAME_IMAGE=TAG[@DIGEST] of a settings file.
+Rewrites only the defaults ${NAME_IMAGE:-TAG[@DIGEST]}, and the lines NAME_IMAGE=TAG[@DIGEST] of a settings file. The
+files beside it that name the same images (`COPIES`) get the same digests.
 `docker buildx` asks the registry; the engine knows images that were pulled before. Exit status 1 with one sentence for
 every image without a known digest.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 IMAGE = re.compile(r"(?:^|(?<=\$\{))(\w+_IMAGE)(?:=|:-)([^@\s}]+)(?:@(sha256:[0-9a-f]{64}))?(?=\}|$)", re.MULTILINE)
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+COPIES = ("docker/kubernetes/gpu/triton.yaml", "servers/export/tensorrt.py")
 
 
 def digest_of(tag: str) -> str | None:
@@ -51,6 +53,9 @@ def main() -> int:
         sys.stdout.write(f"{name}: {tag} is {now}, {change}\n")
         place = re.compile(rf"((?:^|(?<=\$\{{)){name}(?:=|:-)){re.escape(tag)}(?:@sha256:\w+)?", re.MULTILINE)
         text = place.sub(rf"\g<1>{tag}@{now}", text)
+        for copy in filter(Path.is_file, (path.parent / name for name in COPIES)):
+            repeated = re.sub(rf"\b{re.escape(tag)}@sha256:\w+", f"{tag}@{now}", copy.read_text(encoding="utf-8"))
+            copy.write_text(repeated, encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     return 1 if missing else 0
 

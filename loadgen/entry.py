@@ -95,10 +95,11 @@ def read_head(point: EntryPoint) -> CommandHead:
     """The head of a command, read from its source, because importing all commands takes seconds.
 
     The help is the function's docstring or, of a Typer group, its argument `help`."""
-    spec = find_spec(point.module)
-    tree = ast.parse(Path(spec.origin).read_bytes() if spec and spec.origin else b"")
+    package, *rest = point.module.split(".")
+    spec = find_spec(package)  # not of the module: that would import the packages between
+    path = Path(*(spec.submodule_search_locations or ())[:1], *rest).with_suffix(".py") if spec else Path()
     group, text = "Other", ""
-    for node in tree.body:
+    for node in ast.parse(path.read_bytes()).body if path.is_file() else ():
         match node:
             case ast.Assign(targets=[ast.Name(id="HELP_GROUP")], value=ast.Constant(value=str(value))):
                 group = value

@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from loadgen.cli.output import analysis_of, check_export, check_files, check_out, complain, default_out, fail, hand_over
+from loadgen.cli.output import (
+    analysis_of,
+    announce,
+    check_export,
+    check_files,
+    check_out,
+    complain,
+    default_out,
+    fail,
+    hand_over,
+)
+from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.documents import one_line
 from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
 from loadgen.experiment.plan import (
@@ -79,13 +90,14 @@ def compare(
         bool,
         _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
     ] = False,
+    anyway: Anyway = False,
     **options: object,
 ) -> None:
     """Start the servers, send them the same requests, and report which is faster, by how much, and whether that holds.
 
-    Exit status: 0 the comparison is valid, 1 it is not, 2 an option or a file is wrong, 3 it is valid but a --fail-if
-    condition holds or could not be measured, 130 interrupted (finished blocks are kept). An export to MLflow that fails
-    is a warning.
+    Exit status: 0 the comparison is valid, 1 it is not or the machine was busy, 2 an option or a file is wrong, 3 it is
+    valid but a --fail-if condition holds or could not be measured, 130 interrupted (finished blocks are kept). An
+    export to MLflow that fails is a warning.
     """
     try:
         settings = effective_settings(file, given_options(context, options))
@@ -100,6 +112,7 @@ def compare(
     if print_experiment:
         typer.echo(write_settings(settings), nl=False)
         return
+    await_quiet(anyway, plan.runs[0][1].arms)
     folder = out or default_out(settings.model)
     if plan.is_matrix:
         status, results = _run_matrix(plan.runs, folder, mlflow)
@@ -269,6 +282,7 @@ def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path |
     decide. Raises `PlanError`; a file that cannot be written ends the command."""
     check_out(out)
     check_files(files)
+    announce("checking the options, the model and the servers")
     experiments = check_servers([experiment for _, experiment in plan.runs])
     combinations = [combination for combination, _ in plan.runs]
     return replace(plan, runs=tuple(zip(combinations, experiments, strict=True)))
@@ -332,6 +346,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     from loadgen.run.progress import LiveRatios
     from loadgen.run.runner import run_experiment
     from loadgen.run.storage import StorageError
+    from loadgen.verdict.checks.registry import validity
     from loadgen.verdict.result import analyse
 
     console = make_console(sys.stdout)
@@ -361,7 +376,18 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     if state.state == "interrupted":
         complain(f"interrupted; finished blocks are in {out}", style="bold yellow")
         return EXIT_INTERRUPTED, result
-    return exit_status(result), result
+    status = exit_status(result)
+    if status == EXIT_INVALID:
+        complain(last_words(result), kind=validity(result.checks))
+    return status, result
+
+
+def last_words(result: Result) -> str:
+    """Why a run is not valid and what to do: the first of the reasons, as the last line of the command."""
+    from loadgen.verdict.checks.registry import gravest
+
+    blamed = gravest(result.checks)
+    return " ".join([*result.verdict.failed[:1], *([blamed.remedy] if blamed else [])])
 
 
 def exit_status(result: Result) -> int:

@@ -148,9 +148,10 @@ class Rounds:
         scenarios = counted(len(self._workloads), "scenario")
         left = max(0.0, self._deadline - self._began)
         if self._context.experiment.until_decided:
-            return f"rounds of {scenarios} until all are decided, {left / 60.0:.1f} minutes at most"
+            return f"rounds of {scenarios} until all are decided, {counted(round(left / 60.0, 1), 'minute')} at most"
         rounds = max(self._least, int(left / seconds))
-        return f"about {rounds} rounds of {scenarios} in {max(left, rounds * seconds) / 60.0:.1f} minutes"
+        minutes = counted(round(max(left, rounds * seconds) / 60.0, 1), "minute")
+        return f"about {counted(rounds, 'round')} of {scenarios} in {minutes}"
 
     def run(self) -> None:
         """Run the rounds. Raises as `LoadRunner.run` does."""

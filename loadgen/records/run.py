@@ -412,11 +412,17 @@ class MachineLoad(Record, frozen=True, kw_only=True):
     """CPU time of the servers, the load generator and abserve; None if a server on this machine cannot be told from
     other processes."""
     others: tuple[str, ...]
-    """The busiest of the other processes: "ffmpeg 0.97 cores"."""
+    """The busiest of the other programs: "PID 812 python3 train.py, 0.98 cores"."""
     runnable: int | None
     """Threads that ran or waited for a core just before the window, when nothing was sent."""
     waited_ns: int | None
     """Time in which at least one thread waited for a core (pressure stall information)."""
+
+
+def programs_in_words(programs: Sequence[str]) -> str:
+    """The busiest other programs, or why none is named."""
+    unseen = "which ones is not known, because their processes belong to another container or user"
+    return "; ".join(programs) or unseen
 
 
 class BlockRecord(Record, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ names the formats it appears in, so a section is written once for all of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Flag, auto
 from itertools import chain
@@ -285,6 +286,28 @@ def _columns(table: Table, on: Format) -> Table:
     ]
     columns = tuple(table.columns[place] for place in places)
     return replace(table, columns=columns, rows=[[row[place] for place in places] for row in table.rows])
+
+
+_HASH = re.compile(r"\b(?:[0-9a-f]{32,}|GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b")
+HASH_LENGTH = 8
+"""The characters that readers see of a hash or of a GPU's UUID; result.json and the tables for programs have all."""
+
+
+def split_hashes(text: str) -> Iterator[tuple[str, str]]:
+    """The pieces of a text as a reader sees them, each with the whole hash where it is the beginning of one, else with
+    an empty text."""
+    place = 0
+    for match in _HASH.finditer(text):
+        yield text[place : match.start()], ""
+        whole = match.group()
+        yield whole[: HASH_LENGTH + len("GPU-") * whole.startswith("GPU-")], whole
+        place = match.end()
+    yield text[place:], ""
+
+
+def readable(text: str) -> str:
+    """The text with hashes of eight characters."""
+    return "".join(piece for piece, _ in split_hashes(text))
 
 
 def text_of(value: Value, *, short: bool = False) -> str:

@@ -17,7 +17,7 @@ from loadgen.metrics.comparisons import Comparison, advantage, leading_compariso
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.quantities import counted, join, ratio, ratio_interval
 from loadgen.records.run import Experiment, Label, Workload, shown
-from loadgen.verdict.checks.registry import Check, invalidating
+from loadgen.verdict.checks.registry import CHECKS, Check, in_sentence, invalidating, reached
 from loadgen.verdict.checks.run import same_payload
 
 MOST_WORDS = 25
@@ -43,7 +43,7 @@ def headline(
 ) -> str:
     """The sentence. `titles` are the arms' names; `cause` is a clause with its comma that explains the lead of the
     comparison `main_comparison`."""
-    failed = invalidating(checks)
+    failed = invalidating(reached(checks))
     if apart := next((check for check in failed if check.name == same_payload.name), None):
         return _fit([("No winner: ",), (f"{apart.detail}.", "the arms were sent different payloads.")])
     leading = leading_comparisons(comparisons)
@@ -97,15 +97,24 @@ def _fit(parts: Sequence[Alternatives]) -> str:
 
 
 def _failures(failed: Sequence[Check]) -> Iterator[str]:
-    """What took the verdict away, from the whole detail to the condition's name."""
+    """What took the verdict away, from the whole detail to the name of the check; a check without data by its name."""
     if failed:
         first, names = failed[0], {check.name for check in failed}
         more = f" ({counted(len(names) - 1, 'more failed check')})" if len(names) > 1 else ""
-        yield first.detail + more
-        yield first.detail
-        condition = f"“{first.title}” is not available" if first.ok is None else f"“{first.title}” failed"
-        yield condition + more
-        yield condition
+        if first.ok is False:
+            yield first.detail + more
+            yield first.detail
+        yield _condition(first) + more
+        yield _condition(first)
+
+
+def _condition(check: Check) -> str:
+    """A check in a few words: its title where that says what is wrong or not known, else the condition, which is all
+    that a result of an older version has."""
+    definition = CHECKS.get(check.name)
+    if definition is not None and check.title in (definition.failed, definition.not_known):
+        return in_sentence(check.title)
+    return f"“{check.title}” is not available" if check.ok is None else f"“{check.title}” failed"
 
 
 def _short_names(labels: Sequence[Label], titles: Mapping[Label, str]) -> dict[Label, str]:

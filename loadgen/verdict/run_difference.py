@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
-from loadgen.quantities import Interval
+from loadgen.quantities import Interval, counted, number
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
@@ -99,7 +99,10 @@ def _described(result: Result, other: Experiment) -> dict[Kind, dict[str, object
         "load": {
             **{name: getattr(experiment, name) for name in ("model", "weights", "transport", "threads", "deployment")},
             **{f"payload of {a.label}": experiment.payload_of(a) for a in experiment.arms if a.label in other.labels},
-            **{f"workload {c.name}": f"{c.requests} requests, {c.seconds:g} s per block" for c in experiment.workloads},
+            **{
+                f"workload {c.name}": f"{counted(c.requests, 'request')}, {number(c.seconds)} s per block"
+                for c in experiment.workloads
+            },
             **inputs,
         },
         "arm": arms,

@@ -33,7 +33,7 @@ from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
 from loadgen.probes.causes_analysis import CauseEffect, CausesFound
-from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms
+from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
 from loadgen.records.model_config import queue_policy_of, whole
 from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown
 from loadgen.verdict.checks.arms import handicap
@@ -101,7 +101,23 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
         caveats=tuple(
             sentence(check.detail)
             for check in (*(check for check in checks if check.state in CHECKS[check.name].caveat), *_tolerated(checks))
-        ),
+        )
+        + _limits_of_smoke(facts),
+    )
+
+
+def _limits_of_smoke(facts: Facts) -> tuple[str, ...]:
+    """What the smallest preset cannot decide; empty for the others and without a comparison."""
+    leading = leading_comparisons(facts.comparisons)
+    if facts.run.experiment.preset != "smoke" or not leading:
+        return ()
+    fewest, most = min(c.pairs for c in leading), max(c.pairs for c in leading)
+    rounds = counted(fewest, "round") if fewest == most else f"{fewest} to {most} rounds"
+    effects = [c.minimal_detectable_effect for c in leading if c.minimal_detectable_effect is not None]
+    seen = f"differences of {share(min(effects))} or more, in some workloads only larger ones" if effects else "none"
+    return (
+        f"A smoke run, to see that everything works: {rounds} of each workload show {seen}, so inconclusive does not "
+        "mean equal. For a verdict run again with --preset quick.",
     )
 
 
@@ -472,16 +488,17 @@ def _stopping_sentence(
     if ended == "decided":
         return f"Stopped when every workload was decided, after {count} of each."
     if ended == "time limit":
-        limit = number(experiment.time_limit_minutes or 0.0)
+        limit = counted(significant(experiment.time_limit_minutes or 0.0, 3), "minute")
         names = ", ".join(undecided)
-        return f"Stopped by the time limit of {limit} minutes of load, after {count} of each; inconclusive: {names}."
+        return f"Stopped by the time limit of {limit} of load, after {count} of each; inconclusive: {names}."
     if ended is None:
         return f"Ended early, after {count} of each workload."
     starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     cold = sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
     if ended == "time":
-        return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each workload{starts}{apart}."
+        time = counted(experiment.minutes or 0.0, "minute")
+        return f"As many rounds as {time} allowed: {count} of each workload{starts}{apart}."
     return f"As planned: {count} of each workload{starts}{apart}."
 
 

@@ -77,6 +77,18 @@ def test_commands_and_options_exist(path: Path) -> None:
     assert wrong == []
 
 
+def test_no_page_of_the_site_links_out_of_it() -> None:
+    """The site has docs/ alone, and its builder refuses such a link."""
+    docs = ROOT / "docs"
+    leaving = [
+        (path.name, target)
+        for path in docs.rglob("*.md")
+        for target in LINK.findall(path.read_text())
+        if not (path.parent / target).resolve().is_relative_to(docs)
+    ]
+    assert leaving == []
+
+
 def test_the_sites_navigation_has_every_page_once() -> None:
     """All but the tables of published runs, to which docs/results/README.md links."""
     chapters = tomllib.loads((ROOT / ".ci/zensical.toml").read_text())["project"]["nav"]

@@ -21,9 +21,10 @@ PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian-4.1.1.min.js.gz"
 STRIP_WIDTH = 240.0
 MOST_ROWS = 16
 """A longer table is shown on demand."""
-TABLE_WIDTHS = {"narrow": (4, 400), "middle": (9, 680), "wide": (999, 1000)}
+TABLE_WIDTHS = {"narrow": (4, 400), "middle": (9, 780), "wide": (999, 1000), "crowded": (999, 9999)}
 """Kinds of tables: the most columns of each, and the width in pixels below which its rows become cards, so that nothing
 is cut or scrolls sideways."""
+MOST_TEXTS = 10
 
 
 def render_html(document: doc.Document) -> str:
@@ -72,17 +73,20 @@ def _template() -> jinja2.Template:
 
 
 def _style() -> str:
-    """The style sheet, with the rules of cards for every kind of table."""
+    """The style sheet, with the rules of cards for every kind of table; paper has tables where they fit."""
     cards = (HERE / "cards.css").read_text()
     rules = (
-        f"@container (max-width: {pixels}px) {{ table.{kind} {{\n{cards}}} }}\n"
+        f"@media {'all' if kind == 'crowded' else 'screen'} {{ @container (max-width: {pixels}px) "
+        f"{{ table.{kind} {{\n{cards}}} }} }}\n"
         for kind, (_, pixels) in TABLE_WIDTHS.items()
     )
     return (HERE / "document.css").read_text() + "".join(rules)
 
 
 def _width_of(columns: Sequence[doc.Column]) -> str:
-    """The kind of a table by its columns."""
+    """The kind of a table by its columns; more than `MOST_TEXTS` of words fit on no screen."""
+    if sum(column.kind in ("name", "text") for column in columns) > MOST_TEXTS:
+        return "crowded"
     return next(kind for kind, (most, _) in TABLE_WIDTHS.items() if len(columns) <= most)
 
 
@@ -99,8 +103,12 @@ def strip_x(place: float) -> float:
 
 
 def code(text: str) -> markupsafe.Markup:
-    """Text in which `words in backticks` are set as code."""
-    return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(printable(text)))))
+    """Text in which `words in backticks` are set as code, and hashes are short with the whole one in a tooltip."""
+    pieces = (
+        f'<abbr title="{whole}">{piece}</abbr>' if whole else re.sub("`([^`]+)`", r"<code>\1</code>", piece)
+        for piece, whole in doc.split_hashes(str(markupsafe.escape(printable(text))))
+    )
+    return markupsafe.Markup("".join(pieces))
 
 
 def _script_json(chart: doc.Chart) -> str:

@@ -45,9 +45,13 @@ b: {image: "${B_IMAGE:-example.org:5000/team/known:2B}"}
 c: ${A_IMAGE}
 """
     (tmp_path / "docker-compose.yml").write_text(text.replace("1A", f"1@{OLD}").replace("2B", "2"))
+    copy = tmp_path / "docker/kubernetes/gpu/triton.yaml"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(f"image: known:1@{OLD}\nimage: unknown:1@{OLD}\nother: known:1\n")
     done = pin(tmp_path, environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "docker-compose.yml").read_text() == text.replace("1A", f"1@{NEW}").replace("2B", f"2@{NEW}")
+    assert copy.read_text() == f"image: known:1@{NEW}\nimage: unknown:1@{OLD}\nother: known:1\n"
     assert f"A_IMAGE: known:1 is {NEW}, it was {OLD}" in done.stdout
 
 
