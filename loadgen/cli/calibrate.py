@@ -10,10 +10,12 @@ from typing import Annotated, TypeVar
 import typer
 
 from loadgen.cli.output import check_files, fail, write_json
-from loadgen.client.transports import TRANSPORTS
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import IMAGE_PAYLOADS
+from loadgen.records.run import TRANSPORTS
+
+HELP_GROUP = "Machine"
 
 EXIT_FAILED = 1
 _LOAD, _MEASUREMENT, _OUTPUT = (partial(typer.Option, rich_help_panel=panel) for panel in (LOAD, MEASUREMENT, OUTPUT))

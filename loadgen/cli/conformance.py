@@ -16,6 +16,8 @@ from loadgen.records.payloads import DEFAULT_NAME
 if TYPE_CHECKING:
     from loadgen.conformance.servers import Session
 
+HELP_GROUP = "Explore"
+
 EXIT_CONFORMS, EXIT_DEVIATES = 0, 1
 
 

@@ -14,6 +14,8 @@ from loadgen.cli.output import fail
 if TYPE_CHECKING:
     from loadgen.verdict.result import Result
 
+HELP_GROUP = "Compare"
+
 EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_CHANGED = 0, 1, 3
 _RUN = "A folder that `abserve compare` wrote to, or a result.json."
 

@@ -39,6 +39,13 @@ def complain(message: str, style: str = "bold red", kind: str = "error") -> None
     make_console(sys.stderr).print(f"{kind}: {message}", style=style, soft_wrap=True)
 
 
+def announce(text: str) -> None:
+    """Say on standard error what takes longer than a second, before it begins."""
+    from loadgen.report.renderers.terminal import make_console
+
+    make_console(sys.stderr).print(f"{text} …", style="dim", soft_wrap=True)
+
+
 def check_files(files: Mapping[str, str | Path | None]) -> None:
     """End the command before it measures if a file to write, by its option, has no folder; `-` is standard output."""
     for option, target in files.items():

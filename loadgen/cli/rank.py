@@ -10,6 +10,8 @@ import typer
 
 from loadgen.cli.output import complain, fail
 
+HELP_GROUP = "Compare"
+
 
 def rank(
     results: Annotated[

@@ -15,6 +15,8 @@ from loadgen.cli.output import fail
 if TYPE_CHECKING:
     from loadgen.report.document import Document
 
+HELP_GROUP = "Compare"
+
 
 def report(
     directory: Annotated[

@@ -32,7 +32,7 @@ from loadgen.client.inputs import (
 )
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
 from loadgen.client.traffic import Traffic
-from loadgen.client.transports import TRANSPORTS, InferenceTarget, PreparedBodies, prepare_bodies
+from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.headers import HeaderError, read_headers
 from loadgen.records.payloads import (
@@ -45,7 +45,7 @@ from loadgen.records.payloads import (
     served_name,
     variant_name,
 )
-from loadgen.records.run import Access, Arrivals, Transport
+from loadgen.records.run import TRANSPORTS, Access, Arrivals, Transport
 from loadgen.records.samples import SampleWriter
 
 logger = logging.getLogger("abserve")

@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from servers.cli.options import EngineOptions, checked, fail, settings_of, takes_settings
+from servers.cli.options import EngineOptions, checked, counted, fail, settings_of, takes_settings
 from servers.engines.factory import check_engine, enter_environment_of
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present, wait_policy
@@ -37,6 +37,8 @@ from servers.models.weights import WeightsError, WeightsSource, parse_weights, p
 
 if TYPE_CHECKING:
     from servers.measuring.profile import BatchProfile
+
+HELP_GROUP = "Explore"
 
 SCHEMA = "abserve.engine/2"
 
@@ -190,7 +192,7 @@ def _show(
     console.print(f"{specification.title}, {d.weights}", markup=False)
     console.print(
         f"{d.kind} {d.version}, {d.precision}, mode {d.mode}, {d.details.get('device_name', d.device)}"
-        f"{'' if d.threads is None else f', {d.threads} threads'}, loaded in {load_seconds:.1f} s",
+        f"{'' if d.threads is None else ', ' + counted(d.threads, 'thread')}, loaded in {load_seconds:.1f} s",
         markup=False,
     )
     for key in ("kernels", "gelu", "nodes_by_provider"):

@@ -11,6 +11,7 @@ random:SEED seeds torch before the call, and a checkpoint is loaded into the mod
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,7 +83,7 @@ def _function(path: Path, name: str | None) -> Callable[[], object]:
     try:
         module = _executed(path)
     except (Exception, SystemExit) as exc:
-        raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}") from exc
+        raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}{_hidden(path)}") from exc
     function = getattr(module, name or "", None)
     if _is_module(function):
         return partial(deepcopy, function)
@@ -127,9 +128,27 @@ def _executed(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look the module up
     folder = str(path.parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # the file may import its neighbours
+        sys.path.append(folder)  # the file may import its neighbours; last, so that none hides an installed package
     spec.loader.exec_module(module)
     return module
+
+
+def _hidden(path: Path) -> str:
+    """A clause that names the neighbours of the file which it imports by the name of an installed package."""
+    try:
+        nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    names = []
+    for name in sorted({name.partition(".")[0] for name in imported}):
+        places = (path.parent / f"{name}.py", path.parent / name / "__init__.py")
+        file = getattr(sys.modules.get(name), "__file__", None)
+        names += [name] if file and any(place.is_file() for place in places) and Path(file) not in places else []
+    if not names:
+        return ""
+    return f"; {', '.join(names)} in {path.parent} has the name of an installed package, which is imported: rename it"
 
 
 def _cause(exc: BaseException, path: Path) -> str:

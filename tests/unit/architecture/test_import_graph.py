@@ -305,6 +305,28 @@ def test_pynvml_is_imported_in_one_place() -> None:
     assert users == {"servers.gpu.nvml"}
 
 
+def interpreters_without_safe_path(tree: ast.AST) -> list[int]:
+    """The lines of command lines that begin with this interpreter and not with -P."""
+    return [
+        sequence.lineno
+        for sequence in ast.walk(tree)
+        if isinstance(sequence, ast.List | ast.Tuple)
+        for element, after in zip(sequence.elts, [*sequence.elts[1:], None], strict=True)
+        if ast.unparse(element) == "sys.executable" and not (isinstance(after, ast.Constant) and after.value == "-P")
+    ]
+
+
+def test_no_child_process_imports_from_the_working_folder() -> None:
+    """A user's project may have a folder `servers` or a file `loadgen.py`, `numpy.py`, …"""
+    assert interpreters_without_safe_path(ast.parse("argv = (sys.executable, '-m', name)")) == [1]
+    starts = {
+        name: lines
+        for name, path in MODULES.items()
+        if (lines := interpreters_without_safe_path(ast.parse(path.read_text())))
+    }
+    assert starts == {}
+
+
 def test_modules_that_a_program_in_a_string_imports_exist() -> None:
     """mypy does not see them, and most such programs are in tests that only `make test-slow` runs."""
     imported = re.compile(

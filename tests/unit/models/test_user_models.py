@@ -209,6 +209,22 @@ def test_a_file_that_describes_no_model_is_refused(text: str, message: str, file
     assert "\n" not in str(caught.value)
 
 
+def test_a_neighbour_with_the_name_of_an_installed_package_hides_nothing_and_is_named(
+    file: Callable[[str], str], tmp_path: Path
+) -> None:
+    for name in ("numpy", "msgspec"):
+        (tmp_path / f"{name}.py").write_text("THEIRS = 1")
+    (tmp_path / "neighbour_of_mine.py").write_text("import numpy\nWIDTH = numpy.int64(3)")
+    assert get_base(f"{file(f'from neighbour_of_mine import WIDTH{chr(10)}{model()}')}:f").inputs[0].shape == (-1, 3)
+    path = tmp_path / "another.py"
+    path.write_text("from neighbour_of_mine import WIDTH\nimport numpy as np, msgspec\nprint(np.THEIRS)\n")
+    with pytest.raises(UnknownModelError) as caught:
+        get_base(f"{path}:f")
+    assert str(caught.value).endswith(
+        f"(line 3); msgspec, numpy in {tmp_path} has the name of an installed package, which is imported: rename it"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
