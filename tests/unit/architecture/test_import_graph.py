@@ -311,7 +311,7 @@ def interpreters_without_safe_path(tree: ast.AST) -> list[int]:
         sequence.lineno
         for sequence in ast.walk(tree)
         if isinstance(sequence, ast.List | ast.Tuple)
-        for element, after in zip(sequence.elts, [*sequence.elts[1:], None], strict=True)
+        for element, after in zip(sequence.elts, [*sequence.elts[1:], None], strict=False)
         if ast.unparse(element) == "sys.executable" and not (isinstance(after, ast.Constant) and after.value == "-P")
     ]
 
