@@ -50,6 +50,7 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings
+from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ HELP_GROUP = "Compare"
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
 OUT: dict[str, Any] = {"metavar": "DIR", "help": "Folder for the results (default: results/TIME-MODEL)."}
+GENERATED = (
+    "the inputs are random values made from A's metadata, where variable sizes are 16 and integers are 0 or 1; send "
+    "your own with --inputs FILE"
+)
 _SEVERITY = (EXIT_VALID, EXIT_THRESHOLD, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUPTED)
 
 
@@ -102,10 +107,12 @@ def compare(
     """
     try:
         settings = effective_settings(file, given_options(context, options))
+        notes: tuple[str, ...] = ()
         if not print_experiment:
             announce(CHECKING)
+            settings, notes = name_models(settings)
         plan = plan_experiment(settings)
-        for note in plan.notes:
+        for note in (*plan.notes, *notes):
             complain(note, kind="note", style="yellow")
         if not print_experiment:
             plan = check_run(plan, out, {"--junit": junit, "--csv": csv})
@@ -123,6 +130,34 @@ def compare(
         status, result = run_and_report(plan.runs[0][1], folder, mlflow)
         results = {"": result}
     raise typer.Exit(_write_formats(results, junit, csv, status))
+
+
+def name_models(settings: ExperimentSettings) -> tuple[ExperimentSettings, tuple[str, ...]]:
+    """The settings with the model that servers at URLs have in common, if no setting names it, and notes about that.
+    Raises `PlanError`."""
+    from loadgen.launch.deployment import DeploymentError
+    from loadgen.launch.discovery import find_models
+
+    arms = make_arms(settings)
+    if "model" in settings.model_fields_set or any(arm.embedded for arm in arms):
+        return settings, ()
+    for arm in arms:
+        check_reachable(arm, "http")
+    payload = settings.payload[0] if settings.payload else implied_payload(settings.model)
+    preferred = served_name(settings.model, payload) or settings.model
+    try:
+        found = find_models(arms, preferred)
+    except DeploymentError as exc:
+        raise PlanError(str(exc)) from exc
+    names = set(found.names.values())
+    if names == {preferred}:
+        return settings, found.notes
+    named = {
+        label: arm if len(names) == 1 else arm.model_copy(update={"model": found.names[label]})
+        for label, arm in settings.arms.items()
+    }
+    model = found.names[next(iter(settings.arms))]
+    return settings.model_copy(update={"arms": named, "model": model}), found.notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +274,7 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     from loadgen.client.endpoint import EndpointError
     from loadgen.client.inputs import InputError
     from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
-    from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs
+    from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs, with_generated_inputs
     from loadgen.run.storage import RunStore
 
     checked: dict[tuple[Label, str], Deployment] = {}
@@ -267,13 +302,16 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
         try:
             for number, experiment in enumerate(decided):
                 started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
+                running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
+                name = experiment.model_of(experiment.baseline) or experiment.model
+                if not started and isinstance(running, RemoteDeployment):
+                    place = Path(folder) / str(number) / "known"
+                    decided[number] = experiment = with_generated_inputs(experiment, place, running.signature(name))
                 # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
                 if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
                     place = Path(folder) / str(number) / "samples"
                     _, inputs = prepare_inputs(experiment, place)
-                    running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
                     if inputs is None and experiment.inputs and isinstance(running, RemoteDeployment):
-                        name = experiment.model_of(experiment.baseline) or experiment.model
                         make_inputs(experiment, place, running.signature(name))
         except (InputError, EndpointError) as exc:
             raise PlanError(str(exc)) from exc
@@ -285,7 +323,10 @@ def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path |
     decide. Raises `PlanError`; a file that cannot be written ends the command."""
     check_out(out)
     check_files(files)
-    experiments = check_servers([experiment for _, experiment in plan.runs])
+    asked = [experiment for _, experiment in plan.runs]
+    experiments = check_servers(asked)
+    if any(before.inputs != after.inputs for before, after in zip(asked, experiments, strict=True)):
+        complain(GENERATED, kind="note", style="yellow")
     combinations = [combination for combination, _ in plan.runs]
     return replace(plan, runs=tuple(zip(combinations, experiments, strict=True)))
 

@@ -223,7 +223,7 @@ def _show_details(model: dict[str, Any]) -> None:
         ("Payloads", ", ".join(model["payloads"])),
         ("Largest batch", str(model["max_batch_size"])),
         ("Size", _size(model)),
-        ("File, SHA-256", model["definition_sha256"]),
+        ("Definition, SHA-256", model["definition_sha256"]),
         ("Default weights", model["default_weights"]),
         ("Weights by tag", ", ".join(tags)),
     ):

@@ -57,7 +57,7 @@ class NativeLaunch:
         host = host_in_url(settings.host)
         url = f"http://{host}:{settings.http_port}"
         return LaunchPlan(
-            argv=(sys.executable, "-m", "servers.native", to_argument(settings)),
+            argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
             env={},
             http_url=url,
             grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
