@@ -47,7 +47,7 @@ def run(project: Path, *arguments: str) -> str:
 @pytest.mark.triton
 def test_a_comparison_of_both_servers(project: Path) -> None:
     arms = ["--a", "native", "--b", "triton", "--a-option", "fronts=1", "--b-option", "engine=torch"]
-    load = ["--scenarios", "single", "--rounds", "2", "--no-handicap-check", "--out", "run"]
+    load = ["--scenarios", "single", "--rounds", "2", "--no-handicap-check", "--anyway", "--out", "run"]
     run(project, "loadgen.entry", "compare", "--model", "model.py:build", *arms, *load)
     state, parity = (json.loads((project / "run" / name).read_bytes()) for name in ("run.json", "parity.json"))
     assert state["state"] == "finished", state

@@ -20,7 +20,7 @@ import abserve
 from tests.integration.loadgen.conftest import await_true, fake_servers
 
 QUICK: dict[str, Any] = {
-    "model": "openclip_vit_b32", "inputs": "random", "scenarios": ["single"], "rounds": 2, "gpu_control": False,
+    "model": "openclip_vit_b32", "inputs": "random", "scenarios": ["single"], "rounds": 2, "gpu_control": False, "anyway": True,
 }  # fmt: skip
 LONG = {**QUICK, "rounds": 5000}
 
