@@ -58,7 +58,7 @@ def entries() -> Iterator[str]:
         if name in LEFT_OUT or get_origin(parameter.annotation) is not Annotated:
             continue
         option = settings.get(name)
-        kind = "str | PathLike[str]"
+        kind = "bool" if get_args(parameter.annotation)[0] is bool else "str | PathLike[str]"
         if option is not None:
             kind = python_type(option.field, option.repeated, option.is_mapping)
         yield f"    {name}: {kind} | None\n"

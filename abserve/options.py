@@ -216,7 +216,7 @@ class CompareOptions(TypedDict, total=False):
     """Measure each engine alone, without its server (default: with --preset full)."""
     fail_if: str | Sequence[str] | None
     """Exit with status 3 if this holds, such as 'b.p99 > 1.05 * a.p99'; repeatable."""
-    anyway: str | PathLike[str] | None
+    anyway: bool | None
     """Measure although other programs use the CPU, instead of waiting up to a minute for them and giving up."""
     junit: str | PathLike[str] | None
     """Also write JUnit XML for CI."""
