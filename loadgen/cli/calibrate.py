@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from loadgen.cli.output import check_files, fail, write_json
+from loadgen.cli.output import announce, check_files, fail, write_json
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import IMAGE_PAYLOADS
@@ -48,6 +48,7 @@ def calibrate(
     kinds = _chosen(payloads, IMAGE_PAYLOADS, "--payloads")
     sizes = _sizes(batch_sizes)
     check_files({"--out": out, "--json": json_file})
+    announce("starting the load generator and a server that does nothing")
     # After the argument checks: grpc takes half a second to import.
     from loadgen.report.contents import calibration_document
     from loadgen.report.renderers.terminal import make_console, print_document

@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from loadgen.cli.output import (
+    CHECKING,
     analysis_of,
     announce,
     check_export,
@@ -108,6 +109,7 @@ def compare(
         settings = effective_settings(file, given_options(context, options))
         notes: tuple[str, ...] = ()
         if not print_experiment:
+            announce(CHECKING)
             settings, notes = name_models(settings)
         plan = plan_experiment(settings)
         for note in (*plan.notes, *notes):
@@ -321,7 +323,6 @@ def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path |
     decide. Raises `PlanError`; a file that cannot be written ends the command."""
     check_out(out)
     check_files(files)
-    announce("checking the options, the model and the servers")
     asked = [experiment for _, experiment in plan.runs]
     experiments = check_servers(asked)
     if any(before.inputs != after.inputs for before, after in zip(asked, experiments, strict=True)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import check_files, fail, write_json
+from loadgen.cli.output import announce, check_files, fail, write_json
 from loadgen.records.payloads import DEFAULT_NAME
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def conformance(
     if launch not in (None, "native", "triton"):
         fail(f"--launch {launch} is unknown; give native or triton")
     check_files({"--json": json_file, "--markdown": markdown_file})
+    announce("preparing the cases")
     # After the argument checks, because importing grpc takes half a second.
     from loadgen.conformance.cases import select
     from loadgen.conformance.cases.long_runs import fuzz_case, growth_case

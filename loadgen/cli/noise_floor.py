@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, OUT, check_run, plan_experiment, run_and_report
-from loadgen.cli.output import default_out, fail
+from loadgen.cli.output import CHECKING, announce, default_out, fail
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import effective_settings, given_options, takes_settings
 from loadgen.experiment.plan import PlanError
@@ -103,6 +103,7 @@ def _measured(
     if stray := [option.flag for option in chosen if option.path[0] == "arms" and option.path[1] != "a"]:
         raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave the other arms out")
     settings = self_comparison(effective_settings(file, chosen))
+    announce(CHECKING)
     plan = plan_experiment(settings)
     if plan.is_matrix:
         raise PlanError("the noise floor needs one transport and one payload; give one of each")

@@ -39,8 +39,13 @@ def complain(message: str, style: str = "bold red", kind: str = "error") -> None
     make_console(sys.stderr).print(f"{kind}: {message}", style=style, soft_wrap=True)
 
 
-def announce(text: str) -> None:
-    """Say on standard error what takes longer than a second, before it begins."""
+CHECKING = "checking the options, the model and the servers"
+
+
+def announce(text: str, *, in_logs: bool = True) -> None:
+    """Say on standard error what takes longer than a second, before it begins; `in_logs`: also without a terminal."""
+    if not in_logs and not sys.stderr.isatty():
+        return
     from loadgen.report.renderers.terminal import make_console
 
     make_console(sys.stderr).print(f"{text} …", style="dim", soft_wrap=True)

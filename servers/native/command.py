@@ -119,6 +119,7 @@ def serve_native(
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())
         return
+    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
     sys.stdout.flush()
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets this process's PID and signals
 

@@ -58,6 +58,7 @@ def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool) 
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())
         return
+    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
     sys.stdout.flush()
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
 

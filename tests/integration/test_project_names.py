@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 from width import WIDTH
-from servers.models import Input, Output, UserModel
+from abserve.models import Input, Output, UserModel
 
 
 def build():

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from loadgen.documents import read_stored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,15 +25,18 @@ SCENARIOS = {
 }
 
 
-def test_the_command_reference_is_that_of_the_code() -> None:
+@pytest.mark.parametrize(
+    ("program", "document"), [("command_reference", "docs/commands.md"), ("python_options", "abserve/options.py")]
+)
+def test_the_references_are_those_of_the_code(program: str, document: str) -> None:
     made = subprocess.run(
-        [sys.executable, str(ROOT / ".ci/command_reference.py")],
+        [sys.executable, str(ROOT / f".ci/{program}.py")],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert (ROOT / "docs/commands.md").read_text() == made, "make reference"
+    assert (ROOT / document).read_text() == made, "make reference"
 
 
 def test_no_field_of_a_result_counts_images_where_any_items_are_meant() -> None:
