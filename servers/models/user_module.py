@@ -68,6 +68,10 @@ def _adapter(module: torch.nn.Module, calling: Calling) -> torch.nn.Module:
             answers = dict(_named(calling.call(self.module, inputs)))
             return tuple(answers[name] for name in calling.outputs)
 
+    # torch.export binds the inputs to parameters, and would take those of *inputs for one tuple.
+    names = ["self", *(f"input_{place}" for place in range(len(calling.names)))]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    Adapter.forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return Adapter()
 
 

@@ -207,8 +207,10 @@ def _of_bare_module(
         model = replace(model, samples=sample_items(module, sample))
         specification = _specification(path, function, make, model)
     described = f"{file_sha256(path)} {parameters_sha256(module)} {specification.inputs} {specification.outputs}"
+    of_file = "" if sample_file is None else f":{Path(sample_file).expanduser().absolute()}"
     return replace(
         specification,
+        reference=specification.reference + of_file,
         load_module=partial(_load_bare, path, label, make, calling, specification),
         definition_sha256=sha256(described.encode()).hexdigest(),
     )
@@ -497,7 +499,8 @@ def _run(
         with torch.inference_mode():
             answer = module(*inputs)
     except (Exception, SystemExit) as exc:
-        path = Path(specification.reference.rpartition(":")[0])
+        match = _REFERENCE.fullmatch(specification.reference)
+        path = Path(match["file"] if match else "")
         raise WeightsError(f"{label}: the module fails on inputs of its description: {_cause(exc, path)}") from exc
     answers = [answer] if isinstance(answer, torch.Tensor) else answer
     if not isinstance(answers, tuple | list) or not all(isinstance(value, torch.Tensor) for value in answers):

@@ -142,6 +142,18 @@ def test_a_file_of_arrays_is_the_sample(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", input=np.zeros((2, 3, 20, 20), np.float32))
     spec = specification(tmp_path, CNN, f"m.py:build:{tmp_path}/rows.npz")
     assert spec.inputs[0].shape == (-1, 3, 20, 20)
+    assert spec.label == "m.py:build:rows.npz"
+    assert get_specification(spec.reference).definition_sha256 == spec.definition_sha256  # as in another process
+
+
+def test_torch_can_export_it(tmp_path: Path) -> None:
+    """It binds every input to a parameter, though the module is called by names."""
+    spec = specification(tmp_path, TWO)
+    module, batch = spec.load_module(RandomWeights(0)), torch.export.Dim("batch", min=1, max=8)
+    items = valid_items(spec, 0, [1, 1])
+    inputs = tuple(torch.from_numpy(items[tensor.name]) for tensor in spec.inputs)
+    exported = torch.export.export(module, inputs, dynamic_shapes=({0: batch}, {0: batch}))
+    assert len(exported.module()(*inputs)) == 3
 
 
 def test_other_parameters_are_another_definition(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_new_source_is_one_file_and_its_models_are_served(tmp_path: Path) -> N
 
 
 def test_a_new_model_is_described_without_touching_a_file_of_ours(tmp_path: Path) -> None:
-    text = (ROOT / "docs/models.md").read_text().partition("```python\n")[2].partition("```")[0]
+    text = (ROOT / "docs/models.md").read_text().split("```python\n")[2].partition("```")[0]
     (tmp_path / "mine.py").write_text(text)
     status, output = run(f"{tmp_path / 'mine.py'}:scorer", "--json")
     assert status == 0
@@ -177,7 +177,7 @@ def test_without_a_place_for_the_cache_the_models_are_read_each_time(
 
 def test_a_model_of_the_user_is_never_kept(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
     library = Library(monkeypatch)
-    text = (ROOT / "docs/models.md").read_text().partition("```python\n")[2].partition("```")[0]
+    text = (ROOT / "docs/models.md").read_text().split("```python\n")[2].partition("```")[0]
     (tmp_path / "mine.py").write_text(text)
     for _ in range(2):
         command.KnownModels().describe(f"{tmp_path / 'mine.py'}:scorer")
