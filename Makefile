@@ -8,6 +8,7 @@ BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 REPORT := docs/results/2026-11-23-h200/three-arms/report.html
+RUN    := docs/results/2026-11-25-h100/resnet50
 .PHONY: help setup engines compare test test-engines test-slow test-compose benchmark lint reference picture docs dist format doctor repo lock pin-images clean
 
 help: ## list the targets
@@ -36,7 +37,7 @@ SIDE_BY_SIDE := --no-loadscope-reorder --ignore-glob='*/alone/*' \
 
 # The tests start hundreds of processes, which would compile the same modules again and again.
 test: export PYTHONDONTWRITEBYTECODE =
-test: setup ## run the tests (about 15 minutes on 2 cores)
+test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; \
@@ -70,17 +71,18 @@ lint: setup ## run ruff and mypy --strict, and check the compose files (with doc
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
 
-reference: setup ## regenerate the JSON Schema of result.json and docs/commands.md from the code
+reference: setup ## regenerate the JSON Schema of result.json and docs/commands.md and abserve/options.py from the code
 	@$(BIN)/python -m loadgen.verdict.result_schema > docs/result.schema.json.new
 	@mv docs/result.schema.json.new docs/result.schema.json
 	@$(BIN)/python .ci/command_reference.py > docs/commands.md.new
 	@mv docs/commands.md.new docs/commands.md
+	@$(BIN)/python .ci/python_options.py > abserve/options.py.new
+	@mv abserve/options.py.new abserve/options.py
 
-picture: setup ## regenerate the README's picture from the published report (needs Chromium)
-	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1400,1250 --screenshot=docs/images/report.png \
-		"file://$(CURDIR)/$(REPORT)" 2>/dev/null
-	@$(BIN)/python -c 'import sys; from PIL import Image; Image.open(sys.argv[1]).convert("RGB").quantize(dither=0).save(sys.argv[1], optimize=True)' docs/images/report.png
-	@ls -l docs/images/report.png
+picture: setup ## draw the pictures of the README and the docs again from published runs (needs Chromium)
+	@$(BIN)/python .ci/terminal_picture.py $(RUN) docs/images/terminal.svg
+	@$(BIN)/python .ci/report_pictures.py $(REPORT) docs/images
+	@ls -l docs/images
 
 docs: ## build the documentation site into site/html, with every link checked
 	@test -x $(VENV)-docs/bin/zensical || ($(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install --quiet zensical)
@@ -103,7 +105,7 @@ repo: setup ## regenerate triton_model_repo/
 lock: ## regenerate docker/locks/: the images' packages with hashes, from pyproject.toml and the constraints
 	@PYTHON="$(PYTHON)" sh docker/lock
 
-pin-images: ## write the current digest of each image's tag into .env (needs Docker; ARGS names another file)
+pin-images: ## write the current digest of each image's tag into docker-compose.yml (needs Docker; ARGS names another file)
 	@$(PYTHON) docker/pin_images.py $(ARGS)
 
 clean: ## remove the environment, artefacts and results

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOTS = ("servers", "loadgen")
+ROOTS = ("servers", "loadgen", "abserve")
 EMPTY_NAMES = ("one", "found", "own")
 """Names that say nothing of what they stand for."""
 

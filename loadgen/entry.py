@@ -2,39 +2,60 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points, version
+from importlib.util import find_spec
+from inspect import cleandoc
 from io import TextIOWrapper
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS, INTERNAL = "abserve.commands", "abserve.internal_commands"
 """Entry points: the name of a command and its function or Typer group. The help leaves out the internal ones."""
+GROUPS = ("Compare", "Explore", "Serve", "Machine")
+"""The groups of the help in their order. A command's is the constant `HELP_GROUP` of its module."""
+EXAMPLES = (
+    ("abserve doctor", "What this machine lacks for a comparison."),
+    ("abserve compare --model torchvision:resnet50", "PyTorch against Triton, in five minutes."),
+    ("abserve compare --a http://HOST:8000 --b http://HOST:9000", "Two servers that run already."),
+)
+MOST_MEANT = 3
+"""Options that are suggested in place of a wrong one."""
 STYLE = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class PanelledCommand(TyperCommand):
     """A command whose help lists its options in groups, by their `rich_help_panel`, in order of first appearance.
 
-    Rich's own tables would cut the names of long options at 80 columns."""
+    If it has an option `--help-all`, `--help` shows only the group of that one. Rich's own tables would cut the names
+    of long options at 80 columns."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write one section for each group of options; options without a group come last."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        rest: list[tuple[str, str]] = []
+        only = None
         for parameter in self.get_params(ctx):
-            group = "Arguments" if parameter.param_type_name == "argument" else ""
-            if record := parameter.get_help_record(ctx):
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or group, []).append(record)
-        rest = groups.pop("", [])
-        for title, records in [
-            *groups.items(),
-            ("Other options" if groups.keys() - {"Arguments"} else "Options", rest),
-        ]:
+            record, group = parameter.get_help_record(ctx), getattr(parameter, "rich_help_panel", None)
+            if record is None:
+                continue
+            if parameter.name == "help_all":
+                only = None if ctx.meta.get("help_all") else {"Arguments", group}
+                rest.append(record)
+            elif parameter.param_type_name == "argument":
+                groups.setdefault(group or "Arguments", []).append(record)
+            else:
+                (groups.setdefault(group, []) if group else rest).append(record)
+        shown = {title: records for title, records in groups.items() if only is None or title in only}
+        for title, records in [*shown.items(), ("Other options" if groups.keys() - {"Arguments"} else "Options", rest)]:
             with formatter.section(title):
                 formatter.write_dl(records)
 
@@ -61,6 +82,35 @@ class CommandGroup(TyperGroup):
             formatter.write_dl(listed)
 
 
+class CommandHead(NamedTuple):
+    """What the list of commands shows of one."""
+
+    group: str
+    text: str
+    """The first paragraph of its help."""
+
+
+@cache
+def read_head(point: EntryPoint) -> CommandHead:
+    """The head of a command, read from its source, because importing all commands takes seconds.
+
+    The help is the function's docstring or, of a Typer group, its argument `help`."""
+    package, *rest = point.module.split(".")
+    spec = find_spec(package)  # not of the module: that would import the packages between
+    path = Path(*(spec.submodule_search_locations or ())[:1], *rest).with_suffix(".py") if spec else Path()
+    group, text = "Other", ""
+    for node in ast.parse(path.read_bytes()).body if path.is_file() else ():
+        match node:
+            case ast.Assign(targets=[ast.Name(id="HELP_GROUP")], value=ast.Constant(value=str(value))):
+                group = value
+            case ast.FunctionDef(name=name) if name == point.attr:
+                text = ast.get_docstring(node) or ""
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(keywords=keywords)) if name == point.attr:
+                helps = [k.value.value for k in keywords if k.arg == "help" and isinstance(k.value, ast.Constant)]
+                text = cleandoc(str(helps[0])) if helps else ""
+    return CommandHead(group, " ".join(text.partition("\n\n")[0].split()))
+
+
 class RootCommand(CommandGroup):
     """The commands of all installed packages, each imported when it is asked for. A mistake in an option is one
     sentence with exit status 2."""
@@ -84,6 +134,23 @@ class RootCommand(CommandGroup):
         """Parse the options of the command and run it."""
         with one_sentence():
             return super().invoke(ctx)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write what abserve is for, and how to begin."""
+        super().format_help_text(ctx, formatter)
+        with formatter.section("Examples"):
+            for command, result in EXAMPLES:
+                formatter.write_text(command)
+                with formatter.indentation():
+                    formatter.write_text(result)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the caller passes it
+        """Write the commands in their groups, without importing them; the internal ones are left out."""
+        heads = [(name, read_head(point)) for name, point in self.commands.items() if point.group == COMMANDS]
+        for group in dict.fromkeys((*GROUPS, *(head.group for _, head in heads))):
+            if listed := [(name, head.text) for name, head in heads if head.group == group]:
+                with formatter.section(f"{group} commands" if group == "Other" else group):
+                    formatter.write_dl(listed)
 
 
 @cache
@@ -111,7 +178,18 @@ def one_sentence() -> Iterator[None]:
             raise
         from loadgen.cli.output import fail  # imports what only an error needs
 
-        fail(error.format_message())
+        fail(unknown_option(error) if hasattr(error, "possibilities") else error.format_message())
+
+
+def unknown_option(error: Any) -> str:
+    """The sentence for an option that does not exist, with those that may be meant, the closest first: one that the
+    help leaves out only if it is the closest, and no arm's option (`--a-model`) beside the plain one (`--model`)."""
+    parameters = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
+    hidden = {flag: getattr(each, "hidden", False) for each in parameters for flag in each.opts if flag[:2] == "--"}
+    close = get_close_matches(error.option_name, hidden, n=len(hidden) or 1)
+    plain = {flag[1:] for flag in close}
+    meant = [flag for flag in close if flag == close[0] or not (hidden[flag] or flag[3:] in plain)][:MOST_MEANT]
+    return f"{error.message}. Did you mean {' or '.join(meant)}?" if meant else str(error.message)
 
 
 def show_version(value: bool) -> None:

@@ -138,9 +138,9 @@ def per_second(item: str) -> str:
     return f"{items(item)}/s"
 
 
-def counted(count: int, noun: str) -> str:
-    """ "1 pair", "4 pairs" """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def counted(count: float, noun: str) -> str:
+    """ "1 pair", "4 pairs", "1,200 requests", "0.5 minutes" """
+    return f"{count:{',' if isinstance(count, int) else 'g'}} {noun}{'' if count == 1 else 's'}"
 
 
 def sentence(text: str) -> str:

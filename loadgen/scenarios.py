@@ -18,7 +18,8 @@ HOST` on the others) share the users and the rate; see docs/load.md.
 
 Options beside Locust's own (its web page shows them, its --help does not), each also as an environment variable:
 
-    --model NAME               ABSERVE_LOAD_MODEL             the model's name on the server, or its reference
+    --model NAME               ABSERVE_LOAD_MODEL             the model's name on the server, or its reference;
+                                                              default: the server's only one
     --batch-size N             ABSERVE_LOAD_BATCH_SIZE        inputs per request in Batched
     --payload PAYLOAD          ABSERVE_LOAD_PAYLOAD           fp32, uint8, jpeg of an image; tensors of other models
     --protocol TRANSPORT       ABSERVE_LOAD_PROTOCOL          http, grpc or shm (shared memory, on the server's machine)
@@ -47,13 +48,18 @@ from __future__ import annotations
 import logging
 import sys
 from itertools import islice
+from pathlib import Path
 from time import perf_counter_ns, time
 from typing import Any, ClassVar
 
 import gevent
+import msgspec
 from gevent.event import Event
 from locust import events, task
 from locust.exception import StopUser
+
+# Locust puts the folder in which it was started first, and a file loadgen.py there would be imported instead.
+sys.path.sort(key=lambda path: path in ("", str(Path.cwd())))
 
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError
@@ -64,6 +70,7 @@ from loadgen.experiment.schedule import endless_offsets_ns
 from loadgen.locust.metrics import export_load
 from loadgen.locust.session import InferenceUser, LoadOptions, Session, idle_traffic
 from loadgen.locust.workers import MasterSide, WorkerSide, share_of
+from loadgen.records.payloads import DEFAULT_NAME
 
 DEFAULT_HOST = "http://127.0.0.1:8100"
 _POLL_SECONDS = 0.005
@@ -125,7 +132,9 @@ class ColdStart(InferenceUser):
     def watch(self) -> None:
         """Live, ready, first answer, end. Inputs that need no server are prepared before the clock starts."""
         try:
-            self.session = Session(self.environment, LoadOptions.parse(self.environment))
+            options = LoadOptions.parse(self.environment)
+            options = msgspec.structs.replace(options, model=options.model or DEFAULT_NAME)  # no server to ask yet
+            self.session = Session(self.environment, options)
             self.session.load_inputs()
         except AddressError as exc:
             raise StopUser from exc  # it was reported when the test started
@@ -133,7 +142,6 @@ class ColdStart(InferenceUser):
             _give_up(self.environment, str(exc))
             raise StopUser from exc
         self.started_ns = perf_counter_ns()
-        options = self.session.options
         endpoint = Endpoint(self.environment.host, timeout_s=options.request_timeout, access=options.access)
         self._await("server live", endpoint.live)
         try:
@@ -314,7 +322,7 @@ def _problem(environment: Any) -> str | None:
         return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
     try:
         session, endpoint = Session(environment, options), Endpoint(environment.host, access=options.access)
-        if options.served_model is None:
+        if options.model and options.served_model is None:
             session.load_inputs()
         model = session.model
         options.target(endpoint.address, model)
@@ -324,7 +332,12 @@ def _problem(environment: Any) -> str | None:
     except AddressError as exc:
         return f"--host: {exc}"
     except EndpointError as exc:
-        return f"{exc}. Start a server, for example with: abserve serve native; or give another --host"
+        remedy = (
+            ""
+            if endpoint.live()
+            else ". Start a server, for example with: abserve serve native; or give another --host"
+        )
+        return f"{exc}{remedy}"
     if not endpoint.ready(model):
         return (
             f"the model {model} at {Address.parse(environment.host).url} is not ready; wait until it is and try again"

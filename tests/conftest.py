@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests import perf_analyzer as analyzer
 from tests.scripted_trtexec import ScriptedTrtexec
 
 PROJECT = Path(__file__).resolve().parents[1]
+os.environ["ABSERVE_ANYWAY"] = "1"  # the tests themselves keep the cores busy
 
 hypothesis_settings.register_profile("busy cores", deadline=None)  # the other worker's servers may have them
 hypothesis_settings.load_profile("busy cores")

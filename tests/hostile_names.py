@@ -41,7 +41,7 @@ def check_reports(out: Path, result: Result) -> None:
 
 
 def _marked_up(text: str) -> bool:
-    """Outside the fence, in which Markdown takes nothing for markup."""
+    """Outside the fences of the two commands, in which Markdown takes nothing for markup."""
     outside, fences = re.subn(r"^(`{3,})\n.*?\n\1$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^# .*$", outside, re.MULTILINE)
-    return fences != 1 or len(headings) != 1 or re.search(r"(?<!\\)(?:<script|\[x\])", outside) is not None
+    return fences != 2 or len(headings) != 1 or re.search(r"(?<!\\)(?:<script|\[x\])", outside) is not None

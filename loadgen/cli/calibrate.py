@@ -9,11 +9,13 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from loadgen.cli.output import check_files, fail, write_json
-from loadgen.client.transports import TRANSPORTS
+from loadgen.cli.output import announce, check_files, fail, write_json
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import IMAGE_PAYLOADS
+from loadgen.records.run import TRANSPORTS
+
+HELP_GROUP = "Machine"
 
 EXIT_FAILED = 1
 _LOAD, _MEASUREMENT, _OUTPUT = (partial(typer.Option, rich_help_panel=panel) for panel in (LOAD, MEASUREMENT, OUTPUT))
@@ -46,6 +48,7 @@ def calibrate(
     kinds = _chosen(payloads, IMAGE_PAYLOADS, "--payloads")
     sizes = _sizes(batch_sizes)
     check_files({"--out": out, "--json": json_file})
+    announce("starting the load generator and a server that does nothing")
     # After the argument checks: grpc takes half a second to import.
     from loadgen.report.contents import calibration_document
     from loadgen.report.renderers.terminal import make_console, print_document

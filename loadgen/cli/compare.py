@@ -17,11 +17,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from loadgen.cli.output import analysis_of, check_export, check_files, check_out, complain, default_out, fail, hand_over
-from loadgen.client.connection import Address, AddressError
-from loadgen.client.grpc import parse_grpc_address
-from loadgen.client.inputs import InputError, image_folder
-from loadgen.client.tls import TlsError, tls_context
+from loadgen.cli.output import (
+    CHECKING,
+    analysis_of,
+    announce,
+    check_export,
+    check_files,
+    check_out,
+    complain,
+    default_out,
+    fail,
+    hand_over,
+)
+from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.documents import one_line
 from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
 from loadgen.experiment.plan import (
@@ -42,16 +50,21 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings
-from loadgen.probes.ceiling_analysis import has_own_engines
+from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
-from loadgen.verdict.thresholds import plan_conditions
 
 if TYPE_CHECKING:
     from loadgen.verdict.result import Result
 
+HELP_GROUP = "Compare"
+
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
 OUT: dict[str, Any] = {"metavar": "DIR", "help": "Folder for the results (default: results/TIME-MODEL)."}
+GENERATED = (
+    "the inputs are random values made from A's metadata, where variable sizes are 16 and integers are 0 or 1; send "
+    "your own with --inputs FILE"
+)
 _SEVERITY = (EXIT_VALID, EXIT_THRESHOLD, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUPTED)
 
 
@@ -83,18 +96,23 @@ def compare(
         bool,
         _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
     ] = False,
+    anyway: Anyway = False,
     **options: object,
 ) -> None:
     """Start the servers, send them the same requests, and report which is faster, by how much, and whether that holds.
 
-    Exit status: 0 the comparison is valid, 1 it is not, 2 an option or a file is wrong, 3 it is valid but a --fail-if
-    condition holds or could not be measured, 130 interrupted (finished blocks are kept). An export to MLflow that fails
-    is a warning.
+    Exit status: 0 the comparison is valid, 1 it is not or the machine was busy, 2 an option or a file is wrong, 3 it is
+    valid but a --fail-if condition holds or could not be measured, 130 interrupted (finished blocks are kept). An
+    export to MLflow that fails is a warning.
     """
     try:
         settings = effective_settings(file, given_options(context, options))
+        notes: tuple[str, ...] = ()
+        if not print_experiment:
+            announce(CHECKING)
+            settings, notes = name_models(settings)
         plan = plan_experiment(settings)
-        for note in plan.notes:
+        for note in (*plan.notes, *notes):
             complain(note, kind="note", style="yellow")
         if not print_experiment:
             plan = check_run(plan, out, {"--junit": junit, "--csv": csv})
@@ -104,6 +122,7 @@ def compare(
     if print_experiment:
         typer.echo(write_settings(settings), nl=False)
         return
+    await_quiet(anyway, plan.runs[0][1].arms)
     folder = out or default_out(settings.model)
     if plan.is_matrix:
         status, results = _run_matrix(plan.runs, folder, mlflow)
@@ -111,6 +130,34 @@ def compare(
         status, result = run_and_report(plan.runs[0][1], folder, mlflow)
         results = {"": result}
     raise typer.Exit(_write_formats(results, junit, csv, status))
+
+
+def name_models(settings: ExperimentSettings) -> tuple[ExperimentSettings, tuple[str, ...]]:
+    """The settings with the model that servers at URLs have in common, if no setting names it, and notes about that.
+    Raises `PlanError`."""
+    from loadgen.launch.deployment import DeploymentError
+    from loadgen.launch.discovery import find_models
+
+    arms = make_arms(settings)
+    if "model" in settings.model_fields_set or any(arm.embedded for arm in arms):
+        return settings, ()
+    for arm in arms:
+        check_reachable(arm, "http")
+    payload = settings.payload[0] if settings.payload else implied_payload(settings.model)
+    preferred = served_name(settings.model, payload) or settings.model
+    try:
+        found = find_models(arms, preferred)
+    except DeploymentError as exc:
+        raise PlanError(str(exc)) from exc
+    names = set(found.names.values())
+    if names == {preferred}:
+        return settings, found.notes
+    named = {
+        label: arm if len(names) == 1 else arm.model_copy(update={"model": found.names[label]})
+        for label, arm in settings.arms.items()
+    }
+    model = found.names[next(iter(settings.arms))]
+    return settings.model_copy(update={"arms": named, "model": model}), found.notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +172,9 @@ class ExperimentPlan:
 
 def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     """What to run. Raises `PlanError` for options that contradict each other or cannot be measured."""
+    from loadgen.probes.ceiling_analysis import has_own_engines
+    from loadgen.verdict.thresholds import plan_conditions
+
     arms = make_arms(settings)
     combinations = plan_combinations(arms, settings)
     for arm, combination in product(arms, combinations):
@@ -179,6 +229,10 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
 
 def check_reachable(arm: ArmRequest, transport: Transport) -> None:
     """Raises `PlanError` for a URL that is malformed, and for a server that does not offer the transport."""
+    from loadgen.client.connection import Address, AddressError
+    from loadgen.client.grpc import parse_grpc_address
+    from loadgen.client.tls import TlsError, tls_context
+
     if arm.target in PLAIN and transport != "http":
         raise PlanError(f"{option_of(arm.label)} {arm.target} serves HTTP only; use --transport http")
     if arm.embedded:
@@ -201,6 +255,8 @@ def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combinatio
     """Raises `PlanError` for inputs that do not exist, or that contradict another setting."""
     if settings.inputs is None:
         return
+    from loadgen.client.inputs import InputError, image_folder
+
     if settings.sequence_length is not None:
         raise PlanError("--inputs have their own lengths; leave --sequence-length out")
     try:
@@ -216,8 +272,9 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
     with the padding that every arm can do. Raises `PlanError`."""
     from loadgen.client.endpoint import EndpointError
+    from loadgen.client.inputs import InputError
     from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
-    from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs
+    from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs, with_generated_inputs
     from loadgen.run.storage import RunStore
 
     checked: dict[tuple[Label, str], Deployment] = {}
@@ -245,13 +302,16 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
         try:
             for number, experiment in enumerate(decided):
                 started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
+                running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
+                name = experiment.model_of(experiment.baseline) or experiment.model
+                if not started and isinstance(running, RemoteDeployment):
+                    place = Path(folder) / str(number) / "known"
+                    decided[number] = experiment = with_generated_inputs(experiment, place, running.signature(name))
                 # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
                 if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
                     place = Path(folder) / str(number) / "samples"
                     _, inputs = prepare_inputs(experiment, place)
-                    running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
                     if inputs is None and experiment.inputs and isinstance(running, RemoteDeployment):
-                        name = experiment.model_of(experiment.baseline) or experiment.model
                         make_inputs(experiment, place, running.signature(name))
         except (InputError, EndpointError) as exc:
             raise PlanError(str(exc)) from exc
@@ -263,7 +323,10 @@ def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path |
     decide. Raises `PlanError`; a file that cannot be written ends the command."""
     check_out(out)
     check_files(files)
-    experiments = check_servers([experiment for _, experiment in plan.runs])
+    asked = [experiment for _, experiment in plan.runs]
+    experiments = check_servers(asked)
+    if any(before.inputs != after.inputs for before, after in zip(asked, experiments, strict=True)):
+        complain(GENERATED, kind="note", style="yellow")
     combinations = [combination for combination, _ in plan.runs]
     return replace(plan, runs=tuple(zip(combinations, experiments, strict=True)))
 
@@ -326,6 +389,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     from loadgen.run.progress import LiveRatios
     from loadgen.run.runner import run_experiment
     from loadgen.run.storage import StorageError
+    from loadgen.verdict.checks.registry import validity
     from loadgen.verdict.result import analyse
 
     console = make_console(sys.stdout)
@@ -355,7 +419,18 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     if state.state == "interrupted":
         complain(f"interrupted; finished blocks are in {out}", style="bold yellow")
         return EXIT_INTERRUPTED, result
-    return exit_status(result), result
+    status = exit_status(result)
+    if status == EXIT_INVALID:
+        complain(last_words(result), kind=validity(result.checks))
+    return status, result
+
+
+def last_words(result: Result) -> str:
+    """Why a run is not valid and what to do: the first of the reasons, as the last line of the command."""
+    from loadgen.verdict.checks.registry import gravest
+
+    blamed = gravest(result.checks)
+    return " ".join([*result.verdict.failed[:1], *([blamed.remedy] if blamed else [])])
 
 
 def exit_status(result: Result) -> int:

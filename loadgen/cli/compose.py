@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+HELP_GROUP = "Serve"
 
 STACK = ("docker", "docker-compose.yml", ".env.example", "triton_model_repo", "pyproject.toml", "README.md", "LICENSE")
 SOURCES = ("servers", "loadgen")
@@ -19,7 +20,7 @@ compose = typer.Typer(help="Run both servers, Prometheus, Grafana and Locust in 
 
 @compose.command("init")
 def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is new or empty.")]) -> None:
-    """Write the compose files, dashboards and build files to DIR, and a .env with a new Grafana password."""
+    """Write the compose file to DIR, with everything that it mounts or builds from."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise typer.BadParameter(f"{folder} is not an empty folder; choose a new one.")
     try:
@@ -27,7 +28,7 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder th
     except OSError as error:
         raise typer.BadParameter(f"{folder} cannot be written ({error.strerror}); choose another folder.") from error
     typer.echo(
-        f"Wrote {folder}. Its .env holds the settings and Grafana's password.\n\n"
+        f"Wrote {folder}. Nothing has to be set; .env.example lists what can be.\n\n"
         f"  cd {folder}\n"
         "  docker compose up --wait                  # with an NVIDIA GPU\n"
         "  docker compose --profile cpu up --wait    # without one"
@@ -47,8 +48,3 @@ def write_stack(folder: Path) -> None:
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "stack", "*.onnx"))
         else:
             shutil.copy2(source, folder / name)
-    settings = (folder / ".env.example").read_text()
-    password = f"GRAFANA_ADMIN_PASSWORD={secrets.token_urlsafe(18)}"
-    target = folder / ".env"
-    target.touch(mode=0o600)
-    target.write_text(settings.replace("GRAFANA_ADMIN_PASSWORD=", password, 1))

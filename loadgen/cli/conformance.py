@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import check_files, fail, write_json
+from loadgen.cli.output import announce, check_files, fail, write_json
+from loadgen.records.payloads import DEFAULT_NAME
 
 if TYPE_CHECKING:
     from loadgen.conformance.servers import Session
+
+HELP_GROUP = "Explore"
 
 EXIT_CONFORMS, EXIT_DEVIATES = 0, 1
 
@@ -22,8 +25,12 @@ def conformance(
     url: Annotated[str | None, typer.Argument(help="The HTTP URL of an Open Inference Protocol server.")] = None,
     grpc: Annotated[str | None, typer.Option(help="The HOST:PORT of its gRPC endpoint.")] = None,
     model: Annotated[
-        str, typer.Option(envvar="ABSERVE_CONFORMANCE_MODEL", help="The model to test.")
-    ] = "openclip_vit_b32",
+        str | None,
+        typer.Option(
+            envvar="ABSERVE_CONFORMANCE_MODEL",
+            help="The model to test; default: the server's only one, with --launch openclip_vit_b32.",
+        ),
+    ] = None,
     image_model: Annotated[
         str | None,
         typer.Option(help="A model that takes an encoded image; default: the first one found."),
@@ -62,6 +69,7 @@ def conformance(
     if launch not in (None, "native", "triton"):
         fail(f"--launch {launch} is unknown; give native or triton")
     check_files({"--json": json_file, "--markdown": markdown_file})
+    announce("preparing the cases")
     # After the argument checks, because importing grpc takes half a second.
     from loadgen.conformance.cases import select
     from loadgen.conformance.cases.long_runs import fuzz_case, growth_case
@@ -85,7 +93,9 @@ def conformance(
             if launch is not None:
                 options = _options(launch_option or [])
                 errors.print(f"starting serve {launch}", soft_wrap=True)
-                session = LaunchedSession(launch, model, options, logs or temporary, image_model=image_model)
+                session = LaunchedSession(
+                    launch, model or DEFAULT_NAME, options, logs or temporary, image_model=image_model
+                )
             else:
                 assert url is not None
                 session = RemoteSession(
@@ -112,7 +122,7 @@ def conformance(
         abserve_version=version("abserve"),
         server=launch or url or "",
         server_title=session.title,
-        model=model,
+        model=session.model,
         results=results,
         stopped=run.stopped,
     )

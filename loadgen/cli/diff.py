@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from loadgen.cli.output import fail
+from loadgen.cli.output import announce, fail
 
 if TYPE_CHECKING:
     from loadgen.verdict.result import Result
+
+HELP_GROUP = "Compare"
 
 EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_CHANGED = 0, 1, 3
 _RUN = "A folder that `abserve compare` wrote to, or a result.json."
@@ -35,6 +37,9 @@ def diff(
     Exit status: 0 no change is shown, 1 the runs cannot be compared (each difference is named), 2 a run cannot be read,
     3 at least one comparison changed, for better or worse.
     """
+    if as_json and as_markdown:
+        fail("give --json or --markdown, not both")
+    announce("reading both runs", in_logs=False)
     from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import make_console, print_document
@@ -42,8 +47,6 @@ def diff(
     from loadgen.verdict.result import readable
     from loadgen.verdict.run_difference import compare_runs
 
-    if as_json and as_markdown:
-        fail("give --json or --markdown, not both")
     try:
         runs = [_read(path) for path in (old, new)]
         with readable(old if old == new else Path(f"{old} or {new}")):

@@ -13,6 +13,7 @@ import typer
 from loadgen.child_process import ENGINE_WORKER
 from loadgen.cli.output import (
     analysis_of,
+    announce,
     check_export,
     check_files,
     check_out,
@@ -22,6 +23,7 @@ from loadgen.cli.output import (
     hand_over,
     write_json,
 )
+from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.experiment.options import (
     SettingOption,
@@ -33,11 +35,14 @@ from loadgen.experiment.options import (
 )
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
+from loadgen.quantities import counted
 
 if TYPE_CHECKING:
     from loadgen.engine_matrix.records import Matrix, MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.records.run import Environment, RunState
+
+HELP_GROUP = "Explore"
 
 EXIT_MEASURED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 OPTIONS = plain_options(MatrixSettings, "ABSERVE_ENGINES")
@@ -70,6 +75,7 @@ def engines(
         str | None,
         _OUTPUT(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
     ] = None,
+    anyway: Anyway = False,
     **options: object,
 ) -> None:
     """Measure engines on models, without a server: each combination in its own process, in random rounds, with answers
@@ -90,6 +96,7 @@ def engines(
             store, plan, environment = _new(out, _settings(file, chosen))
     except PlanError as exc:
         fail(str(exc))
+    await_quiet(anyway)
     raise typer.Exit(_run(store, plan, environment, json_file, mlflow, fresh=resume is None))
 
 
@@ -107,6 +114,7 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Matri
     from loadgen.run.machine import read_environment
 
     check_out(out)
+    announce("asking which engines and models this machine can measure")
     if out is not None and (out / MatrixPlan.FILE).exists():
         raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
     offers = read_offers(settings.device, ENGINE_WORKER)
@@ -170,8 +178,8 @@ def _run(
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     console.print(
-        f"{len(plan.configurations)} configurations × {plan.rounds} rounds"
-        + (f", {len(plan.refused)} combinations refused (listed in the report)" if plan.refused else "")
+        f"{counted(len(plan.configurations), 'configuration')} × {counted(plan.rounds, 'round')}"
+        + (f", {counted(len(plan.refused), 'combination')} refused (listed in the report)" if plan.refused else "")
     )
     try:
         with store.open():

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, OUT, check_run, plan_experiment, run_and_report
-from loadgen.cli.output import default_out, fail
+from loadgen.cli.output import CHECKING, announce, default_out, fail
+from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import effective_settings, given_options, takes_settings
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, ExperimentSettings
@@ -20,6 +21,8 @@ from loadgen.records.run import EMBEDDED
 if TYPE_CHECKING:
     from loadgen.records.machine import NoiseFloor
     from loadgen.verdict.result import Result
+
+HELP_GROUP = "Machine"
 
 _MAIN = partial(typer.Option, rich_help_panel=MAIN)
 RESTARTS, PAIRS, PAIRS_OF_ONE_START = 6, 24, 12
@@ -42,6 +45,7 @@ def noise_floor(
         _MAIN("--from", metavar="DIR", help="Run nothing, and use a finished comparison of an arm with itself."),
     ] = None,
     out: Annotated[Path | None, _MAIN(**OUT)] = None,
+    anyway: Anyway = False,
     **options: object,
 ) -> None:
     """Compare arm A with itself and store how much it differs: no comparison of this arm will claim less.
@@ -60,7 +64,7 @@ def noise_floor(
     from loadgen.verdict.result import readable
 
     try:
-        folder, result, status = _stored(from_run) if from_run else _measured(context, file, out, options)
+        folder, result, status = _stored(from_run) if from_run else _measured(context, file, out, options, anyway)
         if result is None or status not in (EXIT_VALID, EXIT_INVALID):
             raise typer.Exit(status)
         with readable(folder):
@@ -93,16 +97,18 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
 
 
 def _measured(
-    context: typer.Context, file: Path | None, out: Path | None, options: dict[str, object]
+    context: typer.Context, file: Path | None, out: Path | None, options: dict[str, object], anyway: bool
 ) -> tuple[Path, Result | None, int]:
     chosen = given_options(context, options)
     if stray := [option.flag for option in chosen if option.path[0] == "arms" and option.path[1] != "a"]:
         raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave the other arms out")
     settings = self_comparison(effective_settings(file, chosen))
+    announce(CHECKING)
     plan = plan_experiment(settings)
     if plan.is_matrix:
         raise PlanError("the noise floor needs one transport and one payload; give one of each")
     plan = check_run(plan, out, {})
+    await_quiet(anyway, plan.runs[0][1].arms)
     folder = out or default_out(settings.model)
     status, result = run_and_report(plan.runs[0][1], folder)
     return folder, result, status

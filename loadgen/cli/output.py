@@ -39,6 +39,18 @@ def complain(message: str, style: str = "bold red", kind: str = "error") -> None
     make_console(sys.stderr).print(f"{kind}: {message}", style=style, soft_wrap=True)
 
 
+CHECKING = "checking the options, the model and the servers"
+
+
+def announce(text: str, *, in_logs: bool = True) -> None:
+    """Say on standard error what takes longer than a second, before it begins; `in_logs`: also without a terminal."""
+    if not in_logs and not sys.stderr.isatty():
+        return
+    from loadgen.report.renderers.terminal import make_console
+
+    make_console(sys.stderr).print(f"{text} …", style="dim", soft_wrap=True)
+
+
 def check_files(files: Mapping[str, str | Path | None]) -> None:
     """End the command before it measures if a file to write, by its option, has no folder; `-` is standard output."""
     for option, target in files.items():

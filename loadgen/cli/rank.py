@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from loadgen.cli.output import complain, fail
+from loadgen.cli.output import announce, complain, fail
+
+HELP_GROUP = "Compare"
 
 
 def rank(
@@ -47,6 +49,7 @@ def rank(
     Exit status: 0 something is ranked, 1 nothing can be ranked (each reason is named) or DIR cannot be written, 2 a
     result, the price file or an option is wrong.
     """
+    announce("reading the results", in_logs=False)
     from loadgen.documents import DocumentError
     from loadgen.experiment.plan import unknown
     from loadgen.ranking import analyse

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from loadgen.cli.output import fail
+from loadgen.cli.output import announce, fail
 
 if TYPE_CHECKING:
     from loadgen.report.document import Document
+
+HELP_GROUP = "Compare"
 
 
 def report(
@@ -43,6 +45,7 @@ def report(
     Exit status: 0 the reports were made, whatever the verdict; 1 they cannot be written, or the export to MLflow
     failed; 2 DIR holds no readable run, the format is unknown, or MLflow is not installed.
     """
+    announce("reading the records", in_logs=False)
     import webbrowser
 
     from loadgen.engine_matrix.store import is_matrix

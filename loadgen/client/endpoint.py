@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -18,6 +19,8 @@ MOST_VALUES = 2**28
 """Most values of a tensor: one item of an input or output in the metadata, or all items of generated inputs."""
 _MOST_DIGITS = 20
 _MOST_NAMES, _MOST_NAME = 8, 80
+_MOST_ASKED = 64
+"""Most models of a list that are asked one by one whether they are ready."""
 
 
 class EndpointError(Exception):
@@ -49,17 +52,18 @@ class Signature:
 
 
 class IndexRow(msgspec.Struct, frozen=True):
-    """One version of a model in a server's repository index."""
+    """One version of a model in a server's list of its models."""
 
     name: str
+    version: str | int | None = None
     state: str | None = None
-    """None where the server does not say: then it is ready."""
+    """READY, or another word of the server's; None where it does not say."""
     reason: str | None = None
     """Why it is not ready."""
 
     @property
     def ready(self) -> bool:
-        return self.state in (None, "READY")
+        return self.state == "READY"
 
 
 class Endpoint:
@@ -119,20 +123,63 @@ class Endpoint:
         return self.status(f"{self.address.model_path(model)}/ready") == 200
 
     def repository_index(self) -> tuple[IndexRow, ...] | None:
-        """The models that the server knows, loaded or not; None if it does not list them."""
+        """The models that the server knows, loaded or not; None if it does not list them.
+
+        Of a model whose state is not listed, as Triton does for one that was never loaded, it asks whether it is ready.
+        """
+        rows = self._listed_models()
+        if rows is None:
+            return None
+        asked = [row if row.state else self._with_state(row) for row in rows[:_MOST_ASKED]]
+        return (*asked, *rows[_MOST_ASKED:])
+
+    def _listed_models(self) -> tuple[IndexRow, ...] | None:
+        """The repository index; without that extension, the lists of KServe's and of OpenVINO's server."""
         head = request_head("POST", "/v2/repository/index", self.address, content_length=2)
         exchange = self._send(PreparedRequest(head, b"{}"))
-        if exchange.failure is not None or exchange.status != 200:
-            return None
+        if exchange.failure is None and exchange.status == 200:
+            try:
+                return msgspec.convert(read_json(exchange.body), tuple[IndexRow, ...])
+            except (DocumentError, ValueError):
+                return None
         try:
-            return msgspec.convert(read_json(exchange.body), tuple[IndexRow, ...])
-        except (DocumentError, ValueError):
+            names = (self.document("/v2/models") or {}).get("models")
+            if not isinstance(names, list):
+                names = [
+                    name
+                    for name, about in (self.document("/v1/config") or {}).items()
+                    if isinstance(about, dict) and "model_version_status" in about
+                ]
+        except EndpointError:
             return None
+        return tuple(IndexRow(name) for name in names if isinstance(name, str)) or None
+
+    def _with_state(self, row: IndexRow) -> IndexRow:
+        return msgspec.structs.replace(row, state="READY") if self.ready(row.name) else row
 
     def served_models(self) -> tuple[str, ...] | None:
         """The names of the models that are ready; None if the server does not list its models."""
         rows = self.repository_index()
         return None if rows is None else tuple(sorted({row.name for row in rows if row.ready}))
+
+    def only_model(self, preferred: str) -> str:
+        """The model to send to if none was named: `preferred` if the server has it, else the only one that is ready.
+        Raises `EndpointError` with the models to choose from."""
+        if self.ready(preferred):
+            return preferred
+        rows = self.repository_index()
+        if rows is None:
+            why = "does not list its models" if self.live() else f"is not live ({self.why_not_live()})"
+            raise EndpointError(f"the server at {self.address.url} {why}; name its model with --model NAME")
+        ready = sorted({row.name for row in rows if row.ready})
+        if not ready:
+            raise EndpointError(nothing_ready(self.address.url, rows))
+        if len(ready) > 1:
+            raise EndpointError(
+                f"the server at {self.address.url} serves {model_names(ready)}; choose one with --model, as in --model "
+                f"{shlex.quote(one_line(ready[0]))}"
+            )
+        return ready[0]
 
     def config(self, model: str) -> dict[str, Any] | None:
         """The model's configuration; None if the server does not have that extension. Raises `EndpointError`."""
@@ -199,6 +246,15 @@ def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:
     if isinstance((config or {}).get("sequence_batching"), dict):
         return f"{model} is stateful (sequence_batching in its configuration), and abserve sends no correlation ids"
     return None
+
+
+def nothing_ready(url: str, rows: Sequence[IndexRow], wanted: str = "one") -> str:
+    """A sentence about a server that lists no model that is ready."""
+    if not rows:
+        return f"the server at {url} has no models; load {wanted} there"
+    states = (": ".join(filter(None, (row.state, row.reason))) for row in rows)
+    listed = [f"{row.name} ({state or 'not loaded'})" for row, state in zip(rows, states, strict=True)]
+    return f"the server at {url} has no model that is ready: {model_names(listed)}; load {wanted} there"
 
 
 def versioned(model: str, version: str | None) -> str:

@@ -37,6 +37,8 @@ _UNQUOTED = "/-._~%!$&'()*+,;=:@?"
 """Characters that are not quoted in a path whose names are quoted already."""
 
 _BUFFER_BYTES = 64 * 1024
+MALFORMED = "malformed response"
+"""How the failure of a request begins whose response is not HTTP/1.1."""
 _MAX_HEAD_BYTES = 64 * 1024
 _MOST_INTERIM = 100
 _MOST_TRAILERS = 100
@@ -165,7 +167,7 @@ class HttpConnection:
             head = bytes(self._view[:head_end]).lower()
             code = head[9:12]
             if not head.startswith(b"http/1.") or not code.isdigit():
-                raise ResponseError("malformed response: not HTTP/1.1")
+                raise ResponseError(f"{MALFORMED}: not HTTP/1.1")
             status = int(code)
             if status >= 200:
                 break
@@ -173,18 +175,18 @@ class HttpConnection:
             self._view[:remaining] = bytes(self._view[head_end:filled])
             filled, head_end = self._receive_head(connection, exchange, remaining)
         else:
-            raise ResponseError("malformed response: more than 100 interim responses")
+            raise ResponseError(f"{MALFORMED}: more than 100 interim responses")
         exchange.head = head
         if status in (204, 304):
             exchange.body = self._view[:0]
             exchange.response_bytes = head_end
         elif (coding := find_header(head, b"\r\ntransfer-encoding:")) is not None:
             if coding != b"chunked":
-                raise ResponseError("malformed response: unknown transfer encoding")
+                raise ResponseError(f"{MALFORMED}: unknown transfer encoding")
             self._receive_chunked(connection, exchange, head_end, filled)
         elif (length := find_header(head, b"\r\ncontent-length:")) is not None:
             if not length.isdigit() or len(length) > _MOST_DIGITS:
-                raise ResponseError("malformed response: impossible Content-Length")
+                raise ResponseError(f"{MALFORMED}: impossible Content-Length")
             end = head_end + int(length)
             if not _closes(head):
                 self._last_head, self._last_lower = bytes(self._view[:head_end]), head
@@ -200,7 +202,7 @@ class HttpConnection:
         while filled < end:
             filled += self._read(connection, exchange, filled)
         if filled > end:
-            raise ResponseError("malformed response: longer than its Content-Length")
+            raise ResponseError(f"{MALFORMED}: longer than its Content-Length")
         exchange.body = self._view[start:end]
         exchange.response_bytes = end
 
@@ -212,7 +214,7 @@ class HttpConnection:
             if end >= 0:
                 return filled, end + 4
             if filled >= _MAX_HEAD_BYTES:
-                raise ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes of headers")
+                raise ResponseError(f"{MALFORMED}: more than {_MAX_HEAD_BYTES} bytes of headers")
             searched = max(0, filled - 3)
             filled += self._read(connection, exchange, filled)
 
@@ -236,7 +238,7 @@ class HttpConnection:
             nonlocal cursor, filled
             while (end := self._buffer.find(b"\r\n", cursor, filled)) < 0:
                 if filled - cursor > _MAX_HEAD_BYTES:
-                    raise ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes before a chunk")
+                    raise ResponseError(f"{MALFORMED}: more than {_MAX_HEAD_BYTES} bytes before a chunk")
                 filled += self._read(connection, exchange, filled)
             text = bytes(self._view[cursor:end])
             cursor = end + 2
@@ -247,11 +249,11 @@ class HttpConnection:
             try:
                 size = int(size_text, 16)
             except ValueError:
-                raise ResponseError("malformed response: a chunk without a size") from None
+                raise ResponseError(f"{MALFORMED}: a chunk without a size") from None
             if size == 0:
                 break
             if size < 0 or len(size_text) > _MOST_DIGITS:
-                raise ResponseError("malformed response: impossible chunk size")
+                raise ResponseError(f"{MALFORMED}: impossible chunk size")
             self._bound(cursor + size + 2)
             while filled < cursor + size + 2:
                 filled += self._read(connection, exchange, filled)
@@ -262,7 +264,7 @@ class HttpConnection:
             if not line():
                 break
         else:
-            raise ResponseError("malformed response: more than 100 trailers")
+            raise ResponseError(f"{MALFORMED}: more than 100 trailers")
         exchange.body = self._view[start:body_end]
         exchange.response_bytes = cursor
 

@@ -52,6 +52,8 @@ Array = npt.NDArray[np.generic]
 Shape = tuple[int, ...]
 
 SYNTHETIC_ITEMS = 16
+_VARIABLE_SIZE, _PICTURE_SIDE = 16, 224
+"""The size of a generated item where the metadata have a variable one."""
 MANIFEST, SCHEMA = "samples.json", "abserve.samples/2"
 PHOTOGRAPHS, RANDOM, GIVEN = "photographs", "random values", "given"
 BYTES_PREFIX = 4
@@ -375,15 +377,19 @@ def write_folder(directory: Path, payload: str, arrays: Mapping[str, Array], man
 def write_synthetic(signature: Signature, directory: Path, payload: str, seed: int) -> None:
     """Write random values in the shape of the server's metadata.
 
-    Floats are standard normal, integers and booleans 0 or 1, a variable dimension other than the batch is 16. Raises
-    `InputError` for BYTES inputs, and when there is no room for the values.
+    Floats are standard normal, integers and booleans 0 or 1. A variable dimension other than the batch is 16, both of a
+    picture with three channels 224. Raises `InputError` for BYTES inputs, and when there is no room for the values.
     """
     random, arrays = np.random.default_rng(seed), {}
     try:
         for tensor in signature.inputs:
             if tensor.datatype not in NUMPY_TYPES:
-                raise InputError(f"input {tensor.name} is {tensor.datatype}, for which no values can be generated")
-            shape = (SYNTHETIC_ITEMS, *(16 if size < 0 else size for size in tensor.shape[1:]))
+                meaning = ": the metadata do not say what its bytes mean" if tensor.datatype == "BYTES" else ""
+                raise InputError(
+                    f"input {tensor.name} is {tensor.datatype}, for which no values can be generated{meaning}; give "
+                    "your own with --inputs: DIR of JPEG files, FILE.npz, FILE.json or FILE.jsonl"
+                )
+            shape = (SYNTHETIC_ITEMS, *generated_shape(tensor.shape[1:]))
             if math.prod(shape) > MOST_VALUES:
                 raise InputError(f"input {tensor.name} has the shape {list(tensor.shape)}, too large to generate")
             dtype = np.dtype(NUMPY_TYPES[tensor.datatype])
@@ -392,6 +398,12 @@ def write_synthetic(signature: Signature, directory: Path, payload: str, seed: i
         write_folder(directory, payload, arrays, {"kind": RANDOM, "seed": seed})
     except (OSError, MemoryError) as exc:
         raise InputError(f"no values can be generated for {signature.model}: {exc}") from exc
+
+
+def generated_shape(shape: Sequence[int]) -> Shape:
+    """The shape of a generated item where the metadata have these sizes, -1 for a variable one."""
+    picture = tuple(shape) in ((3, -1, -1), (-1, -1, 3))
+    return tuple((_PICTURE_SIDE if picture else _VARIABLE_SIZE) if size < 0 else size for size in shape)
 
 
 def kind_of(path: Path) -> Kind:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import get_args
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -30,8 +29,6 @@ from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_b
 from loadgen.client.shared_memory import CopiedOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.documents import DocumentError
 from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
-
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 _ELEMENT_BYTES = 1024
 _VARIABLE_SIZE = 1024

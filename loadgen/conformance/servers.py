@@ -22,7 +22,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadgen.child_process import ABSERVE
-from loadgen.client.connection import Address, AddressError
+from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.outputs import read_body
 from loadgen.conformance.model import HEADER, Body, ServedModel
@@ -31,6 +31,7 @@ from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.records.payloads import DEFAULT_NAME
 
 GOLDEN_TOLERANCE = 1e-5
 RESPONSE_SECONDS = 20.0
@@ -311,7 +312,7 @@ class RemoteSession:
     def __init__(
         self,
         url: str,
-        model: str,
+        model: str | None,
         *,
         grpc: str | None = None,
         pid: int | None = None,
@@ -319,24 +320,24 @@ class RemoteSession:
         image_model: str | None = None,
         max_body_bytes: int | None = None,
     ) -> None:
-        """Raises `SubjectError` when it cannot be tested."""
+        """Without a model, the only one that the server serves. Raises `SubjectError` when it cannot be tested."""
         self.title = url
         try:
-            Address.parse(url)
-        except AddressError as exc:
+            endpoint = Endpoint(url)
+            RemoteDeployment(url).listed_models()
+            self.model = model or endpoint.only_model(DEFAULT_NAME)
+        except (AddressError, DeploymentError, EndpointError) as exc:
             raise SubjectError(str(exc)) from exc
         subject = Subject(
             url,
-            ServedModel(model),
+            ServedModel(self.model),
             grpc=GrpcClient(grpc) if grpc else None,
             metrics_url=metrics_url or f"{url.rstrip('/')}/metrics",
             pids=(lambda: _tree(pid)) if pid else tuple,
             failure=(lambda: None if psutil.pid_exists(pid) else f"process {pid} is gone") if pid else (lambda: None),
             max_body_bytes=max_body_bytes,
         )
-        if not subject.live():
-            raise SubjectError(f"nothing is live at {url}; start the server or correct the URL")
-        self._subject = subject.with_model(model, image_model)
+        self._subject = subject.with_model(self.model, image_model)
 
     def subject(self, setting: Setting) -> Subject:
         """The server. Raises `SkippedError` if it cannot have that setting."""
@@ -370,7 +371,7 @@ class LaunchedSession:
         """Starts the first server. `model` is what `--model` takes; the launch plan names it as it is served. Logs go
         to `folder`. Raises `SkippedError` or `SubjectError`."""
         self._kind = kind
-        self._model = model
+        self.model = self._model = model
         self._options = options
         self._folder = folder
         self._abserve = abserve

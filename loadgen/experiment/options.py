@@ -92,7 +92,7 @@ class SettingOption:
             default = str(default)
         extra = self.field.json_schema_extra
         panel = str(extra["panel"]) if isinstance(extra, dict) else TARGET
-        if arm in DEFAULT_TARGETS and self.path[-1] in ("target", "options"):
+        if self.flag in ("--a", "--a-option", "--b"):
             panel = MAIN
         text = (self.field.description or "").replace("{arm}", arm.upper())
         if self.flag == f"--{_LAST_SHOWN}":
@@ -156,7 +156,8 @@ def takes_settings(
     arms: str = LETTERS, options: Sequence[SettingOption] | None = None, **defaults: object
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a command's `**options` by these options, or by one for every setting of an experiment. They are sorted
-    by the panels of the help, which shows only these arms, and the command's own `defaults`."""
+    by the panels of the help, which shows only these arms, and the command's own `defaults`. `--help` shows the main
+    options, `--help-all` every one."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -168,13 +169,29 @@ def takes_settings(
         made = [option.as_parameter(arms, defaults.get(option.path[-1])) for option in options or setting_options()]
         parameters = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in sorted([*made, *declared], key=_place_in_help)
+            for parameter in sorted([*made, *declared, _help_all()], key=_place_in_help)
         ]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate
+
+
+def _help_all() -> inspect.Parameter:
+    """The option that shows every option; `loadgen.entry` leaves all groups but this one's out of `--help`."""
+
+    def show(context: typer.Context, value: bool) -> None:
+        if value:
+            context.meta["help_all"] = True
+            typer.echo(context.get_help())
+            raise typer.Exit
+
+    option = typer.Option(
+        "--help-all", callback=show, is_eager=True, expose_value=False, help="Show all options.", rich_help_panel=MAIN
+    )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter("help_all", kind, annotation=Annotated[bool, option], default=False)
 
 
 def _place_in_help(parameter: inspect.Parameter) -> int:

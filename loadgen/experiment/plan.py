@@ -41,8 +41,6 @@ GPU_REQUESTS = 110
 requests in `loadgen.probes.gpu.records`."""
 GPU_BLOCK_S = 0.8
 """Shortest block whose GPU is watched: the energy counter of an H200 advances every 0.1 s."""
-LEAST_ROUNDS = 4
-"""Two balanced rounds of two arms, where `--rounds` does not set the number."""
 SPAN = 3.0
 """A block lasts at least this many requests: one while the load builds up, two that are measured."""
 BOUNDS_PER_TRIAL = 20.0
@@ -63,24 +61,33 @@ class PlanError(Exception):
 @dataclass(frozen=True, slots=True)
 class Preset:
     """How much time to spend. `seconds` is the least per block, `minutes` the time of two arms without ablations. A
-    trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most."""
+    trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most; a trial may have
+    `late_answers`. `least_rounds`: per workload, where `--rounds` does not set the number; a balanced one of two arms
+    is two."""
 
     minutes: float
     cold_starts: int
     seconds: float
     max_seconds: float
     search_rounds: int
-    queries: int
+    late_answers: int
     trial_seconds: float
     longest_trial_seconds: float
     rung_requests: int
     rung_seconds: float
     longest_rung_seconds: float
+    least_rounds: int
+
+    @property
+    def queries(self) -> int:
+        """The fewest requests of a trial."""
+        return queries_needed(self.late_answers)
 
 
 PRESETS = {
-    "quick": Preset(5.0, 3, 0.6, 12.0, 3, queries_needed(2), 4.0, 90.0, 20, 1.2, 12.0),
-    "full": Preset(25.0, 5, 1.0, 20.0, 6, queries_needed(10), 10.0, 300.0, 60, 3.0, 20.0),
+    "smoke": Preset(1.0, 1, 0.3, 6.0, 1, 0, 2.0, 30.0, 10, 0.6, 6.0, 2),
+    "quick": Preset(5.0, 3, 0.6, 12.0, 3, 2, 4.0, 90.0, 20, 1.2, 12.0, 4),
+    "full": Preset(25.0, 5, 1.0, 20.0, 6, 10, 10.0, 300.0, 60, 3.0, 20.0, 4),
 }
 
 
@@ -296,7 +303,7 @@ def buckets(settings: ExperimentSettings) -> tuple[int, ...] | None:
 def least_rounds(settings: ExperimentSettings) -> int:
     """Rounds per workload without `--rounds`: two per restart at least, and each arm equally often in each place."""
     arms = len(settings.arms)
-    return math.ceil(max(LEAST_ROUNDS, 2 * settings.restarts) / arms) * arms
+    return math.ceil(max(PRESETS[settings.preset].least_rounds, 2 * settings.restarts) / arms) * arms
 
 
 def minutes_of(settings: ExperimentSettings) -> float | None:

@@ -200,7 +200,7 @@ class ExperimentSettings(Settings):
     transport: Transports | None = _main(
         None, description="http, grpc or shm (default: http); several run one comparison each."
     )
-    payload: Payloads | None = _main(
+    payload: Payloads | None = _load(
         None,
         description="fp32, uint8 or jpeg for images (default: fp32), tensors for other models; several run one "
         "comparison each.",
@@ -210,7 +210,7 @@ class ExperimentSettings(Settings):
         min_length=1,
         description="Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random.",
     )
-    sequence_length: Lengths | None = _main(
+    sequence_length: Lengths | None = _load(
         None, description="Length of the inputs of a model of text: text (the default), N, or a list to sweep."
     )
     scenarios: Scenarios = _main(
@@ -218,8 +218,10 @@ class ExperimentSettings(Settings):
         description="Choose from cold-start, single, batched, concurrent, ramp, open (see --rates) and slo "
         "(see --slo-p99-ms).",
     )
-    preset: Literal["quick", "full"] = _main(
-        "quick", description="quick: 5 minutes for two arms; full: 25, and up to 10 more for --explain."
+    preset: Literal["smoke", "quick", "full"] = _main(
+        "quick",
+        description="smoke: 1 minute for two arms, to see that everything works; quick: 5; full: 25, and up to 10 more "
+        "for --explain.",
     )
     explain: bool | None = _main(
         None, description="Find out why the arms differ by ablations (default: with --preset full)."
@@ -255,7 +257,8 @@ class ExperimentSettings(Settings):
     compose_project: str | None = _target(None, description=f"Name of that stack (default: {DEFAULT_PROJECT}).")
     batch_sizes: Sizes = _load(
         (8, 32),
-        description="Batch sizes of the scenario batched; servers that are started accept at least the largest.",
+        description="Batch sizes of the scenario batched (8 with --preset smoke); servers that are started accept at "
+        "least the largest.",
     )
     concurrency: Sizes = _load((16,), description="Numbers of users of the scenario concurrent.")
     requests: int = _load(1, ge=1, description="Fewest requests per block of the scenario concurrent.")
@@ -271,7 +274,7 @@ class ExperimentSettings(Settings):
     slo_queries: int | None = _load(
         None,
         ge=queries_needed(0),
-        description="Fewest requests per trial of that search (default: 838 with quick, 2010 with full).",
+        description="Fewest requests per trial of that search (default: 459 smoke, 838 quick, 2010 full).",
     )
     ramp_users: int = _load(256, ge=1, description="Most users of the scenario ramp.")
     processes: int = _load(
@@ -325,6 +328,13 @@ class ExperimentSettings(Settings):
     @classmethod
     def _arms_together(cls, value: Any) -> Any:
         return gather_arms(value) if isinstance(value, dict) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _small_batches_for_smoke(cls, value: Any) -> Any:
+        """A batch of 32 takes longer than the whole rest of a smoke run."""
+        is_smoke = isinstance(value, dict) and value.get("preset") == "smoke"
+        return {"batch_sizes": (8,), **value} if is_smoke else value
 
     @field_validator("arms", mode="before")
     @classmethod

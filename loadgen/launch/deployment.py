@@ -14,9 +14,17 @@ import psutil
 
 from loadgen.child_process import cpu_ns, tree
 from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
-from loadgen.client.endpoint import Endpoint, Signature, model_names, unmeasurable, versioned
+from loadgen.client.endpoint import (
+    Endpoint,
+    IndexRow,
+    Signature,
+    model_names,
+    nothing_ready,
+    unmeasurable,
+    versioned,
+)
 from loadgen.client.grpc import GrpcConnection, parse_grpc_address
-from loadgen.client.http import HttpConnection
+from loadgen.client.http import MALFORMED, HttpConnection
 from loadgen.client.tls import speaks_tls
 from loadgen.documents import one_line
 from loadgen.records.model_config import pad_sizes, reported_padding
@@ -32,6 +40,7 @@ RELAYS = frozenset(
      "traefik", "caddy", "kubectl", "socat"}
 )  # fmt: skip
 """Programs that only forward requests: the process that listens is not the one that computes."""
+_NO_SUCH_ROUTE = frozenset({404, 405, 501})
 Roots = tuple[psutil.Process, ...]
 
 
@@ -193,28 +202,45 @@ class RemoteDeployment(Deployment):
 
     def wait_ready(self, model: str, timeout_s: float) -> tuple[int, int, int]:
         """Wait until the server is ready; the error says what its owner can do."""
-        address = self._address
-        if address.tls:
-            self._check_tls()
+        self._check_protocol()
         try:
             return super().wait_ready(model, timeout_s)
         except DeploymentError as exc:
             if other := self._other_models(model):
                 raise DeploymentError(other) from exc
-            remedy = _tls_remedy(address, "https") or f"; start it, or correct the URL or {self._model_option}"
+            remedy = _tls_remedy(self._address, "https") or f"; start it, or correct the URL or {self._model_option}"
             raise DeploymentError(f"{exc}{remedy}") from exc
+
+    def listed_models(self) -> tuple[IndexRow, ...] | None:
+        """The models that the server lists, once it is live; None if it lists none. Raises `DeploymentError`."""
+        self._check_protocol()
+        endpoint, deadline_s = Endpoint(self.url, access=self.access), monotonic() + RUNNING_READY_SECONDS
+        late = f"after {RUNNING_READY_SECONDS:g} s"
+        self.wait_until(
+            endpoint.live,
+            deadline_s,
+            lambda: (
+                f"the server at {self.url} is not live {late} ({endpoint.why_not_live()})"
+                f"{_tls_remedy(self._address, 'https') or '; start it, or correct the URL'}"
+            ),
+        )
+        return endpoint.repository_index()
+
+    def has_model(self, name: str) -> bool:
+        """Whether a model with this name is ready."""
+        return Endpoint(self.url, access=self.access).ready(name)
 
     def _other_models(self, model: str) -> str | None:
         """What the server serves instead of a model, and the option to give; None if it does not say."""
         rows = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).repository_index()
-        if rows is None or any(row.name == model and row.ready for row in rows):
+        if rows is None or any(row.name == model and row.state in (None, "READY") for row in rows):
             return None
         if row := next((row for row in rows if row.name == model), None):
             state = one_line(": ".join(filter(None, (row.state, row.reason))))
             return f"model {model} of the server at {self.url} is not ready: {state}"
         served = sorted({row.name for row in rows if row.ready})
         if not served:
-            return f"the server at {self.url} serves no model; load {model} there"
+            return nothing_ready(self.url, rows, model)
         alike = [name for name in served if without_backend(name) == model]
         close = alike or get_close_matches(model, served, n=1) or served
         remedy = f"add {self._model_option} {model_names(close)}"
@@ -235,8 +261,24 @@ class RemoteDeployment(Deployment):
             self._listeners, self.processes_unknown = find_listeners(self._address)
         return self._listeners
 
+    def _check_protocol(self) -> None:
+        """Raises `DeploymentError` for what would fail on every request, without waiting for the server."""
+        if self._address.tls:
+            self._check_tls()
+        endpoint = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access)
+        status = endpoint.status("/v2/health/live")
+        if status is None and endpoint.why_not_live().startswith(MALFORMED):
+            raise DeploymentError(
+                f"the server at {self.url} does not answer in HTTP/1.1{_tls_remedy(self._address, 'https')}; if this "
+                "is its gRPC port, give its HTTP port as the URL"
+            )
+        if status in _NO_SUCH_ROUTE:
+            raise DeploymentError(
+                f"the server at {self.url} is not one of the Open Inference Protocol (GET /v2/health/live answers "
+                f"{status}); give the URL of its inference port, without /v2"
+            )
+
     def _check_tls(self) -> None:
-        """Raises `DeploymentError` for what would fail on every connection, without waiting for the server."""
         connection = HttpConnection(self._address, timeout_s=RUNNING_READY_SECONDS)
         try:
             connection.connect()

@@ -21,6 +21,7 @@ from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, Signature
 from loadgen.client.grpc import parse_grpc_address
 from loadgen.client.inputs import (
+    RANDOM_INPUTS,
     InputError,
     SampleInputs,
     image_folder,
@@ -31,11 +32,20 @@ from loadgen.client.inputs import (
 )
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
 from loadgen.client.traffic import Traffic
-from loadgen.client.transports import TRANSPORTS, InferenceTarget, PreparedBodies, prepare_bodies
+from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.headers import HeaderError, read_headers
-from loadgen.records.payloads import DEFAULT_NAME, PAYLOADS, implied_payload, inputs_in_words, reference, served_name
-from loadgen.records.run import Access, Arrivals, Transport
+from loadgen.records.payloads import (
+    DEFAULT_NAME,
+    PAYLOADS,
+    implied_payload,
+    inputs_in_words,
+    is_reference,
+    reference,
+    served_name,
+    variant_name,
+)
+from loadgen.records.run import TRANSPORTS, Access, Arrivals, Transport
 from loadgen.records.samples import SampleWriter
 
 logger = logging.getLogger("abserve")
@@ -48,8 +58,10 @@ class LoadOptions(msgspec.Struct, frozen=True):
     """The options that the locustfile adds to Locust's, with their help and defaults."""
 
     model: Annotated[
-        str, "The model's name on the server, or its reference, such as transformers:bert-base-uncased."
-    ] = DEFAULT_NAME
+        str,
+        "The model's name on the server, or its reference, such as transformers:bert-base-uncased; default: the "
+        "server's only one.",
+    ] = ""
     batch_size: Annotated[int, "Inputs per request in the scenario Batched."] = 8
     payload: Annotated[str, "What a request carries; default: an image's or the model's own tensors."] = ""
     protocol: Annotated[Transport, "Transport."] = "http"
@@ -104,12 +116,12 @@ class LoadOptions(msgspec.Struct, frozen=True):
     @property
     def payload_in_effect(self) -> str:
         """The payload in effect."""
-        return self.payload or implied_payload(self.model)
+        return self.payload or implied_payload(self.model or DEFAULT_NAME)
 
     @property
     def served_model(self) -> str | None:
         """The model's name on the server; None for a reference, whose samples tell it."""
-        return served_name(self.model, self.payload_in_effect)
+        return served_name(self.model, self.payload_in_effect) if self.model else None
 
     @property
     def access(self) -> Access:
@@ -196,21 +208,33 @@ class Session:
         self._open: list[tuple[str, Path | None, Traffic]] = []
         self._signature: Signature | None = None
         self._inputs: SampleInputs | None = None
+        self._given = True
+        """Whether the inputs are the user's or those of a model that abserve knows."""
         self._model_of_samples: str | None = None
         """The model's name on our servers, by the samples."""
         self._numbers = fresh_numbers()
 
     @property
     def model(self) -> str:
-        """The model's name on the server. Raises `InputError` when neither the options nor the samples tell it."""
+        """The model's name on the server: by the options, by the samples, or as the only one that the server has.
+
+        Raises `EndpointError`, and `InputError` when none of them tells it.
+        """
         name = self.options.served_model or self._model_of_samples
+        if name is None and not self.options.model:
+            preferred = variant_name(DEFAULT_NAME, self.options.payload_in_effect)
+            name = self._model_of_samples = self._endpoint().only_model(preferred)
         if name is None:
             raise InputError(f"--model {self.options.model} is not a name on a server; give the name that it has there")
         return name
 
     def load_inputs(self) -> None:
-        """Read or make the inputs, if that needs no server. Raises `InputError` for a folder without inputs, and for a
-        model that has none."""
+        """Read or make the inputs, except those that the server's metadata tell: the user's own, and random values for
+        a name that abserve does not know.
+
+        Raises `InputError` for a folder without inputs and for a reference to a model that does not exist;
+        `EndpointError` if there is no --model and the server does not have exactly one.
+        """
         options = self.options
         images = image_folder(options.inputs or None)
         if options.inputs and images is None:
@@ -218,12 +242,13 @@ class Session:
         if options.samples_dir:
             self._read(Path(options.samples_dir))
             return
+        model = options.model or self.model
         with _temporary_folder() as folder:
             try:
-                write_samples(
-                    reference(options.model), folder, sequence_length=options.sequence_length or None, images=images
-                )
+                write_samples(reference(model), folder, sequence_length=options.sequence_length or None, images=images)
             except InputError as exc:
+                if not (is_reference(model) or images or options.sequence_length):
+                    return
                 raise InputError(
                     f"{exc}; give your own with --inputs, or --inputs random for random values of the right shapes"
                 ) from exc
@@ -238,20 +263,23 @@ class Session:
         if self._signature is None:
             if self._inputs is None:
                 self.load_inputs()
-            endpoint = Endpoint(self._address.url, timeout_s=self.options.request_timeout, access=self.options.access)
-            self._signature = endpoint.signature(self.model)
+            self._signature = self._endpoint().signature(self.model)
         return self._signature
+
+    def _endpoint(self) -> Endpoint:
+        return Endpoint(self._address.url, timeout_s=self.options.request_timeout, access=self.options.access)
 
     def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
         """The traffic of one user class. Raises `EndpointError`, `InputError`, `OSError`."""
         signature = self.signature()
         if self._inputs is None:
             with _temporary_folder() as folder:
-                self._inputs = read_given(
-                    self.options.inputs, signature, folder, self.options.payload_in_effect, seed=0
-                )
+                given = self.options.inputs or RANDOM_INPUTS
+                self._given = bool(self.options.inputs)
+                self._inputs = read_given(given, signature, folder, self.options.payload_in_effect, seed=0)
         if not self._open:
-            logger.info(f"inputs: {inputs_in_words(self._inputs.describe())}")
+            made = "" if self._given else ", made from the server's metadata; send your own with --inputs"
+            logger.info(f"model {signature.model}, inputs: {inputs_in_words(self._inputs.describe())}{made}")
         transport, inputs = self.options.protocol, self._inputs
         chosen = choose_items(inputs, batch_size, os.getpid(), count=bodies)
         prepared = prepare_bodies(

@@ -27,7 +27,7 @@ import msgspec
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.experiment.schedule import has_load, interleave, load_workloads
-from loadgen.metrics.breakdown import STAGES, TITLES, LatencyBreakdown
+from loadgen.metrics.breakdown import STAGES, TITLES, ArmStages, LatencyBreakdown
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import leading_comparisons, winner_of
 from loadgen.metrics.facts import Facts
@@ -52,7 +52,7 @@ from loadgen.probes.causes_analysis import (
     with_verdicts,
 )
 from loadgen.probes.registry import Probe
-from loadgen.quantities import join, number, signed_ms
+from loadgen.quantities import counted, join, number, share, signed_ms
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.run import (
     PLAIN,
@@ -301,7 +301,8 @@ def measure(context: RunContext) -> None:
         ablation = msgspec.structs.replace(planned, workloads=tuple(workloads))
         context.progress.plan(context.forecast.remaining_s() + needed_s * (1 - done / len(plan)))
         context.progress.now(f"ablation {done + 1} of {len(plan)}: {shown(ablation.label)} with {ablation.changed}")
-        failure: str | None = f"the {experiment.explain_seconds / 60:g} minutes are used up; raise --explain-minutes"
+        limit = counted(experiment.explain_seconds / 60, "minute")
+        failure: str | None = f"the limit of {limit} is reached; raise --explain-minutes"
         if monotonic() <= deadline:
             failure = context.attempt(partial(_run_ablation, context, ablation, prepared))
         if failure is None:
@@ -413,7 +414,9 @@ def why(result: Result) -> doc.Section | None:
     return doc.section(
         "Why",
         *blocks,
+        doc.Items([] if main is None else time_spent(result, main)),
         doc.Text(causes_note(result), "note"),
+        doc.Text(explain_command(result), "code", on=doc.PAGES),
         *(stage_table(result, breakdown) for breakdown in result.stages if breakdown.workload == main),
         doc.Fold("The other scenarios", tuple(others)),
         causes_chart(result),
@@ -493,7 +496,7 @@ def _title(cause: Cause) -> str:
 
 
 def causes_note(result: Result) -> str:
-    """How the causes were found, or why there are none; empty where nothing is shown."""
+    """How the causes were found, or what the stages cannot tell without them. Never empty."""
     causes = result.of(CausesFound)
     if causes.workloads:
         base, arm = charts.base_and_arm(result)
@@ -509,10 +512,55 @@ def causes_note(result: Result) -> str:
         return note
     if causes.explained == ():
         return "No mean request times differ by more than the noise and ±δ, so no ablation was run."
-    if not result.stages:
-        return ""
+    if not any(summary.latency.samples for summary in result.summaries):
+        return "No request was measured under load, so there is nothing to explain."
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
-    return f"The latency breakdown shows in which stage the time is spent, but does not prove a cause: {why}."
+    if any(arm and not arm.contradictions for breakdown in result.stages for arm in breakdown.sides):
+        return f"The latency breakdown shows in which stage the time is spent, but does not prove a cause: {why}."
+    return f"No server reports stages that add up, so where a request spends its time is not known, and {why}."
+
+
+def explain_command(result: Result) -> str:
+    """The command that would find the causes; empty where it was run or there is nothing to explain."""
+    command = result.environment.command if result.environment else ""
+    measured = any(summary.latency.samples for summary in result.summaries)
+    if result.of(CausesFound).workloads or result.experiment.explain or not measured or not command:
+        return ""
+    return f"{command} --explain"
+
+
+LEAST_SHARE = 0.05
+"""A stage with less of a request's time is not named."""
+MOST_STAGES = 3
+"""Most stages that a line names."""
+
+
+def time_spent(result: Result, workload: str) -> list[doc.Item]:
+    """Where a mean request of each arm spends its time, the largest stages first; a line per measured arm."""
+    sides = {
+        arm.label: arm
+        for breakdown in result.stages
+        if breakdown.workload == workload
+        for arm in breakdown.sides
+        if arm is not None
+    }
+    means = {s.label: s.latency.mean_ms for s in result.summaries if s.workload == workload}
+    return [
+        doc.Item(_spent(sides.get(label), mean_ms), charts.arm_style(result, label), shown(label))
+        for label in result.experiment.labels
+        if (mean_ms := means.get(label)) is not None
+    ]
+
+
+def _spent(arm: ArmStages | None, mean_ms: float) -> str:
+    if arm is None:
+        return f"{number(mean_ms)} ms per request; its server reports no stages"
+    if arm.contradictions:
+        return f"{number(mean_ms)} ms per request; its server's stages do not add up to that"
+    shares = {stage: (ms or 0.0) / arm.client_total_ms for stage, ms in arm.stages_ms.items()}
+    largest = sorted((stage for stage in STAGES if shares.get(stage, 0.0) >= LEAST_SHARE), key=lambda s: -shares[s])
+    parts = [f"{share(shares[stage])} {TITLES[stage]}" for stage in largest[:MOST_STAGES]]
+    return f"{number(arm.client_total_ms)} ms per request: {', '.join(parts)}"
 
 
 def causes_chart(result: Result) -> doc.Chart | None:
@@ -592,7 +640,7 @@ def stage_table(result: Result, breakdown: LatencyBreakdown, on: doc.Format = do
 def _folded_note(rows: Sequence[tuple[str, ...]]) -> str:
     """Where the time of folded stages is counted; empty if none is folded."""
     folded = [row[0] for row in rows if FOLDED in row]
-    decoding = "decoding in preparing the batch, " if any(name.endswith("(decode)") for name in folded) else ""
+    decoding = "decoding in preparing the batch, " if TITLES["decode"] in folded else ""
     return f"{FOLDED_NOTE}: {decoding}receiving and encoding in network and client." if folded else ""
 
 
@@ -619,7 +667,7 @@ def stage_rows(breakdown: LatencyBreakdown) -> list[tuple[str, ...]]:
         difference = differences.get(stage)
         rows.append(
             (
-                f"{TITLES[stage]} ({stage})",
+                TITLES[stage],
                 *("–" if value is None else f"{value:.{decimals}f} ms" for value in values),
                 _signed(difference.difference_ms, decimals) if difference else FOLDED if differences else "–",
                 percent(difference.share if difference else None),
@@ -646,7 +694,7 @@ def stages_chart(result: Result) -> doc.Chart | None:
         arms = [arm for arm in by_label.values() if not arm.contradictions]
         return [
             charts.bars_across(
-                stage,
+                TITLES[stage],
                 [charts.arm_name(result, arm.label) for arm in arms],
                 [arm.stages_ms.get(stage) or 0.0 for arm in arms],
                 {"color": f"--stage{place}", "line": {"color": "--card", "width": 1}},

@@ -181,7 +181,7 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord, length
         "engine": kind,
         **{name: str(effect[name]) for name in ("precision", "mode", "device") if effect.get(name)},
         **({} if takes_tensors else {"payload": "uint8"}),  # a JPEG is decoded to bytes
-        "model": reference(experiment.reference_of(request)),
+        "model": reference(experiment.reference_of(request), experiment.inputs),
         **({} if weights is None else {"weights": weights}),
         "threads": str(effect.get("threads") or requested.get("threads", experiment.threads)),
         "max-batch-size": str(largest),

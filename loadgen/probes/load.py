@@ -148,9 +148,10 @@ class Rounds:
         scenarios = counted(len(self._workloads), "scenario")
         left = max(0.0, self._deadline - self._began)
         if self._context.experiment.until_decided:
-            return f"rounds of {scenarios} until all are decided, {left / 60.0:.1f} minutes at most"
+            return f"rounds of {scenarios} until all are decided, {counted(round(left / 60.0, 1), 'minute')} at most"
         rounds = max(self._least, int(left / seconds))
-        return f"about {rounds} rounds of {scenarios} in {max(left, rounds * seconds) / 60.0:.1f} minutes"
+        minutes = counted(round(max(left, rounds * seconds) / 60.0, 1), "minute")
+        return f"about {counted(rounds, 'round')} of {scenarios} in {minutes}"
 
     def run(self) -> None:
         """Run the rounds. Raises as `LoadRunner.run` does."""
@@ -261,8 +262,8 @@ def latency(result: Result) -> doc.Section | None:
         "Latency distribution",
         "Share of requests answered within a time, from the intended start to the last byte; all blocks of a scenario. "
         "Drag to zoom, double-click to reset.",
+        axes=lambda traces: {"xaxis": charts.value_axis("latency, ms", (ms for trace in traces for ms in trace["x"]))},
         height=charts.tall(result, 400),
-        xaxis=charts.axis("latency, ms", rangemode="tozero"),
         yaxis=charts.axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
         legend=charts.LEGEND_ABOVE,
     )
@@ -286,7 +287,7 @@ def batch_sizes(result: Result) -> doc.Section | None:
         f"One request at a time with this many {several} in it. Bars are 95 % intervals over the blocks of one arm; "
         "unlike the paired ratios, they include the machine's drift.",
         data,
-        _speed_panels(result, f"{several} per request", sizes.values()),
+        _speed_panels(result, f"{several} per request", sizes.values(), data),
     )
     return doc.section("Batch sizes", chart)
 
@@ -320,12 +321,13 @@ def _speeds(result: Result, places: Mapping[str, int], at: str) -> list[doc.Figu
     return data
 
 
-def _speed_panels(result: Result, across: str, places: Iterable[int]) -> doc.Figure:
+def _speed_panels(result: Result, across: str, places: Iterable[int], data: Sequence[doc.Figure]) -> doc.Figure:
+    left, right = ([y for trace in data if trace["yaxis"] == panel for y in trace["y"]] for panel in ("y", "y2"))
     return charts.two_panels(
         charts.tall(result, 380),
         across,
-        charts.axis(charts.rate_unit(result), rangemode="tozero"),
-        charts.axis("p50 latency, ms", rangemode="tozero"),
+        charts.value_axis(charts.rate_unit(result), left),
+        charts.value_axis("p50 latency, ms", right),
         charts.doubling(places),
     )
 
@@ -416,7 +418,7 @@ def _crossed_chart(result: Result, scenario: str, what: str, workloads: Sequence
             places = {workload.name: along(workload) for workload in workloads if held(workload) == value}
             traces = _speeds(result, places, f"{'length' if held is _size else what} %{{x}}")
             if len(places) > 1 and traces:
-                panels = _speed_panels(result, across, places.values())
+                panels = _speed_panels(result, across, places.values(), traces)
                 views.append(charts.add_view(data, f"{name} {value}", traces, **panels))
     if not data:
         return None
@@ -643,7 +645,9 @@ def _block_chart(result: Result) -> doc.Chart | None:
     views = [charts.add_view(data, "all, relative", whole, yaxis=beside)]
     for workload in workloads:
         absolute = traces({workload}, f"%{{y:.4~g}} {rate}", "lines+markers", relative=False)
-        views.append(charts.add_view(data, workload, absolute, yaxis={"title": {"text": rate}}))
+        speeds = [y for trace in absolute for y in trace["y"]]
+        across = charts.value_axis(rate, speeds) if charts.squeezed(speeds) else charts.axis(rate)
+        views.append(charts.add_view(data, workload, absolute, yaxis=across))
     return doc.Chart(
         "blocks",
         "Block by block",

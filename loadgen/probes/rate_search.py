@@ -313,7 +313,9 @@ def trial_chart(result: Result) -> doc.Chart | None:
         {
             "height": charts.tall(result, 380),
             "xaxis": charts.axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
-            "yaxis": charts.axis("requests/s", **charts.log_axis(rate for trace in data for rate in trace["y"])),
+            "yaxis": charts.axis(
+                "requests/s, log scale", **charts.log_axis(rate for trace in data for rate in trace["y"])
+            ),
             "legend": charts.LEGEND_ABOVE,
         },
         views if len(views) > 1 else [],
@@ -407,6 +409,7 @@ def ramp_chart(result: Result) -> doc.Chart | None:
             named.add((ramp.label, attribute))
     if not data:
         return None
+    speeds = [rung.throughput_per_s for ramp in ramps for rung in ramp.rungs]
     latencies = (ms for ramp in ramps for rung in ramp.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms)
     return doc.Chart(
         "ramp",
@@ -417,8 +420,8 @@ def ramp_chart(result: Result) -> doc.Chart | None:
         charts.two_panels(
             charts.tall(result, 400),
             "users",
-            charts.axis(unit_per_s, rangemode="tozero"),
-            charts.axis("latency, ms", **charts.log_axis(latencies)),
+            charts.value_axis(unit_per_s, speeds),
+            charts.axis("latency, ms, log scale", **charts.log_axis(latencies)),
             charts.doubling(rung.concurrency for ramp in ramps for rung in ramp.rungs),
         ),
     )

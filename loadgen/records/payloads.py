@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal, get_args
 
 ImagePayload = Literal["fp32", "uint8", "jpeg"]
@@ -39,9 +40,14 @@ def is_default(model: str) -> bool:
     return model == DEFAULT_MODEL or base_name(model) == DEFAULT_NAME
 
 
-def reference(model: str) -> str:
-    """The model as `abserve` takes it with the payload beside it."""
-    return base_name(model) if is_default(model) else model
+def reference(model: str, inputs: str | None = None) -> str:
+    """The model as `abserve` takes it with the payload beside it. A module of the user's may be described by the arrays
+    of `inputs`, FILE.npz, if its own file has no sample."""
+    if is_default(model):
+        return base_name(model)
+    if inputs is not None and inputs.endswith(".npz") and re.search(r"\.py:\w+$", model):
+        return f"{model}:{Path(inputs).absolute()}"
+    return model
 
 
 def served_as(model: str) -> str:

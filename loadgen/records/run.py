@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 import msgspec
 
@@ -31,6 +31,7 @@ Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp"]
 Arrivals = Literal["closed", "constant", "poisson"]
 Transport = Literal["http", "grpc", "shm"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 DeploymentKind = Literal["embedded", "compose"]
 
 EMBEDDED = ("native", "triton", "fastapi", "litserve")
@@ -411,11 +412,17 @@ class MachineLoad(Record, frozen=True, kw_only=True):
     """CPU time of the servers, the load generator and abserve; None if a server on this machine cannot be told from
     other processes."""
     others: tuple[str, ...]
-    """The busiest of the other processes: "ffmpeg 0.97 cores"."""
+    """The busiest of the other programs: "PID 812 python3 train.py, 0.98 cores"."""
     runnable: int | None
     """Threads that ran or waited for a core just before the window, when nothing was sent."""
     waited_ns: int | None
     """Time in which at least one thread waited for a core (pressure stall information)."""
+
+
+def programs_in_words(programs: Sequence[str]) -> str:
+    """The busiest other programs, or why none is named."""
+    unseen = "which ones is not known, because their processes belong to another container or user"
+    return "; ".join(programs) or unseen
 
 
 class BlockRecord(Record, frozen=True, kw_only=True):

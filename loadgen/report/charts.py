@@ -30,8 +30,7 @@ _TIERS = (
 
 def titles(result: Result) -> dict[Label, str]:
     """The arms' names for people."""
-    names = {arm.label: arm.target for arm in result.experiment.arms}
-    return names | {arm.label: arm.title for arm in result.arms}
+    return result.titles
 
 
 def arm_name(result: Result, label: Label) -> str:
@@ -153,6 +152,24 @@ ROWS: doc.Figure = {"automargin": True, "autorange": "reversed"}
 """The y axis of horizontal bars, the first row on top."""
 
 
+SQUEEZED = 20.0
+"""On a linear axis from 0 the smallest of values that differ by this factor has a twentieth of the axis."""
+
+
+def squeezed(values: Iterable[float]) -> bool:
+    """Whether a linear axis hides the small ones of these values, so that they need a logarithmic one."""
+    positive = [value for value in values if value > 0.0]
+    return bool(positive) and max(positive) > SQUEEZED * min(positive)
+
+
+def value_axis(title: str, values: Iterable[float], **more: object) -> doc.Figure:
+    """An axis from 0, or a logarithmic one where that would squeeze the `values`; its title says so."""
+    measured = list(values)
+    if squeezed(measured):
+        return axis(f"{title}, log scale", **log_axis(measured), **more)
+    return axis(title, rangemode="tozero", **more)
+
+
 def doubling(values: Iterable[int]) -> doc.Figure:
     """A logarithmic axis with a tick at each of these sizes."""
     sizes = sorted(set(values))
@@ -179,31 +196,38 @@ def add_view(data: list[doc.Figure], label: str, traces: list[doc.Figure], **lay
 
 
 def chart_by_scenario(
-    result: Result, make: Callable[[str], list[doc.Figure]], name: str, title: str, caption: str, **layout: object
+    result: Result,
+    make: Callable[[str], list[doc.Figure]],
+    name: str,
+    title: str,
+    caption: str,
+    axes: Callable[[list[doc.Figure]], doc.Figure] = lambda _: {},
+    **layout: object,
 ) -> doc.Chart | None:
-    """A chart with a view per scenario, the most loaded first; None where no scenario has traces."""
+    """A chart with a view per scenario, the most loaded first; None where no scenario has traces. `axes` makes the part
+    of the layout that depends on a view's traces."""
     data: list[doc.Figure] = []
     scenarios = [(workload.name, traces) for workload in result.experiment.workloads if (traces := make(workload.name))]
     scenarios.sort(key=lambda scenario: scenario[0] != result.verdict.main_scenario)
-    views = [add_view(data, workload, traces) for workload, traces in scenarios]
+    views = [add_view(data, workload, traces, **axes(traces)) for workload, traces in scenarios]
     return doc.Chart(name, title, caption, data, layout, views) if data else None
 
 
-def round_ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`, both above 0, ascending, no two nearer than `LEAST_GAP`.
+def round_ticks(low: float, high: float, gap: float = LEAST_GAP) -> list[float]:
+    """Round numbers from `low` to `high`, both above 0, ascending, no two nearer than this share of the axis.
 
     Plotly's own ticks stand too close in narrow and in wide ranges. The roundest numbers take their places first; a
     less round one gets a tick only where no other is near.
     """
     start, end = math.log10(low), math.log10(high)
-    gap = (end - start) * LEAST_GAP
+    least = (end - start) * gap
     taken: list[float] = []
     decades = sorted(range(math.floor(start), math.floor(end) + 1), key=abs)
     for tier in _TIERS:
         for decade in decades:
             for mantissa in tier:
                 place = math.log10(mantissa * 10.0**decade)
-                if start <= place <= end and all(abs(place - other) >= gap for other in taken):
+                if start <= place <= end and all(abs(place - other) >= least for other in taken):
                     taken.append(place)
     return [significant(10**place, 4) for place in sorted(taken)]
 

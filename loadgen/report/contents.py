@@ -19,8 +19,9 @@ from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.charts import several, titles
 from loadgen.report.sections import checks, comparisons, conditions, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
+from loadgen.verdict.checks.registry import validity
 from loadgen.verdict.result import Result
-from loadgen.verdict.run_difference import ComparisonChange, RunDifference
+from loadgen.verdict.run_difference import ComparisonChange, PropertyDifference, RunDifference
 
 MakeSection = Callable[[Result], doc.Section | None]
 PROBES = None
@@ -48,7 +49,7 @@ def result_document(result: Result) -> doc.Document:
 
     what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(
-        f"{'VALID' if result.verdict.valid else 'INVALID'} · {base} against {join(others)}",
+        f"{validity(result.checks)} · {base} against {join(others)}",
         {title: list(sections(title, makers)) for title, makers in CONTENTS},
         about=f"{what} {result.experiment.model}",
         started_at=result.environment.started_at if result.environment is not None else None,
@@ -70,9 +71,9 @@ def index_document(results: Mapping[Combination, Result | None]) -> doc.Document
 def _run_section(combination: Combination, result: Result | None) -> doc.Section:
     """The leading metric of every scenario of one run."""
     return doc.Section(
-        f"{combination.title}: {'VALID' if result is not None and result.valid else 'INVALID'}",
+        f"{combination.title}: {'INVALID' if result is None else validity(result.checks)}",
         (
-            doc.Text("This run stored nothing." if result is None else result.verdict.sentence),
+            doc.Text("This run stored nothing." if result is None else result.headline),
             doc.Link("summary", f"{combination.folder}/summary.md", on=doc.MARKDOWN),
             doc.Link("report", f"{combination.folder}/report.html"),
             *([] if result is None else [_leading_table(result)]),
@@ -131,7 +132,7 @@ def difference_document(difference: RunDifference) -> doc.Document:
         _list("Not compared", [f"{', '.join(names)}: {reason}" for reason, names in missing.items()]),
         _list(
             "Differences between the runs",
-            [f"{fact.name}: {_short(fact.old)} → {_short(fact.new)}" for fact in difference.differences],
+            [f"{fact.name}: {_sides(fact)}" for fact in difference.differences],
         ),
     )
     return doc.Document("Old run against new", {"": [section for section in sections if section is not None]})
@@ -204,11 +205,12 @@ def _list(title: str, lines: list[str], on: doc.Format = doc.READ) -> doc.Sectio
     return doc.section(title, doc.Items([doc.Item(line) for line in lines], on=on))
 
 
-def _short(value: str | None) -> str:
-    """Shorten a digest to its beginning."""
-    if value is None:
-        return "unknown"
-    return f"{value[:12]}…" if len(value) >= 40 and " " not in value else value
+def _sides(fact: PropertyDifference) -> str:
+    """What differs, or which run alone has it."""
+    if fact.old is None or fact.new is None:
+        side, value = ("new", fact.new) if fact.old is None else ("old", fact.old)
+        return f"{value}, in the {side} run only"
+    return f"{fact.old} → {fact.new}"
 
 
 CALIBRATION_HEADINGS = (

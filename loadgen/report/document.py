@@ -6,7 +6,8 @@ names the formats it appears in, so a section is written once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Flag, auto
 from itertools import chain
 from typing import Any, Literal
@@ -99,8 +100,8 @@ Value = str | int | float | bool | None | Cell | Strip
 class Column(msgspec.Struct, frozen=True):
     """A `name` stays on one line, a `number` is aligned right, a `text` may wrap, a `drawn` one holds strips.
 
-    `short` is the heading on a terminal. A page hides a `roomy` column on a narrow screen and shows a `below` column
-    under its row.
+    `short` is the heading on a terminal. A page hides a `roomy` column where the table is narrow and shows a `below`
+    column under its row. `ticks` are places on the axis of a drawn column with their labels.
     """
 
     title: str
@@ -108,6 +109,7 @@ class Column(msgspec.Struct, frozen=True):
     short: str = ""
     roomy: bool = False
     below: bool = False
+    ticks: tuple[tuple[float, str], ...] = ()
     on: Format = ALL
 
 
@@ -215,6 +217,11 @@ class Document(msgspec.Struct, frozen=True):
         return tuple(chain.from_iterable(self.chapters.values()))
 
     @property
+    def charts(self) -> tuple[Chart, ...]:
+        """All charts, also those inside other blocks."""
+        return tuple(chain.from_iterable(_charts(section.blocks) for section in self.sections))
+
+    @property
     def tables(self) -> tuple[Table, ...]:
         """The tables directly in a section."""
         return tuple(block for section in self.sections for block in section.blocks if isinstance(block, Table))
@@ -233,6 +240,14 @@ def only(document: Document, on: Format) -> Document:
         for title, sections in document.chapters.items()
     }
     return replace(document, chapters={title: sections for title, sections in chapters.items() if sections})
+
+
+def _charts(blocks: Iterable[Block]) -> Iterator[Chart]:
+    for block in blocks:
+        if isinstance(block, Chart):
+            yield block
+        elif isinstance(block, Fold | Panel):
+            yield from _charts(block.blocks)
 
 
 def _has_content(block: Block) -> bool:
@@ -271,6 +286,28 @@ def _columns(table: Table, on: Format) -> Table:
     ]
     columns = tuple(table.columns[place] for place in places)
     return replace(table, columns=columns, rows=[[row[place] for place in places] for row in table.rows])
+
+
+_HASH = re.compile(r"\b(?:[0-9a-f]{32,}|GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b")
+HASH_LENGTH = 8
+"""The characters that readers see of a hash or of a GPU's UUID; result.json and the tables for programs have all."""
+
+
+def split_hashes(text: str) -> Iterator[tuple[str, str]]:
+    """The pieces of a text as a reader sees them, each with the whole hash where it is the beginning of one, else with
+    an empty text."""
+    place = 0
+    for match in _HASH.finditer(text):
+        yield text[place : match.start()], ""
+        whole = match.group()
+        yield whole[: HASH_LENGTH + len("GPU-") * whole.startswith("GPU-")], whole
+        place = match.end()
+    yield text[place:], ""
+
+
+def readable(text: str) -> str:
+    """The text with hashes of eight characters."""
+    return "".join(piece for piece, _ in split_hashes(text))
 
 
 def text_of(value: Value, *, short: bool = False) -> str:

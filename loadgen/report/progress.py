@@ -1,7 +1,7 @@
 """What a command shows while it measures: the step, the time left, and the ratios so far with narrowing intervals.
 
 On a terminal one line is always moving, below a table of the workloads with their ratios so far. In a log or in CI only
-finished things are printed, a line each.
+finished things are printed: of the load one line per round, with the ratios so far.
 """
 
 from __future__ import annotations
@@ -86,6 +86,9 @@ class RichProgress(MovingLine, RunProgress):
         self._ratios = ratios
         self._unprinted = False
         self._last_block = ""
+        self._round: int | None = None
+        self._of_round: list[LiveRatio] = []
+        """The ratios that the blocks of this round have changed, for the line of a log."""
         self._unit = per_second("item")
         self._phase = ""
         super().__init__(console)  # draws the line
@@ -107,9 +110,9 @@ class RichProgress(MovingLine, RunProgress):
         self._console.print(Text(f"{clock(self._elapsed())}  {title}", style="bold"))
 
     def now(self, text: str) -> None:
-        """Change the moving line."""
+        """Change the moving line; a log gets a line for preparations only, because every round has its own."""
         self._now = text
-        if not self._console.is_terminal:
+        if not self._console.is_terminal and not text.startswith("block "):
             self._say(text)
 
     def arm_ready(self, record: ArmRecord) -> None:
@@ -138,7 +141,7 @@ class RichProgress(MovingLine, RunProgress):
     def parity_done(self, record: ParityRecord) -> None:
         """Print whether the arms give the same answers."""
         if record.ok:
-            self._say(f"same answers: {len(record.cases)} cases, {parity_figures(record)}", style="green")
+            self._say(f"same answers: {counted(len(record.cases), 'case')}, {parity_figures(record)}", style="green")
         else:
             wrong = sum(not case.ok for case in record.cases)
             why = record.error or f"in {wrong} of {len(record.cases)} cases; see parity.json"
@@ -152,13 +155,18 @@ class RichProgress(MovingLine, RunProgress):
             self._say(f"! {line}")
 
     def block_done(self, record: BlockRecord, summary: BlockSummary) -> None:
-        """Print throughput and median of one block, and after the second block of a pair the ratio."""
+        """Update the ratios; print a block with errors, and in a log the round before this one."""
+        if record.round != self._round:
+            self._print_round()
+            self._round = record.round
         speed, p50_ms = summary.throughput_per_s, summary.latency.p50_ms
         rate = f"{'–' if speed is None else number(speed):>9} {self._unit}"
         p50 = "p50 –" if p50_ms is None else f"p50 {number(p50_ms):>8} ms"
-        problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
+        problem = (
+            "" if record.complete and not record.errors else f"  {counted(record.errors, 'error')} {record.note or ''}"
+        )
         who = shown(record.label)
-        if problem or not self._console.is_terminal or self._ratios is None:
+        if problem or self._ratios is None:
             line = f"{who}  {record.workload:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
             self._say(line, style="red" if problem else "")
         self._last_block = " ".join(f"{who} {record.workload}: {rate}, {p50}".split())
@@ -177,8 +185,7 @@ class RichProgress(MovingLine, RunProgress):
         if self._console.is_terminal:
             self._live.refresh()
         else:
-            for ratio in ratios:
-                self._say(ratio_line(ratio))
+            self._of_round += ratios
 
     def _line(self) -> RenderableType:
         self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({clock(self._elapsed())}{self._left()})"))
@@ -191,10 +198,16 @@ class RichProgress(MovingLine, RunProgress):
         return Group(table, Text(f"last: {self._last_block}", style="dim"), Text(note, style="dim"), self._spinner)
 
     def _leave_ratios(self) -> None:
-        """Leave the table on the screen when its phase is over."""
+        """Leave the table on the screen, and the last round in a log, when the phase is over."""
+        self._print_round()
         if self._unprinted and self._ratios is not None and self._console.is_terminal:
             self._console.print(ratio_table(self._ratios.latest, self._console.width))
         self._unprinted = False
+
+    def _print_round(self) -> None:
+        if self._round is not None and self._of_round:
+            self._say(round_line(self._round + 1, self._of_round))
+        self._round, self._of_round = None, []
 
     def _say(self, text: str, style: str = "") -> None:
         if self._console.is_terminal:
@@ -215,16 +228,18 @@ def _better(ratio: LiveRatio) -> tuple[str, str]:
     )
 
 
-def ratio_line(ratio: LiveRatio) -> str:
-    """For a log: "concurrent(16)  throughput, B against A: B 1.31× (1.22–1.40) after 3 of 8 pairs"."""
-    done = (
-        counted(ratio.pairs, "pair") if ratio.planned is None else f"{ratio.pairs} of {counted(ratio.planned, 'pair')}"
-    )
-    better, interval = _better(ratio)
-    bounds = f" ({interval})" if ratio.ci95 is not None else ""
-    why = "" if ratio.ci95 is not None else f"; no interval: {ratio.reason}"
-    arms = f"{shown(ratio.arm)} against {shown(ratio.baseline)}"
-    return f"{ratio.workload}  {ratio.metric}, {arms}: {better}{bounds} after {done}{why}"
+def round_line(place: int, ratios: Sequence[LiveRatio]) -> str:
+    """For a log: "round 3 of 8: batched(8) throughput B 1.31× (1.22–1.40); single p50 A 1.05×"."""
+    planned = [ratio.planned for ratio in ratios if ratio.planned is not None]
+    several = len({ratio.arm for ratio in ratios}) > 1
+    parts = []
+    for ratio in ratios:
+        better, interval = _better(ratio)
+        arms = f"{shown(ratio.arm)} against {shown(ratio.baseline)} " if several else ""
+        bounds = "" if ratio.ci95 is None else f" ({interval})"
+        known = f"{better}{bounds}" if ratio.ratio is not None else f"no ratio: {ratio.reason}"
+        parts.append(f"{ratio.workload} {ratio.metric.removesuffix(' latency')} {arms}{known}")
+    return f"round {place}{f' of {max(planned)}' if planned else ''}: {'; '.join(parts)}"
 
 
 def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:

@@ -23,12 +23,11 @@ from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
-from loadgen.client.transports import TRANSPORTS
 from loadgen.launch.work_folder import work_folder
 from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
 from loadgen.records.payloads import IMAGE_PAYLOADS
-from loadgen.records.run import Transport
+from loadgen.records.run import TRANSPORTS, Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
 from loadgen.run.machine import MachineRecordError, command_line, fingerprint, read_machine, utc_now
 from loadgen.stats.percentiles import percentile

@@ -7,14 +7,18 @@ values that the kernel does not offer are None.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from time import sleep
 
 from loadgen.client.connection import Address
 from loadgen.documents import one_line
 from loadgen.launch.deployment import is_here
-from loadgen.records.run import MachineLoad
+from loadgen.quantities import counted, share
+from loadgen.records.run import MachineLoad, programs_in_words
 from loadgen.run.arms import Arm
 
 PROC = Path("/proc")
@@ -23,6 +27,10 @@ _STEAL = 7
 NAMED_SHARE = 0.01
 """Share of all cores. Processes that use less are not named."""
 MOST_NAMED = 3
+INTERPRETER = re.compile(r"(python|pypy|node|ruby|perl|bash|sh|zsh|java|julia|Rscript|php)[\d.]*")
+SCRIPT = re.compile(r"[\w.+-]{1,80}\.(py|js|mjs|rb|pl|sh|jar|jl|R|php)")
+MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+"""What may be shown of the arguments: the names of a script and of a module, which hold no secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,33 @@ class ProcessorReading:
     waited_us: int | None
     """Time in which at least one thread waited for a core (pressure stall information)."""
     processes: Mapping[int, Process]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPrograms:
+    """What uses the cores besides this program and the servers; as text, for people."""
+
+    share: float
+    """Of all cores that this process may use."""
+    cores: int
+    programs: tuple[str, ...]
+    """The busiest: "PID 812 python3 train.py, 0.98 cores"; empty where none can be seen."""
+
+    def __str__(self) -> str:
+        named = programs_in_words(self.programs)
+        return f"other programs use {share(self.share)} of {counted(self.cores, 'core')} ({named})"
+
+
+def read_others(seconds: float, servers: Sequence[int]) -> OtherPrograms | None:
+    """Watch for this long. `servers` are processes that are not others, with their descendants. None where /proc cannot
+    be read."""
+    before = read_processors()
+    sleep(seconds)
+    load = machine_load(before, read_processors(), servers)
+    if load is None or load.known_ns is None or load.total_ns <= 0:
+        return None
+    taken = max(load.busy_ns - load.known_ns, 0) / load.total_ns
+    return OtherPrograms(taken, len(os.sched_getaffinity(0)), load.others)
 
 
 def machine_load(
@@ -86,16 +121,43 @@ def _all_ticks(reading: ProcessorReading, numbers: set[int]) -> int:
 
 
 def _busiest(before: ProcessorReading, after: ProcessorReading, ours: set[int]) -> tuple[str, ...]:
+    """The programs that used the most CPU time: "PID 812 python3 train.py, 0.98 cores". Processes of one name are one
+    program, so that a build with many short ones is named."""
     cores = os.sched_getaffinity(0)
-    used: dict[str, int] = {}
+    used: dict[str, dict[int, int]] = {}
     for number, process in after.processes.items():
         earlier = before.processes.get(number)
         ticks = process.own_ticks - (earlier.own_ticks if earlier else 0)
         if number not in ours and process.core in cores and ticks > 0:
-            used[process.name] = used.get(process.name, 0) + ticks
+            used.setdefault(process.name, {})[number] = ticks
     total = max(after.total_ticks - before.total_ticks, 1)
-    named = sorted((name for name in used if used[name] >= NAMED_SHARE * total), key=lambda name: -used[name])
-    return tuple(f"{one_line(name)} {len(cores) * used[name] / total:.2f} cores" for name in named[:MOST_NAMED])
+    sums = {name: sum(ticks.values()) for name, ticks in used.items()}
+    named = sorted((name for name in used if sums[name] >= NAMED_SHARE * total), key=lambda name: -sums[name])
+    words = []
+    for name in named[:MOST_NAMED]:
+        busiest, others = max(used[name], key=lambda number: used[name][number]), len(used[name]) - 1
+        more = f" and {others} more" if others else ""
+        words.append(f"PID {busiest}{more} {short_command(busiest, name)}, {len(cores) * sums[name] / total:.2f} cores")
+    return tuple(words)
+
+
+def short_command(number: int, name: str) -> str:
+    """A process's program and the script that it runs, without their folders: "python3 train.py". Every other argument
+    may hold a password or a token and is left out. `name` is the kernel's name, for a process that has ended or may not
+    be read."""
+    try:
+        arguments = (PROC / str(number) / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    except OSError:
+        arguments = []
+    program = one_line(arguments[0].split(" ")[0].rpartition("/")[2]) if arguments else ""
+    if not program or not INTERPRETER.fullmatch(program):
+        return one_line(name)
+    for argument, following in pairwise([*arguments[1:], ""]):
+        if argument == "-m" and MODULE.fullmatch(following):
+            return f"{program} -m {following}"
+        if SCRIPT.fullmatch(script := argument.rpartition("/")[2]):
+            return f"{program} {script}"
+    return program
 
 
 def descendants(processes: Mapping[int, Process], roots: Collection[int]) -> set[int]:

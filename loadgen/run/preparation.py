@@ -13,6 +13,7 @@ from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import (
     GIVEN,
     PHOTOGRAPHS,
+    RANDOM_INPUTS,
     InputError,
     SampleInputs,
     as_model_inputs,
@@ -62,7 +63,7 @@ def _deployment(
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT, asked_for(arm.settings, "backend"))
     log_path = store.log_path(f"{arm.label}-{arm.target}")
-    options = {"model": reference(experiment.reference_of(arm))}
+    options = {"model": reference(experiment.reference_of(arm), experiment.inputs)}
     if arm.target == "triton":
         options["work-dir"] = str(work / f"triton-{arm.label}")
     if arm.own_repository:
@@ -103,7 +104,7 @@ def export_artefacts(
     file itself needs none. Raises `RunError`."""
     exports = {
         (
-            reference(experiment.reference_of(arm)),
+            reference(experiment.reference_of(arm), experiment.inputs),
             arm.settings.get("artefacts", ""),
             "" if experiment.payload_of(arm) in OWN_TENSORS else "uint8",
             (asked_for(arm.settings, "precision") or experiment.precision or "").replace("tf32", "fp32"),
@@ -164,7 +165,7 @@ def prepare_inputs(
     place = folder.with_name("model") if user_inputs else folder
     try:
         write_samples(
-            reference(experiment.model), place, abserve,
+            reference(experiment.model, experiment.inputs), place, abserve,
             sequence_length=experiment.sequence_length, seed=experiment.seed, images=images,
         )  # fmt: skip
     except InputError as exc:
@@ -190,6 +191,35 @@ def prepare_inputs(
         return padded, {payload: as_model_inputs(inputs, samples, place) for payload, inputs in by_payload.items()}
     except InputError as exc:
         raise InputError(f"--inputs {experiment.inputs}: {exc}") from exc
+
+
+def with_generated_inputs(
+    experiment: Experiment, folder: Path, signature: Signature, abserve: Sequence[str] = ABSERVE
+) -> Experiment:
+    """The experiment of servers that run already, with random values as its inputs unless `abserve samples` knows
+    their model by its name: then its samples fit the metadata."""
+    if experiment.inputs is not None or experiment.sequence_length is not None:
+        return experiment
+    with suppress(InputError):
+        write_samples(reference(experiment.model), folder, abserve, seed=experiment.seed)
+        samples = signature_of(folder, experiment.payload_of(experiment.baseline))
+        if samples is not None and _alike(samples, signature):
+            return experiment
+    return msgspec.structs.replace(experiment, inputs=RANDOM_INPUTS)
+
+
+def _alike(samples: Signature, served: Signature) -> bool:
+    """Whether the samples are inputs of a server's model."""
+    expected = {tensor.name: tensor for tensor in served.inputs}
+    given = {tensor.name: tensor for tensor in samples.inputs}
+    if not expected.keys() - served.optional <= given.keys() <= expected.keys():
+        return False
+    return all(
+        tensor.datatype == expected[name].datatype
+        and len(tensor.shape) == len(expected[name].shape)
+        and all(-1 in sizes or len(set(sizes)) == 1 for sizes in zip(tensor.shape, expected[name].shape, strict=True))
+        for name, tensor in given.items()
+    )
 
 
 def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -> Experiment:

@@ -34,7 +34,7 @@ from random import Random
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
+import scipy
 
 MAX_MISS_PROBABILITY = 0.01
 
@@ -83,8 +83,10 @@ def queries_needed(late: int, quantile: float = QUANTILE, confidence: float = CO
     """The fewest requests among which `late` late answers still support the claim."""
     if late < 0 or not 0.0 < quantile < 1.0 or not 0.0 < confidence < 1.0:
         raise ValueError(f"no bound for {late} late answers, quantile {quantile}, confidence {confidence}")
-    queries: int = max(math.ceil(special.bdtrin(late, 1.0 - confidence, 1.0 - quantile)) - 1, late + 1)
-    while special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:  # the inverse may be off by rounding
+    if late == 0:  # in closed form: the options' limits need it, and scipy takes half a second to import
+        return math.ceil(math.log(1.0 - confidence) / math.log(quantile))
+    queries: int = max(math.ceil(scipy.special.bdtrin(late, 1.0 - confidence, 1.0 - quantile)) - 1, late + 1)
+    while scipy.special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:  # the inverse may be off by rounding
         queries += 1
     return queries
 
@@ -94,8 +96,8 @@ def late_allowed(queries: int, quantile: float = QUANTILE, confidence: float = C
     """The most late answers among `queries` that still support the claim; None if even 0 late answers do not."""
     if queries < queries_needed(0, quantile, confidence):
         return None
-    late: int = math.floor(special.bdtrik(1.0 - confidence, queries, 1.0 - quantile)) + 1
-    while special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:
+    late: int = math.floor(scipy.special.bdtrik(1.0 - confidence, queries, 1.0 - quantile)) + 1
+    while scipy.special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:
         late -= 1
     return late
 

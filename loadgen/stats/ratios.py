@@ -32,7 +32,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+import scipy
 
 Values = npt.NDArray[np.float64]
 SIGNIFICANCE = 0.05
@@ -180,13 +180,13 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
     error, degrees = error_of_mean(logs, correlation)
     half = critical_t(degrees, SIGNIFICANCE) * error
     bound = math.log1p(margin)
-    below = 1.0 - float(special.stdtr(degrees, (centre + bound) / error))
-    above = float(special.stdtr(degrees, (centre - bound) / error))
+    below = 1.0 - float(scipy.special.stdtr(degrees, (centre + bound) / error))
+    above = float(scipy.special.stdtr(degrees, (centre - bound) / error))
     return RatioEstimate(
         pairs=count,
         ratio=math.exp(centre),
         ci95=(math.exp(centre - half), math.exp(centre + half)),
-        p_value=2.0 * float(special.stdtr(degrees, -abs(centre) / error)),
+        p_value=2.0 * float(scipy.special.stdtr(degrees, -abs(centre) / error)),
         p_equivalence=max(below, above),
         spread_log=spread,
         units=count,
@@ -243,7 +243,7 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float] | None:
 
 def critical_t(degrees: float, significance: float) -> float:
     """Two-sided critical value of Student's t."""
-    return float(special.stdtrit(degrees, 1.0 - significance / 2.0))
+    return float(scipy.special.stdtrit(degrees, 1.0 - significance / 2.0))
 
 
 def adjust_holm(p_values: Sequence[float | None], weights: Sequence[float] | None = None) -> list[float | None]:
@@ -283,14 +283,14 @@ def _effect_in_errors(degrees: float, significance: float) -> float:
     """k with P(|Z + k·S| > t·S') = 80 %, where Z is standard normal and S, S' are two independent estimates of the
     standard error, √(χ²/degrees), by the midpoint rule over their quantiles."""
     grid = (np.arange(120) + 0.5) / 120
-    errors = np.sqrt(special.chdtri(degrees, 1.0 - grid) / degrees)
+    errors = np.sqrt(scipy.special.chdtri(degrees, 1.0 - grid) / degrees)
     threshold = critical_t(degrees, significance) * errors[:, None]
 
     def missing(log_effect: float) -> float:
         shift = math.exp(log_effect) * errors[None, :]
-        return POWER - float(np.mean(special.ndtr(shift - threshold) + special.ndtr(-shift - threshold)))
+        return POWER - float(np.mean(scipy.special.ndtr(shift - threshold) + scipy.special.ndtr(-shift - threshold)))
 
-    return math.exp(float(optimize.brentq(missing, -3.0, 30.0, xtol=1e-4)))
+    return math.exp(float(scipy.optimize.brentq(missing, -3.0, 30.0, xtol=1e-4)))
 
 
 MIXTURE = 0.5

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special
+import scipy
 
 from loadgen.stats.percentiles import samples_needed
 from loadgen.stats.ratios import (
@@ -87,11 +87,11 @@ class _ArmPool:
     def interval(self, significance: float) -> tuple[float, float]:
         """Logs of the order statistics around the percentile; infinite beyond the pool."""
         count = len(self.logs)
-        normal = float(special.ndtri(1.0 - significance / 2.0))
+        normal = float(scipy.special.ndtri(1.0 - significance / 2.0))
         worth = self.worth * (normal / critical_t(self.degrees, significance)) ** 2
         below = self.quantile * worth
-        low = float(special.betaincinv(below, worth - below + 1.0, significance / 2.0))
-        high = float(special.betaincinv(below + 1.0, worth - below, 1.0 - significance / 2.0))
+        low = float(scipy.special.betaincinv(below, worth - below + 1.0, significance / 2.0))
+        high = float(scipy.special.betaincinv(below + 1.0, worth - below, 1.0 - significance / 2.0))
         first, last = math.floor(low * count) - 1, math.ceil(high * count)
         return (
             float(self.logs[first]) if first >= 0 else -math.inf,

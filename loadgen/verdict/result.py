@@ -7,7 +7,7 @@ raises the schema's number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,10 @@ from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, summarise_blocks, summarise_workload
 from loadgen.probes.registry import finding_types, probes
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.run import ArmRecord, Environment, Experiment, Found, ParityRecord, Record, RunState
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Label, ParityRecord, Record, RunState
 from loadgen.run.storage import StoredRun, StoredRunError, read_run
 from loadgen.verdict.checks.registry import Check, make_checks, reason_against
+from loadgen.verdict.headline import headline
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
 from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
 from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, reach_verdict
@@ -59,8 +60,26 @@ class Result(Record, frozen=True, kw_only=True):
     noise_floor_sentence: str = ""
     thresholds: tuple[ThresholdOutcome, ...] = ()
 
+    @property
+    def titles(self) -> dict[Label, str]:
+        """The arms' names for people."""
+        return titles_of(self.experiment, self.arms)
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence of at most 25 words."""
+        return self.verdict.headline or headline(
+            self.experiment, self.titles, self.comparisons, self.verdict.rankings, self.checks
+        )
+
     def of(self, kind: type[F]) -> F:
         return kind.among(self.studies)
+
+
+def titles_of(experiment: Experiment, arms: Sequence[ArmRecord]) -> dict[Label, str]:
+    """The arms' names for people: what the experiment calls them until their servers have been asked."""
+    names = {request.label: request.target for request in experiment.arms}
+    return names | {arm.label: arm.title for arm in arms}
 
 
 def encode_result(result: Result) -> bytes:
@@ -132,9 +151,7 @@ def analyse_run(run: StoredRun) -> Result:
         if probe.finding and probe.conclude
     }
     facts = replace(facts, findings=findings | concluded)
-    titles = {request.label: request.target for request in run.experiment.arms}
-    titles |= {arm.label: arm.title for arm in run.arms}
-    verdict = reach_verdict(facts, titles, checks)
+    verdict = reach_verdict(facts, titles_of(run.experiment, run.arms), checks)
     if run.experiment.until_decided:
         verdict = msgspec.structs.replace(verdict, caveats=(*verdict.caveats, stopping.sentence))
     return Result(

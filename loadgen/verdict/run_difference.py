@@ -18,13 +18,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import scipy
 from msgspec.structs import replace
-from scipy import stats
-from scipy.optimize import brentq
 
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
-from loadgen.quantities import Interval
+from loadgen.quantities import Interval, counted, number
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
@@ -100,7 +99,10 @@ def _described(result: Result, other: Experiment) -> dict[Kind, dict[str, object
         "load": {
             **{name: getattr(experiment, name) for name in ("model", "weights", "transport", "threads", "deployment")},
             **{f"payload of {a.label}": experiment.payload_of(a) for a in experiment.arms if a.label in other.labels},
-            **{f"workload {c.name}": f"{c.requests} requests, {c.seconds:g} s per block" for c in experiment.workloads},
+            **{
+                f"workload {c.name}": f"{counted(c.requests, 'request')}, {number(c.seconds)} s per block"
+                for c in experiment.workloads
+            },
             **inputs,
         },
         "arm": arms,
@@ -257,7 +259,7 @@ def _test(old: Comparison, new: Comparison) -> tuple[float, Interval | None, flo
     error = math.hypot(error_1, error_2)
     degrees = error**4 / (error_1**4 / degrees_1 + error_2**4 / degrees_2)
     half = critical_t(degrees, SIGNIFICANCE) * error
-    p = 2.0 * float(stats.t.sf(abs(centre) / error, degrees))
+    p = 2.0 * float(scipy.special.stdtr(degrees, -abs(centre) / error))
     return change, (math.exp(centre - half), math.exp(centre + half)), p, None
 
 
@@ -288,7 +290,9 @@ def _tail_p(old: Comparison, new: Comparison) -> float:
         return low if (new.ratio or 1.0) > (old.ratio or 1.0) else -high
 
     least, most = math.log(LEAST_P), math.log(MOST_P)
-    return 1.0 if beyond(most) <= 0.0 else LEAST_P if beyond(least) > 0.0 else math.exp(brentq(beyond, least, most))
+    if beyond(most) <= 0.0:
+        return 1.0
+    return LEAST_P if beyond(least) > 0.0 else math.exp(scipy.optimize.brentq(beyond, least, most))
 
 
 def _spread(comparison: Comparison) -> tuple[float, float] | None:

@@ -33,13 +33,14 @@ from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
 from loadgen.probes.causes_analysis import CauseEffect, CausesFound
-from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms
+from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
 from loadgen.records.model_config import queue_policy_of, whole
 from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown
 from loadgen.verdict.checks.arms import handicap
 from loadgen.verdict.checks.generator import RECONNECT_LIMIT
 from loadgen.verdict.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.verdict.checks.run import same_payload
+from loadgen.verdict.headline import headline, main_comparison
 
 MIN_STAGE_SHARE = 0.05
 MAX_STAGES = 3
@@ -61,6 +62,8 @@ class Verdict(Record, frozen=True, kw_only=True):
     """The result as sentences. Reports show `caveats` first, then `sentence`."""
 
     valid: bool
+    headline: str = ""
+    """The result in at most 25 words; empty in results from before there was one."""
     sentence: str
     """Names every metric with a decided difference, also those that do not lead their scenario."""
     main_scenario: str | None
@@ -84,8 +87,12 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     text = _sentence(facts, titles, rankings, failed, slowed)
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
+    workloads = _by_name(facts)
+    decided = main_comparison(facts.comparisons, rankings, workloads)
+    cause = "" if decided is None else explain_lead(facts, decided)
     return Verdict(
         valid=not failed,
+        headline=headline(experiment, titles, facts.comparisons, rankings, checks, cause),
         sentence=text if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
         main_scenario=None if main is None else main.name,
         scenarios=scenarios,
@@ -94,7 +101,23 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
         caveats=tuple(
             sentence(check.detail)
             for check in (*(check for check in checks if check.state in CHECKS[check.name].caveat), *_tolerated(checks))
-        ),
+        )
+        + _limits_of_smoke(facts),
+    )
+
+
+def _limits_of_smoke(facts: Facts) -> tuple[str, ...]:
+    """What the smallest preset cannot decide; empty for the others and without a comparison."""
+    leading = leading_comparisons(facts.comparisons)
+    if facts.run.experiment.preset != "smoke" or not leading:
+        return ()
+    fewest, most = min(c.pairs for c in leading), max(c.pairs for c in leading)
+    rounds = counted(fewest, "round") if fewest == most else f"{fewest} to {most} rounds"
+    effects = [c.minimal_detectable_effect for c in leading if c.minimal_detectable_effect is not None]
+    seen = f"differences of {share(min(effects))} or more, in some workloads only larger ones" if effects else "none"
+    return (
+        f"A smoke run, to see that everything works: {rounds} of each workload show {seen}, so inconclusive does not "
+        "mean equal. For a verdict run again with --preset quick.",
     )
 
 
@@ -465,16 +488,17 @@ def _stopping_sentence(
     if ended == "decided":
         return f"Stopped when every workload was decided, after {count} of each."
     if ended == "time limit":
-        limit = number(experiment.time_limit_minutes or 0.0)
+        limit = counted(significant(experiment.time_limit_minutes or 0.0, 3), "minute")
         names = ", ".join(undecided)
-        return f"Stopped by the time limit of {limit} minutes of load, after {count} of each; inconclusive: {names}."
+        return f"Stopped by the time limit of {limit} of load, after {count} of each; inconclusive: {names}."
     if ended is None:
         return f"Ended early, after {count} of each workload."
     starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     cold = sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
     if ended == "time":
-        return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each workload{starts}{apart}."
+        time = counted(experiment.minutes or 0.0, "minute")
+        return f"As many rounds as {time} allowed: {count} of each workload{starts}{apart}."
     return f"As planned: {count} of each workload{starts}{apart}."
 
 

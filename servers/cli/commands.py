@@ -8,6 +8,8 @@ from servers.native.command import serve_native
 from servers.plain.command import serve_fastapi, serve_litserve
 from servers.triton.command import serve_triton
 
+HELP_GROUP = "Serve"
+
 serve = typer.Typer(help="Run one server in the foreground.")
 serve.command("native")(serve_native)
 serve.command("triton")(serve_triton)

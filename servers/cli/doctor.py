@@ -12,7 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,7 @@ from rich.text import Text
 
 from servers.cli.defaults import OptionError
 from servers.cli.launch import MachineCheck, check_free, machine_check
-from servers.cli.options import fail
+from servers.cli.options import counted, fail
 from servers.engines.factory import environment_of
 from servers.engines.settings import KINDS, EngineError, engine_kind, engine_names
 from servers.export.tensorrt import bindings_version, library_version, trtexec_version
@@ -45,6 +46,8 @@ from servers.triton.installation import (
 from servers.triton.settings import TritonSettings
 from servers.triton.trial import ServerTrial, try_installation
 from servers.triton.wheel import diagnose, find_wheel
+
+HELP_GROUP = "Machine"
 
 MIN_FREE_BYTES = 2 * 2**30
 """An export needs 0.4 GB and as much again while it is written; the samples and logs of a full run some tens of MB."""
@@ -86,6 +89,11 @@ LEAST_COMPOSE = (2, 20)
 OLDEST_IMAGE_DAYS = 90
 """An older base image lacks important fixes."""
 IMAGES = ("abserve/servers:0.1.0", "abserve/load:0.1.0")
+NAME_WIDTH = 22
+"""Columns of the longest name, that of an engine."""
+CONTAINERS = "docker compose"
+"""What Docker, its toolkit and the images are needed for."""
+IN_CONTAINER = "not needed: this is a container; use abserve compare"
 _SECONDS = 10.0
 
 Command = Callable[[Sequence[str]], str | None]
@@ -105,42 +113,54 @@ def doctor(
         bool, typer.Option("--json", help="Print the findings as JSON.", rich_help_panel="Output")
     ] = False,
 ) -> None:
-    """Check this machine: Python, packages, Triton, GPU, ports, disk. Exit status 1 if something is missing.
+    """Check this machine: Python, packages, Triton, GPU, ports, disk. Exit status 1 if something required is missing.
 
-    Triton is started for a moment, with a small model for each of its backends.
+    Triton is started for a moment, with a small model for each of its backends. A circle marks an optional thing that
+    is missing, with what it is needed for.
     """
+    checks: list[MachineCheck] = []
     try:
-        checks = machine_checks(tritonserver)
+        for check in machine_checks(tritonserver):
+            if not (checks or as_json):
+                Console(highlight=False).print("This machine", style="italic")
+            checks.append(check)
+            if not as_json:
+                _show(check)
     except OptionError as exc:
         fail(str(exc), exc, status=2)
     if as_json:
         typer.echo(orjson.dumps(checks, option=orjson.OPT_INDENT_2).decode())
     else:
-        _show(checks)
-    raise typer.Exit(0 if all(check.ok for check in checks) else 1)
+        _sum_up(checks)
+    raise typer.Exit(1 if any(check.fails for check in checks) else 0)
 
 
-def machine_checks(tritonserver: Path | None = None) -> list[MachineCheck]:
-    """Every check, the required things first. Raises `OptionError` for a folder without a tritonserver."""
-    gpu: Mapping[str, Any] = gpu_info(None)
+def machine_checks(tritonserver: Path | None = None) -> Iterator[MachineCheck]:
+    """Every check as it is made, Python and the packages first. Raises `OptionError` for a folder without a
+    tritonserver, before any."""
+    folder = find_folder(tritonserver)
     python = machine_check(
         "python",
         (3, 11) <= sys.version_info[:2] <= (3, 13),
         f"Python {'.'.join(map(str, sys.version_info[:3]))}",
         "make PYTHON=python3.12 setup",
     )
+    yield from [python, *_packages(), *_engines()]
+    gpu: Mapping[str, Any] = gpu_info(None)
     here = [_gpu(gpu), *_ports(), _disk(), _shared_memory(), _exposure()]
     has_gpu = gpu["status"] == "ok" and bool(gpu["devices"])
-    triton, installed = _triton(tritonserver, "cuda:0" if has_gpu else "cpu")
+    yield from here
+    triton, installed = _triton(folder, "cuda:0" if has_gpu else "cpu")
+    yield from triton
     containers = docker_checks(gpu)
+    yield from containers
     has_docker = any(check.name == "container toolkit" and check.ok for check in containers)
-    next_step = next_command(installed, has_gpu, has_docker)
-    return [python, *_packages(), *_engines(), *triton, *here, *containers, next_step]
+    yield next_command(installed, has_gpu, has_docker)
 
 
-def _triton(requested: Path | None, device: str) -> tuple[list[MachineCheck], ServerTrial | None]:
+def _triton(folder: Path | None, device: str) -> tuple[list[MachineCheck], ServerTrial | None]:
     """What the tritonserver does here that a launch would start, and its trial if it is an installed one."""
-    folder, interpreter = find_folder(requested), current_interpreter()
+    interpreter = current_interpreter()
     if folder is not None:
         server = read_installation(folder, interpreter)
         trial = try_installation(server, device)
@@ -159,7 +179,7 @@ def _packages() -> list[MachineCheck]:
 
 
 def _engines() -> list[MachineCheck]:
-    """The engines that `abserve[servers]` does not install. A comparison needs none of them, so none is a failure."""
+    """The engines that `abserve[servers]` does not install. Only a comparison of one of them needs it."""
     checks = []
     for name in engine_names():
         try:
@@ -167,9 +187,9 @@ def _engines() -> list[MachineCheck]:
                 continue
             other = environment_of(name)
             detail = "installed" if other is None else f"installed in {other.parent.parent}, which its processes enter"
+            checks.append(MachineCheck(f"engine {name}", True, detail))
         except EngineError as exc:
-            detail = f"optional: {exc}"
-        checks.append(MachineCheck(f"engine {name}", True, detail))
+            checks.append(MachineCheck(f"engine {name}", False, "not installed", str(exc), f"--engine {name}"))
     return checks
 
 
@@ -191,7 +211,8 @@ def _ports() -> list[MachineCheck]:
         except OptionError:
             ok = False
         remedy = f"stop the process on it (ss -ltnp 'sport = :{port}'), or choose another port"
-        result.append(machine_check(f"port {port}", ok, f"{use}: {'free' if ok else 'in use'}", remedy))
+        check = machine_check(f"port {port}", ok, f"{use}: {'free' if ok else 'in use'}", remedy)
+        result.append(replace(check, needed_for="abserve serve without another port"))
     return result
 
 
@@ -236,24 +257,33 @@ def _is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
-def _show(checks: list[MachineCheck]) -> None:
-    table = Table(box=None, pad_edge=False, title="This machine", title_justify="left")
-    table.add_column("")
-    table.add_column("Check")
-    table.add_column("Found", overflow="fold")
-    for check in checks:
-        detail = Text(check.detail)
-        if check.remedy:
-            detail.append(f"\n→ {check.remedy}", "yellow")
-        table.add_row(Text("✓", "green") if check.ok else Text("✗", "bold red"), check.name, detail)
-    console = Console()
-    console.print(table)
-    failed = sum(not check.ok for check in checks)
+def _show(check: MachineCheck) -> None:
+    """One row, printed as soon as it is known; the columns have fixed widths."""
+    detail = Text(check.detail)
+    if not check.ok and check.needed_for:
+        detail.append(f"; only needed for {check.needed_for}")
+    if check.remedy:
+        detail.append(f"\n→ {check.remedy}", "yellow")
+    mark = Text("✓", "green") if check.ok else Text("✗", "bold red") if check.fails else Text("○", "dim")
+    row = Table.grid(padding=(0, 2, 0, 0))
+    row.add_column(width=1)
+    row.add_column(width=NAME_WIDTH, overflow="fold")
+    row.add_column(overflow="fold")
+    row.add_row(mark, check.name, detail)
+    Console().print(row)
+
+
+def _sum_up(checks: Sequence[MachineCheck]) -> None:
+    failed = sum(check.fails for check in checks)
+    missing = sum(not check.ok for check in checks) - failed
+    optional = f" Missing (○): {counted(missing, 'optional thing')}." if missing else ""
     if failed:
-        console.print(f"[bold red]{failed} of {len(checks)} checks need attention.[/]")
+        needs = "needs" if failed == 1 else "need"
+        text = f"[bold red]{failed} of {counted(len(checks), 'check')} {needs} attention.[/]{optional}"
     else:
         cores = len(os.sched_getaffinity(0))
-        console.print(f"[green]All {len(checks)} checks pass.[/] CPU cores that this process may use: {cores}.")
+        text = f"[green]Ready to compare.[/]{optional} CPU cores that this process may use: {cores}."
+    Console().print(text)
 
 
 def in_container() -> bool:
@@ -322,7 +352,6 @@ def next_command(installed: ServerTrial | None, has_gpu: bool, has_docker: bool)
         command += _arms(name for name in backends if name != "tensorrt" or builds_plans())
     elif has_gpu and has_docker:
         command = "docker compose up --detach --wait && abserve compare --deployment compose" + _arms(NATIVE_BACKENDS)
-        why = " (write .env first: docs/running.md)"
     elif has_gpu:
         why = " (with the python backend; Triton's own backends need NVIDIA's image: docs/rented-box.md)"
     return MachineCheck("next", True, command + why)
@@ -338,17 +367,19 @@ def docker_checks(gpu: Mapping[str, Any], run: Command | None = None) -> list[Ma
     """`gpu` is the /gpu-info document; `run` returns a command's standard output, None if it fails."""
     run = run or _output
     has_gpu = gpu.get("status") == "ok" and bool(gpu.get("devices"))
-    checks = [_driver(gpu)] if has_gpu else []
+    checks = [replace(_driver(gpu), needed_for=CONTAINERS)] if has_gpu else []
     engine = _engine(run)
     if engine is None and in_container():
-        return [*checks, MachineCheck("docker", True, "not needed: this is a container; use abserve compare")]
+        return [*checks, MachineCheck("docker", True, IN_CONTAINER, None, CONTAINERS)]
     if engine is None:
         detail = "installed, but no engine answers" if shutil.which("docker") else "not installed"
-        return [*checks, MachineCheck("docker", True, f"{detail}: use make compare instead of docker compose")]
+        remedy = "install Docker with its compose plugin, or use abserve compare, which needs none"
+        return [*checks, MachineCheck("docker", False, detail, remedy, CONTAINERS)]
     checks += [MachineCheck("docker", True, f"engine {engine.get('ServerVersion')}"), _compose(run)]
     if has_gpu:
         checks.append(_toolkit(engine))
-    return [*checks, *_images(run, _newest_source(), datetime.now(UTC))]
+    checks += _images(run, _newest_source(), datetime.now(UTC))
+    return [replace(check, needed_for=CONTAINERS) for check in checks]
 
 
 def _driver(gpu: Mapping[str, Any]) -> MachineCheck:
@@ -407,10 +438,10 @@ def _images(run: Command, newest_source: datetime | None, now: datetime) -> list
             checks.append(MachineCheck(image, False, "older than the code here", "docker compose build"))
         elif days > OLDEST_IMAGE_DAYS:
             remedy = "make pin-images, then docker compose build --no-cache"
-            checks.append(MachineCheck(image, False, f"built {days} days ago, without later fixes", remedy))
+            checks.append(MachineCheck(image, False, f"built {counted(days, 'day')} ago, without later fixes", remedy))
         else:
             compared = "" if newest_source is None else ", newer than the code here"
-            checks.append(MachineCheck(image, True, f"built {days} days ago{compared}"))
+            checks.append(MachineCheck(image, True, f"built {counted(days, 'day')} ago{compared}"))
     return checks
 
 

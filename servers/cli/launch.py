@@ -100,6 +100,13 @@ class MachineCheck:
     ok: bool
     detail: str
     remedy: str | None = None
+    needed_for: str | None = None
+    """What an optional thing is needed for; None: every comparison here needs it."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether a comparison cannot be made here before the remedy."""
+        return not self.ok and self.needed_for is None
 
 
 def machine_check(name: str, ok: bool, detail: str, remedy: str) -> MachineCheck:

@@ -172,6 +172,11 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 check", "4 checks" """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def fail(message: str, cause: Exception | None = None, status: int = 1) -> NoReturn:
     """End the command with one sentence on standard error; exit status 2 is a mistake on the command line."""
     import typer

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from servers.models.specification import ModelSpecification
     from servers.models.weights import WeightsSource
 
+HELP_GROUP = "Serve"
+
 
 JAX_ENGINE = "onnxruntime-jax"
 """The engine whose libraries make a file with the operators `jax`."""

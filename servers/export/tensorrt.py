@@ -87,7 +87,7 @@ def _output(command: list[str]) -> str:
 TENSORRT_IMAGE = (
     "nvcr.io/nvidia/tensorrt:26.08-py3@sha256:3b127f45630cd56bf43d2ef70d7f50a7ee37e42bda4ba11adaaa069af2098125"
 )
-"""The image in .env.example, from the same month as its Triton image."""
+"""The image in docker-compose.yml, from the same month as its Triton image."""
 TENSORRT_RELEASE = "11.2.1"
 """The TensorRT of both images."""
 

@@ -22,6 +22,8 @@ from servers.cli.launch import in_path
 from servers.cli.options import checked, fail, settings_of, takes_settings
 from servers.models.specification import choose_from
 
+HELP_GROUP = "Machine"
+
 TIMEOUT_SECONDS = 10.0
 IS_IT_A_SERVER = "is it a server of the Open Inference Protocol?"
 

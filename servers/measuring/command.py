@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +16,14 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from servers.cli.options import EngineOptions, checked, fail, settings_of, takes_settings
+from servers.cli.options import EngineOptions, checked, counted, fail, settings_of, takes_settings
 from servers.engines.factory import check_engine, enter_environment_of
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present, wait_policy
 from servers.engines.settings import EngineSettings, parse_spinning
 from servers.measuring.measurement import (
     BatchMeasurement,
+    EngineTimes,
     artefact,
     batch_measurement,
     loaded_engine,
@@ -37,6 +39,8 @@ from servers.models.weights import WeightsError, WeightsSource, parse_weights, p
 
 if TYPE_CHECKING:
     from servers.measuring.profile import BatchProfile
+
+HELP_GROUP = "Explore"
 
 SCHEMA = "abserve.engine/2"
 
@@ -84,9 +88,16 @@ def engine(
     if settings.profile and on_cpu:
         quiet_profiler()
     try:
-        with console.status("loading and measuring"):
+        with console.status("") as status:
+
+            def say(text: str) -> None:
+                if console.is_terminal:
+                    status.update(text)
+                else:
+                    typer.echo(text, err=True)
+
             description, matrix, load_seconds, results, profile = _measure(
-                specification, source, settings, requested, sizes, lengths
+                specification, source, settings, requested, sizes, lengths, say
             )
     except (WeightsError, EngineError, OSError) as exc:
         fail(str(exc), exc)
@@ -127,13 +138,18 @@ def _measure(
     requested: EngineSettings,
     sizes: list[int],
     lengths: list[dict[str, int]],
+    say: Callable[[str], None],
 ) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], list[BatchProfile] | str | None]:
+    say(f"loading {specification.title} into {requested.kind}")
     path, _ = artefact(specification, weights, requested, settings.artefacts)
     references = references_of(specification, weights, lengths, photographs(specification))
     with loaded_engine(specification, weights, requested, path, sizes) as (measured, load_seconds):
         device = measured.engine.describe().device
         matrix = None if settings.engine == "null" else matrix_tflops(device, requested.precision)
-        times = [measured.measure(batch, reference, settings.seconds) for reference in references for batch in sizes]
+        times: list[EngineTimes] = []
+        for reference, batch in product(references, sizes):
+            say(f"measuring batch {batch}, {len(times) + 1} of {len(references) * len(sizes)}")
+            times.append(measured.measure(batch, reference, settings.seconds))
         description = measured.engine.describe()
         profile = None
         if settings.profile:  # last, because it slows everything after it
@@ -190,7 +206,7 @@ def _show(
     console.print(f"{specification.title}, {d.weights}", markup=False)
     console.print(
         f"{d.kind} {d.version}, {d.precision}, mode {d.mode}, {d.details.get('device_name', d.device)}"
-        f"{'' if d.threads is None else f', {d.threads} threads'}, loaded in {load_seconds:.1f} s",
+        f"{'' if d.threads is None else ', ' + counted(d.threads, 'thread')}, loaded in {load_seconds:.1f} s",
         markup=False,
     )
     for key in ("kernels", "gelu", "nodes_by_provider"):

@@ -1,10 +1,19 @@
-"""`abserve models` describes models; `abserve samples` writes sample inputs for a load generator."""
+"""`abserve models` describes models; `abserve samples` writes sample inputs for a load generator.
+
+Importing the libraries of models and counting operations takes a quarter of a minute, so what `abserve models` has once
+said of them is kept in $XDG_CACHE_HOME/abserve, for the versions of these libraries.
+"""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
+import orjson
 import typer
 from rich.console import Console
 
@@ -16,11 +25,16 @@ from servers.models.registry import (
     all_names,
     get_base,
     known_references,
+    lists_names,
     payload_variants,
 )
 from servers.models.specification import ModelSpecification
 
+HELP_GROUP = "Explore"
+
 SCHEMA = "abserve.models/1"
+LIBRARIES = ("abserve", "open_clip_torch", "timm", "torch", "torchvision", "transformers")
+"""Packages that decide what is said of the known models."""
 
 
 def samples(
@@ -59,21 +73,85 @@ def models(
     Sources are open_clip, torchvision, timm and transformers, as in timm:resnet50; FILE.py:FUNCTION, FILE.onnx, and
     folders with a model of transformers or of Triton. Nothing is downloaded.
     """
-    if reference in SOURCES and (listed := all_names(reference)):
+    known = KnownModels()
+    if reference in SOURCES and (listed := known.names(reference)):
         names = [f"{reference}:{name}" for name in listed]
         _print(_json({"schema": SCHEMA, "names": names}) if json else "\n".join(names))
         return
+    described = []
     try:
-        references = [reference] if reference else known_references()
-        described = [_described(get_base(name)) for name in references]
+        for name in [reference] if reference else known_references():
+            described.append(known.describe(name))
+            if reference is None and not json:
+                _show_line(described[-1])
     except UnknownModelError as exc:
         fail(str(exc), exc, status=2)
     if json:
         _print(_json({"schema": SCHEMA, "models": described}))
     elif reference is None:
-        _show_list(described)
+        libraries = "|".join(filter(lists_names, SOURCES))
+        _print(
+            f"\nAll names of a library: abserve models {libraries}. Other models: FILE.py:FUNCTION, FILE.onnx, a "
+            "folder of transformers or of Triton."
+        )
     else:
         _show_details(described[0])
+
+
+class KnownModels:
+    """The well-known models and the names of each library, from the cache where it is of these versions.
+
+    A model of the user is never kept: its file may change. A cache that cannot be read or written is left out."""
+
+    def __init__(self) -> None:
+        self._path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "abserve" / "models.json"
+        self._key = _versions()
+        self._kept: dict[str, Any] = {}
+        self._waits = False
+        with suppress(OSError, ValueError, AttributeError):
+            document = orjson.loads(self._path.read_bytes())
+            if document.get("versions") == self._key:
+                self._kept = dict(document["kept"])
+
+    def names(self, source: str) -> list[str]:
+        """Every name that a source knows."""
+        if source not in self._kept:
+            self._announce()
+            self._keep(source, list(all_names(source)))
+        return list(self._kept[source])
+
+    def describe(self, reference: str) -> dict[str, Any]:
+        """What `abserve models` says of one model. Raises `UnknownModelError`."""
+        if reference not in self._kept:
+            self._announce()
+            described = _described(get_base(reference))
+            if reference not in set(known_references()):
+                return described
+            self._keep(reference, described)
+        return dict(self._kept[reference])
+
+    def _announce(self) -> None:
+        if not self._waits:
+            Console(stderr=True).print("reading the libraries of models …", style="dim", highlight=False)
+        self._waits = True
+
+    def _keep(self, key: str, value: object) -> None:
+        self._kept[key] = value
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=self._path.parent, prefix="models-", delete=False) as file:
+                file.write(orjson.dumps({"versions": self._key, "kept": self._kept}))
+            Path(file.name).replace(self._path)
+
+
+def _versions() -> dict[str, str]:
+    """The versions of the libraries, and when abserve's own models last changed, which a checkout's version hides."""
+    versions = {}
+    for library in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions[library] = version(library)
+    changed = max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
+    return versions | {"changed": str(changed)}
 
 
 def _described(specification: ModelSpecification) -> dict[str, Any]:
@@ -118,15 +196,9 @@ def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:
     return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape}
 
 
-def _show_list(described: list[dict[str, Any]]) -> None:
-    for model in described:
-        _print(f"{model['reference']}: {model['title']}, {_size(model)}")
-        _print(f"    {_brief(model['inputs'])} → {_brief(model['outputs'])}")
-    libraries = "|".join(source for source in SOURCES if all_names(source))
-    _print(
-        f"\nAll names of a library: abserve models {libraries}. Other models: FILE.py:FUNCTION, FILE.onnx, a folder of "
-        "transformers or of Triton."
-    )
+def _show_line(model: dict[str, Any]) -> None:
+    _print(f"{model['reference']}: {model['title']}, {_size(model)}")
+    _print(f"    {_brief(model['inputs'])} → {_brief(model['outputs'])}")
 
 
 def _show_details(model: dict[str, Any]) -> None:
@@ -151,7 +223,7 @@ def _show_details(model: dict[str, Any]) -> None:
         ("Payloads", ", ".join(model["payloads"])),
         ("Largest batch", str(model["max_batch_size"])),
         ("Size", _size(model)),
-        ("File, SHA-256", model["definition_sha256"]),
+        ("Definition, SHA-256", model["definition_sha256"]),
         ("Default weights", model["default_weights"]),
         ("Weights by tag", ", ".join(tags)),
     ):
@@ -185,8 +257,6 @@ def _size(model: dict[str, Any]) -> str:
 
 
 def _json(document: object) -> str:
-    import orjson
-
     return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
 
 

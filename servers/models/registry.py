@@ -104,6 +104,11 @@ def known_references() -> Iterator[str]:
         yield from (f"{source}:{name}" for name in names())
 
 
+def lists_names(source: str) -> bool:
+    """Whether a source has names; the others take files and folders."""
+    return any(hasattr(source_module(source), function) for function in ("all_names", "names"))
+
+
 def all_names(source: str) -> tuple[str, ...]:
     """Every name that a source knows; those of a large library take seconds."""
     module = source_module(source)

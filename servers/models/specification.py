@@ -141,7 +141,9 @@ class ModelSpecification:
     @property
     def label(self) -> str:
         """The reference without folders of this machine, for configurations that clients read and people publish."""
-        return self.reference.rpartition("/")[2] if self.reference.startswith("/") else self.reference
+        if not self.reference.startswith("/"):
+            return self.reference
+        return ":".join(part.rpartition("/")[2] for part in self.reference.split(":"))
 
     @property
     def base(self) -> str:

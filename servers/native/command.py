@@ -57,7 +57,7 @@ class NativeLaunch:
         host = host_in_url(settings.host)
         url = f"http://{host}:{settings.http_port}"
         return LaunchPlan(
-            argv=(sys.executable, "-m", "servers.native", to_argument(settings)),
+            argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
             env={},
             http_url=url,
             grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
@@ -119,6 +119,7 @@ def serve_native(
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())
         return
+    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
     sys.stdout.flush()
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets this process's PID and signals
 

@@ -45,7 +45,7 @@ def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool) 
     url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
     assert settings.max_batch_size is not None
     plan = LaunchPlan(
-        argv=(sys.executable, "-m", f"servers.plain.{kind}_server", to_argument(settings)),
+        argv=(sys.executable, "-P", "-m", f"servers.plain.{kind}_server", to_argument(settings)),
         env={},
         http_url=url,
         grpc_address=None,
@@ -58,6 +58,7 @@ def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool) 
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())
         return
+    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
     sys.stdout.flush()
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
 

@@ -32,7 +32,11 @@ from servers.protocol.tensors import TensorSpec
 
 HEADER = "# Generated from the model specification; do not edit. To generate it again: abserve triton-repo{}\n"
 
-MODEL_PY = """# abserve must be installed beside Triton, since the code is in servers.triton.python_backend.
+MODEL_PY = """import sys
+
+# Triton puts the folder in which it was started first, and a folder servers there would be imported instead.
+sys.path.sort(key=lambda path: not path)
+# abserve must be installed beside Triton, since the code is in servers.triton.python_backend.
 from servers.triton.python_backend import {0}
 
 TritonPythonModel = {0}

@@ -161,7 +161,7 @@ def _fetch(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
 
 def _run_pip(folder: Path) -> None:
     """The user's configuration of pip counts, such as another index. The folder gets no other package."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-user", "--no-compile", "--only-binary", ":all:", "--require-hashes"]
     try:
         subprocess.run(

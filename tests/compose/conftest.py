@@ -62,10 +62,10 @@ class Stack:
         return f"http://127.0.0.1:{self.ports[port]}"
 
     def compose(self, *arguments: str, timeout: float = 300, **settings: str) -> subprocess.CompletedProcess[str]:
-        """`docker compose …` with the real file, the example's settings, our override and the cpu profile."""
+        """`docker compose …` with the real file, no .env, our override and the cpu profile."""
         environment = {**self.environment, **settings}
         return subprocess.run(
-            ["docker", "compose", "-p", PROJECT, "--env-file", ".env.example", "-f", "docker-compose.yml",
+            ["docker", "compose", "-p", PROJECT, "--env-file", os.devnull, "-f", "docker-compose.yml",
              "-f", str(HERE / "override.yml"), "--profile", "cpu", *arguments],
             cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout,
         )  # fmt: skip
@@ -151,7 +151,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         **os.environ,
         **{name: str(port) for name, port in ports.items()},
         **base_images.settings,
-        "GRAFANA_ADMIN_PASSWORD": "only-in-a-test",
         "THREADS": "1",
         "ABSERVE_TEST_FILES": str(HERE),
         "ABSERVE_TEST_RESULTS": str(folder / "results"),

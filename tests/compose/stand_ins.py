@@ -32,8 +32,8 @@ class StandInError(Exception):
 
 
 def pinned_images() -> dict[str, str]:
-    """What .env.example asks for, by setting: each reference a tag with its digest."""
-    return dict(re.findall(r"^(\w+_IMAGE)=(\S+)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
+    """The defaults of docker-compose.yml, by setting: each reference a tag with its digest."""
+    return dict(re.findall(r"\$\{(\w+_IMAGE):-([^}]+)\}", (ROOT / "docker-compose.yml").read_text()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,16 @@ from packaging.utils import canonicalize_name
 
 from servers.export.tensorrt import TENSORRT_IMAGE
 from tests.compose.queries import dashboard_queries, dashboards
+from tests.compose.stand_ins import pinned_images
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DASHBOARDS = dashboards()
 RULES = yaml.safe_load((ROOT / "docker/prometheus/rules.yml").read_text())
-SETTINGS = dict(re.findall(r"^([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
+EXAMPLE = (ROOT / ".env.example").read_text()
+SETTINGS = dict(re.findall(r"^#([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
+IMAGES = pinned_images()
 ONE_SHOT = {name for name, service in SERVICES.items() if service["restart"] == "no"}
 
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
@@ -59,18 +62,20 @@ def test_services_have_limits(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_images_are_pinned(name: str) -> None:
-    """Ours by a version, all others by a digest that stands in .env.example alone."""
+    """Ours by a version, all others by a digest."""
     image = SERVICES[name]["image"]
     if "build" in SERVICES[name]:
         assert re.fullmatch(r"abserve/[a-z]+:\d+\.\d+\.\d+", image)
-        assert SERVICES[name]["build"]["args"]["PYTHON_IMAGE"].startswith("${PYTHON_IMAGE:?")
-    else:
-        assert re.fullmatch(r"\$\{[A-Z]+_IMAGE:\?is not set; copy its line from \.env\.example\}", image)
+        image = SERVICES[name]["build"]["args"]["PYTHON_IMAGE"]
+    setting, default = re.fullmatch(r"\$\{([A-Z]+_IMAGE):-(.+)\}", image).groups()  # type: ignore[union-attr]  # or it fails
+    assert IMAGES[setting] == default
 
 
-@pytest.mark.parametrize("setting", sorted(name for name in SETTINGS if name.endswith("_IMAGE")))
-def test_digests_are_whole(setting: str) -> None:
-    assert re.fullmatch(r"\S+:[^:@]*\d+\.\d+[^:@]*@sha256:[0-9a-f]{64}", SETTINGS[setting])
+@pytest.mark.parametrize("setting", sorted(IMAGES))
+def test_digests_are_whole_and_stand_once(setting: str) -> None:
+    assert re.fullmatch(r"\S+:[^:@]*\d+\.\d+[^:@]*@sha256:[0-9a-f]{64}", IMAGES[setting])
+    assert (ROOT / "docker-compose.yml").read_text().count(IMAGES[setting].rpartition("@")[2]) == 1
+    assert SETTINGS[setting] == ""
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - ONE_SHOT - {"locust-worker"}))
@@ -96,7 +101,7 @@ def test_both_profiles_offer_the_same_names() -> None:
             if profile in service.get("profiles", [profile]):
                 aliases = (service.get("networks") or {}).get("default", {}).get("aliases", [])
                 found |= {name.removesuffix("-cpu"), *aliases}
-        return found - {"plan", "triton-tensorrt"}  # there is no plan without a GPU
+        return found - {"plan", "triton-tensorrt", "gpu-or-profile"}  # nothing without a GPU needs them
 
     assert names("cpu") == names("gpu")
     assert {"native", "triton", "gpu-exporter"} <= names("cpu")
@@ -111,18 +116,42 @@ def test_only_gpu_services_reserve_a_gpu() -> None:
         assert "count" not in device  # excludes device_ids
 
 
-def test_every_setting_is_documented_and_no_other() -> None:
-    used = dict(re.findall(r"\$\{([A-Z_]+)(?::([-?][^}]*))?\}", (ROOT / "docker-compose.yml").read_text()))
+def test_every_setting_has_a_default_and_is_documented_with_it() -> None:
+    used = dict(re.findall(r"(?<!\$)\$\{([A-Z_]+)(?::([-?][^}]*))?\}", (ROOT / "docker-compose.yml").read_text()))
     assert set(SETTINGS) == {*used, "COMPOSE_PROFILES"}
     for name, default in used.items():
-        assert default.startswith("-") or name == "GRAFANA_ADMIN_PASSWORD" or name.endswith("_IMAGE")
-        if default.startswith("-"):
-            assert SETTINGS[name] == default[1:], f"{name}: the documented default is another"
+        assert default.startswith("-"), name
+        assert SETTINGS[name] == ("" if name in IMAGES else default[1:]), f"{name}: the documented default is another"
+    assert [line for line in EXAMPLE.splitlines() if line and not line.startswith("#")] == []
 
 
-def test_secrets_have_no_default() -> None:
-    assert SETTINGS["GRAFANA_ADMIN_PASSWORD"] == ""
-    assert "${GRAFANA_ADMIN_PASSWORD:?" in (ROOT / "docker-compose.yml").read_text()
+def started_grafana(tmp_path: Path, password: str) -> dict[str, str]:
+    """The environment in which the compose file's command starts Grafana, read by a script in its place."""
+    (tmp_path / "run.sh").write_text("env\n")
+    (script,) = SERVICES["grafana"]["command"]
+    script = script.replace("$$", "$").replace("exec /run.sh", f"exec sh {tmp_path}/run.sh")
+    settings = {name: str(value) for name, value in SERVICES["grafana"]["environment"].items()}
+    assert settings["GF_SECURITY_ADMIN_PASSWORD"] == "${GRAFANA_ADMIN_PASSWORD:-}"
+    command = [*SERVICES["grafana"]["entrypoint"], script]
+    environment = {"PATH": os.environ["PATH"], **settings, "GF_SECURITY_ADMIN_PASSWORD": password}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return dict(line.split("=", 1) for line in done.stdout.splitlines())
+
+
+def test_without_a_password_grafana_shows_everything_and_nobody_can_sign_in(tmp_path: Path) -> None:
+    environment = started_grafana(tmp_path, "")
+    assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"  # or there were admin with admin
+    assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
+
+
+def test_with_a_password_the_admin_of_grafana_can_sign_in(tmp_path: Path) -> None:
+    environment = started_grafana(tmp_path, "chosen")
+    assert environment["GF_SECURITY_ADMIN_PASSWORD"] == "chosen"
+    locking = {"GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION", "GF_AUTH_DISABLE_LOGIN_FORM", "GF_AUTH_BASIC_ENABLED"}
+    assert not locking & set(environment)
 
 
 def test_triton_gets_no_option_that_gives_clients_more_control() -> None:
@@ -133,10 +162,10 @@ def test_triton_gets_no_option_that_gives_clients_more_control() -> None:
 
 
 def test_plan_and_triton_are_of_the_same_month() -> None:
-    tags = {SETTINGS[name].partition("@")[0].rpartition(":")[2] for name in ("TRITON_IMAGE", "TENSORRT_IMAGE")}
+    tags = {IMAGES[name].partition("@")[0].rpartition(":")[2] for name in ("TRITON_IMAGE", "TENSORRT_IMAGE")}
     assert len(tags) == 1
     assert SERVICES["triton"]["image"] == SERVICES["triton-tensorrt"]["image"]
-    assert SETTINGS["TENSORRT_IMAGE"] == TENSORRT_IMAGE
+    assert IMAGES["TENSORRT_IMAGE"] == TENSORRT_IMAGE
 
 
 def test_the_dockerfile_keeps_its_rules() -> None:
@@ -275,31 +304,45 @@ def test_every_alert_is_explained_and_tested() -> None:
         assert alert["for"]
 
 
-@needs_compose
-@pytest.mark.parametrize("profile", ["gpu", "cpu"])
-def test_compose_takes_the_file(profile: str) -> None:
-    command = ["docker", "compose", "--env-file", ".env.example", "--profile", profile, "config", "--quiet"]
-    environment = {**os.environ, "GRAFANA_ADMIN_PASSWORD": "chosen"}
+def services(*arguments: str) -> set[str]:
+    """What `docker compose ARGUMENTS up` would start, without a .env and without variables of this machine."""
+    environment = {name: value for name, value in os.environ.items() if name not in {*SETTINGS, "COMPOSE_PROFILES"}}
+    command = ["docker", "compose", *arguments, "config", "--services"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
 
 
 @needs_compose
-@pytest.mark.parametrize("image", ["PYTHON_IMAGE", "PROMETHEUS_IMAGE"])
-def test_without_its_image_a_service_is_told_where_to_find_it(image: str, tmp_path: Path) -> None:
-    settings = (ROOT / ".env.example").read_text()
-    (tmp_path / ".env").write_text(re.sub(rf"^{image}=.*\n", "", settings, flags=re.MULTILINE))
-    environment = {**os.environ, "GRAFANA_ADMIN_PASSWORD": "chosen"}
-    command = ["docker", "compose", "--env-file", str(tmp_path / ".env"), "config", "--quiet"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert f"{image} is missing a value: is not set; copy its line from .env.example" in done.stderr
+def test_the_stack_with_a_gpu_is_the_default_and_needs_no_setting() -> None:
+    nothing = ("--env-file", os.devnull)
+    default = services(*nothing)
+    assert {"gpu-or-profile-cpu", "native", "triton", "plan", "grafana", "locust-worker"} <= default
+    assert default == services(*nothing, "--profile", "gpu") == services("--env-file", ".env.example")
+    assert not {name for name in default if name.endswith("-cpu") and name != "gpu-or-profile-cpu"}
 
 
 @needs_compose
-def test_without_a_password_nothing_comes_up() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "GRAFANA_ADMIN_PASSWORD"}
-    command = ["docker", "compose", "--env-file", ".env.example", "config", "--quiet"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "GRAFANA_ADMIN_PASSWORD" in done.stderr
+def test_the_profile_cpu_has_nothing_that_needs_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("COMPOSE_PROFILES=cpu\n")
+    chosen = services("--env-file", os.devnull, "--profile", "cpu")
+    assert {"native-cpu", "triton-cpu", "grafana"} <= chosen
+    assert "gpu-or-profile-cpu" not in chosen
+    assert not {name for name in chosen if "deploy" in SERVICES[name]}
+    assert chosen == services("--env-file", str(tmp_path / ".env"))
+
+
+def test_where_there_is_no_gpu_one_sentence_says_so_before_docker_is_asked_for_one() -> None:
+    reserving = {name for name, service in SERVICES.items() if "deploy" in service}
+
+    def waits_for(name: str) -> set[str]:
+        direct = set(SERVICES[name].get("depends_on", {}))
+        return direct.union(*(waits_for(other) for other in direct))
+
+    assert [name for name in reserving if "gpu-or-profile-cpu" not in waits_for(name)] == []
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("this machine has a GPU")
+    done = subprocess.run([ROOT / "docker/bin/gpu-check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "docker compose --profile cpu up" in done.stderr

@@ -117,13 +117,13 @@ def test_an_image_is_the_one_of_its_digest_whatever_its_tag_becomes(stack: Any, 
     assert unknown.returncode != 0
     assert "not found" in unknown.stderr or "unknown" in unknown.stderr
 
-    settings = tmp_path / ".env"
-    settings.write_text(f"KEPT=1\nPROMETHEUS_IMAGE={pinned}\n")
+    settings = tmp_path / "compose.yml"
+    settings.write_text(f"image: ${{PROMETHEUS_IMAGE:-{pinned}}}\n")
     done = subprocess.run(
         [sys.executable, ROOT / "docker/pin_images.py", settings], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert settings.read_text() == f"KEPT=1\nPROMETHEUS_IMAGE={moved}\n"
+    assert settings.read_text() == f"image: ${{PROMETHEUS_IMAGE:-{moved}}}\n"
     assert pinned.partition("@")[2] in done.stdout
 
 

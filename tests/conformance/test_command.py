@@ -89,7 +89,7 @@ def test_memory_is_observed_with_a_process(sessions) -> None:
         ((), "either a URL or --launch"),
         (("http://127.0.0.1:1", "--launch", "native"), "either a URL or --launch"),
         (("--launch", "apache"), "native or triton"),
-        (("http://127.0.0.1:1",), "nothing is live"),
+        (("http://127.0.0.1:1",), "is not live"),
     ],
 )
 def test_usage_errors_are_explained(arguments: tuple[str, ...], words: str) -> None:

@@ -77,6 +77,7 @@ class Plan:
     weights: str = "random:0"
     margin: float = 0.03
     workloads: tuple[Workload, ...] | None = None
+    preset: str = "quick"
 
     @property
     def arms(self) -> dict[str, SimulatedArm]:
@@ -122,7 +123,7 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
         payload="fp32",
         transport="http",
         workloads=plan.workloads if plan.workloads is not None else workloads(plan.pairs, plan.requests),
-        preset="quick",
+        preset=plan.preset,
         seed=plan.seed,
         equivalence_margin=plan.margin,
         threads=2,

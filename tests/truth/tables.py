@@ -1,6 +1,6 @@
-"""Prints the tables of docs/measurement.md that are simulated: `python -m tests.truth.tables [NAME …]`, half an hour.
+"""Prints the simulated tables of docs/results/measured/statistics.md, in half an hour.
 
-They depend on seeds and on the code, not on the machine.
+`python -m tests.truth.tables [NAME …]` prints those named. They depend on seeds and on the code, not on the machine.
 """
 
 from __future__ import annotations

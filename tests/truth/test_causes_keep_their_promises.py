@@ -1,7 +1,8 @@
 """Do the intervals of causes cover the truth, and does a cause that is none stay unnamed? Seeded simulations.
 
-`docs/causes.md` holds the figures that these tests print with `-s`. An ablation is simulated as its pairs of block
-means: both blocks of a pair share a level (the machine's weather), each has noise of its own.
+`docs/results/measured/statistics.md` holds the figures that these tests print with `-s`. An ablation is
+simulated as its pairs of block means: both blocks of a pair share a level (the machine's weather), each has its own
+noise.
 """
 
 from __future__ import annotations

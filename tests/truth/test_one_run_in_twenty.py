@@ -1,7 +1,7 @@
 """The promise: of runs of identical arms at most one in twenty names a winner, by whatever rule the run ends.
 
-The largest share in docs/measurement.md is that of the slow test; `python -m tests.truth.tables one_run_in_twenty`
-prints all of them.
+The largest share in docs/results/measured/statistics.md is that of the slow test;
+`python -m tests.truth.tables one_run_in_twenty` prints all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real servers with a planted truth, the real load generator between them, and the verdict that must come out.
 
 Each case is one comparison of two processes over sockets. `pytest -s -m benchmark tests/truth/test_planted_truths.py`
-prints a line for each, as a row of the table in docs/measurement.md; run it on an idle machine.
+prints a line for each, as a row of the table in docs/results/measured/statistics.md; run it on an idle machine.
 """
 
 from __future__ import annotations

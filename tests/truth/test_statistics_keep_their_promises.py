@@ -1,7 +1,7 @@
 """Seeded simulations of whole runs: false winners, coverage of the interval, power at the stated effect.
 
 The default run is a look with few trials; `-m slow` has the full number, and `python -m tests.truth.tables` prints the
-tables of docs/measurement.md.
+tables of docs/results/measured/statistics.md.
 """
 
 from __future__ import annotations

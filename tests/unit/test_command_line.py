@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from loadgen.entry import build
+from loadgen.entry import EXAMPLES, GROUPS, build
+from loadgen.experiment.settings import PANELS
 from servers.engines.interface import EngineDescription
 from servers.engines.processors import nvidia_device_present
 from servers.measuring.command import _show as show
@@ -37,7 +39,8 @@ def called(*arguments: object, columns: int = 80) -> Result:
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_fits_80_columns_and_cuts_nothing(words: tuple[str, ...]) -> None:
-    done = called(*words, "--help")
+    has_all = any(one.name == "help_all" for one in COMMANDS[words].params)
+    done = called(*words, "--help-all" if has_all else "--help")
     assert done.exit_code == 0
     assert max(map(len, done.output.splitlines())) <= 80
     shown = {word.rstrip(",") for word in done.output.split()}
@@ -47,11 +50,52 @@ def test_help_fits_80_columns_and_cuts_nothing(words: tuple[str, ...]) -> None:
     assert "..." not in done.output.replace("COMMAND [ARGS]...", "").replace("RUN...", "").replace("{RESULT}...", "")
 
 
-def test_help_names_every_command_that_is_not_hidden() -> None:
-    listed = {
-        line.split()[0] for line in called("--help").output.partition("Commands:")[2].splitlines() if line.strip()
-    }
-    assert {name for (name, *rest), command in list(COMMANDS.items())[1:] if not rest and not command.hidden} <= listed
+def sections_of(help_text: str) -> dict[str, list[str]]:
+    """The first words of the lines of each section, by its title."""
+    sections: dict[str, list[str]] = {}
+    for line in help_text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            sections[line[:-1]] = []
+        elif line.startswith("  ") and line[2] != " " and sections:
+            list(sections.values())[-1].append(line.split()[0])
+    return sections
+
+
+def test_help_names_every_command_that_is_not_hidden_in_its_group() -> None:
+    sections = sections_of(called("--help").output)
+    assert list(sections) == ["Examples", "Options", *GROUPS]
+    listed = [name for group in GROUPS for name in sections[group]]
+    shown = [name for (name, *rest), command in list(COMMANDS.items())[1:] if not rest and not command.hidden]
+    assert sorted(listed) == sorted(shown)
+    assert {"compare": "Compare", "models": "Explore", "serve": "Serve", "doctor": "Machine"}.items() <= {
+        name: group for group in GROUPS for name in sections[group]
+    }.items()
+
+
+def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
+    """Although it imports none of them."""
+    text = " ".join(called("--help").output.split())
+    for words, command in COMMANDS.items():
+        if len(words) == 1 and not command.hidden:
+            assert f" {words[0]} {' '.join(command.help.partition(chr(10) * 2)[0].split())}" in text
+
+
+def test_the_examples_of_the_help_are_commands_that_exist() -> None:
+    for example, _ in EXAMPLES:
+        _, name, *options = example.split()
+        known = {flag for parameter in COMMANDS[name,].params for flag in parameter.opts}
+        assert {option for option in options if option.startswith("-")} <= known
+
+
+def test_compare_shows_ten_options_and_names_the_way_to_the_rest() -> None:
+    sections = sections_of(called("compare", "--help").output)
+    assert list(sections) == ["Arguments", "Main options", "Other options"]
+    assert len(sections["Main options"]) == 10
+    assert sections["Other options"] == ["--help-all", "-h,"]
+    everything = sections_of(called("compare", "--help-all").output)
+    assert list(everything) == ["Arguments", *PANELS, "Other options"]
+    assert everything["Main options"] == sections["Main options"]
+    assert {"--fail-if", "--a-grpc", "--rates", "--junit", "--c"} <= set(chain(*everything.values()))
 
 
 @pytest.mark.parametrize(
@@ -61,8 +105,13 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
         (
             ("compare", "--concurency", "4"),
             2,
-            "No such option: --concurency (Possible options: --c-insecure, --concurrency)",
+            "No such option: --concurency. Did you mean --concurrency?",
         ),
+        (("compare", "--modle", "x"), 2, "error: No such option: --modle. Did you mean --model?\n"),
+        (("compare", "--a-modle", "x"), 2, "error: No such option: --a-modle. Did you mean --a-model or --model"),
+        (("compare", "--g-insecur"), 2, "error: No such option: --g-insecur. Did you mean --g-insecure or"),
+        (("compare", "--zzz"), 2, "error: No such option: --zzz\n"),
+        (("--versoin",), 2, "error: No such option: --versoin. Did you mean --version?\n"),
         (("diff", "no-such-run", "other"), 2, "no-such-run does not exist; give a folder that"),
         (("engine", "--seconds", "-1"), 2, "error: --seconds -1.0: must be greater than or equal to 0.01"),
         (("engine", "--json", "/proc/none/x.json"), 2, "--json /proc/none/x.json: give the path of a file in a folder"),
@@ -157,7 +206,7 @@ def test_a_mistake_is_one_sentence_with_status_2_and_nothing_is_written(
     before = sorted(tmp_path.rglob("*"))
     done = called(*line.split(), columns=300)
     assert done.exit_code == 2, done.output
-    sentences = [text for text in done.output.splitlines() if text and not text.startswith(("Usage: ", "Try "))]
+    sentences = [text for text in done.output.splitlines() if text and not text.startswith(("checking ", "reading "))]
     assert len(sentences) == 1, done.output
     assert any(one in sentences[0] for one in words.split("|")), done.output
     assert sorted(tmp_path.rglob("*")) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,27 @@ def test_commands_and_options_exist(path: Path) -> None:
                 option for option in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", rest) if option not in known | {"--help"}
             ]
     assert wrong == []
+
+
+def test_no_page_of_the_site_links_out_of_it() -> None:
+    """The site has docs/ alone, and its builder refuses such a link."""
+    docs = ROOT / "docs"
+    leaving = [
+        (path.name, target)
+        for path in docs.rglob("*.md")
+        for target in LINK.findall(path.read_text())
+        if not (path.parent / target).resolve().is_relative_to(docs)
+    ]
+    assert leaving == []
+
+
+def test_the_sites_navigation_has_every_page_once() -> None:
+    """All but the tables of published runs, to which docs/results/README.md links."""
+    chapters = tomllib.loads((ROOT / ".ci/zensical.toml").read_text())["project"]["nav"]
+    parts = [part for chapter in chapters for part in chapter.values()]
+    listed = [page for part in parts for page in ([part] if isinstance(part, str) else part)]
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(listed) == sorted(page for page in pages if not re.match(r"results/\d{4}-", page))
 
 
 def code(path: Path) -> list[str]:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from loadgen.documents import read_stored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,15 +25,18 @@ SCENARIOS = {
 }
 
 
-def test_the_command_reference_is_that_of_the_code() -> None:
+@pytest.mark.parametrize(
+    ("program", "document"), [("command_reference", "docs/commands.md"), ("python_options", "abserve/options.py")]
+)
+def test_the_references_are_those_of_the_code(program: str, document: str) -> None:
     made = subprocess.run(
-        [sys.executable, str(ROOT / ".ci/command_reference.py")],
+        [sys.executable, str(ROOT / f".ci/{program}.py")],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert (ROOT / "docs/commands.md").read_text() == made, "make reference"
+    assert (ROOT / document).read_text() == made, "make reference"
 
 
 def test_no_field_of_a_result_counts_images_where_any_items_are_meant() -> None:
@@ -49,7 +54,7 @@ def rounded_like(shown: str, value: float) -> str:
     return f"{round(value, -zeros):,.0f}"
 
 
-def test_the_table_of_the_readme_has_the_published_figures() -> None:
+def test_the_table_of_three_servers_has_the_published_figures() -> None:
     result = json.loads(read_stored(PUBLISHED))
     comparisons = {
         (one["scenario"], one["baseline"] + one["arm"]): one
@@ -59,7 +64,7 @@ def test_the_table_of_the_readme_has_the_published_figures() -> None:
     cell = r"(?:\*\*([ABC]) ([\d.]+)×\*\*|(not separated)) \(([\d.]+)–([\d.]+)\)"
     rows = re.findall(
         r"^\| (\w+ \d+|\d+ \w+) \|" + r" ([\d,]+) \|" * 3 + f" {cell} \\|" * 3 + "$",
-        (ROOT / "README.md").read_text(),
+        (ROOT / "docs/results/README.md").read_text(),
         re.MULTILINE,
     )
     assert [row[0] for row in rows] == list(SCENARIOS)
@@ -79,3 +84,30 @@ def test_the_table_of_the_readme_has_the_published_figures() -> None:
             if winner:
                 assert one["verdict"] == f"{'baseline' if winner.lower() == pair[0] else 'arm'}_better", (load, pair)
                 assert factor == rounded_like(factor, ratio), (load, pair)
+
+
+def test_the_table_of_the_readme_has_the_figures_of_the_run_that_it_names() -> None:
+    """Another run takes its place by another name in the comment above the table, and other figures below."""
+    named = r"<!-- The figures of (docs/results/\S+); a test compares them. -->\n((?:\|.*\n)+)"
+    ((run, table),) = re.findall(named, (ROOT / "README.md").read_text())
+    comparisons = {
+        (comparison["scenario"], comparison["arm"]): comparison
+        for comparison in json.loads(read_stored(ROOT / run / "result.json"))["comparisons"]
+        if comparison["metric"] == "throughput" and comparison["baseline"] == "a"
+    }
+    _, _, *rows = (line.strip("| \n").split(" | ") for line in table.splitlines())
+    assert len(rows) * 2 == len(comparisons)
+    for load, baseline, *cells in rows:
+        for arm, value, claim in zip("bc", cells[:2], cells[2:], strict=True):
+            comparison = comparisons[SCENARIOS[load], arm]
+            assert baseline == rounded_like(baseline, comparison["baseline_value"]), load
+            assert value == rounded_like(value, comparison["arm_value"]), (load, arm)
+            ((what, low, high),) = re.findall(r"^(.*) \(([\d.]+)–([\d.]+)\)$", claim)
+            ratio, interval = comparison["ratio"], comparison["ci95"]
+            if ratio < 1:
+                ratio, interval = 1 / ratio, [1 / interval[1], 1 / interval[0]]
+            assert [low, high] == [rounded_like(low, interval[0]), rounded_like(high, interval[1])], (load, arm)
+            words = {"no_difference": "no meaningful difference", "inconclusive": "inconclusive"}
+            winner = {"baseline_better": "A", "arm_better": arm.upper()}.get(comparison["verdict"])
+            factor = re.sub(r"[^\d.]", "", what)
+            assert what == words.get(comparison["verdict"], f"**{winner} {rounded_like(factor or '0', ratio)}×**"), load

@@ -1,4 +1,4 @@
-"""Published results are what their manifests say, and what the README quotes is in them."""
+"""Published results are what their manifests say."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _cell(value: doc.Value) -> str:
 def escape(text: str) -> str:
     """Text on one line, with everything escaped that Markdown takes for markup, a new cell, or, where a line begins, a
     heading, a quotation, a list or a rule."""
-    clean = _MARKS.sub(r"\\\g<0>", printable(" ".join(text.split())))
+    clean = _MARKS.sub(r"\\\g<0>", doc.readable(printable(" ".join(text.split()))))
     return _BEGINS.sub(r"\\\g<0>", clean)
 
 

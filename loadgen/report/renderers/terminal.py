@@ -109,7 +109,8 @@ def print_document(document: doc.Document, console: Console) -> None:
 def _parts(block: doc.Block, width: int) -> Iterator[RenderableType]:
     match block:
         case doc.Text():
-            yield Words(block.text, style=STYLES.get(block.style or "", ""))
+            text = block.text if block.style == "code" else doc.readable(block.text)
+            yield Words(text, style=STYLES.get(block.style or "", ""))
         case doc.Items():
             for item in block.items:
                 yield _item(item)
@@ -132,14 +133,14 @@ def _item(item: doc.Item) -> RenderableType:
     style = STYLES.get(item.style or "", "")
     mark = doc.MARKS.get(item.style or "", "")
     lead = (f"{item.lead}{':' if item.text and len(item.lead) > 1 else ''} ", style if not mark else "bold")
-    first = Words.assemble(lead if item.lead else "", item.text)
+    first = Words.assemble(lead if item.lead else "", doc.readable(item.text))
     grid = Grid.grid(padding=(0, 1, 0, 0))
     grid.add_column(width=1)
     grid.add_column(overflow="fold")
     if first:
         grid.add_row(Words(mark, style=style), first)
     for text in item.below:
-        grid.add_row("", Words(text))
+        grid.add_row("", Words(doc.readable(text)))
     return grid
 
 
@@ -147,7 +148,7 @@ def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
     if table.title:
         yield Words(table.title, style="bold")
     titles = [column.short or column.title for column in table.columns]
-    texts = [[doc.text_of(cell, short=True) for cell in row] for row in table.rows]
+    texts = [[doc.readable(doc.text_of(cell, short=True)) for cell in row] for row in table.rows]
     columns = list(zip(titles, *texts, strict=True))
     widths = [max(map(cell_len, column)) for column in columns]
     words = [max(map(cell_len, " ".join(column).split()), default=0) for column in columns]

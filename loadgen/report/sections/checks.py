@@ -11,7 +11,8 @@ import loadgen.report.document as doc
 from loadgen.quantities import counted, share
 from loadgen.records.run import shown
 from loadgen.report.charts import several
-from loadgen.verdict.checks.registry import CHECKS, Check
+from loadgen.verdict.checks.registry import CHECKS, Check, reached
+from loadgen.verdict.checks.run import parity as answers_agree
 from loadgen.verdict.result import Result
 
 WORDS: dict[doc.Style, str] = {
@@ -38,7 +39,7 @@ def check_rows(result: Result) -> list[Check]:
     """One row per name and state, so that eight workloads do not fill a page; the worst come first. A row's scope and
     detail are those of all its checks."""
     groups: dict[tuple[str, doc.Style], list[Check]] = {}
-    for check in result.checks:
+    for check in reached(result.checks):
         groups.setdefault((check.name, style_of_check(check)), []).append(check)
     order = list(WORDS)
     rows = sorted(groups.items(), key=lambda row: order.index(row[0][1]))
@@ -83,11 +84,13 @@ def _badness(check: Check) -> float:
 
 def checks(result: Result) -> doc.Section | None:
     """A terminal shows the checks that need attention, a page all of them."""
-    rows = check_rows(result)
-    before = fairness_summary(result.checks)
+    rows, shown_checks = check_rows(result), reached(result.checks)
+    before = fairness_summary(shown_checks)
+    left_out = len({check.name for check in result.checks} - {check.name for check in shown_checks})
     return doc.section(
         "Checks",
         doc.Text(f"{counts(rows)}." + (f" Before the load: {before}." if before else "")),
+        doc.Text(f"The run did not get to {counted(left_out, 'more check')}." if left_out else ""),
         doc.Items(
             [
                 doc.Item(row.detail, style_of_check(row), f"{row.title}, {row.scope}", (f"→ {row.remedy}",))
@@ -100,9 +103,9 @@ def checks(result: Result) -> doc.Section | None:
         doc.Fold(f"{sum(bool(row.ok) for row in rows)} checks are ok", (_table([row for row in rows if row.ok]),)),
         doc.Table(
             doc.names("name", "text"),
-            [_case(check) for check in result.checks],
+            [_case(check) for check in shown_checks],
             name="checks",
-            outcomes=[_outcome(check) for check in result.checks],
+            outcomes=[_outcome(check) for check in shown_checks],
             on=doc.JUNIT,
         ),
     )
@@ -154,7 +157,7 @@ def fairness_summary(checks: Sequence[Check]) -> str | None:
         return None
     warned = sum(False in oks for oks in states.values())
     unknown = sum(False not in oks and None in oks for oks in states.values())
-    words = [f"{len(states) - warned - unknown} checks passed", f"{warned} warning{'s' * (warned != 1)}"]
+    words = [f"{counted(len(states) - warned - unknown, 'check')} passed", counted(warned, "warning")]
     return ", ".join([*words, *([f"{unknown} not available"] if unknown else [])])
 
 
@@ -166,6 +169,8 @@ def fairness_lines(checks: Sequence[Check]) -> list[str]:
 def same_answers(result: Result) -> doc.Section | None:
     """How far the arms' answers to the same inputs agree."""
     parity = result.parity
+    if not any(check.name == answers_agree.name for check in reached(result.checks)):
+        return None
     if parity is None or not parity.cases:
         error = f": {parity.error}" if parity is not None and parity.error else ""
         return doc.section("Same answers", doc.Text(f"The answers were not compared{error}."), on=doc.PAGES)

@@ -11,7 +11,7 @@ from loadgen.metrics.comparisons import Comparison, Outcome, better_arm
 from loadgen.metrics.registry import METRICS
 from loadgen.quantities import Interval, detectable, inverse, measured, ratio_interval, share
 from loadgen.records.run import Pairing, shown
-from loadgen.report.charts import arm_style, several
+from loadgen.report.charts import arm_style, round_ticks, several
 from loadgen.verdict.result import Result
 
 WITHOUT_WINNER: dict[Outcome, doc.Style] = {"no_difference": "ok", "inconclusive": "note", "invalid": "failed"}
@@ -56,14 +56,13 @@ def comparison_table(
     if several(result):
         values = [doc.Column("arm"), doc.Column("its value", "number", "value", roomy=True)]
     span = max((_reach(comparison) for comparison in made), default=LEAST_SPAN)
-    edge = f"{math.exp(span):.3g}×"
     arm = "arm" if several(result) else others[0]
     columns = (
         *doc.names("scenario", "metric"),
         doc.Column(base, "number", roomy=True),
         *values,
         *BETTER,
-        doc.Column(f"{base} {edge} ← 1 → {arm} {edge}", "drawn", on=doc.HTML),
+        doc.Column(f"← {base} better · {arm} better →", "drawn", ticks=_ticks(span), on=doc.HTML),
         *doc.names("verdict"),
         *(doc.Column(title, "number", roomy=True, on=doc.PAGES) for title in more),
     )
@@ -123,6 +122,12 @@ def _reach(comparison: Comparison) -> float:
     centre = abs(math.log(value))
     widest = max((abs(math.log(bound)) for bound in interval or ()), default=0.0)
     return max(LEAST_SPAN, centre * 1.15, min(widest * 1.05, 3.0 * max(centre, LEAST_SPAN)))
+
+
+def _ticks(span: float) -> tuple[tuple[float, str], ...]:
+    """Round ratios on an axis that reaches `span` to both sides: 0.5×, 1×, 2×."""
+    ticks = round_ticks(math.exp(-span), math.exp(span), gap=1 / 7)
+    return tuple((math.log(tick) / span, f"{tick:.10g}×") for tick in ticks)
 
 
 def _strip(comparison: Comparison, margin: float, span: float, style: doc.Style, hint: str) -> doc.Strip:

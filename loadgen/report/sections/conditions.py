@@ -40,7 +40,7 @@ def _in_effect(result: Result, arm: ArmRecord) -> dict[str, str]:
     values = {"target": arm.target, "url": arm.url, "server": server or "–"}
     values |= {name: str(value) for name, value in arm.in_effect.items()}
     if arm.artefact and "sha256" in arm.artefact:
-        values["artefact_sha256"] = str(arm.artefact["sha256"])[:16] + "…"
+        values["artefact_sha256"] = str(arm.artefact["sha256"])
     experiment = result.experiment
     values |= {"payload": experiment.payload_of(experiment.arm(arm.label)), "transport": experiment.transport}
     sizes = [s.payload_bytes for s in result.summaries if s.label == arm.label and s.payload_bytes is not None]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
 from loadgen.metrics.comparisons import leading_comparisons
+from loadgen.probes.causes import causes_note, time_spent
 from loadgen.probes.gpu.probe import ALL_SCENARIOS, findings
 from loadgen.quantities import counted, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
@@ -15,8 +16,10 @@ from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
-from loadgen.verdict.checks.registry import Check
+from loadgen.report.sections.throughput import throughput_chart
+from loadgen.verdict.checks.registry import Check, gravest, reached, validity
 from loadgen.verdict.checks.run import gpu_present, parity_figures
+from loadgen.verdict.checks.run import parity as answers_agree
 from loadgen.verdict.result import Result
 
 MOST_FAILED = 4
@@ -27,7 +30,7 @@ TRANSPORTS = {"http": "HTTP", "grpc": "gRPC", "shm": "shared memory"}
 
 def verdict(result: Result) -> doc.Section | None:
     """Valid or not, the finding, the conditions and arms, and every check that takes the verdict away."""
-    conclusion = result.verdict
+    conclusion, blamed = result.verdict, gravest(result.checks)
     warned = sum(style_of_check(row) == "warning" for row in check_rows(result))
     warnings = f", {counted(warned, 'warning')}" if warned and conclusion.valid else ""
     failed = [doc.Item(text, "failed") for text in conclusion.failed]
@@ -37,21 +40,26 @@ def verdict(result: Result) -> doc.Section | None:
     broken = not all(threshold.state == "kept" for threshold in result.thresholds)
     no_gpu = {sentence(check.detail) for check in result.checks if check.name == gpu_present.name}
     caveats = [doc.Item(caveat, "note" if caveat in no_gpu else "warning") for caveat in conclusion.caveats]
+    concluded = any(comparison.verdict != "invalid" for comparison in leading_comparisons(result.comparisons))
+    in_full = conclusion.sentence if concluded else ""
     arms = [doc.Item(name, arm_style(result, label), shown(label)) for label, name in titles(result).items()]
     return doc.section(
         "",
         doc.Panel(
-            f"{'VALID' if conclusion.valid else 'INVALID'}{warnings}",
+            f"{validity(result.checks)}{warnings}",
             "ok" if conclusion.valid else "failed",
-            conclusion.sentence,
+            result.headline,
             (
-                *(doc.Text(line, "note") for line in conditions_in_brief(result)),
-                doc.Items(arms),
-                doc.Text("Why there is no verdict:" if failed else "", on=doc.MARKDOWN),
+                doc.Text("" if blamed is None else f"→ {blamed.remedy}"),
                 doc.Items(few, on=doc.TERMINAL),
                 doc.Items(failed, on=doc.PAGES),
                 doc.Text((broken and threshold_sentence(result)) or "", "failed", on=doc.HTML),
+                doc.Items(arms),
+                *filter(None, [throughput_chart(result)]),
+                *(doc.Text(line, "note") for line in conditions_in_brief(result)),
                 doc.Items(caveats),
+                doc.Text(in_full, on=doc.TERMINAL | doc.MARKDOWN),
+                doc.Fold("The verdict in full", (doc.Text(in_full),), on=doc.HTML),
             ),
         ),
     )
@@ -135,23 +143,21 @@ def overview(result: Result) -> doc.Section | None:
 
 
 def brief_why(result: Result) -> doc.Section | None:
-    """The reasons in the most loaded scenario."""
+    """Where a request's time goes in the most loaded scenario, the reasons for the difference, and what is not known.
+    Never empty."""
     main = result.verdict.main_scenario
     explained = [scenario for scenario in result.verdict.scenarios if scenario.scenario == main and scenario.reasons]
-    if not explained:
-        where = "" if main is None else f" in {main}"
-        blocks: list[doc.Block] = [doc.Text(f"No measurement explains a difference{where}.")]
-        if any(arm and not arm.contradictions for stage in result.stages for arm in stage.sides):
-            blocks.append(doc.Link("The latency breakdown", "#why"))
-    else:
-        blocks = [doc.Text(f"In {main}:", "note")]
-        for scenario in explained:
-            if several(result):
-                which = f"{shown(scenario.arm)} against {shown(scenario.baseline)}"
-                blocks.append(doc.Items([doc.Item("", arm_style(result, scenario.arm), which, scenario.reasons)]))
-            else:
-                blocks += map(doc.Text, scenario.reasons)
-        blocks.append(doc.Link("The causes, and the other scenarios", "#why"))
+    spent = [] if main is None else time_spent(result, main)
+    blocks: list[doc.Block] = [doc.Text(f"In {main}:", "note")] if spent or explained else []
+    blocks.append(doc.Items(spent))
+    for scenario in explained:
+        if several(result):
+            which = f"{shown(scenario.arm)} against {shown(scenario.baseline)}"
+            blocks.append(doc.Items([doc.Item("", arm_style(result, scenario.arm), which, scenario.reasons)]))
+        else:
+            blocks += map(doc.Text, scenario.reasons)
+    blocks.append(doc.Text(causes_note(result), "note"))
+    blocks.append(doc.Link("The causes, and the other scenarios", "#why"))
     return doc.section("Why", *blocks, on=doc.HTML, half=True)
 
 
@@ -164,11 +170,12 @@ def brief_proof(result: Result) -> doc.Section | None:
 
 def proof(result: Result) -> list[doc.Item]:
     """Equal answers, the GPU verification, failed requests, the checks and the thresholds."""
-    items = [_parity(result), *_devices(result)]
+    compared = any(check.name == answers_agree.name for check in reached(result.checks))
+    items = [*([_parity(result)] if compared else []), *_devices(result)]
     requests = sum(summary.requests for summary in result.summaries)
     errors = sum(summary.errors for summary in result.summaries)
     if requests:
-        items.append(_item("failed" if errors else "ok", f"{errors:,} of {requests:,} requests failed"))
+        items.append(_item("failed" if errors else "ok", f"{errors:,} of {counted(requests, 'request')} failed"))
     items += _checks(result)
     if text := threshold_sentence(result):
         met = all(threshold.state == "kept" for threshold in result.thresholds)
@@ -184,7 +191,7 @@ def _parity(result: Result) -> doc.Item:
     parity, arms = result.parity, "all" if several(result) else "both"
     if parity is None or not parity.cases:
         return _item("unknown", f"whether {arms} arms give the same answers was not measured")
-    text = f"{parity_figures(parity)} in {len(parity.cases)} cases"
+    text = f"{parity_figures(parity)} in {counted(len(parity.cases), 'case')}"
     if parity.ok:
         return _item("ok", f"{arms} arms give the same answers: {text}")
     return _item("failed", f"the arms give different answers: {text}")
@@ -212,7 +219,7 @@ def _checks(result: Result) -> list[doc.Item]:
         items.append(_item("failed", f"failed checks take verdicts away: {_titles(failed)}"))
     if warned:
         items.append(_item("warning", f"read the figures with care: {_titles(warned)}"))
-    return [*items, _item("note" if failed else "ok", f"{len(rows)} checks: {counts(rows)}")]
+    return [*items, _item("note" if failed else "ok", f"{counted(len(rows), 'check')}: {counts(rows)}")]
 
 
 def _titles(rows: Sequence[Check]) -> str:

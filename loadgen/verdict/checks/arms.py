@@ -170,7 +170,11 @@ def _declare_same(
     find.__name__ = name
     unknown: Severity = "warns" if severity == "invalidates" else "informs"
     remedy = remedy or f"Give every arm the same {noun}."
-    fairness(f"same {noun}", severity, remedy, unknown=unknown, threshold="equal")(find)
+    declare = fairness(
+        f"same {noun}", f"Not the same {noun}", severity, remedy, unknown=unknown, threshold="equal",
+        fault="unfair configuration" if severity == "invalidates" else None,
+    )  # fmt: skip
+    declare(find)
 
 
 for _name, _setting, _noun, _severity in (
@@ -197,6 +201,7 @@ _declare_same(
 
 @check(
     "every arm can pad batches",
+    "Not every arm can pad batches",
     "informs",
     "Let the arms that can pad do so by an option of their own, or leave the arm that cannot out.",
     caveat=("failed",),
@@ -226,6 +231,7 @@ _declare_same(
 
 @fairness(
     "no two arms share a server",
+    "Arms share a server",
     "informs",
     "Compare each in a separate run, on a server with its model only, if memory or cold starts matter.",
 )
@@ -241,7 +247,12 @@ def shared_server(facts: Facts) -> Iterator[Judgement]:
             yield Judgement(False, detail, ", ".join(sharing))
 
 
-@fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")
+@fairness(
+    "requested settings took effect",
+    "Requested settings did not take effect",
+    "warns",
+    "Correct the setting, or find out why the server overrode it.",
+)
 @per_arm
 def settings_in_effect(arm: ArmRecord, _: Facts) -> Judgement:
     asked = [(name, requested) for name, requested in arm.settings.items() if requested != "auto"]
@@ -262,6 +273,7 @@ def settings_in_effect(arm: ArmRecord, _: Facts) -> Judgement:
 
 @fairness(
     "every batch size fits the server's maximum",
+    "A batch size exceeds the server's maximum",
     "warns",
     "Ask for smaller batches, or raise the arm's --max-batch-size.",
 )
@@ -277,6 +289,7 @@ def batch_limit(arm: ArmRecord, facts: Facts) -> Judgement:
 
 @fairness(
     "no queue delay for serial load",
+    "A queue delay holds serial requests back",
     "informs",
     "Set max-queue-delay-us to 0 on every arm for serial load, or keep it in mind when you read these workloads.",
     threshold=0,
@@ -306,6 +319,7 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
 
 @fairness(
     "no queue policy slows Triton's batcher",
+    "A queue policy slows Triton's batcher",
     "warns",
     "Remove the queue policy from dynamic_batching in the config.pbtxt.",
     threshold="none",
@@ -322,6 +336,7 @@ def queue_policy(arm: ArmRecord, _: Facts) -> Judgement:
 
 @fairness(
     "FP32 runs without TF32",
+    "FP32 runs as TF32",
     "warns",
     'Set use_tf32 to "0" in the cuda accelerator of the configuration, or run every arm with precision tf32.',
     threshold="off under FP32",
@@ -345,6 +360,7 @@ def tf32(arm: ArmRecord, _: Facts) -> Judgement:
 
 @fairness(
     "models warm up before they are ready",
+    "A model does not warm up before it is ready",
     "informs",
     "Add model_warmup for every batch size. abserve warms up before the load, but not before a cold start.",
     threshold="every model warms up",
@@ -365,6 +381,7 @@ def model_warm_up(arm: ArmRecord, _: Facts) -> Judgement:
 
 @fairness(
     "no slow metrics, traces or verbose logs",
+    "Metrics, traces or logs slow a server",
     "warns",
     "Start Triton without summary_latencies (reported to cost a third of the throughput), tracing and verbose logs.",
     threshold="none",
@@ -388,6 +405,7 @@ def metrics(arm: ArmRecord, _: Facts) -> Judgement:
 
 @fairness(
     "the response cache is off",
+    "The response cache is on",
     "warns",
     "Set response_cache { enable: false }: a cached response is not an inference.",
     threshold="off",
@@ -407,6 +425,7 @@ def response_cache(arm: ArmRecord, _: Facts) -> Judgement:
 
 @fairness(
     "requested CUDA graphs take effect",
+    "Requested CUDA graphs are ignored or unsafe",
     "warns",
     "Remove the setting: only Triton's tensorrt backend reads it, and enable_cuda_graph is unsafe in Triton.",
     threshold="requested only where they take effect",
@@ -430,6 +449,7 @@ def cuda_graphs(arm: ArmRecord, _: Facts) -> Judgement:
 
 @fairness(
     "every batch size has a CUDA graph",
+    "Batch sizes run without a CUDA graph",
     "warns",
     "Add a graph_spec for each batch size, or a graph_lower_bound that covers it.",
 )
@@ -482,6 +502,7 @@ def _largest(config: Mapping[str, Any]) -> int:
 
 @fairness(
     "no preferred batch sizes without a TensorRT profile",
+    "Preferred batch sizes have no TensorRT profile",
     "informs",
     "Remove preferred_batch_size, as Triton advises, unless each size has its own TensorRT profile.",
 )
@@ -506,7 +527,10 @@ def preferred_sizes(arm: ArmRecord, _: Facts) -> Judgement:
 
 
 @fairness(
-    "threads fit the CPU cores", "warns", "Use fewer --threads or instances: threads that share a core slow each other."
+    "threads fit the CPU cores",
+    "Threads share CPU cores",
+    "warns",
+    "Use fewer --threads or instances: threads that share a core slow each other.",
 )
 @per_arm
 def cores(arm: ArmRecord, facts: Facts) -> Judgement:
@@ -542,9 +566,11 @@ def _number(value: object) -> float | None:
 
 @check(
     "no arm is slower than the same server with its own defaults",
+    "An arm's own settings make it slow",
     "invalidates",
     "Remove these settings from the arm, or give --no-handicap-check to compare the arms as they are configured.",
     threshold="within the margin",
+    fault="unfair configuration",
 )
 def handicap(facts: Facts) -> Iterator[Judgement]:
     """One outcome per workload in which an arm is slow, and one for each arm that is not slow or was not compared."""

@@ -32,10 +32,13 @@ WARM_UP_SIGNIFICANCE = 0.001
 
 @check(
     "the load generator had CPU to spare",
+    "The load generator had no CPU to spare",
     "invalidates",
     "Lower the concurrency, choose a smaller payload, add --processes, or use another machine for the load generator.",
     unknown="invalidates",
     threshold=BUSY,
+    not_known="The load generator's CPU use is not known",
+    fault="overloaded load generator",
 )
 def generator_cpu(facts: Facts) -> Iterator[Judgement]:
     for load in facts.loads:
@@ -85,6 +88,7 @@ def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str
 
 @check(
     "the load generator ran well below its own maximum",
+    "The load generator ran near its own maximum",
     "warns",
     "Spread the load generator over more --processes, or use a machine with more cores; `abserve calibrate` measures "
     "its maximum.",
@@ -126,10 +130,13 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
 
 @check(
     "requests were sent on time",
+    "Requests were sent late",
     "invalidates",
     "Lower the rate, or give the load generator a CPU core of its own.",
     unknown="warns",
     threshold=SEND_LAG_LIMIT,
+    not_known="The send lag is not known",
+    fault="overloaded load generator",
 )
 @per_load
 def send_lag(load: WorkloadFacts, _: Facts) -> Judgement:
@@ -164,6 +171,7 @@ def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
 
 @check(
     "a connection was free for every request",
+    "Requests waited for a connection",
     "warns",
     "Allow more --connections; if the arm cannot sustain the rate, no number of them suffices.",
     threshold=CONNECTION_WAIT_LIMIT,
@@ -220,6 +228,7 @@ def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
 
 @check(
     "the servers kept their connections open",
+    "A server closed its connections",
     "warns",
     "Turn keep-alive on, or raise its limit of requests per connection.",
     threshold=RECONNECT_LIMIT,
@@ -238,6 +247,7 @@ def connections_kept(load: WorkloadFacts, _: Facts) -> Judgement:
 
 @check(
     "the arms kept up with the request rate",
+    "An arm did not keep up with the request rate",
     "informs",
     "Compare latencies at a lower rate, and capacity by the achieved rate.",
     threshold="no growing backlog",
@@ -258,7 +268,14 @@ def rate_sustained(load: WorkloadFacts, _: Facts) -> Judgement | None:
     return Judgement(not saturated, "; ".join(saturated) or detail, worst)
 
 
-@check("the warm-up was long enough", "invalidates", "Warm up for longer at this batch size.", threshold=WARM_UP_LIMIT)
+@check(
+    "the warm-up was long enough",
+    "The warm-up was too short",
+    "invalidates",
+    "Warm up for longer at this batch size.",
+    threshold=WARM_UP_LIMIT,
+    fault="incomplete run",
+)
 @per_load
 def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
     """Test one value per block, since concurrent requests are slow together. It fails only beyond both the limit and
@@ -288,10 +305,12 @@ def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
 
 @check(
     "requests have the same size on every arm",
+    "Requests differ in size between the arms",
     "invalidates",
     "Send the same payload to every arm.",
     unknown="warns",
     threshold="1 % or 512 bytes",
+    fault="unfair configuration",
 )
 @per_load
 def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Judgement:

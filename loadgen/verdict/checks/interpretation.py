@@ -25,7 +25,12 @@ COVERING_RESTARTS = 5
 """With fewer restarts, Student's t is so wide that little is ever decided."""
 
 
-@check("dynamic batching merged requests", "informs", "If you want batches, raise the concurrency or the queue delay.")
+@check(
+    "dynamic batching merged requests",
+    "Dynamic batching did not merge requests",
+    "informs",
+    "If you want batches, raise the concurrency or the queue delay.",
+)
 @per_load
 def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     if load.workload.concurrency <= 1:
@@ -43,6 +48,7 @@ def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
 
 @check(
     "no arm exceeds its engine ceiling",
+    "An arm exceeds its engine ceiling",
     "warns",
     "Stop other programs and run again; with several instances per server the ceiling does not apply.",
     threshold=LARGEST_SHARE,
@@ -63,6 +69,7 @@ def engine_ceiling(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "serial requests did not wait in the queue",
+    "Serial requests waited in the queue",
     "informs",
     "Set the queue delay to 0 for serial load: no other request can join the batch.",
     threshold=QUEUE_SHARE_LIMIT,
@@ -81,7 +88,13 @@ def queue_delay(load: WorkloadFacts, _: Facts) -> Judgement | None:
     return Judgement(part <= QUEUE_SHARE_LIMIT, detail, part)
 
 
-@check("no request stalled for 0.5 s", "warns", "Look for a timer of 0.5 s in the server that is named.", threshold=0)
+@check(
+    "no request stalled for 0.5 s",
+    "Requests stalled for 0.5 s",
+    "warns",
+    "Look for a timer of 0.5 s in the server that is named.",
+    threshold=0,
+)
 @per_load
 def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Skipped in an open loop, whose latencies include the wait for a connection."""
@@ -128,6 +141,7 @@ def _stall_remedy(arm: ArmRecord) -> str:
 
 @check(
     "the latency breakdown adds up",
+    "The latency breakdown does not add up",
     "informs",
     "Do not rely on the latency breakdown; --explain measures the transfer separately.",
     threshold=f"−{share(OVERLAP_LIMIT)} to {share(UNATTRIBUTED_LIMIT)} unattributed, same requests",
@@ -154,6 +168,7 @@ def latency_breakdown(load: WorkloadFacts, _: Facts) -> Judgement:
 
 @check(
     "the run can detect a difference as small as the margin",
+    "The run cannot detect a difference as small as the margin",
     "informs",
     "Ask for more rounds or longer blocks, or stop other programs.",
 )
@@ -180,6 +195,7 @@ def _leading_loads(facts: Facts) -> list[Comparison]:
 
 @check(
     "the intervals cover server restarts",
+    "The intervals do not cover server restarts",
     "informs",
     "Ask for --restarts 5 or more: each starts the servers afresh for its share of the rounds.",
     threshold=COVERING_RESTARTS,
@@ -199,6 +215,7 @@ def restarts(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "the noise floor of this machine is known",
+    "The noise floor of this machine is not known",
     "informs",
     "Run `abserve noise-floor` here with the model, payload and transport of this run: it compares an arm with itself.",
 )
@@ -221,6 +238,7 @@ def noise_floor(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "the weights are trained",
+    "The weights are not trained",
     "informs",
     "Use --weights with a trained set for meaningful outputs; speed does not depend on the values.",
     threshold="trained",
@@ -247,6 +265,7 @@ def trained_weights(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "every Triton uses its onnxruntime or tensorrt backend",
+    "A Triton uses its python backend",
     "informs",
     "Give a tritonserver that has them with --tritonserver DIR, or compare with a Triton container.",
     threshold="onnxruntime or tensorrt",

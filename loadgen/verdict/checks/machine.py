@@ -14,14 +14,14 @@ from functools import partial, wraps
 from itertools import pairwise
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.quantities import join, number, share
 from loadgen.records.model_config import kind_of
 from loadgen.records.probes import ArmConditions, Conditions
-from loadgen.records.run import Label, MachineLoad, body_count, shown
+from loadgen.records.run import Label, MachineLoad, body_count, programs_in_words, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.verdict.checks.registry import Find, Judgement, check, fairness, per_load
 
@@ -72,6 +72,7 @@ from_gpu_readings = partial(from_readings, of_gpu=True)
 
 @fairness(
     "the network distance to every arm is the same",
+    "The network distances differ or are long",
     "warns",
     "Run the load generator on the servers' machine or network, at the same distance from every arm.",
     threshold=f"equal, and not a WAN (> {WAN_MS:g} ms)",
@@ -100,7 +101,14 @@ def distance_of(arm: ArmConditions) -> str | None:
     return None if arm.connect_ms is None else "WAN" if arm.connect_ms > WAN_MS else "LAN"
 
 
-@fairness("the CPU was idle before the load", "warns", "Stop other programs.", threshold=BUSY_CORES_LIMIT)
+@fairness(
+    "the CPU was idle before the load",
+    "The CPU was busy before the load",
+    "warns",
+    "Stop other programs.",
+    threshold=BUSY_CORES_LIMIT,
+    not_known="The CPU's load before the run is not known",
+)
 @from_readings
 def machine_idle(conditions: Conditions) -> Judgement:
     busy = conditions.cpu_busy_share
@@ -112,6 +120,7 @@ def machine_idle(conditions: Conditions) -> Judgement:
 
 @fairness(
     "the CPU governor is performance",
+    "The CPU governor is not performance",
     "informs",
     "Set it: cpupower frequency-set -g performance.",
     threshold="performance",
@@ -125,7 +134,13 @@ def cpu_governor(conditions: Conditions) -> Judgement:
     return Judgement(governors == ("performance",), f"the CPU governor is {named}", named)
 
 
-@fairness("no other process uses the GPU", "warns", "Stop the other processes, or use another GPU.", threshold=0)
+@fairness(
+    "no other process uses the GPU",
+    "Other processes use the GPU",
+    "warns",
+    "Stop the other processes, or use another GPU.",
+    threshold=0,
+)
 @from_gpu_readings
 def gpu_exclusive(conditions: Conditions) -> Judgement:
     listed = [gpu.pids for gpu in conditions.gpus if gpu.pids is not None]
@@ -153,6 +168,7 @@ def gpu_exclusive(conditions: Conditions) -> Judgement:
 
 @fairness(
     "the GPU was idle before the load",
+    "The GPU was busy before the load",
     "warns",
     "Find out what keeps the GPU busy: an arm that spins, or another container.",
     threshold=BUSY_GPU_LIMIT,
@@ -169,6 +185,7 @@ def gpu_idle(conditions: Conditions) -> Judgement:
 
 @fairness(
     "the GPU is not throttled",
+    "The GPU is throttled",
     "warns",
     "Cool the machine, raise the power limit, or lock lower clocks that it can hold: nvidia-smi -lgc.",
     threshold="not throttled",
@@ -200,6 +217,7 @@ def _blocks_differ(load: WorkloadFacts, facts: Facts) -> bool:
 
 @check(
     "the machine kept its speed",
+    "The machine changed its speed",
     "warns",
     "Stop other programs, check for thermal throttling, and run again with more rounds.",
     caveat=("failed",),
@@ -240,7 +258,7 @@ def machine_steady(facts: Facts) -> Iterator[Judgement]:
         float(np.expm1(np.ptp([0.0, *effects]))),
         float(np.expm1(np.ptp(np.quantile(residuals, (0.1, 0.9))))),
     )
-    drifted = change > margin and float(stats.f.sf(f_value, stretches - 1, degrees)) < DRIFT_SIGNIFICANCE
+    drifted = change > margin and float(scipy.special.fdtrc(stretches - 1, degrees, f_value)) < DRIFT_SIGNIFICANCE
     detail = f"the speed moved by {share(change)} between the fastest and the slowest {STRETCHES[stretches]} of the run"
     if not drifted and spread > SPREAD_LIMIT:
         detail = f"the speed of an arm's blocks varies by {share(spread)} (10th to 90th percentile)"
@@ -254,9 +272,12 @@ def machine_steady(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "the hypervisor took no CPU time from this machine",
+    "The hypervisor took CPU time from this machine",
     "warns",
     "Use a machine whose processors are not shared: a dedicated host, or an instance without burst credits.",
     threshold=TAKEN_LIMIT,
+    not_known="The hypervisor's share of the CPU is not known",
+    fault="busy machine",
 )
 @per_load
 def cpu_steal(load: WorkloadFacts, facts: Facts) -> Judgement | None:
@@ -265,19 +286,20 @@ def cpu_steal(load: WorkloadFacts, facts: Facts) -> Judgement | None:
 
 @check(
     "no other process took CPU time during the blocks",
+    "Other programs used the CPU",
     "warns",
-    "Stop the processes named and run again; for a server given by URL use its own address, not a proxy's.",
+    "Stop the programs named and run again; for a server given by URL use its own address, not a proxy's.",
     threshold=TAKEN_LIMIT,
+    not_known="The CPU use of other programs is not known",
+    fault="busy machine",
 )
 @per_load
 def other_processes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    judgement = _judge_taken(load, facts, "other processes", _others_ns)
+    judgement = _judge_taken(load, facts, "other programs", _others_ns)
     if judgement is None or judgement.ok is not False:
         return judgement
     worst = max(_machines(load), key=lambda of_block: _others_ns(of_block[1]) or 0)[1]
-    if not worst.others:
-        return judgement
-    return replace(judgement, detail=f"{judgement.detail}; the busiest in the worst block: {', '.join(worst.others)}")
+    return replace(judgement, detail=f"{judgement.detail}; in the worst block: {programs_in_words(worst.others)}")
 
 
 def _others_ns(machine: MachineLoad) -> int | None:
@@ -296,7 +318,7 @@ def _machines(load: WorkloadFacts) -> list[tuple[Label, MachineLoad]]:
 
 
 def _judge_taken(
-    load: WorkloadFacts, facts: Facts, who: str, taken_ns: Callable[[MachineLoad], int | None]
+    load: WorkloadFacts, facts: Facts, taker: str, taken_ns: Callable[[MachineLoad], int | None]
 ) -> Judgement | None:
     """Judge the CPU time taken from the cores; None without a complete block. An arm's blocks are judged together,
     since the kernel counts in coarse steps. It warns, and invalidates if the arms had unequal shares of the machine or
@@ -316,7 +338,10 @@ def _judge_taken(
         label: max(sum(o for o, _ in of_arm) / sum(of for _, of in of_arm), 0.0) for label, of_arm in taken.items()
     }
     most, shares = max(pooled.values()), np.concatenate(list(blocks.values()))
-    detail = f"CPU time taken by {who}: {join([f'{share(s)} from {shown(label)}' for label, s in pooled.items()])}"
+    (first, of_first), *rest = pooled.items()
+    of_arms = [f"{share(of_first)} of the CPU's time in {shown(first)}'s blocks"]
+    of_arms += [f"{share(of_arm)} in {shown(label)}'s" for label, of_arm in rest]
+    detail = f"{join(of_arms)} went to {taker}"
     if most <= TAKEN_LIMIT:
         return Judgement(True, detail, most)
     detail += f" ({sum(shares > TAKEN_LIMIT)} of {len(shares)} blocks above {share(TAKEN_LIMIT)})"
@@ -338,6 +363,7 @@ def _judge_taken(
 
 @check(
     "the wall clock ran steadily",
+    "The wall clock jumped",
     "informs",
     "Do not trust the times of day in this run; latencies use the monotonic clock and are not affected.",
     threshold=STEP_LIMIT_S,
@@ -364,6 +390,7 @@ def wall_clock(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "CPU cores were left for the load generator",
+    "No CPU core was left for the load generator",
     "informs",
     "Give the servers fewer threads, or run the load generator on another machine.",
     threshold=SERVER_CPU_LIMIT,

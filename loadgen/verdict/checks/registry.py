@@ -1,6 +1,6 @@
 """How a check is declared, and how its outcome affects the verdict.
 
-A check is one function of the run's `Facts`, below the decorator that gives its title, severity and remedy. It yields
+A check is one function of the run's `Facts`, below the decorator that gives its titles, severity and remedy. It yields
 one outcome per scope. The result, every report and the table in docs/measurement.md (a test compares it) follow from
 the registry, in the order of declaration. A check without its data is unknown (`ok` None), never ok.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Literal
+from typing import Literal, get_args
 
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
@@ -20,6 +20,12 @@ from loadgen.records.run import ArmRecord, Record, shown
 Severity = Literal["invalidates", "warns", "informs"]
 State = Literal["passed", "failed", "unknown"]
 Value = float | int | str | None
+Fault = Literal[
+    "wrong answers", "failed requests", "unfair configuration", "GPU not verified", "incomplete run", "busy machine",
+    "overloaded load generator",
+]  # fmt: skip
+"""What an INVALID run is called, by the check that takes its verdict away; the gravest first."""
+RUN_FINISHED = "run_finished"
 
 
 class Check(Record, frozen=True, kw_only=True):
@@ -27,7 +33,7 @@ class Check(Record, frozen=True, kw_only=True):
 
     name: str
     title: str
-    """The condition that should hold."""
+    """The condition that holds; of a check that has not passed, what is wrong or not known."""
     state: State
     """unknown: its data is missing."""
     severity: Severity
@@ -71,19 +77,23 @@ class CheckDefinition:
 
     name: str
     title: str
+    failed: str
     severity: Severity
     remedy: str
     unknown: Severity
     threshold: Value
     before_load: bool
     caveat: tuple[State, ...]
+    not_known: str
+    fault: Fault | None
     find: Find
 
     def checks(self, facts: Facts) -> Iterator[Check]:
+        titles = {True: self.title, False: self.failed, None: self.not_known or self.title}
         for outcome in self.find(facts):
             yield Check(
                 name=self.name,
-                title=self.title,
+                title=titles[outcome.ok],
                 state="unknown" if outcome.ok is None else "passed" if outcome.ok else "failed",
                 severity=outcome.severity or (self.unknown if outcome.ok is None else self.severity),
                 scope=outcome.scope,
@@ -100,6 +110,7 @@ CHECKS: dict[str, CheckDefinition] = {}
 
 def check(
     title: str,
+    failed: str,
     severity: Severity,
     remedy: str,
     *,
@@ -107,18 +118,24 @@ def check(
     threshold: Value = None,
     before_load: bool = False,
     caveat: tuple[State, ...] = (),
+    not_known: str = "",
+    fault: Fault | None = None,
 ) -> Callable[[Find], CheckDefinition]:
     """Declare the function below as the check of the same name.
 
-    `title` is the condition that should hold, `unknown` the severity without data, `before_load` that the check needs
-    only the arms and the machine and is shown before the load. In the states of `caveat` the verdict quotes it.
+    `title` is the condition that should hold, `failed` the title where it does not, and `not_known` the one without
+    data, if it differs from `title`; `unknown` is the severity without data. `before_load`: the check needs only the
+    arms and the machine, and is shown before the load. In the states of `caveat` the verdict quotes it. A check that
+    can take a verdict away has a `fault`.
     """
 
     def declare(find: Find) -> CheckDefinition:
         name = find.__name__
         if name in CHECKS:
             raise ValueError(f"there are two checks {name}")
-        CHECKS[name] = CheckDefinition(name, title, severity, remedy, unknown, threshold, before_load, caveat, find)
+        CHECKS[name] = CheckDefinition(
+            name, title, failed, severity, remedy, unknown, threshold, before_load, caveat, not_known, fault, find
+        )
         return CHECKS[name]
 
     return declare
@@ -171,9 +188,40 @@ def check_before_load(facts: Facts) -> list[Check]:
     return [outcome for definition in CHECKS.values() if definition.before_load for outcome in definition.checks(facts)]
 
 
+def reached(checks: Sequence[Check]) -> tuple[Check, ...]:
+    """The checks to show: where the run did not finish, without those whose data is missing."""
+    finished = all(check.ok for check in checks if check.name == RUN_FINISHED)
+    return tuple(check for check in checks if finished or check.ok is not None or check.name == RUN_FINISHED)
+
+
 def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """The checks that remove a verdict."""
-    return tuple(check for check in checks if check.ok is not True and check.severity == "invalidates")
+    """The checks that remove a verdict, the gravest faults first."""
+    failed = [check for check in checks if check.ok is not True and check.severity == "invalidates"]
+    order = get_args(Fault)
+    return tuple(sorted(failed, key=lambda check: order.index(fault) if (fault := _fault(check)) else len(order)))
+
+
+def gravest(checks: Sequence[Check]) -> Check | None:
+    """The check that is to blame first for an INVALID run, whose remedy stands under the headline."""
+    return next(iter(invalidating(reached(checks))), None)
+
+
+def _fault(check: Check) -> Fault | None:
+    """None for a check that no longer exists, in a stored result."""
+    return CHECKS[check.name].fault if check.name in CHECKS else None
+
+
+def validity(checks: Sequence[Check]) -> str:
+    """ "VALID", or "INVALID: wrong answers" with the gravest fault. Where others used the machine, a generator that
+    could not keep up is the machine's fault."""
+    first = gravest(checks)
+    if first is None:
+        return "VALID"
+    fault = _fault(first)
+    disturbed = any(check.ok is False and _fault(check) == "busy machine" for check in checks)
+    if fault == "overloaded load generator" and disturbed:
+        fault = "busy machine"
+    return f"INVALID: {fault}" if fault else "INVALID"
 
 
 def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
@@ -185,7 +233,7 @@ def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
 def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
     """One message per check that removes a verdict, with the scenarios that it covers and the first one's detail."""
     groups: dict[tuple[str, bool | None], list[Check]] = {}
-    for check in invalidating(checks):
+    for check in invalidating(reached(checks)):
         groups.setdefault((check.name, check.ok), []).append(check)
     messages = []
     for first, *more in groups.values():
@@ -196,4 +244,13 @@ def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
 
 
 def _message(check: Check) -> str:
-    return f"not available: “{check.title}” ({check.detail})" if check.ok is None else check.detail
+    if check.ok is not None:
+        return check.detail
+    title = CHECKS[check.name].not_known if check.name in CHECKS else ""
+    words = in_sentence(title) if title else f"not available: “{check.title}”"
+    return f"{words} ({check.detail})"
+
+
+def in_sentence(title: str) -> str:
+    """A title inside a sentence: without its capital, unless that begins an abbreviation such as GPU."""
+    return title[:1].lower() + title[1:] if title[1:2].islower() or title.startswith("A ") else title

@@ -27,10 +27,12 @@ Evidence = Mapping[Label, EvidenceRecord | None]
 
 @check(
     "the model ran on a GPU",
+    "The model did not run on a GPU",
     "informs",
     "Run on a machine with an NVIDIA GPU to compare GPU serving.",
     threshold="every arm on a GPU",
     caveat=("failed", "unknown"),
+    not_known="It is not known whether the model ran on a GPU",
 )
 def gpu_present(facts: Facts) -> Iterator[Judgement]:
     run, sides = facts.run, _sides(facts.run)
@@ -56,10 +58,13 @@ def gpu_present(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "every arm is verified on the same GPU",
+    "GPU use is not verified",
     "invalidates",
     "Find the code of the finding in docs/gpu-proof.md and follow its remedy.",
     unknown="invalidates",
     threshold="every arm GPU_VERIFIED on one GPU",
+    not_known="GPU use is not verified",
+    fault="GPU not verified",
 )
 def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
     """Cold starts, searches and ramps have no blocks to watch: they use the findings of the whole run."""
@@ -81,6 +86,7 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "GPU verification recognises a deliberate CPU run",
+    "A deliberate CPU run was not recognised",
     "warns",
     "Let nothing else use the GPU: other work on it blurs every finding.",
     threshold=GpuFinding.CPU_FALLBACK.value,
@@ -155,10 +161,13 @@ SIGNIFICANCE = 0.005
 
 @check(
     "the run finished",
+    "The run did not finish",
     "invalidates",
     "Run the comparison again and let it finish.",
     unknown="invalidates",
     threshold="finished",
+    not_known="It is not known whether the run finished",
+    fault="incomplete run",
 )
 def run_finished(facts: Facts) -> Iterator[Judgement]:
     state = facts.run.state
@@ -176,9 +185,12 @@ def run_finished(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "the arms give the same answers",
+    "The arms give different answers",
     "invalidates",
     "Serve the same weights, precision and preprocessing on every arm; the parity table names the failing case.",
     unknown="invalidates",
+    not_known="The answers were not compared",
+    fault="wrong answers",
 )
 def parity(facts: Facts) -> Iterator[Judgement]:
     record = facts.run.parity
@@ -187,7 +199,7 @@ def parity(facts: Facts) -> Iterator[Judgement]:
         return
     relative, figures = record.largest_relative_error, parity_figures(record)
     failed = [case.name for case in record.cases if not case.ok]
-    detail = record.error or f"{figures} in {len(record.cases)} cases"
+    detail = record.error or f"{figures} in {counted(len(record.cases), 'case')}"
     if failed and record.error is None:
         cases = f"{len(failed)} of {len(record.cases)} cases ({', '.join(failed)})"
         detail = f"the arms give different answers in {cases}, so their speeds cannot be compared; {figures}"
@@ -220,8 +232,10 @@ def order_words(top1: float | None, top5: float | None) -> str:
 
 @check(
     "the answers depend on the inputs",
+    "The answers do not depend on the inputs",
     "invalidates",
     "Find out why that server answers every input alike: it may not compute at all.",
+    fault="wrong answers",
 )
 def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
     """Judge whether different inputs get different answers. Skipped without a record, and for the null engine; a model
@@ -240,7 +254,14 @@ def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(True, "different inputs get different answers", 0)
 
 
-@check("every arm got the same payload", "invalidates", "Give every arm the same --payload.", threshold="equal")
+@check(
+    "every arm got the same payload",
+    "The arms got different payloads",
+    "invalidates",
+    "Give every arm the same --payload.",
+    threshold="equal",
+    fault="unfair configuration",
+)
 def same_payload(facts: Facts) -> Iterator[Judgement]:
     experiment = facts.run.experiment
     first, *others = experiment.payloads
@@ -256,6 +277,7 @@ def same_payload(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "the servers' certificates are verified",
+    "A server's certificate was not verified",
     "warns",
     "Trust the server's authority with --a-ca FILE instead of --a-insecure.",
     threshold="verified",
@@ -273,6 +295,7 @@ def certificates(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "all arms or none are reached over TLS",
+    "Only some arms are reached over TLS",
     "warns",
     "Give every arm an https:// address, or none: encryption takes time on both sides.",
     threshold="equal",
@@ -292,10 +315,13 @@ def same_encryption(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "no request failed",
+    "Requests failed",
     "invalidates",
     "Read the error message and the log of that server.",
     unknown="invalidates",
     threshold=0,
+    not_known="No requests were sent",
+    fault="failed requests",
 )
 def request_errors(facts: Facts) -> Iterator[Judgement]:
     """Judge failed requests. A rate search counts a failed request as a late one instead."""
@@ -320,7 +346,7 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
 def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Judgement:
     if not requests:
         return Judgement(None, "no request was sent", scope=workload_scope(workload.name))
-    detail = f"{errors:,} of {requests:,} requests failed"
+    detail = f"{errors:,} of {counted(requests, 'request')} failed"
     if first := next(iter(messages), None):
         detail += f"; first message: {first}"
     return Judgement(not errors, detail, errors / requests, scope=workload_scope(workload.name))
@@ -328,10 +354,13 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
 
 @check(
     "answers under load equal those of single requests",
+    "Answers under load are wrong",
     "invalidates",
     "Find out why that server answers concurrent requests differently: its speed means nothing until it is right.",
     unknown="invalidates",
     threshold=0,
+    not_known="Answers under load were not compared",
+    fault="wrong answers",
 )
 def answers_under_load(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
@@ -384,9 +413,12 @@ def _answers(
 
 @check(
     "repeated requests take as long as new ones",
+    "Repeated requests are faster than new ones",
     "invalidates",
     "Turn off the response cache of that server.",
     threshold=LEAST_SHARE,
+    not_known="Caches could not be looked for",
+    fault="unfair configuration",
 )
 def repeated_requests(facts: Facts) -> Iterator[Judgement]:
     probes = facts.run.records_of(CacheProbe)
@@ -437,13 +469,19 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
 
 @check(
     "every planned block is complete",
+    "Blocks are missing or cut short",
     "invalidates",
     "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
     unknown="invalidates",
+    not_known="No block was measured",
+    fault="incomplete run",
 )
 def blocks_complete(facts: Facts) -> Iterator[Judgement]:
     for load in facts.planned:
         planned = len(facts.run.experiment.arms) * load.workload.rounds
+        if not load.blocks:
+            yield Judgement(None, f"none of {planned} blocks was measured", 0, planned, load.scope)
+            continue
         complete = [block for block in load.blocks if block.complete]
         notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
         detail = f"{len(complete)} of {planned} blocks are complete"
@@ -458,10 +496,13 @@ def blocks_complete(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "every search and ramp found a value",
+    "A search or ramp found no value",
     "invalidates",
     "Choose a bound that every server can hold (--slo-p99-ms), allow a ramp more users (--ramp-users), or find out "
     "what cut it short.",
     unknown="invalidates",
+    not_known="A search or ramp was not measured",
+    fault="incomplete run",
 )
 def searches_ended(facts: Facts) -> Iterator[Judgement]:
     """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
@@ -490,15 +531,21 @@ def searches_ended(facts: Facts) -> Iterator[Judgement]:
             continue
         planned = len(facts.run.experiment.arms) * workload.rounds
         detail = "; ".join([f"{done} of {planned} {what}", *notes[:1]])
+        if not any(trial.workload == workload.name for trial in facts.run.records_of(Trial)):
+            yield Judgement(None, f"none of {planned} was measured", done, planned, workload_scope(workload.name))
+            continue
         yield Judgement(done >= planned, detail, done, planned, workload_scope(workload.name))
 
 
 @check(
     "no sample was lost",
+    "Samples were lost",
     "invalidates",
     "Check the disk and run again: a lost sample may be a slow one.",
     unknown="invalidates",
     threshold=0,
+    not_known="No sample was stored",
+    fault="incomplete run",
 )
 @per_load
 def samples_complete(load: WorkloadFacts, _: Facts) -> Judgement:
@@ -508,13 +555,22 @@ def samples_complete(load: WorkloadFacts, _: Facts) -> Judgement:
 
 
 @check(
-    "every cold start succeeded", "invalidates", "Read the log of the server that did not start.", unknown="invalidates"
+    "every cold start succeeded",
+    "A cold start failed",
+    "invalidates",
+    "Read the log of the server that did not start.",
+    unknown="invalidates",
+    not_known="No cold start was measured",
+    fault="incomplete run",
 )
 def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
     starts = facts.run.records_of(ServerStart)
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "cold-start":
             planned = len(facts.run.experiment.arms) * workload.rounds
+            if not starts:
+                yield Judgement(None, f"none of {planned} was measured", 0, planned, workload_scope(workload.name))
+                continue
             good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
             errors = [start.error for start in starts if start.error]
             detail = f"{good} of {planned} cold starts succeeded" + (f"; first error: {errors[0]}" if errors else "")
@@ -523,12 +579,14 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
 
 @check(
     "enough rounds for an interval",
+    "There are too few rounds for an interval",
     "warns",
     "Ask for more --rounds: 2 are the minimum, 6 or more are useful.",
     unknown="warns",
     threshold=MIN_PAIRS,
+    not_known="No round was measured",
 )
 @per_comparison
 def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Judgement:
     fewest = min(comparison.pairs for comparison in leading)
-    return Judgement(fewest >= MIN_PAIRS, counted(fewest, "complete round"), fewest)
+    return Judgement(fewest >= MIN_PAIRS if fewest else None, counted(fewest, "complete round"), fewest)

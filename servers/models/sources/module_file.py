@@ -1,4 +1,8 @@
-"""A user's own module: FILE.py:FUNCTION, where the function returns a `UserModel` (see `servers.models.specification`).
+"""A user's own module: FILE.py:FUNCTION, where the function returns a `torch.nn.Module`, or a `UserModel` that
+describes one (see `servers.models.specification`).
+
+A bare module is described from a sample input (see `servers.models.user_module`): that of the file's `sample_FUNCTION`
+or `sample`, a function or a value, or the arrays of FILE.npz or FILE.npy in FILE.py:FUNCTION:FILE.npz.
 
 The file is executed once per process; the function is called for the description and again for each module that is
 loaded. By default the weights are those that the function sets, recorded as the file with its hash; --weights
@@ -7,16 +11,19 @@ random:SEED seeds torch before the call, and a checkpoint is loaded into the mod
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
+from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import isfunction
+from inspect import Parameter, isclass, isfunction, signature
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 import numpy as np
 
@@ -34,13 +41,15 @@ from servers.models.specification import (
     choose_from,
     served_name,
 )
+from servers.models.user_module import Calling, describe, example_line, parameters_sha256, sample_items
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, WeightsSource, seeded, verify
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-_REFERENCE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w*))?")
+_REFERENCE = re.compile(r"(?P<file>.+?\.py)(?::(?P<function>\w*))?(?::(?P<sample>.+\.np[yz]))?")
+_SAMPLES = ("sample",)
 _MAX_PADDING_ERROR = 1e-3
 
 
@@ -57,8 +66,11 @@ def specify(reference: str) -> ModelSpecification | None:
     path = Path(match["file"]).expanduser().resolve()
     make = _function(path, match["function"])
     label = f"{path.name}:{match['function']}"
+    model = _call(make, path, label, 0)
     try:
-        return _specification(path, match["function"], make, _call(make, path, label, 0))
+        if not isinstance(model, UserModel):
+            return _of_bare_module(path, match["function"], make, model, match["sample"])
+        return _specification(path, match["function"], make, model)
     except ValueError as exc:
         raise UnknownModelError(f"{label}: {exc}") from exc
     except (TypeError, AttributeError) as exc:
@@ -71,15 +83,39 @@ def _function(path: Path, name: str | None) -> Callable[[], object]:
     try:
         module = _executed(path)
     except (Exception, SystemExit) as exc:
-        raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}") from exc
+        raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}{_hidden(path)}") from exc
     function = getattr(module, name or "", None)
+    if _is_module(function):
+        return partial(deepcopy, function)
     if not callable(function):
         problem = f"there is no function {name}" if name else "name its function, as in FILE.py:FUNCTION"
-        functions = ((key, value) for key, value in vars(module).items() if isfunction(value))
-        names = [key for key, value in functions if value.__module__ == module.__name__]
+        functions = ((key, value) for key, value in vars(module).items() if isfunction(value) or isclass(value))
+        names = [key for key, value in functions if value.__module__ == module.__name__ and key not in _SAMPLES]
         choice = choose_from(name or "", names) if names else "the file defines none"
         raise UnknownModelError(f"{path.name}: {problem}; {choice}")
+    needed = [
+        p.name
+        for p in _parameters(function)
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UnknownModelError(
+            f"{path.name}:{name} needs the arguments {', '.join(needed)}, and is called without any; give them "
+            f"defaults, or add a function that passes them: def my_model(): return {name}(…)"
+        )
     return function  # type: ignore[no-any-return]
+
+
+def _parameters(function: Callable[[], object]) -> Sequence[Parameter]:
+    try:
+        return list(signature(function).parameters.values())
+    except (ValueError, TypeError):  # a callable of C
+        return ()
+
+
+def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
+    torch = sys.modules.get("torch")  # a module's file has imported it
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 @cache
@@ -92,9 +128,27 @@ def _executed(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look the module up
     folder = str(path.parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # the file may import its neighbours
+        sys.path.append(folder)  # the file may import its neighbours; last, so that none hides an installed package
     spec.loader.exec_module(module)
     return module
+
+
+def _hidden(path: Path) -> str:
+    """A clause that names the neighbours of the file which it imports by the name of an installed package."""
+    try:
+        nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    names = []
+    for name in sorted({name.partition(".")[0] for name in imported}):
+        places = (path.parent / f"{name}.py", path.parent / name / "__init__.py")
+        file = getattr(sys.modules.get(name), "__file__", None)
+        names += [name] if file and any(place.is_file() for place in places) and Path(file) not in places else []
+    if not names:
+        return ""
+    return f"; {', '.join(names)} in {path.parent} has the name of an installed package, which is imported: rename it"
 
 
 def _cause(exc: BaseException, path: Path) -> str:
@@ -108,18 +162,106 @@ def _cause(exc: BaseException, path: Path) -> str:
     return f"{type(exc).__name__}{f': {text}' if text else ''}{f' (line {lines[-1]})' if lines else ''}"
 
 
-def _call(make: Callable[[], object], path: Path, label: str, seed: int) -> UserModel:
+def _call(make: Callable[[], object], path: Path, label: str, seed: int) -> UserModel | torch.nn.Module:
     """Call the user's function. Raises `UnknownModelError`."""
     try:
         with seeded(seed):
             model = make()
     except (Exception, SystemExit) as exc:
-        raise UnknownModelError(f"{label} failed: {_cause(exc, path)}") from exc
-    if not isinstance(model, UserModel):
-        raise UnknownModelError(
-            f"{label} returned {type(model).__name__}; return servers.models.UserModel(module, inputs, outputs)"
-        )
+        raise UnknownModelError(f"{label} failed: {_cause(exc, path)}{_device_remedy(exc)}") from exc
+    if not isinstance(model, UserModel) and not _is_module(model):
+        raise UnknownModelError(f"{label} returned {type(model).__name__}; return a torch.nn.Module, or a UserModel")
     return model
+
+
+def _device_remedy(exc: BaseException) -> str:
+    """The end of a sentence about code that needs a GPU where there is none."""
+    if not re.search(r"\b(CUDA|cuda|NVIDIA)\b", str(exc)):
+        return ""
+    return "; leave the module on the CPU and use the device of its inputs: abserve moves both to the GPU"
+
+
+# A bare module
+
+
+def _of_bare_module(
+    path: Path, function: str, make: Callable[[], object], module: torch.nn.Module, sample_file: str | None
+) -> ModelSpecification:
+    """The specification of a module without a description. Raises `ValueError`."""
+    label = f"{path.name}:{function}"
+    sample = _sample_of(path, function, module, sample_file)
+    try:
+        model, calling = describe(module, sample)
+    except ValueError:
+        raise
+    except Exception as exc:
+        raise ValueError(
+            f"the module fails on its sample: {_cause(exc, path)}{_device_remedy(exc)}; correct the sample or forward"
+        ) from exc
+    model = replace(model, title=f"{type(module).__name__} of {path.name}")
+    specification = _specification(path, function, make, model)
+    size = getattr(specification.main_axis, "default", 1)
+    try:
+        _run(model.module, specification, valid_items(specification, 0, [size, size]), size, label)
+    except WeightsError:  # not every value in the sample's range is one that the module takes
+        model = replace(model, samples=sample_items(module, sample))
+        specification = _specification(path, function, make, model)
+    described = f"{file_sha256(path)} {parameters_sha256(module)} {specification.inputs} {specification.outputs}"
+    of_file = "" if sample_file is None else f":{Path(sample_file).expanduser().absolute()}"
+    return replace(
+        specification,
+        reference=specification.reference + of_file,
+        load_module=partial(_load_bare, path, label, make, calling, specification),
+        definition_sha256=sha256(described.encode()).hexdigest(),
+    )
+
+
+def _sample_of(path: Path, function: str, module: torch.nn.Module, sample_file: str | None) -> object:
+    """The sample input of a module. Raises `ValueError` with the line to write if there is none."""
+    if sample_file is not None:
+        return _sample_in(Path(sample_file).expanduser())
+    names = vars(_executed(path))
+    for name in (f"sample_{function}", "sample"):
+        if name in names:
+            sample = names[name]
+            if not isfunction(sample):
+                return sample
+            try:
+                with seeded(0):
+                    return sample()
+            except Exception as exc:
+                raise ValueError(f"{name} failed: {_cause(exc, path)}{_device_remedy(exc)}") from exc
+    raise ValueError(
+        f"there is no sample input from which to learn the inputs of {type(module).__name__}; add this line to the "
+        f"file, with your own shapes, the batch first: {example_line(module)}"
+    )
+
+
+def _sample_in(path: Path) -> object:
+    """The arrays of a file by their names; of one array that alone. Raises `ValueError`."""
+    try:
+        content = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"the sample {path.name} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
+    return content if isinstance(content, np.ndarray) else {name: content[name] for name in content.files}
+
+
+def _load_bare(
+    path: Path,
+    label: str,
+    make: Callable[[], object],
+    calling: Calling,
+    specification: ModelSpecification,
+    source: WeightsSource,
+) -> torch.nn.Module:
+    try:
+        module = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
+    except UnknownModelError as exc:
+        raise WeightsError(str(exc)) from exc
+    if not _is_module(module):
+        raise WeightsError(f"{label} returned {type(module).__name__} when it was called again")
+    _set_weights(module, source, path, label)
+    return _checked(calling.wrap(module), specification, label)
 
 
 def _specification(path: Path, function: str, make: Callable[[], object], model: UserModel) -> ModelSpecification:
@@ -288,16 +430,28 @@ def _load(path: Path, function: str, make: Callable[[], object], source: Weights
     label = f"{path.name}:{function}"
     try:
         model = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
+        if not isinstance(model, UserModel):
+            raise WeightsError(f"{label} returned {type(model).__name__} when it was called again")
         specification = _specification(path, function, make, model)
     except (UnknownModelError, ValueError) as exc:
         raise WeightsError(str(exc)) from exc
     module = model.module
     if not isinstance(module, torch.nn.Module):
         raise WeightsError(f"{label}: the module is a {type(module).__name__}, not a torch.nn.Module")
+    _set_weights(module, source, path, label)
+    return _checked(module, specification, label)
+
+
+def _set_weights(module: torch.nn.Module, source: WeightsSource, path: Path, label: str) -> None:
+    """Load a checkpoint; other weights are those that the function has set. Raises `WeightsError`."""
     if isinstance(source, CheckpointWeights) and source.path == path:
         verify(path, path.name, source.sha256)
     elif not isinstance(source, RandomWeights):
         load_strictly(module, read_state(source)[0], option_of(source), label)
+
+
+def _checked(module: torch.nn.Module, specification: ModelSpecification, label: str) -> torch.nn.Module:
+    """The module, ready to serve and checked against its description. Raises `WeightsError`."""
     ready(module)
     if not any(parameter.is_meta for parameter in module.parameters()):
         _check(module.cpu(), specification, label)
@@ -345,7 +499,8 @@ def _run(
         with torch.inference_mode():
             answer = module(*inputs)
     except (Exception, SystemExit) as exc:
-        path = Path(specification.reference.rpartition(":")[0])
+        match = _REFERENCE.fullmatch(specification.reference)
+        path = Path(match["file"] if match else "")
         raise WeightsError(f"{label}: the module fails on inputs of its description: {_cause(exc, path)}") from exc
     answers = [answer] if isinstance(answer, torch.Tensor) else answer
     if not isinstance(answers, tuple | list) or not all(isinstance(value, torch.Tensor) for value in answers):

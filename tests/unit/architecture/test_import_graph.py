@@ -74,7 +74,7 @@ IMPURE = {
 
 def modules() -> dict[str, Path]:
     found = {}
-    for package in ("servers", "loadgen"):
+    for package in ("servers", "loadgen", "abserve"):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = list(path.relative_to(ROOT).with_suffix("").parts)
             if parts[-1] == "__init__":
@@ -84,6 +84,7 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
+PUBLIC = {name for name in MODULES if name.partition(".")[0] == "abserve"}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -143,7 +144,15 @@ def test_the_circle_finder_finds_circles() -> None:
 
 def test_the_two_sides_meet_only_on_the_wire() -> None:
     crossing = [(a, b) for a, targets in GRAPH.items() for b in targets if a.split(".")[0] != b.split(".")[0]]
-    assert crossing == []
+    assert [pair for pair in crossing if pair[0].split(".")[0] != "abserve"] == []
+
+
+def test_the_public_package_is_imported_at_once_and_by_nothing_of_ours() -> None:
+    assert [name for name, targets in GRAPH.items() if targets & PUBLIC and name not in PUBLIC] == []
+    program = "import sys, abserve; print(*sorted(sys.modules), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    heavy = ("loadgen", "servers", "numpy", "pandas", "torch", "msgspec", "pydantic", "asyncio", "IPython")
+    assert [name for name in done.stdout.split() if name.partition(".")[0] in heavy] == []
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -305,14 +314,37 @@ def test_pynvml_is_imported_in_one_place() -> None:
     assert users == {"servers.gpu.nvml"}
 
 
+def interpreters_without_safe_path(tree: ast.AST) -> list[int]:
+    """The lines of command lines that begin with this interpreter and not with -P."""
+    return [
+        sequence.lineno
+        for sequence in ast.walk(tree)
+        if isinstance(sequence, ast.List | ast.Tuple)
+        for element, after in zip(sequence.elts, [*sequence.elts[1:], None], strict=False)
+        if ast.unparse(element) == "sys.executable" and not (isinstance(after, ast.Constant) and after.value == "-P")
+    ]
+
+
+def test_no_child_process_imports_from_the_working_folder() -> None:
+    """A user's project may have a folder `servers` or a file `loadgen.py`, `numpy.py`, …"""
+    assert interpreters_without_safe_path(ast.parse("argv = (sys.executable, '-m', name)")) == [1]
+    starts = {
+        name: lines
+        for name, path in MODULES.items()
+        if (lines := interpreters_without_safe_path(ast.parse(path.read_text())))
+    }
+    assert starts == {}
+
+
 def test_modules_that_a_program_in_a_string_imports_exist() -> None:
     """mypy does not see them, and most such programs are in tests that only `make test-slow` runs."""
     imported = re.compile(
-        r"^\s*(?:from|import) ((?:servers|loadgen)[\w.]*(?:, (?:servers|loadgen)[\w.]*)*)", re.MULTILINE
+        r"^\s*(?:from|import) ((?:servers|loadgen|abserve)\b[\w.]*(?:, (?:servers|loadgen|abserve)\b[\w.]*)*)",
+        re.MULTILINE,
     )
     unknown = {
         (path.relative_to(ROOT), module)
-        for folder in ("servers", "loadgen", "tests")
+        for folder in ("servers", "loadgen", "abserve", "tests")
         for path in (ROOT / folder).rglob("*.py")
         for line in imported.findall(path.read_text(encoding="utf-8"))
         for module in line.split(", ")

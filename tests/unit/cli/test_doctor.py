@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from loadgen.entry import build
@@ -22,10 +24,12 @@ def test_json_lists_every_finding_with_a_remedy_where_it_fails() -> None:
     found = json.loads(result.stdout)
     assert {"python", "torch", "triton-wheel", "gpu", "disk", "exposure"} <= {finding["name"] for finding in found}
     assert all(finding["ok"] or finding["remedy"] for finding in found)
+    optional = [finding for finding in found if finding["needed_for"]]
+    assert {"docker compose"} < {finding["needed_for"] for finding in optional}
     if all(finding["ok"] for finding in found if finding["name"].startswith("triton-")):
         (triton,) = (finding for finding in found if finding["name"] == "tritonserver")
         assert triton["detail"].endswith("answered: python"), "that of the wheel"
-    assert result.exit_code == (0 if all(finding["ok"] for finding in found) else 1)
+    assert result.exit_code == (0 if all(finding["ok"] for finding in found if not finding["needed_for"]) else 1)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_the_next_command_uses_docker_only_where_containers_get_the_gpu(
     monkeypatch.setattr(doctor, "gpu_info", lambda _server: gpu)
     monkeypatch.setattr(doctor, "docker_checks", lambda _gpu: [engine])
     monkeypatch.setattr(doctor, "find_folder", lambda _requested: None)
-    last = doctor.machine_checks()[-1]
+    *_, last = doctor.machine_checks()
     assert last.name == "next"
     assert last.detail.startswith(command)
 
@@ -152,9 +156,44 @@ def test_an_optional_engine_names_its_place_or_its_command_and_never_fails(
     )
     monkeypatch.setattr(doctor, "environment_of", environment_of)
     found = doctor._engines()
-    assert [(one.name, one.ok, one.remedy) for one in found] == [(f"engine {name}", True, None) for name in places]
-    assert [one.detail for one in found] == [
-        "installed",
-        f"installed in {tmp_path}, which its processes enter",
-        "optional: the nowhere engine needs x; run: make engines",
+    assert not any(check.fails for check in found)
+    assert found == [
+        MachineCheck("engine here", True, "installed"),
+        MachineCheck("engine there", True, f"installed in {tmp_path}, which its processes enter"),
+        MachineCheck(
+            "engine nowhere",
+            False,
+            "not installed",
+            "the nowhere engine needs x; run: make engines",
+            "--engine nowhere",
+        ),
     ]
+
+
+@pytest.mark.parametrize(("needed_for", "mark", "status"), [(None, "✗", 1), ("docker compose", "○", 0)])
+def test_only_a_required_thing_fails(
+    needed_for: str | None, mark: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = [MachineCheck("python", True, "Python 3"), MachineCheck("it", False, "missing", "install it", needed_for)]
+    monkeypatch.setattr(doctor, "machine_checks", lambda _folder: iter(checks))
+    result = CliRunner().invoke(build(), ["doctor"], env={"COLUMNS": "80"})
+    assert result.exit_code == status
+    assert [line.split()[:2] for line in result.output.splitlines()[1:3]] == [["✓", "python"], [mark, "it"]]
+    assert ("only needed for docker compose" in result.output) == bool(needed_for)
+    assert ("1 of 2 checks needs attention" in result.output) == (status == 1)
+
+
+def test_a_check_is_shown_before_the_next_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def checks(_folder: object) -> Iterator[MachineCheck]:
+        yield MachineCheck("first", True, "here")
+        seen.append(capsys.readouterr().out)
+        yield MachineCheck("second", True, "here")
+
+    monkeypatch.setattr(doctor, "machine_checks", checks)
+    with pytest.raises(typer.Exit):
+        doctor.doctor(None, False)
+    assert "✓ first" in " ".join(seen[0].split())

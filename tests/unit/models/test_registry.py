@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from loadgen.entry import PanelledCommand
 from servers.models import command, sources
 from servers.models.command import models
-from servers.models.registry import known_references
+from servers.models.registry import DEFAULT_MODEL, known_references
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -62,11 +62,18 @@ assert (answer == 1).all(), answer
 """
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which `abserve models` keeps what it has read; empty before every test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "abserve" / "models.json"
+
+
 def run(*arguments: str) -> tuple[int, str]:
     app = typer.Typer()
     app.command(cls=PanelledCommand)(models)
     result = CliRunner().invoke(app, [*arguments])
-    return result.exit_code, result.output
+    return result.exit_code, result.output.removeprefix("reading the libraries of models …\n")
 
 
 def test_a_new_source_is_one_file_and_its_models_are_served(tmp_path: Path) -> None:
@@ -79,7 +86,7 @@ def test_a_new_source_is_one_file_and_its_models_are_served(tmp_path: Path) -> N
 
 
 def test_a_new_model_is_described_without_touching_a_file_of_ours(tmp_path: Path) -> None:
-    text = (ROOT / "docs/models.md").read_text().partition("```python\n")[2].partition("```")[0]
+    text = (ROOT / "docs/models.md").read_text().split("```python\n")[2].partition("```")[0]
     (tmp_path / "mine.py").write_text(text)
     status, output = run(f"{tmp_path / 'mine.py'}:scorer", "--json")
     assert status == 0
@@ -130,3 +137,49 @@ def test_the_default_model_is_described_without_its_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+class Library:
+    """Known models that count how often they are read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: list[str] = []
+        self.versions = {"torch": "1"}
+        monkeypatch.setattr(command, "known_references", lambda: (DEFAULT_MODEL,))
+        monkeypatch.setattr(command, "_versions", lambda: dict(self.versions))
+        monkeypatch.setattr(command, "_described", lambda specification: self.count(specification.reference))
+
+    def count(self, reference: str) -> dict[str, object]:
+        self.read.append(reference)
+        return {"reference": reference, "title": "t", "item": "image", "inputs": [], "outputs": [], "parameters": 7,
+                "flops_per_item": None}  # fmt: skip
+
+
+def test_what_the_libraries_said_is_kept_for_their_versions(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    library = Library(monkeypatch)
+    first = run()
+    assert f"{DEFAULT_MODEL}: t, 7 parameters" in first[1]
+    assert (run(), library.read) == (first, [DEFAULT_MODEL])
+    library.versions["torch"] = "2"
+    assert (run(), library.read) == (first, [DEFAULT_MODEL] * 2)
+    cache.write_bytes(b"[1, 2")
+    assert (run(), library.read) == (first, [DEFAULT_MODEL] * 3)
+
+
+def test_without_a_place_for_the_cache_the_models_are_read_each_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = Library(monkeypatch)
+    (tmp_path / "cache").write_text("a file")
+    assert run() == run()
+    assert library.read == [DEFAULT_MODEL] * 2
+
+
+def test_a_model_of_the_user_is_never_kept(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
+    library = Library(monkeypatch)
+    text = (ROOT / "docs/models.md").read_text().split("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine.py").write_text(text)
+    for _ in range(2):
+        command.KnownModels().describe(f"{tmp_path / 'mine.py'}:scorer")
+    assert len(library.read) == 2
+    assert not cache.exists()

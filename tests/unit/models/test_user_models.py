@@ -22,8 +22,8 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs/models.md"
 
 
 def example() -> str:
-    """The complete file that the docs show."""
-    return DOCUMENT.read_text().partition("```python\n")[2].partition("```")[0]
+    """The complete file with a description that the docs show."""
+    return DOCUMENT.read_text().split("```python\n")[2].partition("```")[0]
 
 
 @pytest.fixture
@@ -175,8 +175,8 @@ def model(module: str = "None", inputs: str = X, outputs: str = Y, more: str = "
         ("import nothing_of_the_name", r"my_model\.py cannot be imported: ModuleNotFoundError: .* \(line 3\)"),
         ("def f(:", "cannot be imported: SyntaxError"),
         ("def f():\n    raise KeyError('a')", r"my_model\.py:f failed: KeyError: 'a' \(line 4\)"),
-        ("def f(x): pass", "f failed: TypeError"),
-        (returning("torch.nn.Identity()"), "returned Identity; return servers.models.UserModel"),
+        ("def f(x): pass", "f needs the arguments x"),
+        (returning("torch.nn.Identity()"), "no sample input from which to learn the inputs of Identity"),
         (model(inputs=""), "inputs must be a list of at least one Input"),
         (model(outputs=X), "outputs must be a list of at least one Output"),
         (model(inputs=f"{X}, {X}"), "two tensors have the same name"),
@@ -207,6 +207,22 @@ def test_a_file_that_describes_no_model_is_refused(text: str, message: str, file
     with pytest.raises(UnknownModelError, match=message) as caught:
         get_base(f"{file(text)}:f")
     assert "\n" not in str(caught.value)
+
+
+def test_a_neighbour_with_the_name_of_an_installed_package_hides_nothing_and_is_named(
+    file: Callable[[str], str], tmp_path: Path
+) -> None:
+    for name in ("numpy", "msgspec"):
+        (tmp_path / f"{name}.py").write_text("THEIRS = 1")
+    (tmp_path / "neighbour_of_mine.py").write_text("import numpy\nWIDTH = numpy.int64(3)")
+    assert get_base(f"{file(f'from neighbour_of_mine import WIDTH{chr(10)}{model()}')}:f").inputs[0].shape == (-1, 3)
+    path = tmp_path / "another.py"
+    path.write_text("from neighbour_of_mine import WIDTH\nimport numpy as np, msgspec\nprint(np.THEIRS)\n")
+    with pytest.raises(UnknownModelError) as caught:
+        get_base(f"{path}:f")
+    assert str(caught.value).endswith(
+        f"(line 3); msgspec, numpy in {tmp_path} has the name of an installed package, which is imported: rename it"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 "use strict";
 // Draws the figures, which the page holds as JSON; colours are names of CSS variables, so both schemes work.
 (function () {
-  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
+  const touch = window.matchMedia("(hover: none)").matches;
+  const scheme = window.matchMedia("screen and (prefers-color-scheme: dark)");
 
   function resolved(value, style) {
     if (typeof value === "string") {
@@ -42,10 +43,20 @@
     for (const key of Object.keys(layout)) {
       if (/^[xy]axis\d?$/.test(key)) layout[key] = merged(axis, layout[key]);
     }
-    if (narrow) layout.font.size = 11;
+    if (narrow) {
+      layout.font.size = 11;
+      // Two plots side by side stand one above the other.
+      const right = layout.xaxis2 && layout.xaxis2.domain && layout.xaxis2.domain[0] > 0.5;
+      if (right) {
+        layout.xaxis.domain = layout.xaxis2.domain = [0, 1];
+        layout.yaxis.domain = [0.58, 1];
+        layout.yaxis2.domain = [0, 0.42];
+        layout.height *= 1.6;
+      }
+    }
     holder.textContent = "";
     Plotly.newPlot(holder, resolved(data, style), resolved(layout, style), {
-      responsive: true, displaylogo: false, displayModeBar: "hover",
+      responsive: true, displaylogo: false, displayModeBar: touch ? false : "hover",
       // One by one, because the default set has a button that uploads the chart to Plotly.
       modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
       plotlyServerURL: "",
@@ -84,10 +95,32 @@
     document.head.append(script);
   }
 
-  function drawAll(holders) {
-    holders.forEach((holder) => { buttons(holder); draw(holder); });
-    scheme.addEventListener("change", () => holders.forEach((holder) => { Plotly.purge(holder); draw(holder); }));
+  // A chart in closed details has no width; it is drawn when they open.
+  function redraw(holder) {
+    if (!holder.clientWidth) return;
+    Plotly.purge(holder);
+    draw(holder);
   }
+
+  function drawAll(holders) {
+    holders.forEach((holder) => { buttons(holder); redraw(holder); });
+    scheme.addEventListener("change", () => holders.forEach(redraw));
+    let width = window.innerWidth;
+    window.addEventListener("resize", () => {
+      if ((width < 700) !== (window.innerWidth < 700)) holders.forEach(redraw);
+      width = window.innerWidth;
+    });
+    document.querySelectorAll("details").forEach((details) => {
+      details.addEventListener("toggle", () => details.querySelectorAll(".chart").forEach(redraw));
+    });
+  }
+
+  // Paper has nothing to open.
+  const opened = [];
+  window.addEventListener("beforeprint", () => {
+    document.querySelectorAll("details:not([open])").forEach((details) => { details.open = true; opened.push(details); });
+  });
+  window.addEventListener("afterprint", () => opened.splice(0).forEach((details) => { details.open = false; }));
 
   function excuse(holder) {
     holder.textContent = "This chart needs a browser from 2023 or later; its figures are in the tables.";

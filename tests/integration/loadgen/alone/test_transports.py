@@ -20,11 +20,11 @@ from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
 from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
-from loadgen.client.transports import TRANSPORTS, InferenceTarget, prepare, read_answer
+from loadgen.client.transports import InferenceTarget, prepare, read_answer
 from loadgen.experiment.schedule import due_offsets_ns
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
-from loadgen.records.run import Transport
+from loadgen.records.run import TRANSPORTS, Transport
 from loadgen.run.answers import ParityTarget, check_parity
 from loadgen.stats.agreement import tolerance_of
 from tests.integration.loadgen.conftest import await_true, regions_of_load

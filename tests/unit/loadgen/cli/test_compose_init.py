@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import stat
 from pathlib import Path
 
 import yaml
@@ -26,14 +25,12 @@ def test_every_file_that_the_stack_mounts_or_builds_from_is_there(tmp_path: Path
     assert [name for name in needed if not (tmp_path / "stack" / name).exists()] == []
 
 
-def test_the_settings_have_a_new_password_that_only_the_owner_reads(tmp_path: Path) -> None:
-    passwords = set()
-    for name in ("one", "two"):
-        init(tmp_path / name)
-        settings = tmp_path / name / ".env"
-        assert stat.S_IMODE(settings.stat().st_mode) == 0o600
-        passwords |= set(re.findall(r"^GRAFANA_ADMIN_PASSWORD=(\S{20,})$", settings.read_text(), re.MULTILINE))
-    assert len(passwords) == 2
+def test_no_setting_is_chosen_for_the_user(tmp_path: Path) -> None:
+    done = init(tmp_path / "stack")
+    assert not (tmp_path / "stack/.env").exists()
+    assert (tmp_path / "stack/.env.example").is_file()
+    assert "docker compose up" in done.output
+    assert "docker compose --profile cpu up" in done.output
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:

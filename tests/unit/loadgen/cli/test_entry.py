@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import entry_points, version
 from typing import Annotated
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -15,16 +16,36 @@ from loadgen.entry import PanelledCommand, build
 HEAVY = {"numpy", "scipy", "pydantic", "rich", "torch", "gevent", "locust", "msgspec", "plotly", "tritonclient"}
 
 
-def test_the_version_is_shown_without_importing_what_a_command_needs() -> None:
+def imported_by(*arguments: str) -> tuple[list[str], set[str]]:
+    """What a command prints, and the modules that it imports for it."""
     program = (
         "import sys\nfrom loadgen.entry import build\n"
-        "try:\n    build()(['--version'])\nexcept SystemExit:\n    print(*sys.modules)"
+        f"try:\n    build()({list(arguments)})\nexcept SystemExit:\n    print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    shown, modules = done.stdout.splitlines()
-    assert shown == f"abserve {version('abserve')}"
-    assert HEAVY & set(modules.split()) == set()
-    assert not any(name.startswith(("servers.", "loadgen.cli")) for name in modules.split())
+    *shown, modules = done.stdout.splitlines()
+    return shown, set(modules.split())
+
+
+def test_the_version_is_shown_without_importing_what_a_command_needs() -> None:
+    shown, modules = imported_by("--version")
+    assert shown == [f"abserve {version('abserve')}"]
+    assert HEAVY & modules == set()
+    assert not any(name.startswith(("servers.", "loadgen.cli")) for name in modules)
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    shown, modules = imported_by("--help")
+    assert "  compare  Start the servers, send them the same requests, and report which is" in shown
+    assert HEAVY & modules == set()
+    assert not any(name.startswith("loadgen.cli.") or name.endswith((".command", ".doctor")) for name in modules)
+
+
+@pytest.mark.parametrize("command", ["compare", "noise-floor", "engines", "calibrate", "diff", "models", "engine"])
+def test_help_does_not_wait_for_what_measures(command: str) -> None:
+    """A second is the limit for the first line; each of these takes a third of it or more."""
+    _, modules = imported_by(command, "--help")
+    assert {"scipy.special", "scipy.stats", "torch", "gevent", "tritonclient", "grpc", "hpack"} & modules == set()
 
 
 def test_a_mistake_is_one_line_on_standard_error_with_status_2() -> None:

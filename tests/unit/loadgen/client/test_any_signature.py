@@ -19,10 +19,10 @@ from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import NUMPY_TYPES, InputError, SampleInputs, read_given
 from loadgen.client.outputs import ExpectedOutputs, read_message
 from loadgen.client.shared_memory import SharedMemoryConnection, SharedMemoryRequest, SlotPool
-from loadgen.client.transports import TRANSPORTS, prepare, read_answer
+from loadgen.client.transports import prepare, read_answer
 from loadgen.documents import DocumentError
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
-from loadgen.records.run import ArmRequest, Transport
+from loadgen.records.run import TRANSPORTS, ArmRequest, Transport
 from loadgen.run.arms import Arm
 from tests.hostile_server import hostile_server
 

@@ -128,7 +128,9 @@ def test_every_figure_is_valid_plotly_with_known_colours_and_a_view_per_model_an
         "engine-memory": 8,
         "engine-energy": 8,
     }
-    light, dark = text.split("<style>")[1].split("</style>")[0].split("@media (prefers-color-scheme: dark)")[:2]
+    light, dark = (
+        text.split("<style>")[1].split("</style>")[0].split("@media screen and (prefers-color-scheme: dark)")[:2]
+    )
     for figure in figures.values():
         for token in set(TOKEN.findall(json.dumps(figure))):
             assert f"{token}:" in light

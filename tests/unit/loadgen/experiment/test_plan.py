@@ -10,7 +10,16 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from loadgen.experiment.options import parse_options
-from loadgen.experiment.plan import PRESETS, PlanError, ignored_settings, make_arm, make_arms, make_workloads, sized
+from loadgen.experiment.plan import (
+    PRESETS,
+    PlanError,
+    ignored_settings,
+    make_arm,
+    make_arms,
+    make_workloads,
+    minutes_of,
+    sized,
+)
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
@@ -28,6 +37,16 @@ def test_quick_has_every_scenario_once() -> None:
     names = [workload.name for workload in workloads]
     assert names == ["cold-start", "single", "batched(8)", "batched(32)", "concurrent(16)"]
     assert all(workload.rounds >= (3 if workload.scenario == "cold-start" else 4) for workload in workloads)
+
+
+def test_smoke_has_every_scenario_in_a_minute() -> None:
+    workloads = workloads_of(preset="smoke")
+    assert [workload.name for workload in workloads] == ["cold-start", "single", "batched(8)", "concurrent(16)"]
+    assert {workload.scenario: workload.rounds for workload in workloads}["cold-start"] == 1
+    settings = ExperimentSettings.model_validate({"preset": "smoke"})
+    assert minutes_of(settings) == 1.0
+    assert settings.content()["batch_sizes"] == [8]
+    assert ExperimentSettings.model_validate({"preset": "smoke", "batch_sizes": 4}).batch_sizes == (4,)
 
 
 def test_a_block_lasts_for_several_requests_of_the_slower_arm() -> None:

@@ -53,7 +53,7 @@ def test_a_table_that_one_function_makes_is_in_every_format(result: Result, monk
     assert ["heron", str(seen)] in [line.split() for line in printed(document).split("Birds")[1].splitlines()]
     assert f"| heron | {seen} |" in render_markdown(document)
     page = render_html(document)
-    assert f'<td class="name">heron</td><td class="number">{seen}</td>' in page
+    assert f'<td class="name lead" data-label="bird">heron</td><td class="number" data-label="seen">{seen}</td>' in page
     assert page.index('<h2 id="zoo">') < page.index("<h3>Birds</h3>")
     known = {name: render() for name, render in formats(result, document).items() if name != "json"}
     assert list(csv.DictReader(io.StringIO(known["csv-birds"]))) == [{"run": "", "bird": "heron", "seen": str(seen)}]
@@ -83,7 +83,7 @@ def test_each_format_gets_its_own_blocks_and_columns() -> None:
     assert "| a | b |" in text
     assert "on a page" in text
     assert "<summary>f</summary>" in page
-    assert '<th class="name">a</th></tr>' in page
+    assert '<th scope="col" class="name">a</th></tr>' in page
 
 
 def test_csv_has_every_column_also_without_a_value_and_its_headings_without_a_row() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadgen.probes.causes import why
 from loadgen.records.run import Pairing
 from loadgen.report.contents import result_document
-from loadgen.report.document import HTML, Link, Panel, Strip, Style, Table, Text, Value, style_of, text_of
+from loadgen.report.document import Items, Panel, Section, Strip, Style, Table, Text, Value, style_of, text_of
 from loadgen.report.renderers.html import STRIP_WIDTH, render_html, strip_x
 from loadgen.report.sections.comparisons import better_of
 from loadgen.report.sections.verdict import brief_why, conditions_in_brief, overview, proof, verdict
@@ -55,7 +56,10 @@ def test_a_row_a_scenario_with_its_interval_on_the_better_arms_side(result: Resu
             assert strip.high < 0
         styles.add(style)
     assert styles == {"arm-0", "arm-1"}
-    assert any(re.fullmatch(r"A [\d.]+× ← 1 → B [\d.]+×", column.title) for column in table(result).columns)
+    (axis,) = [column for column in table(result).columns if column.kind == "drawn"]
+    assert axis.title == "← A better · B better →"
+    assert [label for _, label in axis.ticks] == ["0.5×", "0.7×", "1×", "1.5×", "2×"]
+    assert [place for place, label in axis.ticks if label == "1×"] == [0.0]
 
 
 def test_an_interval_that_is_much_wider_than_the_differences_is_cut_and_does_not_squeeze_the_others(
@@ -67,7 +71,7 @@ def test_an_interval_that_is_much_wider_than_the_differences_is_cut_and_does_not
     strips = [strip_of(row) for row in rows]
     assert (strips[0].low, strips[0].high) == (-1.0, 1.0)
     assert max(abs(strip.centre) for strip in strips) > 0.5
-    assert (strip_x(-1.0), strip_x(0.0), strip_x(1.0)) == (6.0, STRIP_WIDTH / 2, STRIP_WIDTH - 6.0)
+    assert (strip_x(-1.0), strip_x(0.0), strip_x(1.0)) == (16.0, STRIP_WIDTH / 2, STRIP_WIDTH - 16.0)
 
 
 def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, result: Result) -> None:
@@ -80,23 +84,48 @@ def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, resu
     bad = analyse(write_run(tmp_path, Plan(pairs=2, requests=60, parity_cosine=0.9, failing_block=3)))
     states = [line.style for line in proof(bad)]
     assert states.count("failed") == 3
-    assert any("“the arms give the same answers”" in line.text for line in proof(bad))
+    assert any("“The arms give different answers”" in line.text for line in proof(bad))
 
 
-def test_without_reasons_the_panel_names_the_scenario_and_links_to_a_latency_breakdown_that_the_page_has(
-    result: Result,
-) -> None:
+def words_of(section: Section | None) -> str:
+    assert section is not None
+    texts = [block.text for block in section.blocks if isinstance(block, Text)]
+    lists = [block for block in section.blocks if isinstance(block, Items)]
+    return " | ".join([*texts, *(f"{item.lead} {item.text}" for block in lists for item in block.items)])
+
+
+def test_without_reasons_it_says_where_the_time_goes_and_what_that_cannot_tell(result: Result) -> None:
+    silent = tuple(msgspec.structs.replace(scenario, reasons=()) for scenario in result.verdict.scenarios)
+    quiet = msgspec.structs.replace(result, verdict=msgspec.structs.replace(result.verdict, scenarios=silent))
+    text = words_of(brief_why(quiet))
+    assert f"In {result.verdict.main_scenario}:" in text
+    assert re.search(r"A [\d.]+ ms per request: \d+ % executing the model, \d+ % waiting in the queue", text)
+    assert re.search(r"B [\d.]+ ms per request: \d+ % executing the model", text)
+    assert "does not prove a cause: no ablation was run; add `--explain`." in text
+
+
+def test_why_is_never_empty_and_names_the_command_that_would_tell(result: Result) -> None:
     silent = tuple(msgspec.structs.replace(scenario, reasons=()) for scenario in result.verdict.scenarios)
     verdict = msgspec.structs.replace(result.verdict, scenarios=silent)
-    for stages in (result.stages, ()):
-        section = brief_why(msgspec.structs.replace(result, verdict=verdict, stages=stages))
-        assert section is not None
-        text, *links = section.blocks
-        assert isinstance(text, Text)
-        assert text.text == f"No measurement explains a difference in {result.verdict.main_scenario}."
-        assert [link for link in links if isinstance(link, Link)] == (
-            [Link("The latency breakdown", "#why", on=HTML)] if stages else []
-        )
+    unknown = msgspec.structs.replace(result, verdict=verdict, stages=())
+    for section in (brief_why(unknown), why(unknown)):
+        text = words_of(section)
+        assert "A 15" in text
+        assert "its server reports no stages" in text
+        assert "where a request spends its time is not known, and no ablation was run; add `--explain`." in text
+    assert f"{result.environment and result.environment.command} --explain" in words_of(why(unknown))
+    nothing = msgspec.structs.replace(unknown, summaries=())
+    assert words_of(brief_why(nothing)) == "No request was measured under load, so there is nothing to explain."
+    assert words_of(why(nothing)) == "No request was measured under load, so there is nothing to explain."
+
+
+def test_a_stage_has_one_name(result: Result) -> None:
+    page = render_html(result_document(result))
+    shown = page.split("<main")[1].split("<script>")[0]
+    assert "executing the model" in shown
+    assert '"name":"network and client"' in shown, "also in the chart"
+    for key in ("compute_infer", "compute_input", "compute_output", '"name":"unattributed"'):
+        assert key not in shown
 
 
 def test_the_first_lines_name_what_was_measured_and_on_what(result: Result) -> None:
@@ -195,18 +224,19 @@ def test_a_ratio_is_read_from_the_better_arm(
 
 
 def test_the_order_is_verdict_ratios_why_proof_then_detail(result: Result) -> None:
-    body = render_html(result_document(result)).split("<body>")[1]
+    body = render_html(result_document(result)).split("<main")[1]
     marks = [
-        result.verdict.sentence, "<h3>Overview</h3>", "<h3>Why</h3>", "<h3>Proof</h3>", 'id="comparisons"',
+        result.headline, 'id="throughput"', result.verdict.sentence,
+        "<h3>Overview</h3>", "<h3>Why</h3>", "<h3>Proof</h3>", 'id="comparisons"',
         'id="why"', 'id="proof"', "Conditions",
     ]  # fmt: skip
     places = [body.index(mark) for mark in marks]
     assert places == sorted(places)
     for target in re.findall(r'href="#([a-z]+)"', body):
         assert f'id="{target}"' in body
-    first = body[: places[4]]
-    assert first.count("<svg") == len(table(result).rows)
-    assert "<script" not in first
+    first = body[: places[6]]
+    assert first.count('<svg class="strip') == len(table(result).rows)
+    assert first.count("<script") == first.count('<script type="application/json"') == 1, "the data of the chart"
 
 
 def test_a_threshold_that_is_not_kept_stands_beside_the_verdict(tmp_path: Path) -> None:

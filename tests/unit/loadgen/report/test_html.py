@@ -11,8 +11,11 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
+import loadgen.report.document as doc
 from loadgen.report.contents import result_document
-from loadgen.report.renderers.html import code, render_html
+from loadgen.report.renderers.html import MOST_ROWS, TABLE_WIDTHS, code, render_html
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.tables import render_csv
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
@@ -34,7 +37,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         targets = [value or "" for name, value in attrs if name in ("src", "href", "data", "action")]
-        self.loads += [target for target in targets if not target.startswith("#")]  # a place in the page itself
+        # A place in the page itself, or the icon, which is in it.
+        self.loads += [target for target in targets if not target.startswith(("#", "data:image/svg+xml,"))]
         if tag in ("script", "style", "title"):
             self.stack.append(tag)
             self._script = dict(attrs)
@@ -75,7 +79,8 @@ def test_no_button_uploads_the_measurements(text: str) -> None:
 
 def test_the_verdict_needs_no_javascript(page: Page) -> None:
     order = ["VALID", "serves 1.4", "This machine has no GPU: this is a CPU comparison.", "B faster", "Why", "Proof"]
-    places = [page.text.index(part) for part in order]
+    shown = page.text[page.text.index("VALID") :]
+    places = [shown.index(part) for part in order]
     assert places == sorted(places)
     for part in ("executing the model", "lowest cosine", "abserve compare --preset quick", "Arms as requested"):
         assert part in page.text
@@ -83,10 +88,11 @@ def test_the_verdict_needs_no_javascript(page: Page) -> None:
 
 def test_every_figure_is_valid_plotly_with_known_colours(page: Page, text: str) -> None:
     assert set(page.figures) == {
-        f"{name}-figure" for name in ("stages", "latency", "batch-sizes", "batches", "cold-starts", "blocks")
+        f"{name}-figure"
+        for name in ("throughput", "stages", "latency", "batch-sizes", "batches", "cold-starts", "blocks")
     }
     style = text.split("<style>")[1].split("</style>")[0]
-    light, dark = style.split("@media (prefers-color-scheme: dark)")[:2]
+    light, dark = style.split("@media screen and (prefers-color-scheme: dark)")[:2]
     for figure in page.figures.values():
         raw = json.dumps(figure)
         for token in set(TOKEN.findall(raw)):
@@ -126,9 +132,69 @@ def test_what_a_server_calls_itself_is_text(tmp_path: Path) -> None:
 )
 def test_an_invalid_run_says_so_first(tmp_path: Path, plan: Plan) -> None:
     page = Page(render_html(result_document(analyse(write_run(tmp_path, plan)))))
-    assert page.text.index("INVALID") < page.text.index("Proof")
+    after_links = page.text.split("Conditions")[1]
+    assert after_links.strip().startswith("INVALID")
     assert " VALID" not in page.text.replace("INVALID", "")
 
 
 def test_commands_in_a_remedy_are_set_as_code_and_the_rest_stays_text() -> None:
     assert code("run `abserve calibrate`, <b>") == "run <code>abserve calibrate</code>, &lt;b&gt;"
+
+
+def test_a_hash_has_eight_characters_and_the_whole_one_in_a_tooltip() -> None:
+    digest, gpu = "0123456789abcdef" * 4, "GPU-b823ecbd-bb17-cfb3-e35b-411dfeab51f3"
+    assert code(f"sha256 {digest}, on {gpu}.") == (
+        f'sha256 <abbr title="{digest}">01234567</abbr>, on <abbr title="{gpu}">GPU-b823ecbd</abbr>.'
+    )
+    table = doc.Table(doc.names("commit", "image"), [(digest[:40], f"python@sha256:{digest}")], name="t")
+    document = doc.Document("d", {"": [doc.Section("s", (table, doc.Text(f"abserve {digest}", "code")))]})
+    text = render_markdown(document)
+    assert "| 01234567 | python@sha256:01234567 |" in text
+    assert text.count(digest) == 1, "what is copied keeps all of it"
+    assert digest in render_csv({"": document}, "t")
+
+
+def test_rows_become_cards_with_the_names_of_their_columns_and_long_tables_open_on_demand() -> None:
+    columns = doc.names("scenario", "arm")
+    rows = [(f"load {n}", "A") for n in range(MOST_ROWS + 1)]
+    for number, is_folded in ((MOST_ROWS, False), (MOST_ROWS + 1, True)):
+        page = render_html(doc.Document("d", {"": [doc.Section("s", (doc.Table(columns, rows[:number]),))]}))
+        assert (f"<summary>Show all {number} rows</summary>" in page) is is_folded
+        assert page.count('data-label="arm">A</td>') == number
+    style = page.split("<style>")[1].split("</style>")[0]
+    for kind, (_, pixels) in TABLE_WIDTHS.items():
+        assert f"@container (max-width: {pixels}px) {{ table.{kind} {{" in style
+    assert style.count("@media screen { @container") == len(TABLE_WIDTHS) - 1, "paper has tables where they fit"
+    assert "overflow-x: auto" not in style, "nothing scrolls sideways"
+
+
+def channels(colour: str) -> list[float]:
+    return [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of an sRGB colour (WCAG 2.2)."""
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_every_text_has_a_contrast_of_4_5(text: str, scheme: int) -> None:
+    blocks = text.split("<style>")[1].split(":root {")[1:3]
+    colours = dict(re.findall(r"(--[a-z0-9-]+): (#[0-9a-f]{6})", blocks[scheme].split("}")[0]))
+    pairs = [(f"--{name}", f"--{name}-soft") for name in ("good", "bad", "warn")]
+    pairs += [(name, back) for name in ("--ink", "--muted") for back in ("--card", "--page")]
+    pairs += [(f"--arm-{n}", "--card") for n in range(8)] + [
+        (f"--{name}", "--card") for name in ("good", "bad", "warn")
+    ]
+    for front, back in pairs:
+        assert contrast(colours[front], colours[back]) >= 4.5, (front, back)
+    for n in range(8):  # a label of an arm: its colour on a tenth of it
+        own, card = channels(colours[f"--arm-{n}"]), channels(colours["--card"])
+        mixed = "#" + "".join(f"{round(255 * (0.1 * a + 0.9 * b)):02x}" for a, b in zip(own, card, strict=True))
+        assert contrast(colours[f"--arm-{n}"], mixed) >= 4.5, n

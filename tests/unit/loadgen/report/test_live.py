@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import replace
+from itertools import groupby
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number
 from loadgen.records.probes import ServerStart
-from loadgen.report.progress import FIXED, RichProgress, ratio_line, ratio_table, track_of
+from loadgen.report.progress import FIXED, RichProgress, ratio_table, round_line, track_of
 from loadgen.run.progress import LiveRatio, LiveRatios
 from loadgen.run.storage import StoredRun, read_run
 from loadgen.verdict.result import analyse
@@ -40,13 +41,16 @@ def test_after_the_last_pair_it_shows_what_the_result_says(run: StoredRun) -> No
         assert (ratio.pairs, ratio.planned) == (3, 3)
 
 
-def test_one_pair_has_a_ratio_and_says_why_there_is_no_interval(run: StoredRun) -> None:
+def test_one_pair_has_a_ratio_and_no_interval(run: StoredRun) -> None:
     live = LiveRatios(run.experiment)
     single = [summary for summary in summaries(run) if summary.workload == "single" and summary.round == 0]
     (first,) = [live.add(summary) for summary in single][-1]
     assert first.ratio is not None
     assert first.ci95 is None
-    assert "one pair shows no spread" in ratio_line(first)
+    assert "one pair shows no spread" in str(first.reason)
+    line = round_line(1, [first])
+    assert line.startswith("round 1 of 3: single throughput B ")
+    assert line.endswith("×")
 
 
 def test_a_block_that_cannot_be_read_or_is_of_no_workload_is_left_out(run: StoredRun) -> None:
@@ -77,7 +81,7 @@ def test_the_track_puts_one_in_the_middle_and_keeps_to_its_width() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, width: int) -> None:
+def test_a_terminal_keeps_the_table_and_a_log_has_a_line_per_round(run: StoredRun, width: int) -> None:
     shown, logged = io.StringIO(), io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=width, color_system=None)
     for console in (terminal, Console(file=logged, width=width)):
@@ -85,6 +89,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
             progress.inputs_ready({"kind": "photographs", "item": "image", "count": 18})
             progress.phase("load")
             for block, summary in zip(run.blocks, summaries(run), strict=True):
+                progress.now(f"block {block.record.index + 1}: {block.record.label} {block.record.workload}")
                 progress.block_done(block.record, summary)
             progress.phase("stopping the servers")
     assert FIXED in shown.getvalue()
@@ -96,9 +101,21 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
     Console(file=table, width=width).print(ratio_table(live.latest, width))
     assert max(len(line.rstrip()) for line in table.getvalue().splitlines()) <= width
     assert "…" not in table.getvalue()
-    lines = logged.getvalue().splitlines()
-    assert sum("after 3 of 3 pairs" in line for line in lines) == len(run.experiment.workloads) - 1
-    assert sum("images/s" in line for line in lines) == len(run.blocks)
+    lines = [line.split() for line in logged.getvalue().splitlines()]
+    rounds = [line for line in lines if line[0] == "round"]
+    runs = [key for key, _ in groupby(block.record.round for block in run.blocks)]
+    assert [line[1:4] for line in rounds] == [[str(place + 1), "of", "3:"] for place in runs]
+    for workload in run.experiment.workloads[1:]:
+        assert sum(workload.name in line for line in rounds) == 3
+    assert len(lines) == len(rounds) + 3, "besides the rounds, the inputs and two phases"
+
+
+def test_a_log_names_a_block_with_errors(run: StoredRun) -> None:
+    logged = io.StringIO()
+    with RichProgress(Console(file=logged, width=120), LiveRatios(run.experiment)) as progress:
+        block, summary = run.blocks[0], summaries(run)[0]
+        progress.block_done(msgspec.structs.replace(block.record, errors=2), summary)
+    assert "2 errors" in logged.getvalue()
 
 
 def test_the_speed_of_a_block_is_that_of_the_result(run: StoredRun) -> None:

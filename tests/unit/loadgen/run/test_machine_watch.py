@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.run import machine_watch
 from loadgen.run.machine_watch import ProcessorReading, descendants, machine_load, read_processors
 
 TICK = 10_000_000
@@ -59,11 +60,12 @@ def two_readings(tmp_path: Path) -> tuple[ProcessorReading | None, ProcessorRead
 def test_steal_other_processes_and_the_run_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that ended between the readings is counted for its parent and is not lost."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(machine_watch, "PROC", tmp_path)
     load = machine_load(*two_readings(tmp_path), ())
     assert load is not None
     assert (load.total_ns, load.steal_ns, load.busy_ns) == (2000 * TICK, 600 * TICK, 1000 * TICK)
     assert load.known_ns == (200 + 120 + 130 - 100 - 50) * TICK
-    assert load.others == ("ff (m) peg 0.65 cores",), "what runs on other cores is no disturbance"
+    assert load.others == ("PID 30 ff (m) peg, 0.65 cores",), "what runs on other cores is no disturbance"
     assert (load.runnable, load.waited_ns) == (3, 4_000_000)
 
 
@@ -84,3 +86,42 @@ def test_descendants_are_found_whatever_their_order(tmp_path: Path) -> None:
     reading = read_processors(record(tmp_path / "proc", "cpu0 1 1 1 1 1 1 1 1\n", texts), cores={0})
     assert reading is not None
     assert descendants(reading.processes, (3, 77)) == {3, 5, 9}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["/usr/bin/python3", "/home/me/train.py", "--token", "s3cret"], "python3 train.py"),
+        (["python3.11", "-W", "error", "-u", "job.py"], "python3.11 job.py"),
+        (["python", "-m", "http.server", "s3cret"], "python -m http.server"),
+        (["python", "-m", "s3cret s3cret"], "python"),
+        (["python3", "-c", "login('s3cret')"], "python3"),
+        (["bash", "s3cret"], "bash"),
+        (["/usr/bin/java", "-jar", "/opt/server.jar", "s3cret"], "java server.jar"),
+        (["/usr/bin/curl", "-H", "Authorization: s3cret", "s3cret.py"], "kernel name"),
+        (["nginx: worker process"], "kernel name"),
+        ([], "kernel name"),
+    ],
+)
+def test_a_command_is_named_without_what_may_be_a_secret(
+    arguments: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_watch, "PROC", tmp_path)
+    (tmp_path / "812").mkdir()
+    (tmp_path / "812" / "cmdline").write_bytes(b"".join(argument.encode() + b"\0" for argument in arguments))
+    assert machine_watch.short_command(812, "kernel name") == shown
+    assert machine_watch.short_command(813, "kernel name") == "kernel name", "it has ended"
+
+
+def test_processes_of_one_name_are_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build whose processes each take little is named."""
+    monkeypatch.setattr(machine_watch, "PROC", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    idle, busy = "cpu0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0\n", "cpu0 500 0 0 500 0 0 0 0\ncpu1 0 0 0 1000 0 0 0 0\n"
+    started = {number: process(number, 1, "cc1plus", 0) for number in range(40, 100)}
+    ended = {number: process(number, 1, "cc1plus", 10 if number == 50 else 5) for number in range(40, 100)}
+    readings = [read_processors(record(tmp_path / name, stat, texts), cores={0, 1}) for name, stat, texts in (
+        ("before", idle, started), ("after", busy, ended))]  # fmt: skip
+    load = machine_load(readings[0], readings[1], ())
+    assert load is not None
+    assert load.others == ("PID 50 and 59 more cc1plus, 0.30 cores",)

@@ -18,7 +18,9 @@ from tests.golden.synthetic_run import Plan, write_run
 
 @pytest.fixture
 def full_moon() -> Iterator[None]:
-    @check(title="the moon is not full", severity="invalidates", remedy="Wait for two weeks.")
+    @check(
+        title="the moon is not full", failed="The moon is full", severity="invalidates", remedy="Wait for two weeks."
+    )
     def moon(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(False, f"full over {len(facts.blocks)} blocks", value=1.0, threshold=0.9)
 
@@ -41,7 +43,7 @@ def test_a_declared_check_is_in_the_result_and_in_every_report(full_moon: None, 
     page = render_markdown(document)
     assert f"full over {len(result.blocks)} blocks" in page
     assert "Wait for two weeks." in page
-    assert "the moon is not full" in render_junit({"": document})
+    assert "The moon is full" in render_junit({"": document})
 
 
 def test_without_it_the_same_run_is_valid(tmp_path: Path) -> None:

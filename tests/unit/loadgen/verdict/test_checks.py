@@ -494,7 +494,9 @@ def own_registry() -> Iterator[None]:
 def test_a_new_check_is_one_function(tmp_path: Path) -> None:
     """Declared where it is computed, it is in the result, takes the verdict and stands in the report."""
 
-    @declare(title="no block is short", severity="invalidates", remedy="Ask for longer blocks.")
+    @declare(
+        title="no block is short", failed="A block is short", severity="invalidates", remedy="Ask for longer blocks."
+    )
     def toy_check(facts: Facts) -> Iterator[Judgement]:
         for load in facts.loads:
             shortest = min(block.duration_s for block in load.blocks)
@@ -509,10 +511,10 @@ def test_a_new_check_is_one_function(tmp_path: Path) -> None:
     assert not result.valid
     assert any("In single and 6 more workloads, the shortest takes" in reason for reason in result.verdict.failed)
     page = render_markdown(result_document(result))
-    assert "no block is short" in page
+    assert "A block is short" in page
     assert "Ask for longer blocks." in page
 
 
 def test_two_checks_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="two checks parity"):
-        declare(title="", severity="informs", remedy="")(CHECKS["parity"].find)
+        declare(title="", failed="", severity="informs", remedy="")(CHECKS["parity"].find)

@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from loadgen.metrics.comparisons import Comparison
+from loadgen.quantities import counted
+from loadgen.report.contents import _sides
 from loadgen.stats.ratios import critical_t
 from loadgen.stats.tails import Round, estimate_tail_ratio
 from loadgen.verdict import run_difference
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
-from loadgen.verdict.run_difference import ComparisonChange, compare_runs
+from loadgen.verdict.run_difference import ComparisonChange, PropertyDifference, compare_runs
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.unit.loadgen.metrics.test_several_arms import compared
 
@@ -208,7 +210,8 @@ def test_another_load_is_another_environment_and_another_setting_of_an_arm_is_no
     setting = Plan(pairs=4, requests=60, seed=9, b_settings={"max-queue-delay-us": "500"})
     status, output = diff(runs["old"], write_run(tmp_path / "setting", setting))
     assert status == 0
-    assert "b: max-queue-delay-us: unknown → 500" in output
+    assert "b: max-queue-delay-us: 500, in the new run only" in output
+    assert "unknown" not in output
 
 
 def test_an_invalid_run_gives_nothing_to_compare(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -290,3 +293,21 @@ def test_another_baseline_is_not_comparable(three: dict[str, Path], tmp_path: Pa
     turned = "the baseline was A and is B"
     assert {("a", "b", turned), ("b", "a", turned)} <= outcomes
     assert status == 0, "B and C are compared in both runs, if only to rank them"
+
+
+def test_a_workload_of_one_run_is_named_with_its_run_and_figures_are_rounded() -> None:
+    def section(old: str | None, new: str | None) -> str:
+        return _sides(PropertyDifference(kind="load", name="workload single", old=old, new=new))
+
+    assert section("1 request, 0.756 s per block", None) == "1 request, 0.756 s per block, in the old run only"
+    assert section(None, "1") == "1, in the new run only"
+    assert section("a", "b") == "a → b"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1, "1 minute"), (1.0, "1 minute"), (2, "2 minutes"), (0.5, "0.5 minutes"), (0, "0 minutes"),
+     (1200, "1,200 minutes")],
+)  # fmt: skip
+def test_a_count_has_its_noun_in_the_right_number(count: float, text: str) -> None:
+    assert counted(count, "minute") == text

@@ -1,0 +1,226 @@
+"""The options of `abserve compare` as keyword arguments. Made from the code by `make reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Literal, TypedDict
+
+REPEATED = ("fail_if",)
+"""Options that are given once per value; other lists are written with commas."""
+
+
+class CompareOptions(TypedDict, total=False):
+    """None is an option that is not given. Arms C to H have the options of B."""
+
+    a: str | PathLike[str] | None
+    """Server of arm A: native, triton, fastapi, litserve or the URL of a running server."""
+    a_option: Mapping[str, object] | None
+    """Set an option of `abserve serve` for arm A; repeatable."""
+    b: str | PathLike[str] | None
+    """Server of arm B: native, triton, fastapi, litserve or the URL of a running server."""
+    model: str | PathLike[str] | None
+    """Model: SOURCE:NAME (see `abserve models`), a file or folder, or the name on the URLs."""
+    transport: str | float | Sequence[str | float] | None
+    """http, grpc or shm (default: http); several run one comparison each."""
+    inputs: str | PathLike[str] | None
+    """Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random."""
+    scenarios: str | float | Sequence[str | float] | None
+    """Choose from cold-start, single, batched, concurrent, ramp, open (see --rates) and slo (see --slo-p99-ms)."""
+    preset: Literal["smoke", "quick", "full"] | None
+    """smoke: 1 minute for two arms, to see that everything works; quick: 5; full: 25, and up to 10 more for
+    --explain."""
+    explain: bool | None
+    """Find out why the arms differ by ablations (default: with --preset full)."""
+    out: str | PathLike[str] | None
+    """Folder for the results (default: results/TIME-MODEL)."""
+    a_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    """Send arm A another payload; then no winner is named."""
+    a_grpc: str | PathLike[str] | None
+    """gRPC address of arm A, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
+    a_model: str | PathLike[str] | None
+    """Another model for arm A, or its name on the server at a URL."""
+    a_version: str | PathLike[str] | None
+    """Model version on arm A, if its target is a URL."""
+    a_header: Mapping[str, object] | None
+    """Send a header, or gRPC metadata, to arm A if its target is a URL; the value may be $VARIABLE or 'Bearer
+    $VARIABLE' and is never stored; repeatable."""
+    a_ca: str | PathLike[str] | None
+    """Trust the CA certificates in this PEM file for arm A (TLS)."""
+    a_insecure: bool | None
+    """Do not verify the TLS certificate of arm A."""
+    a_cert: str | PathLike[str] | None
+    """Client certificate for arm A, a PEM file (TLS)."""
+    a_key: str | PathLike[str] | None
+    """Key of that certificate, if it is in another PEM file."""
+    b_option: Mapping[str, object] | None
+    """Set an option of `abserve serve` for arm B; repeatable."""
+    b_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    """Send arm B another payload; then no winner is named."""
+    b_grpc: str | PathLike[str] | None
+    """gRPC address of arm B, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
+    b_model: str | PathLike[str] | None
+    """Another model for arm B, or its name on the server at a URL."""
+    b_version: str | PathLike[str] | None
+    """Model version on arm B, if its target is a URL."""
+    b_header: Mapping[str, object] | None
+    """Send a header, or gRPC metadata, to arm B if its target is a URL; the value may be $VARIABLE or 'Bearer
+    $VARIABLE' and is never stored; repeatable."""
+    b_ca: str | PathLike[str] | None
+    """Trust the CA certificates in this PEM file for arm B (TLS)."""
+    b_insecure: bool | None
+    """Do not verify the TLS certificate of arm B."""
+    b_cert: str | PathLike[str] | None
+    """Client certificate for arm B, a PEM file (TLS)."""
+    b_key: str | PathLike[str] | None
+    """Key of that certificate, if it is in another PEM file."""
+    c: str | PathLike[str] | None
+    c_option: Mapping[str, object] | None
+    c_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    c_grpc: str | PathLike[str] | None
+    c_model: str | PathLike[str] | None
+    c_version: str | PathLike[str] | None
+    c_header: Mapping[str, object] | None
+    c_ca: str | PathLike[str] | None
+    c_insecure: bool | None
+    c_cert: str | PathLike[str] | None
+    c_key: str | PathLike[str] | None
+    d: str | PathLike[str] | None
+    d_option: Mapping[str, object] | None
+    d_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    d_grpc: str | PathLike[str] | None
+    d_model: str | PathLike[str] | None
+    d_version: str | PathLike[str] | None
+    d_header: Mapping[str, object] | None
+    d_ca: str | PathLike[str] | None
+    d_insecure: bool | None
+    d_cert: str | PathLike[str] | None
+    d_key: str | PathLike[str] | None
+    e: str | PathLike[str] | None
+    e_option: Mapping[str, object] | None
+    e_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    e_grpc: str | PathLike[str] | None
+    e_model: str | PathLike[str] | None
+    e_version: str | PathLike[str] | None
+    e_header: Mapping[str, object] | None
+    e_ca: str | PathLike[str] | None
+    e_insecure: bool | None
+    e_cert: str | PathLike[str] | None
+    e_key: str | PathLike[str] | None
+    f: str | PathLike[str] | None
+    f_option: Mapping[str, object] | None
+    f_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    f_grpc: str | PathLike[str] | None
+    f_model: str | PathLike[str] | None
+    f_version: str | PathLike[str] | None
+    f_header: Mapping[str, object] | None
+    f_ca: str | PathLike[str] | None
+    f_insecure: bool | None
+    f_cert: str | PathLike[str] | None
+    f_key: str | PathLike[str] | None
+    g: str | PathLike[str] | None
+    g_option: Mapping[str, object] | None
+    g_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    g_grpc: str | PathLike[str] | None
+    g_model: str | PathLike[str] | None
+    g_version: str | PathLike[str] | None
+    g_header: Mapping[str, object] | None
+    g_ca: str | PathLike[str] | None
+    g_insecure: bool | None
+    g_cert: str | PathLike[str] | None
+    g_key: str | PathLike[str] | None
+    h: str | PathLike[str] | None
+    h_option: Mapping[str, object] | None
+    h_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    h_grpc: str | PathLike[str] | None
+    h_model: str | PathLike[str] | None
+    h_version: str | PathLike[str] | None
+    h_header: Mapping[str, object] | None
+    h_ca: str | PathLike[str] | None
+    h_insecure: bool | None
+    h_cert: str | PathLike[str] | None
+    h_key: str | PathLike[str] | None
+    weights: str | PathLike[str] | None
+    """random:SEED, a pretrained tag or a checkpoint file (default: the model's)."""
+    precision: Literal["fp32", "tf32", "fp16"] | None
+    """Precision of all arms that have no such option (default: fp16 on a GPU, fp32 on a CPU)."""
+    tritonserver: str | PathLike[str] | None
+    """Folder of an installed tritonserver for the arms triton (default: on PATH or in /opt/tritonserver, else the
+    wheel's)."""
+    backend: Literal["auto", "tensorrt", "onnxruntime", "python"] | None
+    """Triton's backend (default: auto, the first of these that is installed and has its file)."""
+    triton_repository: str | PathLike[str] | None
+    """Your own model repository for the arms triton, served unchanged."""
+    pad_to: str | PathLike[str] | None
+    """Pad batches of different lengths to these sizes, or none (default: 32,64,128,256,512 for text, if every arm
+    can)."""
+    threads: int | None
+    """Engine threads of each server; 0 uses all cores."""
+    matrix: bool | None
+    """Run every transport with every payload."""
+    deployment: Literal["embedded", "compose"] | None
+    """embedded starts the servers; compose uses the running Docker Compose stack."""
+    compose_project: str | PathLike[str] | None
+    """Name of that stack (default: abserve)."""
+    payload: str | float | Sequence[str | float] | None
+    """fp32, uint8 or jpeg for images (default: fp32), tensors for other models; several run one comparison each."""
+    sequence_length: str | PathLike[str] | None
+    """Length of the inputs of a model of text: text (the default), N, or a list to sweep."""
+    batch_sizes: str | float | Sequence[str | float] | None
+    """Batch sizes of the scenario batched (8 with --preset smoke); servers that are started accept at least the
+    largest."""
+    concurrency: str | float | Sequence[str | float] | None
+    """Numbers of users of the scenario concurrent."""
+    requests: int | None
+    """Fewest requests per block of the scenario concurrent."""
+    rates: str | float | Sequence[str | float] | None
+    """Open loop: send this many requests/s whatever the server does; one workload per rate."""
+    arrivals: Literal["poisson", "constant"] | None
+    """Gaps between open-loop requests: poisson (independent clients) or constant."""
+    connections: int | None
+    """Most connections of an open loop; a request without one waits."""
+    open_seconds: float | None
+    """Seconds per block of an open loop."""
+    slo_p99_ms: str | float | Sequence[str | float] | None
+    """Search the highest Poisson rate whose p99 stays within this many ms."""
+    slo_queries: int | None
+    """Fewest requests per trial of that search (default: 459 smoke, 838 quick, 2010 full)."""
+    ramp_users: int | None
+    """Most users of the scenario ramp."""
+    processes: int | None
+    """Processes of the load generator, which share users or rate; 0: as many as it needs."""
+    minutes: float | None
+    """Minutes of the comparison, for as many rounds as fit (default: the preset's)."""
+    rounds: int | None
+    """Rounds per workload, in place of --minutes; with --until decided the fewest."""
+    restarts: int | None
+    """Spread the rounds over this many server starts; from 5 on the intervals cover restarts."""
+    until: Literal["planned", "decided"] | None
+    """decided adds rounds until every scenario has a verdict."""
+    time_limit: float | None
+    """Most minutes of load with --until decided."""
+    request_timeout: float | None
+    """Seconds after which a request counts as failed."""
+    seed: int | None
+    """Seed for the order of the blocks, the inputs and the arrivals."""
+    margin: float | None
+    """A difference within this share counts as no meaningful difference."""
+    gpu_control: bool | None
+    """With a GPU, also run one arm on the CPU to prove that the GPU verification notices it."""
+    handicap_check: bool | None
+    """Compare each arm that abserve starts with the same server at its own defaults; a slower one makes the run
+    INVALID. Without it the arms are compared as configured."""
+    explain_minutes: float | None
+    """Most minutes for the ablations of --explain."""
+    ceiling: bool | None
+    """Measure each engine alone, without its server (default: with --preset full)."""
+    fail_if: str | Sequence[str] | None
+    """Exit with status 3 if this holds, such as 'b.p99 > 1.05 * a.p99'; repeatable."""
+    anyway: bool | None
+    """Measure although other programs use the CPU, instead of waiting up to a minute for them and giving up."""
+    junit: str | PathLike[str] | None
+    """Also write JUnit XML for CI."""
+    csv: str | PathLike[str] | None
+    """Also write the comparisons as CSV, and the blocks to FILE-blocks.csv."""
+    mlflow: str | PathLike[str] | None
+    """Also export to MLflow: the address of a server, a folder or sqlite:///FILE."""
