@@ -52,14 +52,14 @@ from pathlib import Path
 from time import perf_counter_ns, time
 from typing import Any, ClassVar
 
+# Locust puts the folder in which it was started first, and a file loadgen.py there would be imported instead.
+sys.path.sort(key=lambda path: path in ("", str(Path.cwd())))
+
 import gevent
 import msgspec
 from gevent.event import Event
 from locust import events, task
 from locust.exception import StopUser
-
-# Locust puts the folder in which it was started first, and a file loadgen.py there would be imported instead.
-sys.path.sort(key=lambda path: path in ("", str(Path.cwd())))
 
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError

@@ -12,7 +12,7 @@ import typer
 HELP_GROUP = "Serve"
 
 STACK = ("docker", "docker-compose.yml", ".env.example", "triton_model_repo", "pyproject.toml", "README.md", "LICENSE")
-SOURCES = ("servers", "loadgen")
+SOURCES = ("servers", "loadgen", "abserve")
 """The images are built from these packages."""
 
 compose = typer.Typer(help="Run both servers, Prometheus, Grafana and Locust in containers.")
