@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from servers.cli.defaults import MAX_QUEUE_DELAY_US, OptionError, chosen_tuning
+from servers.engines.processors import openmp_spinning
 from servers.engines.settings import SPINS, EngineSettings
 from servers.models.images import DecodingSettings
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
@@ -154,7 +155,9 @@ def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
     engine, parameters = serving.engine, _parameters(model, serving)
     specification = replace(model.specification, max_batch_size=engine.max_batch_size)
     if engine.device == "cpu" and engine.kind in SPINS:
-        parameters["spinning"] = "on" if engine.threads != 1 and engine.spinning is not False else "off"
+        openmp_sleeps = engine.kind == "torch" and openmp_spinning(engine.threads) == "off"  # by a variable of the user
+        sleeps = engine.threads == 1 or engine.spinning is False or openmp_sleeps
+        parameters["spinning"] = "off" if sleeps else "on"
     config = python_config(specification, serving.batching, engine.device, parameters, ragged=bool(engine.pad_to))
     private = {
         "model": specification.reference,  # the config's parameter `payload` names the variant

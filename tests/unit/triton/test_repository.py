@@ -65,15 +65,17 @@ def test_everything_that_triton_reads(
 
 
 @pytest.mark.parametrize(
-    ("changes", "spinning"),
+    ("changes", "policy", "spinning"),
     [
-        ({}, "on"),
-        ({"spinning": False}, "off"),
-        ({"threads": 1}, "off"),
-        ({"kind": "torch"}, "on"),
-        ({"kind": "torch", "spinning": False}, "off"),
-        ({"kind": "openvino"}, ""),
-        ({"device": "cuda:0"}, ""),
+        ({}, "", "on"),
+        ({}, "passive", "on"),
+        ({"spinning": False}, "", "off"),
+        ({"threads": 1}, "", "off"),
+        ({"kind": "torch"}, "", "on"),
+        ({"kind": "torch"}, "passive", "off"),
+        ({"kind": "torch", "spinning": False}, "", "off"),
+        ({"kind": "openvino"}, "", ""),
+        ({"device": "cuda:0"}, "", ""),
     ],
 )
 def test_the_config_of_the_python_backend_says_whether_threads_spin(
@@ -81,8 +83,12 @@ def test_the_config_of_the_python_backend_says_whether_threads_spin(
     interpreter: Interpreter,
     specification: ModelSpecification,
     changes: dict[str, Any],
+    policy: str,
     spinning: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The user's OMP_WAIT_POLICY holds for torch, which the model's process inherits."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     engine = replace(ENGINE, **changes)
     models = laid_out(tmp_path / "work", interpreter, specification, engine) / "models"
     config = parse((models / specification.name / "config.pbtxt").read_text())
