@@ -160,7 +160,7 @@ class Endpoint:
     def served_models(self) -> tuple[str, ...] | None:
         """The names of the models that are ready; None if the server does not list its models."""
         rows = self.repository_index()
-        return None if rows is None else tuple(sorted({row.name for row in rows if row.ready}))
+        return None if rows is None else ready_models(rows)
 
     def only_model(self, preferred: str) -> str:
         """The model to send to if none was named: `preferred` if the server has it, else the only one that is ready.
@@ -171,7 +171,7 @@ class Endpoint:
         if rows is None:
             why = "does not list its models" if self.live() else f"is not live ({self.why_not_live()})"
             raise EndpointError(f"the server at {self.address.url} {why}; name its model with --model NAME")
-        ready = sorted({row.name for row in rows if row.ready})
+        ready = ready_models(rows)
         if not ready:
             raise EndpointError(nothing_ready(self.address.url, rows))
         if len(ready) > 1:
@@ -246,6 +246,11 @@ def unmeasurable(config: Mapping[str, Any] | None, model: str) -> str | None:
     if isinstance((config or {}).get("sequence_batching"), dict):
         return f"{model} is stateful (sequence_batching in its configuration), and abserve sends no correlation ids"
     return None
+
+
+def ready_models(rows: Sequence[IndexRow]) -> tuple[str, ...]:
+    """The names of the listed models that are ready, sorted."""
+    return tuple(sorted({row.name for row in rows if row.ready}))
 
 
 def nothing_ready(url: str, rows: Sequence[IndexRow], wanted: str = "one") -> str:

@@ -323,8 +323,7 @@ class RemoteSession:
         """Without a model, the only one that the server serves. Raises `SubjectError` when it cannot be tested."""
         self.title = url
         try:
-            endpoint = Endpoint(url)
-            RemoteDeployment(url).listed_models()
+            endpoint = RemoteDeployment(url).wait_live()
             self.model = model or endpoint.only_model(DEFAULT_NAME)
         except (AddressError, DeploymentError, EndpointError) as exc:
             raise SubjectError(str(exc)) from exc
@@ -371,7 +370,7 @@ class LaunchedSession:
         """Starts the first server. `model` is what `--model` takes; the launch plan names it as it is served. Logs go
         to `folder`. Raises `SkippedError` or `SubjectError`."""
         self._kind = kind
-        self.model = self._model = model
+        self.model = model
         self._options = options
         self._folder = folder
         self._abserve = abserve
@@ -436,13 +435,13 @@ class LaunchedSession:
 
     def _launch(self, setting: Setting, *, ready: bool = True) -> EmbeddedDeployment:
         """Start a process on fresh ports and, with `ready`, wait for its model. Raises `SkippedError`."""
-        options = {"model": self._model, **self._options, **setting.options(self._kind)}
+        options = {"model": self.model, **self._options, **setting.options(self._kind)}
         self._started += 1
         server = EmbeddedDeployment(self._kind, options, self._log_path(), abserve=self._abserve)
         try:
             server.start()
             if ready:
-                server.wait_ready(server.model or self._model, READY_SECONDS)
+                server.wait_ready(server.model or self.model, READY_SECONDS)
         except BaseException as exc:
             server.stop()
             if isinstance(exc, DeploymentError):
@@ -454,7 +453,7 @@ class LaunchedSession:
         """The server that was started last, its model not read yet."""
         return Subject(
             server.url,
-            ServedModel(server.model or self._model),
+            ServedModel(server.model or self.model),
             grpc=None if server.grpc_address is None else GrpcClient(server.grpc_address),
             metrics_url=server.metrics_url,
             pids=server.pids,

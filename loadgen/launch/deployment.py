@@ -20,6 +20,7 @@ from loadgen.client.endpoint import (
     Signature,
     model_names,
     nothing_ready,
+    ready_models,
     unmeasurable,
     versioned,
 )
@@ -211,8 +212,8 @@ class RemoteDeployment(Deployment):
             remedy = _tls_remedy(self._address, "https") or f"; start it, or correct the URL or {self._model_option}"
             raise DeploymentError(f"{exc}{remedy}") from exc
 
-    def listed_models(self) -> tuple[IndexRow, ...] | None:
-        """The models that the server lists, once it is live; None if it lists none. Raises `DeploymentError`."""
+    def wait_live(self) -> Endpoint:
+        """The server's endpoint, once it is live. Raises `DeploymentError`."""
         self._check_protocol()
         endpoint, deadline_s = Endpoint(self.url, access=self.access), monotonic() + RUNNING_READY_SECONDS
         late = f"after {RUNNING_READY_SECONDS:g} s"
@@ -224,7 +225,11 @@ class RemoteDeployment(Deployment):
                 f"{_tls_remedy(self._address, 'https') or '; start it, or correct the URL'}"
             ),
         )
-        return endpoint.repository_index()
+        return endpoint
+
+    def listed_models(self) -> tuple[IndexRow, ...] | None:
+        """The models that the server lists, once it is live; None if it lists none. Raises `DeploymentError`."""
+        return self.wait_live().repository_index()
 
     def has_model(self, name: str) -> bool:
         """Whether a model with this name is ready."""
@@ -238,7 +243,7 @@ class RemoteDeployment(Deployment):
         if row := next((row for row in rows if row.name == model), None):
             state = one_line(": ".join(filter(None, (row.state, row.reason))))
             return f"model {model} of the server at {self.url} is not ready: {state}"
-        served = sorted({row.name for row in rows if row.ready})
+        served = ready_models(rows)
         if not served:
             return nothing_ready(self.url, rows, model)
         alike = [name for name in served if without_backend(name) == model]

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loadgen.client.endpoint import IndexRow, model_names, nothing_ready
+from loadgen.client.endpoint import IndexRow, model_names, nothing_ready, ready_models
 from loadgen.documents import one_line
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.records.run import ArmRequest, Label, option_of, shown
@@ -33,7 +33,9 @@ def find_models(arms: Sequence[ArmRequest], preferred: str) -> FoundModels:
     asking = [arm for arm in arms if arm.model is None]
     servers = {arm.label: RemoteDeployment(arm.target, access=arm.access) for arm in asking}
     rows = {arm.label: _rows(servers[arm.label], arm) for arm in asking}
-    listed = {label: _ready(of_arm) for label, of_arm in rows.items() if of_arm is not None}
+    listed: dict[Label, Sequence[str]] = {
+        label: ready_models(of_arm) for label, of_arm in rows.items() if of_arm is not None
+    }
     candidates = {*[preferred], *named.values(), *(name for names in listed.values() for name in names)}
     for arm in asking:
         if rows[arm.label] is None:
@@ -60,10 +62,6 @@ def _rows(server: RemoteDeployment, arm: ArmRequest) -> tuple[IndexRow, ...] | N
         return server.listed_models()
     except DeploymentError as exc:
         raise DeploymentError(f"{option_of(arm.label)}: {exc}") from exc
-
-
-def _ready(rows: Sequence[IndexRow]) -> list[str]:
-    return sorted({row.name for row in rows if row.ready})
 
 
 def _notes(
