@@ -28,14 +28,9 @@ _TIERS = (
 """Mantissas of ticks, the roundest first."""
 
 
-def titles(result: Result) -> dict[Label, str]:
-    """The arms' names for people."""
-    return result.titles
-
-
 def arm_name(result: Result, label: Label) -> str:
     """An arm in a legend: its label and its name."""
-    return label_text(f"{shown(label)} {titles(result)[label]}")
+    return label_text(f"{shown(label)} {result.titles[label]}")
 
 
 def rate_unit(result: Result) -> str:

@@ -16,7 +16,7 @@ from loadgen.probes.registry import probes
 from loadgen.quantities import join, number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 from loadgen.records.run import Label, Pairing, shown
-from loadgen.report.charts import several, titles
+from loadgen.report.charts import several
 from loadgen.report.sections import checks, comparisons, conditions, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
 from loadgen.verdict.checks.registry import validity
@@ -38,7 +38,7 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
 
 def result_document(result: Result) -> doc.Document:
     """The chapters and sections of a result in their order, for all formats."""
-    base, *others = titles(result).values()
+    base, *others = result.titles.values()
     measured = probes()
 
     def sections(title: str, makers: Sequence[MakeSection | None]) -> Iterator[doc.Section]:

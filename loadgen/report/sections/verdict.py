@@ -13,7 +13,7 @@ from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import ArmRecord, shown
-from loadgen.report.charts import arm_style, base_and_arm, several, titles
+from loadgen.report.charts import arm_style, base_and_arm, several
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
 from loadgen.report.sections.throughput import throughput_chart
@@ -42,7 +42,7 @@ def verdict(result: Result) -> doc.Section | None:
     caveats = [doc.Item(caveat, "note" if caveat in no_gpu else "warning") for caveat in conclusion.caveats]
     concluded = any(comparison.verdict != "invalid" for comparison in leading_comparisons(result.comparisons))
     in_full = conclusion.sentence if concluded else ""
-    arms = [doc.Item(name, arm_style(result, label), shown(label)) for label, name in titles(result).items()]
+    arms = [doc.Item(name, arm_style(result, label), shown(label)) for label, name in result.titles.items()]
     return doc.section(
         "",
         doc.Panel(
