@@ -304,15 +304,14 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
                 started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
                 running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
                 name = experiment.model_of(experiment.baseline) or experiment.model
+                place = Path(folder) / str(number) / "samples"
                 if not started and isinstance(running, RemoteDeployment):
-                    place = Path(folder) / str(number) / "known"
                     decided[number] = experiment = with_generated_inputs(experiment, place, running.signature(name))
                 # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
                 if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
-                    place = Path(folder) / str(number) / "samples"
                     _, inputs = prepare_inputs(experiment, place)
                     if inputs is None and experiment.inputs and isinstance(running, RemoteDeployment):
-                        make_inputs(experiment, place, running.signature(name))
+                        make_inputs(experiment, place.with_name("made"), running.signature(name))
         except (InputError, EndpointError) as exc:
             raise PlanError(str(exc)) from exc
     return decided

@@ -12,6 +12,7 @@ from loadgen.child_process import ABSERVE, ChildProcess
 from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import (
     GIVEN,
+    MANIFEST,
     PHOTOGRAPHS,
     RANDOM_INPUTS,
     InputError,
@@ -164,10 +165,11 @@ def prepare_inputs(
         return experiment, None
     place = folder.with_name("model") if user_inputs else folder
     try:
-        write_samples(
-            reference(experiment.model, experiment.inputs), place, abserve,
-            sequence_length=experiment.sequence_length, seed=experiment.seed, images=images,
-        )  # fmt: skip
+        if not (place / MANIFEST).exists():  # else `with_generated_inputs` has written the same
+            write_samples(
+                reference(experiment.model, experiment.inputs), place, abserve,
+                sequence_length=experiment.sequence_length, seed=experiment.seed, images=images,
+            )  # fmt: skip
     except InputError as exc:
         if user_inputs:  # they are only asked for the model's axis
             return experiment, None
