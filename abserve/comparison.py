@@ -56,7 +56,7 @@ def compare(
 async def compare_async(
     file: str | os.PathLike[str] | None = None, *, progress: bool = True, **options: Unpack[CompareOptions]
 ) -> Run:
-    """`compare` for an event loop, such as that of a notebook, which goes on meanwhile. Cancelling it stops the servers
+    """`compare` for an event loop, such as a notebook's: it does not block the loop. Cancelling it stops the servers
     and keeps the finished blocks; so does the interrupt of a notebook."""
     import asyncio  # not above: it takes half of the time of `import abserve`
 
@@ -116,7 +116,7 @@ class _Command:
             self.process.popen.send_signal(signal.SIGINT)
 
     def run(self) -> Run:
-        """The run that it stored. Raises `AbserveError` with its last sentence if there is none."""
+        """The run that it stored. Raises `AbserveError` with its last sentence if it stored none."""
         run = Run(self._out)
         if self.process.popen.returncode != _USAGE_STATUS and (run.runs or (self._out / "experiment.json").exists()):
             return run

@@ -158,7 +158,7 @@ class Run:
 
     def show(self) -> None:
         """Show the report: in a notebook below the cell, elsewhere print its path, and open it in the web browser if
-        there is a display. Raises `AbserveError` if there is none."""
+        there is a display. Raises `AbserveError` for a run without one."""
         path = self.folder / ("index.html" if self.runs else "report.html")
         if _in_notebook():
             from IPython.display import HTML, display

@@ -378,7 +378,7 @@ def write_synthetic(signature: Signature, directory: Path, payload: str, seed: i
     """Write random values in the shape of the server's metadata.
 
     Floats are standard normal, integers and booleans 0 or 1. A variable dimension other than the batch is 16, both of a
-    picture with three channels 224. Raises `InputError` for BYTES inputs, and when there is no room for the values.
+    picture with three channels 224. Raises `InputError` for BYTES inputs, and for values that take too much room.
     """
     random, arrays = np.random.default_rng(seed), {}
     try:

@@ -194,7 +194,7 @@ def _besides(comparisons: Sequence[Comparison]) -> Alternatives:
 
 
 def _no_winner(experiment: Experiment, usable: Sequence[Comparison], names: Mapping[Label, str]) -> Alternatives:
-    """Between whom there is no winner, and of what kind that is in how many workloads."""
+    """The arms that have no winner, and how many workloads are equal within the margin or inconclusive."""
     outcomes = Counter(c.verdict for c in usable)
     several = len(names) > 2
     what = "comparisons" if several else "workloads"
