@@ -22,9 +22,11 @@ ROOMS: dict[str, set[str]] = {
     "engines": {"protocol", "models", "gpu"},
     "export": {"protocol", "models", "gpu", "engines"},
     "measuring": {"protocol", "models", "gpu", "engines", "export"},
-    "native": {"protocol", "models", "engines", "gpu"},
-    "plain": {"protocol", "models", "gpu"},
-    "triton": {"protocol", "models", "engines", "export"},
+    "language": {"protocol", "models", "engines", "gpu"},
+    "native": {"protocol", "models", "engines", "gpu", "language"},
+    "plain": {"protocol", "models", "gpu", "language"},
+    "triton": {"protocol", "models", "engines", "export", "language"},
+    "vllm": {"protocol", "models", "gpu", "language"},
 }
 SHARED = {"servers.cli.defaults", "servers.cli.launch", "servers.cli.options"}
 ENTRY_MODULES = {"command", "worker"}

@@ -1,0 +1,174 @@
+"""The interface of an engine that generates tokens for many requests at once, and the choice of one.
+
+Life: construct (cheap) → `load` → `warm_up` → `add`, `cancel` and `step`, any number of times → `close`. Every method
+is called from one thread. Tokens are chosen greedily: the token with the largest logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, Protocol
+
+from servers.engines.settings import EngineError
+from servers.models.specification import choose_from
+from servers.protocol.errors import InvalidRequestError
+
+GENERATING_ENGINES: Mapping[str, str] = {
+    "slots": "servers.language.slots:SlotsEngine",
+    "continuous": "servers.language.continuous:ContinuousEngine",
+    "jax": "servers.language.jax_engine:JaxGeneratingEngine",
+}
+"""By name, "module:class" of each engine; the class takes the specification and the settings."""
+DEFAULT_ENGINE = "slots"
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt. `number` is the caller's, and no two requests that are not finished share it."""
+
+    number: int
+    prompt: Sequence[int]
+    max_tokens: int
+    ignore_eos: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """The next tokens of one request; with `finish`, its last ones.
+
+    "length": it has `max_tokens` tokens. "stop": the last token is one of `GeneratingEngine.eos`. "error": the request
+    failed, `message` is one sentence for the client, and there are no tokens in this emission.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    finish: Literal["length", "stop", "error"] | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """The requested settings, in which 0 and "auto" leave a value to the engine; see `GeneratingEngine.settings`."""
+
+    engine: str = DEFAULT_ENGINE
+    device: str = "auto"  # auto, cpu or cuda:N
+    precision: str = "auto"  # fp32, bf16 or fp16; auto: BF16 on a GPU, FP32 on a CPU
+    slots: int = 0
+    """How many requests are generated at once."""
+    max_length: int = 0
+    """The most tokens of one prompt and its answer together."""
+    prefill_chunk: int = 0
+    """The most tokens of prompts that one step takes beside the running answers."""
+    graphs: bool = True
+    """Whether a GPU replays CUDA graphs; without them each kernel is launched by itself."""
+    threads: int = 0
+    """Threads of one operator on the CPU."""
+
+    def check(self) -> None:
+        """Raise `EngineError` for a value that is wrong on every machine."""
+        if self.engine not in GENERATING_ENGINES:
+            raise EngineError(
+                f"no engine {self.engine!r} generates tokens; {choose_from(self.engine, tuple(GENERATING_ENGINES))}"
+            )
+        if self.precision not in ("auto", *PRECISIONS):
+            raise EngineError(
+                f"precision {self.precision!r} is not offered for language models; "
+                f"{choose_from(self.precision, ('auto', *PRECISIONS))}"
+            )
+        for name, value in (
+            ("slots", self.slots),
+            ("max_length", self.max_length),
+            ("prefill_chunk", self.prefill_chunk),
+            ("threads", self.threads),
+        ):
+            if value < 0:
+                raise EngineError(f"{name} {value}: it must be 0 (the engine chooses) or more")
+
+
+class GeneratingEngine(Protocol):
+    """Generates tokens for up to `slots` requests at once; more wait inside, in the order in which they were added."""
+
+    @property
+    def slots(self) -> int:
+        """How many requests are generated at once."""
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of one prompt and its answer together."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are at least 0 and below this."""
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The ids that end an answer unless the request says `ignore_eos`."""
+
+    @property
+    def active(self) -> int:
+        """How many requests hold a slot."""
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+
+    def settings(self) -> dict[str, object]:
+        """The settings in effect, for `/v2/models/M/config` and the fairness check; known after `load`."""
+
+    def load(self) -> None:
+        """Read or make the weights. Raises `EngineError` with the remedy in the message."""
+
+    def warm_up(self) -> None:
+        """Execute what the first requests would otherwise wait for: allocations, compilation, CUDA graphs."""
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises `InvalidRequestError` if it can never run (see `check_request`)."""
+
+    def cancel(self, number: int) -> None:
+        """Free the request's slot before the next step; nothing more is emitted for it. Unknown numbers are ignored."""
+
+    def step(self) -> Sequence[Emission]:
+        """One forward pass, and the tokens that have reached the host since the last step; () if idle.
+
+        Raises `EngineError` if the engine cannot go on; then only `close` is left.
+        """
+
+    def close(self) -> None:
+        """Release the memory; the unfinished requests are forgotten."""
+
+
+def check_request(request: GenerationRequest, engine: GeneratingEngine) -> None:
+    """Raise `InvalidRequestError` for a request that the engine can never run."""
+    prompt, longest = request.prompt, engine.max_length
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty; send at least one token id")
+    if request.max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")
+    if len(prompt) + request.max_tokens > longest:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {request.max_tokens}; together they must not "
+            f"exceed the maximum length of {longest}"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < engine.vocabulary:
+        wrong = next(token for token in prompt if not 0 <= token < engine.vocabulary)
+        raise InvalidRequestError(
+            f"token id {wrong} is not in the vocabulary; ids are from 0 to {engine.vocabulary - 1}"
+        )
+
+
+def make_engine(specification: Any, settings: GenerationSettings) -> GeneratingEngine:
+    """The engine that the settings name, not yet loaded. Raises `EngineError` for settings it cannot honour.
+
+    Imports the engine's libraries, which takes seconds.
+    """
+    settings.check()
+    module_name, _, class_name = GENERATING_ENGINES[settings.engine].partition(":")
+    try:
+        engine_class = getattr(import_module(module_name), class_name)
+    except ImportError as exc:
+        raise EngineError(f"the engine {settings.engine} needs a library that is not installed: {exc}") from exc
+    engine: GeneratingEngine = engine_class(specification, settings)
+    return engine
