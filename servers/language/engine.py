@@ -140,9 +140,21 @@ class GeneratingEngine(Protocol):
         """Release the memory; the unfinished requests are forgotten."""
 
 
-def check_request(request: GenerationRequest, engine: GeneratingEngine) -> None:
-    """Raise `InvalidRequestError` for a request that the engine can never run."""
-    prompt, longest = request.prompt, engine.max_length
+class RequestLimits(Protocol):
+    """What bounds a request: an engine, or the model that it will load."""
+
+    @property
+    def max_length(self) -> int:
+        """See `GeneratingEngine`."""
+
+    @property
+    def vocabulary(self) -> int:
+        """See `GeneratingEngine`."""
+
+
+def check_request(request: GenerationRequest, limits: RequestLimits) -> None:
+    """Raise `InvalidRequestError` for a request that can never run within these limits."""
+    prompt, longest = request.prompt, limits.max_length
     if not prompt:
         raise InvalidRequestError("the prompt is empty; send at least one token id")
     if request.max_tokens < 1:
@@ -152,11 +164,18 @@ def check_request(request: GenerationRequest, engine: GeneratingEngine) -> None:
             f"the prompt has {len(prompt)} tokens and max_tokens is {request.max_tokens}; together they must not "
             f"exceed the maximum length of {longest}"
         )
-    if not 0 <= min(prompt) <= max(prompt) < engine.vocabulary:
-        wrong = next(token for token in prompt if not 0 <= token < engine.vocabulary)
+    if not 0 <= min(prompt) <= max(prompt) < limits.vocabulary:
+        wrong = next(token for token in prompt if not 0 <= token < limits.vocabulary)
         raise InvalidRequestError(
-            f"token id {wrong} is not in the vocabulary; ids are from 0 to {engine.vocabulary - 1}"
+            f"token id {wrong} is not in the vocabulary; ids are from 0 to {limits.vocabulary - 1}"
         )
+
+
+def generation_precision(requested: str, device: str) -> str:
+    """The precision to compute in on cpu or cuda:N: "auto" is BF16 on a GPU and FP32 on a CPU."""
+    if requested != "auto":
+        return requested
+    return "fp32" if device == "cpu" else "bf16"
 
 
 def make_engine(specification: Any, settings: GenerationSettings) -> GeneratingEngine:
