@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.client.endpoint import Signature
+from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
 
@@ -32,7 +33,9 @@ class GeneratorMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forb
 
 
 class Prepare(GeneratorMessage, frozen=True, kw_only=True):
-    """Read the samples in a directory and make bodies for a model; replaces those made before under the same key."""
+    """Read the samples in a directory and make bodies for a model; replaces those made before under the same key.
+
+    A language model has no samples but `prompts`; its signature has a name and no tensors."""
 
     samples_directory: str
     payload: str
@@ -44,6 +47,8 @@ class Prepare(GeneratorMessage, frozen=True, kw_only=True):
     transport: Transport = "http"
     key: str = ""
     """Two arms that are sent different bodies have two keys."""
+    prompts: PromptPlan | None = None
+    """The prompts of a language model, with the transports completions and generate_stream."""
 
 
 class Open(GeneratorMessage, frozen=True, kw_only=True):
@@ -65,6 +70,8 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     """Key of the bodies to send, which also determine the transport and the model."""
     length: int | None = None
     """The length of all items; None: of any."""
+    shape: PromptShape | None = None
+    """Lengths of the prompts and answers of a language model, one of the shapes that were prepared."""
     first_body: int = 0
     """The body to begin with: where inputs differ in length, no body should be the first of every block."""
     arrivals: Arrivals = "closed"
@@ -176,6 +183,8 @@ class BlockOutcome(GeneratorMessage, frozen=True, kw_only=True):
     """Good answers to requests that kept the load up after the measured part of a closed loop; not in `requests`."""
     cool_down_ns: int = 0
     """Sum of their latencies."""
+    cool_down_tokens: int = 0
+    """Tokens of their answers, of a language model."""
     first_answer_ns: int | None = None
     """Time of connecting and of the first answer, before the window: the median over the users of a process, and of
     several processes the largest. The wait for other users' first answers is not a part of it."""

@@ -30,8 +30,13 @@ Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
 Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp"]
 Arrivals = Literal["closed", "constant", "poisson"]
-Transport = Literal["http", "grpc", "shm"]
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+TensorTransport = Literal["http", "grpc", "shm"]
+TRANSPORTS: tuple[TensorTransport, ...] = get_args(TensorTransport)
+"""How tensors travel."""
+TokenTransport = Literal["completions", "generate_stream"]
+TOKEN_TRANSPORTS: tuple[TokenTransport, ...] = get_args(TokenTransport)
+"""How prompts and streamed tokens travel: OpenAI's completions, Triton's generate extension. Both over HTTP."""
+Transport = Literal[TensorTransport, TokenTransport]
 DeploymentKind = Literal["embedded", "compose"]
 
 EMBEDDED = ("native", "triton", "fastapi", "litserve")
@@ -465,6 +470,8 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     """Good responses after the measured requests, while the last of those were in flight; not among `requests`."""
     cool_down_ns: int | None = None
     """Sum of the latencies of the cool-down, which the server's own statistics include; None in older records."""
+    cool_down_tokens: int = 0
+    """Tokens in the answers of the cool-down, for the energy per token."""
     first_answer_ns: int | None = None
     """Time from the start of a connection to its first response, before the window: the median over the users of a
     process, and of several processes the largest."""
@@ -474,6 +481,12 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     """Use of the CPU cores during the block; None if /proc cannot be read, and in older records."""
     workers: tuple[WorkerRecord, ...] = ()
     """Processes of a distributed generator; empty if one process sent everything."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its answers are streams of tokens, which the files beside `samples` describe; see
+        `loadgen.records.tokens`."""
+        return self.transport in TOKEN_TRANSPORTS
 
     @property
     def executed_items(self) -> int:

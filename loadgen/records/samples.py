@@ -145,30 +145,30 @@ def part_path(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
-def store_samples(path: Path, parts: Iterable[Samples]) -> None:
+def store_samples(path: Path, parts: Iterable[Samples], dtype: np.dtype[np.void] = SAMPLE_DTYPE) -> None:
     """Write a whole file, its parts one after the other, under a temporary name. Raises `OSError`, and whatever reading
     the parts raises, and then leaves no file."""
     part_file = part_path(path)
     count = 0
     try:
         with part_file.open("wb") as file:
-            file.write(_header(count))
+            file.write(_header(count, dtype))
             for samples in parts:
                 file.write(np.ascontiguousarray(samples).view(np.uint8).data)
                 count += len(samples)
             file.seek(0)
-            file.write(_header(count))
+            file.write(_header(count, dtype))
         part_file.rename(path)
     except BaseException:
         part_file.unlink(missing_ok=True)
         raise
 
 
-def read_samples(path: Path) -> Samples:
+def read_samples(path: Path, dtype: np.dtype[np.void] = SAMPLE_DTYPE) -> Samples:
     """Read all whole records of NAME.npy, or of NAME.npy.part if only that exists. Raises `OSError`, `ValueError`."""
     path = _existing(path)
     with path.open("rb") as file:
-        return load_samples(file, path.name)
+        return load_samples(file, path.name, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,27 +181,29 @@ class SampleFile:
     """The path of the file in it, without `.part`."""
     count: int
     """Whole records to read."""
+    dtype: np.dtype[np.void] = SAMPLE_DTYPE
+    """What a record is: a sample, or what `loadgen.records.tokens` stores beside the samples."""
 
     def read(self) -> Samples:
         """At most `count` records. Raises `OSError`, `ValueError`."""
         with _open_stored(self.folder, self.name) as file:
-            return load_samples(file, self.name, self.count)
+            return load_samples(file, self.name, self.count, self.dtype)
 
     def at_most(self, count: int) -> SampleFile:
         """The same file, of which no more may be read. Raises `ValueError` if the memory does not hold so many."""
         count, free = min(self.count, count), psutil.virtual_memory().available
-        if count * SAMPLE_DTYPE.itemsize > free:
-            raise ValueError(f"{self.name} holds {count:,} samples, too many for the {free:,} bytes of free memory")
+        if count * self.dtype.itemsize > free:
+            raise ValueError(f"{self.name} holds {count:,} records, too many for the {free:,} bytes of free memory")
         return replace(self, count=count)
 
 
-def find_samples(folder: Path, name: str) -> SampleFile:
+def find_samples(folder: Path, name: str, dtype: np.dtype[np.void] = SAMPLE_DTYPE) -> SampleFile:
     """NAME.npy in a folder that another user may have made, or NAME.npy.part if only that exists, with the number of
     its whole records. Raises `OSError`, `ValueError`."""
     with _open_stored(folder, name) as file:
-        _read_header(file, name)
+        _read_header(file, name, dtype)
         stored_bytes = os.fstat(file.fileno()).st_size - file.tell()
-    return SampleFile(folder, name, max(stored_bytes, 0) // SAMPLE_DTYPE.itemsize)
+    return SampleFile(folder, name, max(stored_bytes, 0) // dtype.itemsize, dtype)
 
 
 def _open_stored(folder: Path, name: str) -> BinaryIO:
@@ -215,34 +217,37 @@ def _existing(path: Path) -> Path:
     return part_path(path) if not path.exists() and part_path(path).exists() else path
 
 
-def load_samples(file: BinaryIO, name: str, most: int | None = None) -> Samples:
+def load_samples(
+    file: BinaryIO, name: str, most: int | None = None, dtype: np.dtype[np.void] = SAMPLE_DTYPE
+) -> Samples:
     """Read all whole records of an open file, or the first `most`; `name` is for messages. Raises `ValueError`."""
-    _read_header(file, name)
-    content = file.read(-1 if most is None else most * SAMPLE_DTYPE.itemsize)
-    return np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
+    _read_header(file, name, dtype)
+    content = file.read(-1 if most is None else most * dtype.itemsize)
+    return np.frombuffer(content, dtype=dtype, count=len(content) // dtype.itemsize)
 
 
 def read_in_parts(file: BinaryIO, name: str) -> Iterator[Samples]:
     """All whole records of an open file, 64,000 at a time. Raises `ValueError`."""
-    _read_header(file, name)
+    _read_header(file, name, SAMPLE_DTYPE)
     while len(content := file.read(_PART_RECORDS * SAMPLE_DTYPE.itemsize)) >= SAMPLE_DTYPE.itemsize:
         yield np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
 
 
-def _read_header(file: BinaryIO, name: str) -> None:
-    """Raises `ValueError` unless samples follow."""
+def _read_header(file: BinaryIO, name: str, expected: np.dtype[np.void]) -> None:
+    """Raises `ValueError` unless such records follow."""
     try:
         np.lib.format.read_magic(file)
         _, _, dtype = np.lib.format.read_array_header_1_0(file)
     except (TokenError, SyntaxError) as exc:  # numpy parses the header as Python
         raise ValueError(f"{name} has no readable header: {exc}") from exc
-    if dtype != SAMPLE_DTYPE:
-        raise ValueError(f"{name} holds no samples but {dtype}")
+    if dtype != expected:
+        wanted = "samples" if expected == SAMPLE_DTYPE else f"records of {expected}"
+        raise ValueError(f"{name} holds no {wanted} but {dtype}")
 
 
-def _header(count: int) -> bytes:
+def _header(count: int, dtype: np.dtype[np.void] = SAMPLE_DTYPE) -> bytes:
     """A NumPy 1.0 header of fixed length, so that the final count overwrites the first one in place."""
-    text = repr({"descr": SAMPLE_DTYPE.descr, "fortran_order": False, "shape": (count,)}).encode("ascii")
+    text = repr({"descr": dtype.descr, "fortran_order": False, "shape": (count,)}).encode("ascii")
     body_bytes = _HEADER_BYTES - 10
     if len(text) >= body_bytes:
         raise ValueError("the sample record has outgrown its file header")

@@ -33,6 +33,7 @@ from loadgen.records.run import (
     Workload,
 )
 from loadgen.records.samples import SampleFile, Samples, find_samples
+from loadgen.records.tokens import ANSWER_DTYPE, EVENT_DTYPE, answers_name, events_name, is_beside_samples
 
 LOCK_NAME = ".running"
 _ADDED = "workloads.json"
@@ -156,15 +157,37 @@ class StoredBlock:
     workload: Workload
     stored: SampleFile | Samples | None
     problem: str | None = None
+    stored_events: SampleFile | Samples | None = None
+    """The chunks with tokens of a language model's block; None for other models, and where `problem` says so."""
+    stored_answers: SampleFile | Samples | None = None
+    """One row per sample of such a block."""
 
     @property
     def samples(self) -> Samples | None:
         """The samples, read anew: keep them no longer than you need them. Raises `StoredRunError` if they can no
         longer be read."""
-        if not isinstance(self.stored, SampleFile):
-            return self.stored
+        return self._read(self.stored)
+
+    @property
+    def events(self) -> Samples | None:
+        """The chunks with tokens, `EVENT_DTYPE`, read anew like `samples`; None without streamed tokens."""
+        events = self._read(self.stored_events)
+        if events is not None and len(events) and int(events["sample"].max()) >= self.record.requests:
+            raise StoredRunError(
+                f"samples of block {self.record.index}: a chunk belongs to a request that is not there"
+            )
+        return events
+
+    @property
+    def answers(self) -> Samples | None:
+        """What each streamed answer was, `ANSWER_DTYPE`, one row per sample; None without streamed tokens."""
+        return self._read(self.stored_answers)
+
+    def _read(self, stored: SampleFile | Samples | None) -> Samples | None:
+        if not isinstance(stored, SampleFile):
+            return stored
         try:
-            return self.stored.read()
+            return stored.read()
         except (OSError, ValueError) as exc:
             raise StoredRunError(f"samples of block {self.record.index}: {exc}") from exc
 
@@ -306,22 +329,32 @@ def read_block(
         raise StoredRunError(
             f"block {record.index} belongs to the workload {record.workload}, which the experiment does not have"
         )
+    workload = workloads[record.workload]
+    events: SampleFile | None = None
+    answers: SampleFile | None = None
     try:
         file = find_samples(directory, f"{folder}/{record.samples}")
         stored = file.at_most(max(0, record.requests) + 1)
+        if record.streamed:
+            events = find_samples(directory, f"{folder}/{events_name(record.samples)}", EVENT_DTYPE)
+            events = events.at_most(events.count)
+            answers = find_samples(directory, f"{folder}/{answers_name(record.samples)}", ANSWER_DTYPE)
+            answers = answers.at_most(max(0, record.requests) + 1)
     except (OSError, ValueError) as exc:
-        return StoredBlock(record, workloads[record.workload], None, f"samples of block {record.index}: {exc}")
+        return StoredBlock(record, workload, None, f"samples of block {record.index}: {exc}")
     problem = None
     if file.count != record.requests:
         problem = f"block {record.index} counted {record.requests} requests, its file holds {file.count}"
-    return StoredBlock(record, workloads[record.workload], stored, problem)
+    elif answers is not None and answers.count != record.requests:
+        problem = f"block {record.index} counted {record.requests} requests, {answers.count} answers are described"
+    return StoredBlock(record, workload, stored, problem, events, answers)
 
 
 def _read_partial(directory: Path, complete: set[str]) -> dict[str, int]:
     """The sample files that belong to none of the complete blocks; a broken one has no requests."""
     partial = {}
     for name in _files(directory, "samples"):
-        if name not in complete and name.endswith((".npy", ".npy.part")):
+        if name not in complete and name.endswith((".npy", ".npy.part")) and not is_beside_samples(name):
             partial[name] = 0
             with suppress(OSError, ValueError):
                 partial[name] = find_samples(directory, name).count
