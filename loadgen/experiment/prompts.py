@@ -1,9 +1,9 @@
 """The prompts that a language model is sent: token ids from a seed, so that each can be made again from its numbers.
 
-A workload has a few prepared prompts (`body_count`). Two requests never carry the same one: the first ids after a shared
-prefix are made from the request's number, so a cache of prompts finds nothing from the first id on. These ids are
-written with a fixed width, so that a prepared body is sent with a few bytes exchanged. Successive numbers give ids that
-look drawn at random: multiplying by a number without a common factor permutes all numbers below the capacity.
+A workload has a few prepared prompts (`body_count`). Two requests never carry the same one: the first ids after a
+shared prefix are made from the request's number, so a cache of prompts finds nothing from the first id on. These ids
+are written with a fixed width, so that a prepared body is sent with a few bytes exchanged. Successive numbers give ids
+that look random: multiplying by a number without a common factor permutes all numbers below the capacity.
 """
 
 from __future__ import annotations
