@@ -181,6 +181,10 @@ class GreenletSocket:
             except BlockingIOError:
                 self._wait(self._readable)
 
+    def expect_input(self) -> None:
+        """Make the next read wait first: for a stream, whose next piece is rarely there before it is asked for."""
+        self._nothing_to_read = True
+
     def has_input(self) -> bool:
         """Whether there is something to read now, or the end of the stream."""
         return bool(self._poll(0))
@@ -228,8 +232,8 @@ def open_socket(address: Address, timeout_s: float, protocol: AlpnProtocol = "ht
 class Deadline:
     """The time limit of a whole request; a socket's timeout limits single reads and writes only.
 
-    Early in a request the socket keeps its full timeout and nothing is set, because a system call for every read would
-    cost more than the read. So the last wait ends at most a sixteenth of the timeout late.
+    The socket's timeout is set at most 16 times per request, because a system call for every read would cost more than
+    the read. So the last wait ends at most a sixteenth of the timeout late.
     """
 
     __slots__ = ("_changed", "_end_ns", "_timeout_ns", "_young_until_ns")
@@ -256,6 +260,7 @@ class Deadline:
             raise TimeoutError
         self._changed = True
         connection.settimeout((self._end_ns - now_ns) / 1e9)
+        self._young_until_ns = min(self._end_ns, now_ns + (self._timeout_ns >> 4))
 
     def reset(self) -> None:
         """Call it when the socket is new or its timeout was changed elsewhere."""

@@ -79,6 +79,8 @@ class HttpConnection:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._exchange = Exchange()
+        self._keeps_coding = False
+        """Whether the chunks of a response stay in their coding."""
         self._last_head = _NO_HEAD
         """The head of an earlier response, with its form in lower case, its status and the end of its response: a
         server's answers to requests of a kind mostly begin with the same bytes."""
@@ -219,19 +221,15 @@ class HttpConnection:
             filled += self._read(connection, exchange, filled)
 
     def _receive_until_closed(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
-        count = 1
-        while count:
-            if filled == len(self._buffer):
-                self._grow(filled)
-            count = connection.recv_into(self._view[filled:])
-            self._deadline.check(connection)
+        while count := self._read_some(connection, exchange, filled):
             filled += count
         exchange.body = self._view[start:filled]
         exchange.response_bytes = filled
         self.close()
 
     def _receive_chunked(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
-        """Decodes chunks in place: the payload of every chunk moves to the end of the body so far."""
+        """Decodes chunks in place: the payload of every chunk moves to the end of the body so far. With `_keeps_coding`
+        it only finds the end."""
         body_end = cursor = start
 
         def line() -> bytes:
@@ -244,21 +242,13 @@ class HttpConnection:
             cursor = end + 2
             return text
 
-        while True:
-            size_text = line().partition(b";")[0].strip()
-            try:
-                size = int(size_text, 16)
-            except ValueError:
-                raise ResponseError(f"{MALFORMED}: a chunk without a size") from None
-            if size == 0:
-                break
-            if size < 0 or len(size_text) > _MOST_DIGITS:
-                raise ResponseError(f"{MALFORMED}: impossible chunk size")
+        while (size := chunk_size(line())) > 0:
             self._bound(cursor + size + 2)
             while filled < cursor + size + 2:
                 filled += self._read(connection, exchange, filled)
-            self._buffer[body_end : body_end + size] = self._buffer[cursor : cursor + size]
-            body_end += size
+            if not self._keeps_coding:
+                self._buffer[body_end : body_end + size] = self._buffer[cursor : cursor + size]
+                body_end += size
             cursor += size + 2
         for _ in range(_MOST_TRAILERS):
             if not line():
@@ -269,14 +259,19 @@ class HttpConnection:
         exchange.response_bytes = cursor
 
     def _read(self, connection: AnySocket, exchange: Exchange, filled: int) -> int:
+        count = self._read_some(connection, exchange, filled)
+        if count == 0:
+            moment = "in the middle of a response" if filled else "without a response"
+            raise ResponseError(f"connection closed by the server {moment}")
+        return count
+
+    def _read_some(self, connection: AnySocket, exchange: Exchange, filled: int) -> int:
+        """Read what there is behind the `filled` bytes; 0 at the end of the stream."""
         if filled == len(self._buffer):
             self._grow(filled)
         count = connection.recv_into(self._view[filled:] if filled else self._view)
         if exchange.first_byte_ns == 0:
             exchange.first_byte_ns = perf_counter_ns() if count else 0
-        if count == 0:
-            moment = "in the middle of a response" if filled else "without a response"
-            raise ResponseError(f"connection closed by the server {moment}")
         self._deadline.check(connection)
         return count
 
@@ -293,6 +288,18 @@ class HttpConnection:
         grown[:filled] = self._view[:filled]
         self._buffer = grown
         self._view = memoryview(grown)
+
+
+def chunk_size(line: bytes | bytearray) -> int:
+    """The size that the line before a chunk gives. Raises `ResponseError`."""
+    text = line.partition(b";")[0].strip()
+    try:
+        size = int(text, 16)
+    except ValueError:
+        raise ResponseError(f"{MALFORMED}: a chunk without a size") from None
+    if size < 0 or len(text) > _MOST_DIGITS:
+        raise ResponseError(f"{MALFORMED}: impossible chunk size")
+    return size
 
 
 def _closes(head: bytes) -> bool:
