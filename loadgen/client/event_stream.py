@@ -85,7 +85,8 @@ def _decoded(raw: bytes) -> tuple[bytes, list[int], list[int]]:
 
 def _split(body: bytes) -> Iterator[tuple[bytes, bytes, int]]:
     """The kind and the data of every event that an empty line ends, and where that line ends."""
-    kind, data = b"", []
+    kind = b""
+    data: list[bytes] = []
     start = len(_BYTE_ORDER_MARK) if body.startswith(_BYTE_ORDER_MARK) else 0
     for match in _LINE.finditer(body, start):
         line = match[1]

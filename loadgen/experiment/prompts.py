@@ -51,7 +51,7 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     low: Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
     """The smallest id in a prompt."""
     high: Annotated[int, msgspec.Meta(ge=1, le=MOST_ID)]
-    """All ids are smaller than this one."""
+    """The largest one."""
     seed: int
     shapes: tuple[PromptShape, ...] = ()
     """The shapes for which bodies are prepared."""
@@ -61,12 +61,12 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def vocabulary(self) -> int:
         """How many different ids prompts are made of."""
-        return self.high - self.low
+        return self.high - self.low + 1
 
     @property
     def width(self) -> int:
         """Digits of the largest id."""
-        return len(str(self.high - 1))
+        return len(str(self.high))
 
     def varying(self, shape: PromptShape) -> int:
         """How many ids of a prompt are made from its number."""
@@ -126,7 +126,7 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def _ids(self, count: int, *key: int) -> Ids:
         random = np.random.default_rng([self.seed & (2**64 - 1), *key])
-        return random.integers(self.low, self.high, count, dtype=np.int32)
+        return random.integers(self.low, self.high + 1, count, dtype=np.int32)
 
 
 @cache
