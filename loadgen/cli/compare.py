@@ -31,6 +31,12 @@ from loadgen.cli.output import (
 )
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.documents import one_line
+from loadgen.experiment.language import (
+    check_language,
+    choose_protocol,
+    measurable_language_scenarios,
+    token_workloads,
+)
 from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
 from loadgen.experiment.plan import (
     AS_SERVED,
@@ -50,7 +56,7 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings
-from loadgen.records.payloads import implied_payload, served_name
+from loadgen.records.payloads import TOKENS, implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
 
 if TYPE_CHECKING:
@@ -176,17 +182,23 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     from loadgen.verdict.thresholds import plan_conditions
 
     arms = make_arms(settings)
-    combinations = plan_combinations(arms, settings)
+    check_language(settings)
+    if settings.is_language:
+        transport, arms = choose_protocol(settings, arms)
+        combinations: tuple[Combination, ...] = (Combination(transport, TOKENS),)
+        workloads = token_workloads(settings, measurable_language_scenarios(settings, arms), gpu=expects_gpu(*arms))
+    else:
+        combinations = plan_combinations(arms, settings)
+        workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
     for arm, combination in product(arms, combinations):
         check_reachable(arm, combination.transport)
     check_stack(settings, arms, combinations)
     check_models(settings, arms)
     check_inputs(settings, combinations)
-    workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
     has_load = any(workload.has_blocks for workload in workloads)
     if expects_gpu(*arms) and not has_load:
         raise PlanError("the GPU verification needs a scenario with load; add one, as in --scenarios single,ramp")
-    starts_engines = has_own_engines(arms, settings.deployment)
+    starts_engines = has_own_engines(arms, settings.deployment) and not settings.is_language
     if settings.ceiling and not starts_engines:
         raise PlanError("--ceiling measures engines of servers that abserve starts, and it starts none; leave it out")
     if settings.ceiling and not has_load:
@@ -194,7 +206,8 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     check_restarts(settings, workloads)
     minutes = minutes_of(settings)
     plan_conditions(settings.fail_if, workloads, tuple(settings.arms))
-    is_matrix, full = settings.matrix or len(combinations) > 1, settings.preset == "full"
+    is_matrix = settings.matrix or len(combinations) > 1
+    full = settings.preset == "full" and not settings.is_language
 
     def experiment(combination: Combination) -> Experiment:
         asked = settings
@@ -233,7 +246,7 @@ def check_reachable(arm: ArmRequest, transport: Transport) -> None:
     from loadgen.client.grpc import parse_grpc_address
     from loadgen.client.tls import TlsError, tls_context
 
-    if arm.target in PLAIN and transport != "http":
+    if arm.target in PLAIN and transport in ("grpc", "shm"):
         raise PlanError(f"{option_of(arm.label)} {arm.target} serves HTTP only; use --transport http")
     if arm.embedded:
         return

@@ -47,7 +47,7 @@ _PLACEHOLDERS: dict[object, str] = {int: "N", float: "NUMBER", str: "TEXT"}
 S = TypeVar("S", bound=Settings)
 _MOST_LINES = 20
 """Most errors shown; a file with more usually has a single cause."""
-TARGET_REMEDY = "give native, triton, fastapi, litserve or the URL of a server"
+TARGET_REMEDY = "give native, triton, fastapi, litserve, vllm or the URL of a server"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

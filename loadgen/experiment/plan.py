@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 
@@ -21,6 +20,7 @@ from loadgen.experiment.settings import DEFAULT_SCENARIOS, ArmSettings, Experime
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import (
     EMBEDDED,
+    TRANSPORTS,
     Access,
     ArmRequest,
     Experiment,
@@ -205,7 +205,7 @@ class Combination:
 def plan_combinations(arms: Sequence[ArmRequest], settings: ExperimentSettings) -> tuple[Combination, ...]:
     """Every transport with every payload, in the order given; all of them in a matrix. Raises `PlanError` where an
     arm has its own payload and there are several."""
-    transports: tuple[Transport, ...] = settings.transport or (get_args(Transport) if settings.matrix else ("http",))
+    transports: tuple[Transport, ...] = settings.transport or (TRANSPORTS if settings.matrix else ("http",))
     every = settings.matrix and takes_images(settings.model)
     payloads = settings.payload or (IMAGE_PAYLOADS if every else (implied_payload(settings.model),))
     for arm in arms:
@@ -359,23 +359,8 @@ def make_workloads(
     ):
         if scenario in scenarios and not values:
             raise PlanError(f"the scenario {scenario} needs {option}, as in {option} {example}")
-    seconds, rounds, requests = preset.seconds, settings.rounds or least_rounds(settings), 1
-    if gpu:
-        seconds = max(seconds, GPU_BLOCK_S)
-        if settings.rounds is None:
-            rounds = max(rounds, math.ceil(GPU_WINDOW_S / seconds))
-        else:
-            seconds = max(seconds, GPU_WINDOW_S / rounds)
-        requests = math.ceil(GPU_REQUESTS / rounds)
-    single = Workload(
-        scenario="single",
-        batch_size=1,
-        concurrency=1,
-        requests=requests,
-        seconds=seconds,
-        max_seconds=max(preset.max_seconds, 2.0 * seconds),
-        rounds=rounds,
-    )
+    single = base_workload(settings, gpu=gpu)
+    seconds, requests = single.seconds, single.requests
     like_single = partial(msgspec.structs.replace, single)
     workloads: list[Workload] = []
     if "cold-start" in scenarios:
@@ -423,6 +408,33 @@ def make_workloads(
                 rounds=settings.rounds or preset.search_rounds,
             )
         )
+    return unique_names(workloads)
+
+
+def base_workload(settings: ExperimentSettings, *, gpu: bool = False, factor: float = 1.0) -> Workload:
+    """The workload of one user, from which the others are made; its blocks last `factor` times the preset's."""
+    preset = PRESETS[settings.preset]
+    seconds, rounds, requests = factor * preset.seconds, settings.rounds or least_rounds(settings), 1
+    if gpu:
+        seconds = max(seconds, GPU_BLOCK_S)
+        if settings.rounds is None:
+            rounds = max(rounds, math.ceil(GPU_WINDOW_S / seconds))
+        else:
+            seconds = max(seconds, GPU_WINDOW_S / rounds)
+        requests = math.ceil(GPU_REQUESTS / rounds)
+    return Workload(
+        scenario="single",
+        batch_size=1,
+        concurrency=1,
+        requests=requests,
+        seconds=seconds,
+        max_seconds=max(factor * preset.max_seconds, 2.0 * seconds),
+        rounds=rounds,
+    )
+
+
+def unique_names(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
+    """The workloads. Raises `PlanError` if two have the same name."""
     names = [workload.name for workload in workloads]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise PlanError(f"two workloads would both be called {twice}; give values that differ in six digits")
@@ -476,7 +488,7 @@ def decide_padding(
     `cannot_pad` says why an arm does not take `pad-to`; `pads_to` has the sizes of servers that run already. Raises
     `PlanError` for sizes that an arm which abserve starts cannot pad to.
     """
-    if experiment.deployment != "embedded":
+    if experiment.deployment != "embedded" or experiment.is_language:
         return experiment
     common = [arm for arm in experiment.arms if own_padding(arm) is None]
     if experiment.pad_to:

@@ -30,8 +30,17 @@ from pydantic import (
 
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.headers import read_headers
-from loadgen.records.payloads import DEFAULT_MODEL, Payload
-from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Record, Scenario, Transport
+from loadgen.records.payloads import DEFAULT_MODEL, Payload, is_language
+from loadgen.records.run import (
+    REQUEST_TIMEOUT_S,
+    TOKEN_TRANSPORTS,
+    DeploymentKind,
+    Record,
+    Scenario,
+    TokenLimits,
+    TokenTransport,
+    Transport,
+)
 from loadgen.stats.percentiles import queries_needed
 
 MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "Load", "Measurement", "Output")
@@ -39,7 +48,10 @@ MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "L
 REPEATED = "repeated"
 """Marks a tuple whose values hold commas or spaces: the option is given once per value and has no variable."""
 DEFAULT_SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
+LANGUAGE_SCENARIOS: tuple[Scenario, ...] = ("single", "concurrent")
+LANGUAGE_USERS = (4, 16)
 DEFAULT_PROJECT = "abserve"
+_MOST_LIMIT_MS = 3_600_000.0
 
 
 def in_panel(panel: str) -> Callable[..., Any]:
@@ -80,6 +92,30 @@ def _sizes_or(word: str) -> BeforeValidator:
     return BeforeValidator(checked)
 
 
+def read_limits(text: str) -> TokenLimits:
+    """Limits of a good answer, such as ttft=200ms,tpot=50ms,gap=1s. Raises `ValueError`."""
+    limits: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        parsed = re.fullmatch(r"(ttft|tpot|gap) *= *([0-9]+(?:\.[0-9]+)?) *(ms|s)", part)
+        if parsed is None:
+            raise ValueError(f"{part!r} is no limit; write them as in ttft=200ms,tpot=50ms,gap=1s")
+        name, value = f"{parsed[1]}_ms", float(parsed[2]) * (1000.0 if parsed[3] == "s" else 1.0)
+        if name in limits:
+            raise ValueError(f"{parsed[1]} is given twice; give each limit once")
+        if not 0.0 < value <= _MOST_LIMIT_MS:
+            raise ValueError(f"{part!r} must be above 0 and at most an hour")
+        limits[name] = value
+    if not limits:
+        raise ValueError("give at least one limit, as in ttft=200ms,tpot=50ms")
+    return TokenLimits(**limits)
+
+
+def _checked_limits(value: object) -> str:
+    """In a file the limits may also be a mapping: {ttft: 200ms, tpot: 50ms}."""
+    text = ",".join(f"{name}={limit}" for name, limit in value.items()) if isinstance(value, dict) else str(value)
+    return str(read_limits(text))
+
+
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -103,6 +139,7 @@ Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ..
 Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], SEPARATED]
 Lengths = Annotated[str, _sizes_or("text")]
 Buckets = Annotated[str, _sizes_or("none")]
+Limits = Annotated[str, BeforeValidator(_checked_limits)]
 Headers = Annotated[dict[str, SkipValidation[str]], BeforeValidator(_read_headers), PlainSerializer(_shown_headers)]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_listed), REPEATED]
 
@@ -134,12 +171,15 @@ class ArmSettings(Settings):
     """One arm; in a file its target is enough. On the command line --a, --a-option, --a-payload and so on."""
 
     target: str = Field(
-        description="Server of arm {arm}: native, triton, fastapi, litserve or the URL of a running server."
+        description="Server of arm {arm}: native, triton, fastapi, litserve, vllm or the URL of a running server."
     )
     options: dict[str, Annotated[str, BeforeValidator(_text_of)]] = Field(
         default={}, description="Set an option of `abserve serve` for arm {arm}; repeatable."
     )
     payload: Payload | None = Field(None, description="Send arm {arm} another payload; then no winner is named.")
+    transport: TokenTransport | None = Field(
+        None, description="Protocol of arm {arm}, if it serves a language model and the arms have none in common."
+    )
     grpc: str | None = Field(
         None, description="gRPC address of arm {arm}, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."
     )
@@ -188,6 +228,12 @@ def _as_mapping(arm: object) -> Any:
     return {"target": arm} if isinstance(arm, str) else arm
 
 
+LANGUAGE_DEFAULTS: dict[str, Any] = {
+    "scenarios": LANGUAGE_SCENARIOS, "concurrency": LANGUAGE_USERS, "handicap_check": False,
+}  # fmt: skip
+"""The defaults of a comparison of language models where they differ."""
+
+
 class ExperimentSettings(Settings):
     """One experiment as asked for, with every default filled in."""
 
@@ -198,7 +244,9 @@ class ExperimentSettings(Settings):
         description="Model: SOURCE:NAME (see `abserve models`), a file or folder, or the name on the URLs.",
     )
     transport: Transports | None = _main(
-        None, description="http, grpc or shm (default: http); several run one comparison each."
+        None,
+        description="http, grpc or shm (default: http); several run one comparison each. Of a language model "
+        "completions or generate_stream (default: the first of these that all arms speak).",
     )
     payload: Payloads | None = _load(
         None,
@@ -216,7 +264,8 @@ class ExperimentSettings(Settings):
     scenarios: Scenarios = _main(
         DEFAULT_SCENARIOS,
         description="Choose from cold-start, single, batched, concurrent, ramp, open (see --rates) and slo "
-        "(see --slo-p99-ms).",
+        "(see --slo-p99-ms); of a language model from cold-start, single, concurrent, long-prompt, long-answer, open, "
+        "goodput and shared-prefix (default: single, concurrent).",
     )
     preset: Literal["smoke", "quick", "full"] = _main(
         "quick",
@@ -260,7 +309,28 @@ class ExperimentSettings(Settings):
         description="Batch sizes of the scenario batched (8 with --preset smoke); servers that are started accept at "
         "least the largest.",
     )
-    concurrency: Sizes = _load((16,), description="Numbers of users of the scenario concurrent.")
+    concurrency: Sizes = _load(
+        (16,), description="Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model)."
+    )
+    prompt_tokens: int | None = _load(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="Tokens per prompt of a language model (default: 32, on a GPU 128 or 256; long-prompt: 2048).",
+    )
+    output_tokens: int | None = _load(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="Tokens per answer of a language model (default: 64, on a GPU 128 or 256; long-answer: 1024).",
+    )
+    limits: Limits | None = _load(
+        None,
+        description="Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s.",
+    )
+    price: float | None = _load(
+        None, gt=0.0, le=1e6, description="Price of the machine per hour, for the cost of a language model's tokens."
+    )
     requests: int = _load(1, ge=1, description="Fewest requests per block of the scenario concurrent.")
     rates: Rates = _load(
         (), description="Open loop: send this many requests/s whatever the server does; one workload per rate."
@@ -335,6 +405,18 @@ class ExperimentSettings(Settings):
         """A batch of 32 takes longer than the whole rest of a smoke run."""
         is_smoke = isinstance(value, dict) and value.get("preset") == "smoke"
         return {"batch_sizes": (8,), **value} if is_smoke else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_language_models(cls, value: Any) -> Any:
+        generates = isinstance(value, dict) and is_language(str(value.get("model", "")))
+        return LANGUAGE_DEFAULTS | value if generates else value
+
+    @property
+    def is_language(self) -> bool:
+        """Whether it compares servers of a language model: by the model's reference, or by a transport of tokens."""
+        transports = (*(self.transport or ()), *(arm.transport for arm in self.arms.values()))
+        return is_language(self.model) or any(transport in TOKEN_TRANSPORTS for transport in transports)
 
     @field_validator("arms", mode="before")
     @classmethod

@@ -13,8 +13,12 @@ IMAGE_PAYLOADS: tuple[ImagePayload, ...] = get_args(ImagePayload)
 Payload = Literal["tensors", "fp32", "uint8", "jpeg"]
 PAYLOADS: tuple[Payload, ...] = get_args(Payload)
 """All payloads; of a model that takes no images only its own tensors."""
-OWN_TENSORS = ("tensors", "fp32")
-"""The payloads that send a model's own tensors."""
+TOKENS = "tokens"
+"""What a language model's requests carry: token ids, or words for a server that takes text only."""
+OWN_TENSORS = ("tensors", "fp32", TOKENS)
+"""The payloads that send a model's own tensors, or its tokens."""
+LANGUAGE = "language:"
+"""How references to language models begin."""
 
 DEFAULT_MODEL, DEFAULT_NAME = "open_clip:ViT-B-32", "openclip_vit_b32"
 """The default model, and the name under which it is served."""
@@ -50,8 +54,16 @@ def reference(model: str, inputs: str | None = None) -> str:
     return model
 
 
+def is_language(model: str) -> bool:
+    """Whether a reference is that of a language model, which streams tokens."""
+    return model.startswith(LANGUAGE)
+
+
 def served_as(model: str) -> str:
-    """The name under which abserve serves a model, given by reference or already by that name."""
+    """The name under which abserve serves a model, given by reference or already by that name. A language model is
+    served without its source: demo for language:demo, and by the folder's name for language:/path/to/folder."""
+    if is_language(model):
+        model = model.removeprefix(LANGUAGE).rstrip("/").rpartition("/")[2]
     return DEFAULT_NAME if is_default(model) else re.sub(r"[^a-z0-9]+", "_", model.lower()).strip("_")
 
 
@@ -61,14 +73,20 @@ def is_reference(model: str) -> bool:
 
 
 def served_name(model: str, payload: str) -> str | None:
-    """The model's name on a server that abserve does not start; None for a reference, which does not tell it."""
+    """The model's name on a server that abserve does not start; None for a reference, which does not tell it, unless
+    it is that of a language model."""
+    if is_language(model):
+        return served_as(model)
     if is_default(model):
         return variant_name(DEFAULT_NAME if model == DEFAULT_MODEL else model, payload)
     return None if is_reference(model) else model
 
 
 def implied_payload(model: str) -> str:
-    """The default payload: for a model of images fp32 or the one in its name, for any other model its tensors."""
+    """The default payload: for a model of images fp32 or the one in its name, for a language model its tokens, for any
+    other model its tensors."""
+    if is_language(model):
+        return TOKENS
     if is_default(model):
         return next((payload for payload in IMAGE_PAYLOADS[1:] if model.endswith(f"_{payload}")), "fp32")
     return "fp32" if model.startswith(_IMAGE_SOURCES) else "tensors"
@@ -76,7 +94,7 @@ def implied_payload(model: str) -> str:
 
 def takes_images(model: str) -> bool:
     """Whether a model's name says that it takes images, so that a matrix has all their payloads."""
-    return implied_payload(model) != "tensors"
+    return implied_payload(model) not in ("tensors", TOKENS)
 
 
 def inputs_in_brief(about: Mapping[str, str | int], swept: Iterable[int] = ()) -> str:

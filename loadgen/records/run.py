@@ -28,7 +28,9 @@ from loadgen.records.payloads import served_name
 
 Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
-Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp"]
+LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
+"""Scenarios of language models alone."""
+Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp", LanguageScenario]
 Arrivals = Literal["closed", "constant", "poisson"]
 TensorTransport = Literal["http", "grpc", "shm"]
 TRANSPORTS: tuple[TensorTransport, ...] = get_args(TensorTransport)
@@ -39,10 +41,10 @@ TOKEN_TRANSPORTS: tuple[TokenTransport, ...] = get_args(TokenTransport)
 Transport = Literal[TensorTransport, TokenTransport]
 DeploymentKind = Literal["embedded", "compose"]
 
-EMBEDDED = ("native", "triton", "fastapi", "litserve")
+EMBEDDED = ("native", "triton", "fastapi", "litserve", "vllm")
 """Targets that abserve starts itself."""
-PLAIN = ("fastapi", "litserve")
-"""Of these, the servers as people write them: HTTP alone, and no padding."""
+PLAIN = ("fastapi", "litserve", "vllm")
+"""Of these, the servers that speak HTTP alone and cannot pad batches."""
 MODEL_WEIGHTS = "the model's default"
 """Recorded as the weights when none were asked for."""
 
@@ -148,6 +150,8 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     """How a server given by URL is reached."""
     model: str | None = None
     """If it differs from the experiment's: a reference for a server that abserve starts, the name on one at a URL."""
+    transport: TokenTransport | None = None
+    """If it differs from the experiment's, because the arms of a language model have no protocol in common."""
 
     @property
     def tls_addresses(self) -> tuple[str, ...]:
@@ -169,6 +173,22 @@ def body_count(batch_size: int) -> int:
     """How many different requests a workload sends in turn: enough that no cache can hold one response, few enough to
     fit into memory."""
     return max(4, 32 // batch_size)
+
+
+class TokenLimits(Record, frozen=True, kw_only=True):
+    """The limits of a good answer of a language model; None: no limit."""
+
+    ttft_ms: float | None = None
+    """From the intended start to the first token."""
+    tpot_ms: float | None = None
+    """Mean time per token after the first chunk."""
+    gap_ms: float | None = None
+    """The longest gap between two chunks."""
+
+    def __str__(self) -> str:
+        """The limits as they are asked for: ttft=200ms,tpot=50ms; empty without any."""
+        values = (("ttft", self.ttft_ms), ("tpot", self.tpot_ms), ("gap", self.gap_ms))
+        return ",".join(f"{name}={value:g}ms" for name, value in values if value is not None)
 
 
 class Workload(Record, frozen=True, kw_only=True):
@@ -194,11 +214,22 @@ class Workload(Record, frozen=True, kw_only=True):
     """X of a search for the highest Poisson rate with p99 ≤ X (the scenario slo)."""
     sequence_length: int | None = None
     """The length of all items; None: of the lengths that the samples have, or of a model without such an axis."""
+    prompt_tokens: int | None = None
+    """Tokens of every prompt of a language model; None for other models, like the rest."""
+    output_tokens: int | None = None
+    """Tokens that every answer must have."""
+    shared_prefix: int = 0
+    """The first tokens of every prompt, which are the same in all of them; the rest differs."""
+    rate_share: float | None = None
+    """An open loop's rate as a share of the rate at which the slowest arm answers a closed loop; that is measured in
+    the warm-up, and `rate_per_s` is None until then."""
+    limits: TokenLimits | None = None
+    """The limits of a good answer, of which goodput counts; without them every whole answer is good."""
 
     @property
     def has_blocks(self) -> bool:
         """Whether it consists of blocks at a planned load; cold starts, searches and ramps do not."""
-        return self.scenario not in ("cold-start", "slo", "ramp")
+        return self.scenario not in ("cold-start", "slo", "ramp", "goodput")
 
     @property
     def is_open(self) -> bool:
@@ -207,9 +238,14 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms), ramp."""
+        """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms), ramp;
+        poisson(50 %) of the slower arm's rate."""
         if self.latency_bound_ms is not None:
             return f"slo(p99≤{self.latency_bound_ms:g}ms)"
+        if self.scenario == "goodput":
+            return f"goodput({self.limits or 'whole'})"
+        if self.rate_share is not None:
+            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_share:.0%})"
         if self.is_open:
             batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
             return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{batch})"
@@ -281,6 +317,13 @@ class Experiment(Record, frozen=True, kw_only=True):
     """The user's own inputs: a folder, a file, or random."""
     sequence_length: str | None = None
     """The lengths of the samples as asked for: text, or numbers."""
+    price: float | None = None
+    """Price of the machine per hour, in any currency, for the cost of a language model's tokens."""
+
+    @property
+    def is_language(self) -> bool:
+        """Whether the arms serve a language model: prompts go to them, and streamed tokens come back."""
+        return self.transport in TOKEN_TRANSPORTS
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -313,6 +356,9 @@ class Experiment(Record, frozen=True, kw_only=True):
 
     def payload_of(self, arm: ArmRequest) -> str:
         return arm.payload or self.payload
+
+    def transport_of(self, arm: ArmRequest) -> Transport:
+        return arm.transport or self.transport
 
     @property
     def lengths(self) -> tuple[int, ...]:

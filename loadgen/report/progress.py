@@ -119,8 +119,8 @@ class RichProgress(MovingLine, RunProgress):
         """Name the server behind an arm."""
         self._say(f"{shown(record.label)} is {record.title} at {record.url}")
 
-    def padding_decided(self, rule: str) -> None:
-        """Say what may share a batch."""
+    def rule_decided(self, rule: str) -> None:
+        """Say what holds for all arms."""
         self._say(rule)
 
     def inputs_ready(self, about: Mapping[str, str | int]) -> None:

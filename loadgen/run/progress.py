@@ -36,8 +36,8 @@ class RunProgress:
     def now(self, text: str) -> None:
         """The current step."""
 
-    def padding_decided(self, rule: str) -> None:
-        """How the servers pad batches, in a sentence, before they start."""
+    def rule_decided(self, rule: str) -> None:
+        """What holds for all arms, in a sentence, before they start: how they pad batches, or their protocol."""
 
     def inputs_ready(self, about: Mapping[str, str | int]) -> None:
         """The inputs are made, as described in the stored environment."""

@@ -107,7 +107,7 @@ def _run_phases(context: RunContext) -> None:
     about = {} if inputs is None else describe_inputs(inputs, experiment.seed)
     store.write(read_environment({"status": "unknown"}, about))
     if rule := padding_in_words(experiment, int(about.get("length_max", 0))):
-        progress.padding_decided(rule)
+        progress.rule_decided(rule)
     if experiment.deployment == "embedded":
         context.enter("exporting the model")
         export_artefacts(experiment, store, progress.now, context.abserve)

@@ -145,7 +145,7 @@ def test_an_option_goes_over_a_printed_file(tmp_path: Path) -> None:
 def test_half_an_arm_on_the_command_line_is_refused_by_its_option(tmp_path: Path) -> None:
     status, output = run("--c-option", "x=1", "--out", str(tmp_path / "run"))
     assert status == 2
-    assert "--c: give native, triton, fastapi, litserve or the URL of a server" in " ".join(output.split())
+    assert "--c: give native, triton, fastapi, litserve, vllm or the URL of a server" in " ".join(output.split())
 
 
 def test_an_option_for_a_letter_beside_named_arms_is_refused_as_that(tmp_path: Path) -> None:
@@ -177,11 +177,11 @@ def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path:
         ("i: native\n", "e.yaml: unknown key i"),
         (
             "c: {options: {x: 1}}\n",
-            "e.yaml: arms.c.target: give native, triton, fastapi, litserve or the URL of a server",
+            "e.yaml: arms.c.target: give native, triton, fastapi, litserve, vllm or the URL of a server",
         ),
         (
             "arms: {torch: native, onnx: {payload: jpeg}}\n",
-            "e.yaml: arms.onnx.target: give native, triton, fastapi, litserve or the URL",
+            "e.yaml: arms.onnx.target: give native, triton, fastapi, litserve, vllm or the URL",
         ),
         (
             "arms: {torch: native, onnx: {target: native, option: {}}}\n",

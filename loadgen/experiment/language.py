@@ -1,0 +1,243 @@
+"""A comparison of servers of a language model: which protocol each arm speaks, and the workloads with their lengths.
+
+Prompts go out as token ids and answers come back as token ids, over one of two protocols: OpenAI's completions, or
+Triton's generate extension. All arms get one protocol if they have one in common. Then they get the same prompts in the
+same bytes; otherwise each arm gets its own protocol, and a check names the difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from loadgen.experiment.plan import PRESETS, PlanError, base_workload, unique_names
+from loadgen.experiment.settings import LANGUAGE_USERS, ExperimentSettings, read_limits
+from loadgen.records.run import (
+    TOKEN_TRANSPORTS,
+    ArmRequest,
+    Scenario,
+    TokenTransport,
+    Workload,
+    option_of,
+    shown,
+)
+
+SPOKEN: Mapping[str, tuple[TokenTransport, ...]] = {
+    "native": TOKEN_TRANSPORTS,
+    "triton": ("generate_stream",),
+    "fastapi": TOKEN_TRANSPORTS,
+    "vllm": ("completions",),
+}
+"""The protocols of the servers that abserve starts; servers at URLs are asked (`loadgen.launch.discovery`)."""
+_TITLES: Mapping[TokenTransport, str] = {
+    "completions": "OpenAI's completions",
+    "generate_stream": "Triton's generate_stream",
+}
+SHORT, LONG = (32, 64), (128, 128)
+"""Tokens of a prompt and of its answer on a CPU, and of a single user's on a GPU."""
+CONCURRENT = (256, 256)
+"""Those of several users on a GPU."""
+LONG_PROMPT, LONG_ANSWER = (2048, 64), (64, 1024)
+GPU_USERS = 64
+RATE_SHARES = (0.5, 0.8)
+"""Rates of the open loop as shares of the slowest arm's rate, where --rates names none."""
+SHARED_SHARE = 0.75
+"""The part of each prompt that all prompts have in common in the scenario shared-prefix."""
+BLOCK_FACTOR = 3.0
+"""Answers of many tokens take longer than those of other models, so that blocks do too."""
+_MEANT_FOR_TENSORS = (
+    ("payload", "a language model gets prompts as token ids"),
+    ("inputs", "abserve makes the prompts; set their length with --prompt-tokens"),
+    ("sequence_length", "set the lengths with --prompt-tokens and --output-tokens"),
+    ("pad_to", "servers of language models do not pad"),
+    ("slo_p99_ms", "search with --scenarios goodput and --limits"),
+    ("batch_sizes", "a request has one prompt; use --concurrency"),
+    ("explain", "ablations for language models do not exist yet"),
+    ("ceiling", "engines of language models are measured by `abserve engines`"),
+    ("handicap_check", "it does not exist for language models"),
+    ("matrix", "language models have one payload"),
+)
+_SCENARIOS: tuple[Scenario, ...] = (
+    "cold-start", "single", "concurrent", "long-prompt", "long-answer", "open", "goodput", "shared-prefix"
+)  # fmt: skip
+
+
+def check_language(settings: ExperimentSettings) -> None:
+    """Raises `PlanError` for settings without effect on language models; for other models for those of language
+    models."""
+    if not settings.is_language:
+        _check_tensors(settings)
+        return
+    for name, reason in _MEANT_FOR_TENSORS:
+        if name in settings.model_fields_set and getattr(settings, name) not in (None, (), False):
+            option = f"--{name.replace('_', '-')}"
+            raise PlanError(f"{option} has no effect on a language model: {reason}; leave it out")
+    if settings.deployment == "compose":
+        raise PlanError("--deployment compose serves no language models; leave it out")
+    if other := next((name for name in settings.scenarios if name not in _SCENARIOS), None):
+        raise PlanError(f"the scenario {other} is not for language models; choose from {', '.join(_SCENARIOS)}")
+    asked = settings.transport or TOKEN_TRANSPORTS[:1]
+    if len(asked) > 1 or asked[0] not in TOKEN_TRANSPORTS:
+        raise PlanError(
+            f"--transport {','.join(asked)}: a language model is reached over completions or "
+            "generate_stream; give one of them"
+        )
+    for label, arm in settings.arms.items():
+        if arm.payload is not None:
+            raise PlanError(f"{option_of(label, 'payload')} has no effect on a language model; leave it out")
+
+
+def _check_tensors(settings: ExperimentSettings) -> None:
+    for name in ("prompt_tokens", "output_tokens", "limits", "price"):
+        if getattr(settings, name) is not None:
+            raise PlanError(
+                f"--{name.replace('_', '-')} is for language models, and {settings.model} is none; name one as in "
+                "--model language:demo"
+            )
+    if other := next((name for name in settings.scenarios if name in _SCENARIOS[3:] and name != "open"), None):
+        raise PlanError(
+            f"the scenario {other} is for language models, and {settings.model} is none; name one as in --model "
+            "language:demo"
+        )
+    for label, arm in settings.arms.items():
+        if arm.target == "vllm":
+            raise PlanError(
+                f"{option_of(label)} vllm serves language models only; name one as in --model language:demo"
+            )
+
+
+def choose_protocol(
+    settings: ExperimentSettings, arms: Sequence[ArmRequest]
+) -> tuple[TokenTransport, tuple[ArmRequest, ...]]:
+    """The protocol of the comparison, and the arms with their own where they cannot speak it: what was asked for, else
+    the first protocol that all arms speak, else A's. Raises `PlanError` for an arm that does not speak the one asked
+    for."""
+    spoken = {arm.label: _spoken_by(arm) for arm in arms}
+    asked = None if settings.transport is None else settings.transport[0]
+    common = [transport for transport in TOKEN_TRANSPORTS if all(transport in able for able in spoken.values())]
+    wanted = [transport for transport in TOKEN_TRANSPORTS if transport == asked]
+    chosen = next(iter([*wanted, *common]), spoken[arms[0].label][0])
+    with_own = []
+    for arm in arms:
+        able = spoken[arm.label]
+        if asked is not None and asked not in able and arm.transport is None:
+            raise PlanError(
+                f"{option_of(arm.label)} {arm.target} speaks {' and '.join(able)} only; leave --transport {asked} out"
+            )
+        with_own.append(msgspec.structs.replace(arm, transport=None if chosen in able else able[0]))
+    return chosen, tuple(with_own)
+
+
+def _spoken_by(arm: ArmRequest) -> tuple[TokenTransport, ...]:
+    """The protocols of an arm. Raises `PlanError` for a server that serves no language models."""
+    able = SPOKEN.get(arm.target, () if arm.embedded else TOKEN_TRANSPORTS)
+    if not able:
+        raise PlanError(
+            f"{option_of(arm.label)} {arm.target} serves no language models; choose from {', '.join(SPOKEN)}, or a URL"
+        )
+    if arm.transport is None:
+        return able
+    if arm.transport not in able:
+        raise PlanError(
+            f"{option_of(arm.label, 'transport')} {arm.transport}: {arm.target} speaks {' and '.join(able)} only"
+        )
+    return (arm.transport,)
+
+
+def protocol_in_words(transport: TokenTransport, arms: Sequence[ArmRequest]) -> str:
+    """Which protocol the arms get, for the first screen."""
+    spoken = {shown(arm.label): _TITLES[arm.transport or transport] for arm in arms}
+    if len(set(spoken.values())) == 1:
+        return f"all arms get the same prompts as token ids, over {_TITLES[transport]}"
+    each = ", ".join(f"{label} over {title}" for label, title in spoken.items())
+    return f"the arms have no protocol in common, so each gets its own: {each}"
+
+
+def token_workloads(
+    settings: ExperimentSettings, scenarios: Sequence[Scenario] = (), *, gpu: bool = False
+) -> tuple[Workload, ...]:
+    """The workloads of a language model in the order of the report. `gpu`: an arm may run on one. Raises
+    `PlanError`."""
+    scenarios, preset = scenarios or settings.scenarios, PRESETS[settings.preset]
+    limits = None if settings.limits is None else read_limits(settings.limits)
+    base = msgspec.structs.replace(base_workload(settings, gpu=gpu, factor=BLOCK_FACTOR), limits=limits)
+
+    def like(scenario: Scenario, lengths: tuple[int, int], **more: object) -> Workload:
+        prompt, output = lengths
+        return msgspec.structs.replace(base, scenario=scenario, prompt_tokens=prompt, output_tokens=output, **more)
+
+    def lengths(default: tuple[int, int]) -> tuple[int, int]:
+        return settings.prompt_tokens or default[0], settings.output_tokens or default[1]
+
+    alone, several = lengths(LONG if gpu else SHORT), lengths(CONCURRENT if gpu else SHORT)
+    users = sorted({*settings.concurrency, *((GPU_USERS,) if gpu and settings.concurrency == LANGUAGE_USERS else ())})
+    workloads: list[Workload] = []
+    if "cold-start" in scenarios:
+        workloads.append(
+            like("cold-start", alone, requests=1, seconds=0.0, max_seconds=300.0, rounds=preset.cold_starts)
+        )
+    if "single" in scenarios:
+        workloads.append(like("single", alone))
+    if "concurrent" in scenarios:
+        workloads += [
+            like("concurrent", several, concurrency=n, requests=max(settings.requests, base.requests, n)) for n in users
+        ]
+    if "long-prompt" in scenarios:
+        workloads.append(like("long-prompt", (LONG_PROMPT[0], settings.output_tokens or LONG_PROMPT[1])))
+    if "long-answer" in scenarios:
+        workloads.append(like("long-answer", (settings.prompt_tokens or LONG_ANSWER[0], LONG_ANSWER[1])))
+    if "shared-prefix" in scenarios:
+        shared = like("shared-prefix", several, concurrency=max(1, min(users)))
+        prefix = int(SHARED_SHARE * several[0])
+        workloads.append(msgspec.structs.replace(shared, shared_prefix=prefix))
+    if "open" in scenarios or settings.rates:
+        due = max(settings.open_seconds, base.seconds)
+        open_loop = partial(
+            like, "open", several, concurrency=settings.connections, seconds=due, arrivals=settings.arrivals,
+            max_seconds=max(due, base.max_seconds),
+        )  # fmt: skip
+        rates = sorted(set(settings.rates))
+        workloads += [open_loop(rate_per_s=float(rate)) for rate in rates]
+        workloads += [open_loop(rate_share=share) for share in (() if rates else RATE_SHARES)]
+    if "goodput" in scenarios:
+        if limits is None:
+            raise PlanError("the scenario goodput needs --limits, as in --limits ttft=200ms,tpot=50ms")
+        raise PlanError("the search for goodput does not exist yet; use --scenarios open with --limits")
+    return unique_names(workloads)
+
+
+def with_rates(workloads: Sequence[Workload], request_seconds: Mapping[str, float]) -> tuple[Workload, ...]:
+    """The workloads with the rates of open loops that were asked for as shares, by the seconds per request and user of
+    each closed loop on the slowest arm."""
+    rates = [
+        workload.concurrency / request_seconds[workload.name]
+        for workload in workloads
+        if workload.name in request_seconds and request_seconds[workload.name] > 0.0
+    ]
+    capacity = max((rate for rate in rates if math.isfinite(rate)), default=1.0)
+    return tuple(
+        workload
+        if workload.rate_share is None
+        else msgspec.structs.replace(workload, rate_per_s=float(f"{workload.rate_share * capacity:.3g}"))
+        for workload in workloads
+    )
+
+
+def measurable_language_scenarios(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> tuple[Scenario, ...]:
+    """The scenarios. Raises `PlanError` for cold starts of servers that abserve cannot start."""
+    if "cold-start" in settings.scenarios and not all(arm.embedded for arm in arms):
+        raise PlanError("cold starts need servers that abserve starts; leave cold-start out of --scenarios with a URL")
+    return settings.scenarios
+
+
+def longest_answer(workloads: Sequence[Workload]) -> int:
+    """The most tokens of a prompt and its answer together."""
+    return max(((w.prompt_tokens or 0) + (w.output_tokens or 0) for w in workloads), default=0)
+
+
+def most_users(workloads: Sequence[Workload]) -> int:
+    """The most requests that a load has in flight."""
+    return max((workload.concurrency for workload in workloads), default=1)

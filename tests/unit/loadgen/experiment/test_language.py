@@ -1,0 +1,157 @@
+"""Comparisons of language models: protocols, lengths, limits, refused settings. Other models are planned as before."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadgen.cli.compare import plan_experiment
+from loadgen.experiment.language import (
+    check_language,
+    choose_protocol,
+    protocol_in_words,
+    token_workloads,
+    with_rates,
+)
+from loadgen.experiment.plan import PlanError, make_arms
+from loadgen.experiment.settings import ExperimentSettings, read_limits
+from loadgen.records.payloads import implied_payload, served_name
+from loadgen.records.run import Experiment, TokenLimits, Workload
+
+
+def settings_of(**settings: object) -> ExperimentSettings:
+    return ExperimentSettings.model_validate({"model": "language:demo", **settings})
+
+
+def experiment_of(**settings: object) -> Experiment:
+    return plan_experiment(settings_of(**settings)).runs[0][1]
+
+
+def test_the_default_has_one_four_and_sixteen_users() -> None:
+    workloads = token_workloads(settings_of())
+    assert [workload.name for workload in workloads] == ["single", "concurrent(4)", "concurrent(16)"]
+    assert {(workload.prompt_tokens, workload.output_tokens) for workload in workloads} == {(32, 64)}
+
+
+def test_a_gpu_gets_longer_answers_and_more_users() -> None:
+    workloads = {workload.name: workload for workload in token_workloads(settings_of(), gpu=True)}
+    assert [*workloads] == ["single", "concurrent(4)", "concurrent(16)", "concurrent(64)"]
+    assert (workloads["single"].prompt_tokens, workloads["single"].output_tokens) == (128, 128)
+    assert (workloads["concurrent(64)"].prompt_tokens, workloads["concurrent(64)"].output_tokens) == (256, 256)
+    assert [load.name for load in token_workloads(settings_of(scenarios="concurrent", concurrency=2), gpu=True)] == [
+        "concurrent(2)"
+    ]
+
+
+def test_every_scenario_has_its_lengths() -> None:
+    asked = settings_of(scenarios="single,long-prompt,long-answer,shared-prefix", prompt_tokens=100, output_tokens=10)
+    lengths = {load.name: (load.prompt_tokens, load.output_tokens) for load in token_workloads(asked)}
+    assert lengths == {
+        "single": (100, 10), "long-prompt": (2048, 10), "long-answer": (100, 1024), "shared-prefix": (100, 10),
+    }  # fmt: skip
+    assert token_workloads(asked)[-1].shared_prefix == 75
+
+
+def test_rates_of_open_loops_follow_from_the_slowest_arm() -> None:
+    workloads = token_workloads(settings_of(scenarios="concurrent,open", limits="ttft=200ms"))
+    assert [workload.name for workload in workloads[2:]] == ["poisson(50%)", "poisson(80%)"]
+    assert all(workload.rate_per_s is None for workload in workloads[2:])
+    rated = with_rates(workloads, {"concurrent(4)": 1.0, "concurrent(16)": 2.0})
+    assert [workload.rate_per_s for workload in rated] == [None, None, 4.0, 6.4]
+    assert [workload.name for workload in rated] == [workload.name for workload in workloads]
+    assert {workload.limits for workload in rated} == {TokenLimits(ttft_ms=200.0)}
+    given = token_workloads(settings_of(scenarios="open", rates="2,5"))
+    assert [workload.name for workload in given] == ["poisson(2/s)", "poisson(5/s)"]
+
+
+def test_limits_are_written_one_way() -> None:
+    assert read_limits(" gap=1s, ttft=200 ms,tpot=12.5ms") == TokenLimits(ttft_ms=200.0, tpot_ms=12.5, gap_ms=1000.0)
+    assert settings_of(limits={"tpot": "50ms", "ttft": "0.2s"}).limits == "ttft=200ms,tpot=50ms"
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("", "give at least one limit"),
+        ("ttft=200", "is no limit"),
+        ("p99=5ms", "is no limit"),
+        ("ttft=1s,ttft=2s", "given twice"),
+        ("gap=0ms", "above 0"),
+        ("gap=4000s", "at most an hour"),
+    ],
+)
+def test_limits_that_are_none(limits: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_limits(limits)
+
+
+@pytest.mark.parametrize(
+    ("arms", "transport", "own"),
+    [
+        ({"a": "native", "b": "fastapi"}, "completions", {}),
+        ({"a": "native", "b": "triton", "c": "fastapi"}, "generate_stream", {}),
+        ({"a": "native", "b": "vllm"}, "completions", {}),
+        ({"a": "triton", "b": "vllm"}, "generate_stream", {"b": "completions"}),
+        ({"a": "native", "b": "http://127.0.0.1:1"}, "completions", {}),
+        ({"a": "native", "b": {"target": "native", "transport": "generate_stream"}}, "generate_stream", {}),
+        (
+            {
+                "a": {"target": "native", "transport": "completions"},
+                "b": {"target": "native", "transport": "generate_stream"},
+            },
+            "completions",
+            {"b": "generate_stream"},
+        ),
+    ],
+)  # fmt: skip
+def test_all_arms_get_one_protocol_if_they_have_one_in_common(
+    arms: dict[str, object], transport: str, own: dict[str, str]
+) -> None:
+    settings = settings_of(arms=arms)
+    chosen, with_own = choose_protocol(settings, make_arms(settings))
+    assert chosen == transport
+    assert {arm.label: arm.transport for arm in with_own if arm.transport is not None} == own
+    assert ("each gets its own" in protocol_in_words(chosen, with_own)) == bool(own)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"payload": "fp32"}, "token ids"),
+        ({"batch_sizes": 8}, "--batch-sizes has no effect on a language model"),
+        ({"inputs": "random"}, "--prompt-tokens"),
+        ({"explain": True}, "do not exist yet"),
+        ({"handicap_check": True}, "--handicap-check has no effect"),
+        ({"scenarios": "single,batched"}, "the scenario batched is not for language models"),
+        ({"transport": "grpc"}, "completions or generate_stream"),
+        ({"transport": "completions,generate_stream"}, "give one of them"),
+        ({"transport": "completions"}, "triton speaks generate_stream only"),
+        ({"arms": {"a": "native", "b": "litserve"}}, "litserve serves no language models"),
+        ({"model": "open_clip:ViT-B-32", "limits": "ttft=1s"}, "--limits is for language models"),
+        ({"model": "open_clip:ViT-B-32", "scenarios": "long-prompt"}, "long-prompt is for language models"),
+        ({"model": "open_clip:ViT-B-32", "arms": {"a": "native", "b": "vllm"}}, "vllm serves language models only"),
+    ],
+)
+def test_what_has_no_effect_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_experiment(settings_of(**settings))
+
+
+def test_the_experiment_says_that_it_is_about_tokens() -> None:
+    experiment = experiment_of(limits="tpot=50ms", price=2.5)
+    assert experiment.is_language
+    assert (experiment.payload, experiment.transport, experiment.price) == ("tokens", "generate_stream", 2.5)
+    assert not experiment.handicap_check
+    assert not experiment_of(preset="full").explain
+    assert (served_name("language:demo", "tokens"), implied_payload("language:demo")) == ("demo", "tokens")
+    assert served_name("language:/models/My-Model/", "tokens") == "my_model"
+
+
+def test_other_models_are_planned_as_before() -> None:
+    """The hash of the default settings, as it was before there were language models."""
+    settings = ExperimentSettings.model_validate({})
+    check_language(settings)
+    assert settings.sha256() == "c2a8017cead0a0eadfcb7141ce14fc8798341aea61fbea0da506d8e2be65e633"
+    experiment = plan_experiment(settings).runs[0][1]
+    assert not experiment.is_language
+    assert experiment.handicap_check
+    assert all(isinstance(w, Workload) and w.output_tokens is None for w in experiment.workloads)
