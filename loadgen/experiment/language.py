@@ -221,9 +221,13 @@ def with_rates(workloads: Sequence[Workload], request_seconds: Mapping[str, floa
     return tuple(
         workload
         if workload.rate_share is None
-        else msgspec.structs.replace(workload, rate_per_s=float(f"{workload.rate_share * capacity:.3g}"))
+        else msgspec.structs.replace(workload, rate_per_s=_in_three_digits(workload.rate_share * capacity))
         for workload in workloads
     )
+
+
+def _in_three_digits(rate: float) -> float:
+    return round(rate, 2 - math.floor(math.log10(rate)))
 
 
 def measurable_language_scenarios(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> tuple[Scenario, ...]:
