@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,6 +157,24 @@ def refuse_other_preprocessing(
             f"{option_of(source)}: these weights were trained with another preprocessing; use --model "
             f"{reference}.{source.tag}"
         )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide transformers' progress bars and reports: what matters of them becomes an error."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(50)  # above errors, which are raised
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 MAX_DEPTH = 100

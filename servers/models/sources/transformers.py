@@ -8,8 +8,7 @@ configuration) with `logits`. A folder's own weights are the default ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from servers.models.modules import (
     fill_zero_weights,
     hub_file,
     option_of,
+    quiet_transformers,
     read_state,
     ready,
     refuse_misfits,
@@ -95,7 +95,7 @@ def specify(name: str) -> ModelSpecification | None:
         path = path.parent
     _refuse_own_code(path)
     try:
-        with _quiet():
+        with quiet_transformers():
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise UnknownModelError(f"{path.name}: transformers cannot read its configuration") from exc
@@ -190,7 +190,7 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
 
     auto: Any = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModel
     if isinstance(source, RandomWeights):
-        with seeded(source.seed), _quiet():
+        with seeded(source.seed), quiet_transformers():
             model = auto.from_config(
                 config, attn_implementation=_attention(auto, config), dtype="float32", trust_remote_code=False
             )
@@ -198,7 +198,7 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
         return _first_output(ready(model))
     option, (state, _) = option_of(source), read_state(source, find)
     try:  # the library's own loader knows the names that older files use
-        with _quiet():
+        with quiet_transformers():
             model, report = _class(auto, config).from_pretrained(
                 None,
                 config=config,
@@ -260,21 +260,3 @@ def _token_ids(
     ids = generator.integers(min(1000, vocabulary // 2), vocabulary, mask.shape, np.int64)
     arrays = {"input_ids": np.where(mask == 1, ids, pad), "attention_mask": mask, "token_type_ids": np.zeros_like(mask)}
     return {name: arrays[name] for name in inputs}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the library's progress bars and reports: what matters of them becomes an error."""
-    import transformers
-
-    logging: Any = transformers.utils.logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(50)  # above errors, which are raised
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

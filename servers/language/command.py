@@ -1,0 +1,47 @@
+"""Internal commands about language models: what a load box must know of one, and the reference for its answers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import orjson
+import typer
+
+from servers.cli.options import fail
+from servers.language.specification import language_model
+from servers.language.weights import weights_sha256
+from servers.models.specification import UnknownModelError
+from servers.models.weights import WeightsError
+
+_Model = Annotated[str, typer.Option("--model", help="Language model, such as language:demo or language:/FOLDER.")]
+_Weights = Annotated[
+    str | None, typer.Option("--weights", help="random:SEED, a folder or a .safetensors file (default: the model's).")
+]
+
+
+def language_info(model: _Model, weights: _Weights = None) -> None:
+    """Describe a language model as one line of JSON: vocabulary, ids for prompts, longest answer, weights."""
+    try:
+        described = language_model(model, weights)
+        digest = weights_sha256(described.weights, described.fields)
+        parameters = described.known_parameters
+        if parameters is None:
+            from servers.language.module import count_parameters
+
+            parameters = count_parameters(described)
+    except (UnknownModelError, WeightsError) as exc:
+        fail(str(exc), exc, status=2)
+    document = {
+        "reference": described.label,
+        "name": described.name,
+        "title": described.title,
+        "architecture": described.architecture,
+        "parameters": parameters,
+        "vocabulary": described.vocabulary,
+        "eos": described.eos,
+        "max_length": described.max_length,
+        "prompt_ids": described.prompt_ids,
+        "weights": described.weights.label,
+        "weights_sha256": digest,
+    }
+    typer.echo(orjson.dumps(document).decode())

@@ -1,0 +1,156 @@
+"""A language model's torch module, of transformers' own class, with its weights on a device; and folders for servers
+that load one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from servers.language.specification import LanguageModel
+from servers.language.weights import draw_tensor, weights_sha256
+from servers.models.modules import quiet_transformers, refuse_misfits
+from servers.models.specification import UnknownModelError
+from servers.models.weights import RandomWeights, WeightsError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def build_module(
+    model: LanguageModel, device: str | torch.device = "cpu", precision: str = "fp32", attention: str | None = None
+) -> Any:
+    """The module of transformers in eval mode on the device, its parameters in `precision`: fp32, bf16 or fp16.
+
+    `attention` is its `attn_implementation`; None: sdpa, or eager for a class without it. Raises `WeightsError` and
+    `UnknownModelError`.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    dtype = getattr(torch, DTYPES[precision])
+    config, attention = model.config, attention or attention_of(model)
+    if isinstance(model.weights, RandomWeights):
+        module = _empty(model, config, dtype, attention)
+        _fill(module, model, device, dtype)
+        return module.to(device).eval().requires_grad_(False)
+    weights_sha256(model.weights, model.fields)
+    path = model.weights.path
+    try:
+        with quiet_transformers():
+            module, report = _class_of(model).from_pretrained(
+                None if path.is_file() else str(path),
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+                **(
+                    {"state_dict": load_file(path)}
+                    if path.is_file()
+                    else {"use_safetensors": True, "local_files_only": True}
+                ),
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as exc:
+        raise WeightsError(f"--weights {path.name}: transformers cannot load them into {model.title}: {exc}") from exc
+    refuse_misfits(
+        f"--weights {path.name}", model.title, set(report["missing_keys"]), set(), set(report["mismatched_keys"])
+    )
+    return module.to(device).eval().requires_grad_(False)
+
+
+def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter; of tied ones only the first. Allocates no weights."""
+    import torch
+
+    module = _empty(model, model.config, torch.float32, "eager")
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def count_parameters(model: LanguageModel) -> int:
+    """How many numbers the weights are; tied ones count once."""
+    if model.known_parameters is not None:
+        return model.known_parameters
+    return sum(map(math.prod, shapes_of(model).values()))
+
+
+def attention_of(model: LanguageModel) -> str:
+    """Scaled dot-product attention, or transformers' own code for a model without it."""
+    return "sdpa" if getattr(_class_of(model), "_supports_sdpa", False) else "eager"
+
+
+def write_folder(model: LanguageModel, folder: Path, precision: str, device: str = "cpu") -> None:
+    """Write config.json, the safetensors files and the tokenizer t0 … tN, as vLLM and others load them.
+
+    The folder must exist; write into `servers.models.files.atomic_folder`. Takes the memory of the weights once.
+    """
+    from servers.language.tokenizer import write_tokenizer
+
+    module = build_module(model, device, precision)
+    with quiet_transformers():
+        module.save_pretrained(folder, safe_serialization=True, max_shard_size="4GB")
+    about = {
+        "reference": model.label,
+        "weights": model.weights.label,
+        "weights_sha256": weights_sha256(model.weights, model.fields),
+        "precision": precision,
+    }
+    (folder / "abserve.json").write_text(json.dumps(about, indent=2) + "\n")
+    if not (model.folder and (model.folder / "tokenizer.json").is_file()):
+        write_tokenizer(folder, model.vocabulary, model.max_length)
+
+
+def _class_of(model: LanguageModel) -> Any:
+    import transformers
+
+    found = getattr(transformers, model.architecture, None)
+    if found is None:
+        raise UnknownModelError(f"{model.title}: this release of transformers has no {model.architecture}")
+    return found
+
+
+def _empty(model: LanguageModel, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The module with parameters without memory and with buffers that have their values."""
+    with _parameters_without_memory(), quiet_transformers():
+        return _class_of(model)._from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Modules made in the block have their parameters on the meta device, so that nothing is drawn in vain.
+
+    On torch's own meta device the buffers, such as the frequencies of rotary positions, would lose their values.
+    """
+    import torch
+
+    register = torch.nn.Module.register_parameter
+
+    def register_without_memory(self: Any, name: str, parameter: Any) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(self, name, parameter)
+
+    torch.nn.Module.register_parameter = register_without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _fill(module: Any, model: LanguageModel, device: str | torch.device, dtype: torch.dtype) -> None:
+    """Draw every parameter on the device."""
+    import torch
+
+    assert isinstance(model.weights, RandomWeights)
+    with torch.no_grad():
+        for name, parameter in list(module.named_parameters()):
+            parent, _, leaf = name.rpartition(".")
+            drawn = draw_tensor(name, tuple(parameter.shape), model.hidden_size, model.weights.seed, device)
+            setattr(module.get_submodule(parent), leaf, torch.nn.Parameter(drawn.to(dtype), requires_grad=False))
+    module.tie_weights()
