@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import orjson
@@ -45,3 +46,20 @@ def language_info(model: _Model, weights: _Weights = None) -> None:
         "weights_sha256": digest,
     }
     typer.echo(orjson.dumps(document).decode())
+
+
+def language_reference(
+    answers: Annotated[
+        Path, typer.Option("--in", exists=True, dir_okay=False, help="File of answers, with their model.")
+    ],
+    out: Annotated[Path, typer.Option("--out", dir_okay=False, help="File to write.")],
+) -> None:
+    """Judge the tokens of answers by transformers' own modules: how far each is below the best one."""
+    from servers.language.reference import AnswersError, judge_answers
+
+    try:
+        out.write_bytes(orjson.dumps(judge_answers(orjson.loads(answers.read_bytes()))))
+    except (OSError, orjson.JSONDecodeError) as exc:
+        fail(f"{answers.name}: {exc}", exc, status=2)
+    except (AnswersError, UnknownModelError, WeightsError) as exc:
+        fail(str(exc), exc, status=2)

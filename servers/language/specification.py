@@ -83,11 +83,11 @@ def _qwen2(**fields: Any) -> Mapping[str, Any]:
 
 
 _KNOWN: Mapping[str, tuple[str, int, tuple[int, int], Mapping[str, Any]]] = MappingProxyType({
-    "demo": ("Demo (Qwen2 of 7 M parameters)", 6_954_240, (1, 4095), _qwen2(
+    "demo": ("Demo (Qwen2 of 7 M parameters)", 6_953_216, (1, 4095), _qwen2(
         vocab_size=4096, hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=1024, max_position_embeddings=4096, eos_token_id=0,
     )),
-    "tiny": ("Tiny (Qwen2 of 0.2 M parameters)", 0, (1, 1023), _qwen2(
+    "tiny": ("Tiny (Qwen2 of 0.2 M parameters)", 188_992, (1, 1023), _qwen2(
         vocab_size=1024, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=256, max_position_embeddings=1024, eos_token_id=0,
     )),

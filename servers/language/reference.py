@@ -1,0 +1,246 @@
+"""The reference for an answer: transformers' own modules, which read prompt and answer at once (teacher forcing).
+
+Equal answers are the wrong test. In BF16 two right engines soon choose different tokens, and all that follows differs.
+So each token is judged by the answer's own beginning: its deficit is how far its logit is below the largest one there,
+0 for the reference's own choice. The reference disagrees with itself, too, when sums are in another order; its `noise`
+is the largest deficit that this causes.
+
+A batch is padded at its end, where causal attention never looks from an answer's own tokens: no mask is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from servers.language.module import DTYPES, build_module
+from servers.language.specification import LanguageModel, language_model
+from servers.language.weights import weights_sha256
+
+if TYPE_CHECKING:
+    import torch
+
+LOGIT_BYTES = 2**29
+"""The most memory of the logits of one forward pass, FP32; their copies take as much again."""
+BATCH_TOKENS = 16_384
+"""The most tokens of one forward pass, padding included."""
+_REREAD_ANSWERS, _REREAD_TOKENS = 8, 64
+"""So many answers, and so many tokens of each, are read again to measure the noise."""
+
+
+class AnswersError(Exception):
+    """The file of answers is not one that the reference can judge; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Token ids of a prompt, at least one, and of its answer, at least one."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+    @property
+    def read(self) -> list[int]:
+        """What the model reads to choose every token of the answer."""
+        return [*self.prompt, *self.output[:-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The reference's view of an answer, by token: the deficit of the chosen one and the reference's own choice.
+
+    `largest` is the largest absolute logit at any of its tokens, the scale of a deficit.
+    """
+
+    deficits: Sequence[float]
+    best: Sequence[int]
+    largest: float
+
+
+def judge_answers(document: Any) -> dict[str, Any]:
+    """The document that `abserve language-reference` writes for the one that it reads.
+
+    Raises `AnswersError`, `WeightsError` and `UnknownModelError`.
+    """
+    started = time.perf_counter()
+    if not isinstance(document, dict) or not isinstance(document.get("model"), str):
+        raise AnswersError("the file is not an object that names its model")
+    model = language_model(document["model"], document.get("weights"))
+    answers = _answers(document, model)
+    precision, device = _precision(document.get("precision") or "auto", document.get("device") or "auto")
+    compute = document.get("compute") or precision
+    if compute not in DTYPES:
+        raise AnswersError(f"compute {compute!r} is not one of {', '.join(DTYPES)}")
+    module = build_module(model, device, precision)
+    if compute != precision:
+        import torch
+
+        module = module.to(getattr(torch, DTYPES[compute]))
+    judgements = judge(module, answers)
+    return {
+        "answers": [
+            {"deficits": judgement.deficits, "best": judgement.best, "largest": judgement.largest}
+            for judgement in judgements
+        ],
+        "noise": own_noise(module, answers),
+        "eos": model.eos,
+        "precision": precision,
+        "compute": compute,
+        "device": device,
+        "weights": model.weights.label,
+        "weights_sha256": weights_sha256(model.weights, model.fields),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def judge(module: Any, answers: Sequence[Answer]) -> list[Judgement]:
+    """Each answer's judgement, in the order of the answers."""
+    judgements: dict[int, Judgement] = {}
+    for batch in batches(answers, module.config.vocab_size):
+        deficits: dict[int, list[float]] = {index: [] for index in batch}
+        best: dict[int, list[int]] = {index: [] for index in batch}
+        largest = dict.fromkeys(batch, 0.0)
+        for start, logits in _logits(module, [answers[index] for index in batch]):
+            for row, index in enumerate(batch):
+                answer, judged = answers[index], len(best[index])
+                scores = _of_answer(logits[row], start, answer)
+                if len(scores):
+                    chosen = answer.output[judged : judged + len(scores)]
+                    deficits[index] += _deficits(scores, chosen)
+                    best[index] += scores.argmax(1).tolist()
+                    largest[index] = max(largest[index], float(scores.abs().max()))
+        judgements |= {index: Judgement(deficits[index], best[index], largest[index]) for index in batch}
+    return [judgements[index] for index in range(len(answers))]
+
+
+def own_noise(module: Any, answers: Sequence[Answer]) -> float:
+    """The largest deficit of a token that the reference itself chooses when it reads an answer otherwise: alone instead
+    of in a batch, and token by token with a cache as engines do. 0 without answers.
+
+    Measured on the beginnings of a few answers of the most usual length.
+    """
+    import torch
+
+    beginnings = [Answer(answer.prompt, answer.output[:_REREAD_TOKENS]) for answer in answers]
+    groups = batches(beginnings, module.config.vocab_size)
+    rows = [beginnings[index] for index in max(groups, key=len, default=[])][:_REREAD_ANSWERS]
+    noise = 0.0
+    together = list(_logits(module, rows)) if rows else []
+    for row, answer in enumerate(rows):
+        expected = torch.cat([_of_answer(logits[row], start, answer) for start, logits in together])
+        alone = [_of_answer(logits[0], start, answer) for start, logits in _logits(module, [answer])]
+        others = [torch.cat(alone), *([_decoded(module, answer)] if row == 0 else [])]
+        noise = max([noise, *(max(_deficits(expected, scores.argmax(1).tolist())) for scores in others)])
+    return noise
+
+
+def batches(answers: Sequence[Answer], vocabulary: int) -> list[list[int]]:
+    """The answers' indices in batches of similar lengths, each within `BATCH_TOKENS` and `LOGIT_BYTES`; one answer that
+    exceeds them has a batch of its own."""
+    order = sorted(range(len(answers)), key=lambda index: (len(answers[index].prompt), len(answers[index].read)))
+    groups: list[list[int]] = []
+    shortest = longest = 0
+    for index in order:
+        answer = answers[index]
+        rows = len(groups[-1]) + 1 if groups else 1
+        first, last = min(shortest, len(answer.prompt)), max(longest, len(answer.read))
+        logit_bytes = rows * (last - first + 1) * vocabulary * 4
+        if groups and rows * last <= BATCH_TOKENS and logit_bytes <= LOGIT_BYTES:
+            groups[-1].append(index)
+            shortest, longest = first, last
+        else:
+            groups.append([index])
+            shortest, longest = len(answer.prompt), len(answer.read)
+    return groups
+
+
+def _logits(module: Any, rows: Sequence[Answer]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The logits of a batch, FP32 [rows, n, vocabulary], from the first position that chooses a token of an answer to
+    the last, in one part or in several; each with its first position."""
+    import torch
+
+    width = max(len(answer.read) for answer in rows)
+    ids = torch.zeros((len(rows), width), dtype=torch.int64)
+    for row, answer in enumerate(rows):
+        ids[row, : len(answer.read)] = torch.tensor(answer.read)
+    ids = ids.to(module.device)
+    first = min(len(answer.prompt) for answer in rows) - 1
+    step = max(1, LOGIT_BYTES // (len(rows) * module.config.vocab_size * 4))
+    for start in range(first, width, step):
+        positions = torch.arange(start, min(start + step, width), device=module.device)
+        with torch.inference_mode():
+            yield start, module(input_ids=ids, use_cache=False, logits_to_keep=positions).logits.float()
+
+
+def _of_answer(logits: torch.Tensor, start: int, answer: Answer) -> torch.Tensor:
+    """Of a row's logits, [n, vocabulary] from position `start`, those that choose tokens of the answer."""
+    return logits[max(len(answer.prompt) - 1 - start, 0) : max(len(answer.read) - start, 0)]
+
+
+def _decoded(module: Any, answer: Answer) -> torch.Tensor:
+    """The logits of an answer's tokens, FP32 [n, vocabulary], from reading the prompt and then token after token."""
+    import torch
+
+    def read(ids: Sequence[int], cache: Any) -> Any:
+        return module(input_ids=torch.tensor([list(ids)], device=module.device), past_key_values=cache, use_cache=True)
+
+    with torch.inference_mode():
+        result = read(answer.prompt, None)
+        scores = [result.logits[0, -1].float()]
+        for token in answer.output[:-1]:
+            result = read([token], result.past_key_values)
+            scores.append(result.logits[0, -1].float())
+    return torch.stack(scores)
+
+
+def _deficits(scores: torch.Tensor, chosen: Sequence[int]) -> list[float]:
+    """How far the logit of each chosen token is below the largest; `scores` are FP32 [n, vocabulary]."""
+    import torch
+
+    ids = torch.tensor(list(chosen), device=scores.device)
+    deficits: list[float] = (scores.max(1).values - scores.gather(1, ids[:, None])[:, 0]).tolist()
+    return deficits
+
+
+def _precision(precision: str, device: str) -> tuple[str, str]:
+    """The precision and the device that are meant; auto: BF16 on a GPU if there is one, FP32 on a CPU."""
+    import torch
+
+    if device == "auto":
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if precision == "auto":
+        precision = "fp32" if device == "cpu" else "bf16"
+    if precision not in DTYPES:
+        raise AnswersError(f"precision {precision!r} is not one of {', '.join(DTYPES)}")
+    return precision, device
+
+
+def _answers(document: Any, model: LanguageModel) -> list[Answer]:
+    """The answers of a document. Raises `AnswersError` for one that the model cannot have given."""
+    listed = document.get("answers") if isinstance(document, Mapping) else None
+    if not isinstance(listed, list):
+        raise AnswersError("the file has no list of answers")
+    answers = []
+    for number, entry in enumerate(listed):
+        prompt, output = (entry.get(key) if isinstance(entry, Mapping) else None for key in ("prompt", "output"))
+        if not (_are_ids(prompt, model.vocabulary) and _are_ids(output, model.vocabulary)):
+            raise AnswersError(
+                f"answer {number}: prompt and output must be lists of token ids below {model.vocabulary}, none empty"
+            )
+        if len(prompt) + len(output) > model.max_length + 1:
+            raise AnswersError(
+                f"answer {number}: prompt and output have {len(prompt) + len(output)} tokens, more than the model's "
+                f"{model.max_length}"
+            )
+        answers.append(Answer(prompt, output))
+    return answers
+
+
+def _are_ids(value: object, vocabulary: int) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, int) and 0 <= item < vocabulary for item in value)
+    )
