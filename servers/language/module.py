@@ -129,18 +129,19 @@ def _parameters_without_memory() -> Iterator[None]:
     """
     import torch
 
-    register = torch.nn.Module.register_parameter
+    module_class: Any = torch.nn.Module
+    register = module_class.register_parameter
 
     def register_without_memory(self: Any, name: str, parameter: Any) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(self, name, parameter)
 
-    torch.nn.Module.register_parameter = register_without_memory  # type: ignore[method-assign]
+    module_class.register_parameter = register_without_memory
     try:
         yield
     finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+        module_class.register_parameter = register
 
 
 def _fill(module: Any, model: LanguageModel, device: str | torch.device, dtype: torch.dtype) -> None:

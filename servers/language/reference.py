@@ -224,8 +224,8 @@ def _answers(document: Any, model: LanguageModel) -> list[Answer]:
         raise AnswersError("the file has no list of answers")
     answers = []
     for number, entry in enumerate(listed):
-        prompt, output = (entry.get(key) if isinstance(entry, Mapping) else None for key in ("prompt", "output"))
-        if not (_are_ids(prompt, model.vocabulary) and _are_ids(output, model.vocabulary)):
+        prompt, output = (_ids(entry, key, model.vocabulary) for key in ("prompt", "output"))
+        if not prompt or not output:
             raise AnswersError(
                 f"answer {number}: prompt and output must be lists of token ids below {model.vocabulary}, none empty"
             )
@@ -238,9 +238,9 @@ def _answers(document: Any, model: LanguageModel) -> list[Answer]:
     return answers
 
 
-def _are_ids(value: object, vocabulary: int) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, int) and 0 <= item < vocabulary for item in value)
-    )
+def _ids(entry: object, key: str, vocabulary: int) -> list[int]:
+    """The token ids of an answer's part; empty if it has something else."""
+    value = entry.get(key) if isinstance(entry, Mapping) else None
+    if not isinstance(value, list) or not all(isinstance(item, int) and 0 <= item < vocabulary for item in value):
+        return []
+    return value

@@ -41,7 +41,7 @@ def ids_of(text: str, vocabulary: int) -> list[int]:
 
 def write_tokenizer(folder: Path, vocabulary: int, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, which transformers, vLLM and others read."""
-    document = {
+    document: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
