@@ -35,7 +35,7 @@ class AnswersError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GivenAnswer:
     """Token ids of a prompt, at least one, and of its answer, at least one."""
 
     prompt: Sequence[int]
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class JudgedAnswer:
     """The reference's view of an answer, by token: the deficit of the chosen one and the reference's own choice.
 
     `largest` is the largest absolute logit at any of its tokens, the scale of a deficit.
@@ -95,9 +95,9 @@ def judge_answers(document: Any) -> dict[str, Any]:
     }
 
 
-def judge(module: Any, answers: Sequence[Answer]) -> list[Judgement]:
+def judge(module: Any, answers: Sequence[GivenAnswer]) -> list[JudgedAnswer]:
     """Each answer's judgement, in the order of the answers."""
-    judgements: dict[int, Judgement] = {}
+    judgements: dict[int, JudgedAnswer] = {}
     for batch in batches(answers, module.config.vocab_size):
         deficits: dict[int, list[float]] = {index: [] for index in batch}
         best: dict[int, list[int]] = {index: [] for index in batch}
@@ -111,11 +111,11 @@ def judge(module: Any, answers: Sequence[Answer]) -> list[Judgement]:
                     deficits[index] += _deficits(scores, chosen)
                     best[index] += scores.argmax(1).tolist()
                     largest[index] = max(largest[index], float(scores.abs().max()))
-        judgements |= {index: Judgement(deficits[index], best[index], largest[index]) for index in batch}
+        judgements |= {index: JudgedAnswer(deficits[index], best[index], largest[index]) for index in batch}
     return [judgements[index] for index in range(len(answers))]
 
 
-def own_noise(module: Any, answers: Sequence[Answer]) -> float:
+def own_noise(module: Any, answers: Sequence[GivenAnswer]) -> float:
     """The largest deficit of a token that the reference itself chooses when it reads an answer otherwise: alone instead
     of in a batch, and token by token with a cache as engines do. 0 without answers.
 
@@ -123,7 +123,7 @@ def own_noise(module: Any, answers: Sequence[Answer]) -> float:
     """
     import torch
 
-    beginnings = [Answer(answer.prompt, answer.output[:_REREAD_TOKENS]) for answer in answers]
+    beginnings = [GivenAnswer(answer.prompt, answer.output[:_REREAD_TOKENS]) for answer in answers]
     groups = batches(beginnings, module.config.vocab_size)
     rows = [beginnings[index] for index in max(groups, key=len, default=[])][:_REREAD_ANSWERS]
     noise = 0.0
@@ -136,7 +136,7 @@ def own_noise(module: Any, answers: Sequence[Answer]) -> float:
     return noise
 
 
-def batches(answers: Sequence[Answer], vocabulary: int) -> list[list[int]]:
+def batches(answers: Sequence[GivenAnswer], vocabulary: int) -> list[list[int]]:
     """The answers' indices in batches of similar lengths, each within `BATCH_TOKENS` and `LOGIT_BYTES`; one answer that
     exceeds them has a batch of its own."""
     order = sorted(range(len(answers)), key=lambda index: (len(answers[index].prompt), len(answers[index].read)))
@@ -156,7 +156,7 @@ def batches(answers: Sequence[Answer], vocabulary: int) -> list[list[int]]:
     return groups
 
 
-def _logits(module: Any, rows: Sequence[Answer]) -> Iterator[tuple[int, torch.Tensor]]:
+def _logits(module: Any, rows: Sequence[GivenAnswer]) -> Iterator[tuple[int, torch.Tensor]]:
     """The logits of a batch, FP32 [rows, n, vocabulary], from the first position that chooses a token of an answer to
     the last, in one part or in several; each with its first position."""
     import torch
@@ -174,12 +174,12 @@ def _logits(module: Any, rows: Sequence[Answer]) -> Iterator[tuple[int, torch.Te
             yield start, module(input_ids=ids, use_cache=False, logits_to_keep=positions).logits.float()
 
 
-def _of_answer(logits: torch.Tensor, start: int, answer: Answer) -> torch.Tensor:
+def _of_answer(logits: torch.Tensor, start: int, answer: GivenAnswer) -> torch.Tensor:
     """Of a row's logits, [n, vocabulary] from position `start`, those that choose tokens of the answer."""
     return logits[max(len(answer.prompt) - 1 - start, 0) : max(len(answer.read) - start, 0)]
 
 
-def _decoded(module: Any, answer: Answer) -> torch.Tensor:
+def _decoded(module: Any, answer: GivenAnswer) -> torch.Tensor:
     """The logits of an answer's tokens, FP32 [n, vocabulary], from reading the prompt and then token after token."""
     import torch
 
@@ -217,7 +217,7 @@ def _precision(precision: str, device: str) -> tuple[str, str]:
     return precision, device
 
 
-def _answers(document: Any, model: LanguageModel) -> list[Answer]:
+def _answers(document: Any, model: LanguageModel) -> list[GivenAnswer]:
     """The answers of a document. Raises `AnswersError` for one that the model cannot have given."""
     listed = document.get("answers") if isinstance(document, Mapping) else None
     if not isinstance(listed, list):
@@ -234,7 +234,7 @@ def _answers(document: Any, model: LanguageModel) -> list[Answer]:
                 f"answer {number}: prompt and output have {len(prompt) + len(output)} tokens, more than the model's "
                 f"{model.max_length}"
             )
-        answers.append(Answer(prompt, output))
+        answers.append(GivenAnswer(prompt, output))
     return answers
 
 

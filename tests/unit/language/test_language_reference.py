@@ -12,7 +12,7 @@ import torch
 
 from servers.language import reference
 from servers.language.module import build_module
-from servers.language.reference import Answer, AnswersError, batches, judge, judge_answers, own_noise
+from servers.language.reference import GivenAnswer, AnswersError, batches, judge, judge_answers, own_noise
 from servers.language.specification import language_model
 
 LENGTHS = [(8, 24), (8, 24), (8, 24), (5, 1), (30, 40), (1, 7), (17, 24), (8, 60)]
@@ -24,7 +24,7 @@ def module() -> Any:
 
 
 @pytest.fixture(scope="module")
-def answers(module: Any) -> list[Answer]:
+def answers(module: Any) -> list[GivenAnswer]:
     """What `generate` answers, alone."""
     generator = np.random.default_rng(0)
     answers = []
@@ -33,11 +33,11 @@ def answers(module: Any) -> list[Answer]:
         output = module.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=output_tokens, eos_token_id=None, pad_token_id=0
         )
-        answers.append(Answer(prompt, output[0, prompt_tokens:].tolist()))
+        answers.append(GivenAnswer(prompt, output[0, prompt_tokens:].tolist()))
     return answers
 
 
-def test_its_own_answers_have_no_deficit(module: Any, answers: list[Answer]) -> None:
+def test_its_own_answers_have_no_deficit(module: Any, answers: list[GivenAnswer]) -> None:
     judgements = judge(module, answers)
     for answer, judgement in zip(answers, judgements, strict=True):
         assert judgement.best == answer.output
@@ -47,7 +47,7 @@ def test_its_own_answers_have_no_deficit(module: Any, answers: list[Answer]) -> 
     assert own_noise(module, answers) < 1e-4
 
 
-def test_small_parts_give_the_same(module: Any, answers: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_parts_give_the_same(module: Any, answers: list[GivenAnswer], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = judge(module, answers)
     monkeypatch.setattr(reference, "LOGIT_BYTES", 1024 * 4 * 7)
     assert max(map(len, batches(answers, 1024))) == 1
@@ -57,7 +57,7 @@ def test_small_parts_give_the_same(module: Any, answers: list[Answer], monkeypat
 
 
 def test_batches_are_bounded_and_complete() -> None:
-    answers = [Answer([1] * length, [2] * 64) for length in (32, 900, 32, 33, 5, 900, 32)]
+    answers = [GivenAnswer([1] * length, [2] * 64) for length in (32, 900, 32, 33, 5, 900, 32)]
     groups = batches(answers, 4096)
     assert sorted(index for group in groups for index in group) == list(range(7))
     for group in groups:
@@ -66,24 +66,26 @@ def test_batches_are_bounded_and_complete() -> None:
         assert len(group) == 1 or len(group) * (width - first + 1) * 4096 * 4 <= reference.LOGIT_BYTES
 
 
-def test_wrong_tokens_are_found_where_they_are(module: Any, answers: list[Answer]) -> None:
+def test_wrong_tokens_are_found_where_they_are(module: Any, answers: list[GivenAnswer]) -> None:
     right = answers[0]
     output = list(right.output)
     output[10] = (output[10] + 1) % 1024
-    judgement = judge(module, [*answers[1:], Answer(right.prompt, output)])[-1]
+    judgement = judge(module, [*answers[1:], GivenAnswer(right.prompt, output)])[-1]
     assert judgement.deficits[10] > 0.1
     assert max(judgement.deficits[:10]) < 1e-4
     assert judgement.best[:11] == right.output[:11]
 
 
-def test_other_weights_and_swapped_answers_are_found(module: Any, answers: list[Answer]) -> None:
+def test_other_weights_and_swapped_answers_are_found(module: Any, answers: list[GivenAnswer]) -> None:
     other = build_module(language_model("language:tiny", "random:1"))
     assert max(max(judgement.deficits) for judgement in judge(other, answers)) > 1
-    swapped = judge(module, [Answer(answers[0].prompt, answers[1].output)])[0]
+    swapped = judge(module, [GivenAnswer(answers[0].prompt, answers[1].output)])[0]
     assert max(swapped.deficits) > 1
 
 
-def test_the_command(module: Any, answers: list[Answer], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    module: Any, answers: list[GivenAnswer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from servers.language.command import language_info, language_reference
 
     asked = {
@@ -102,11 +104,11 @@ def test_the_command(module: Any, answers: list[Answer], tmp_path: Path, capsys:
     assert (info["name"], info["vocabulary"], info["prompt_ids"], info["max_length"]) == ("tiny", 1024, [1, 1023], 1024)
 
 
-def test_bf16_has_noise_and_its_own_answers_stay_within_it(answers: list[Answer]) -> None:
+def test_bf16_has_noise_and_its_own_answers_stay_within_it(answers: list[GivenAnswer]) -> None:
     module = build_module(language_model("language:tiny"), precision="bf16")
     noise = own_noise(module, answers)
     assert 0 <= noise < 0.5
-    chosen = [Answer(answer.prompt, judge(module, [answer])[0].best) for answer in answers[:1]]
+    chosen = [GivenAnswer(answer.prompt, judge(module, [answer])[0].best) for answer in answers[:1]]
     assert judge(module, chosen)[0].largest > 1
 
 
