@@ -12,7 +12,7 @@ import torch
 
 from servers.language import reference
 from servers.language.module import build_module
-from servers.language.reference import GivenAnswer, AnswersError, batches, judge, judge_answers, own_noise
+from servers.language.reference import AnswersError, GivenAnswer, batches, judge, judge_answers, own_noise
 from servers.language.specification import language_model
 
 LENGTHS = [(8, 24), (8, 24), (8, 24), (5, 1), (30, 40), (1, 7), (17, 24), (8, 60)]
