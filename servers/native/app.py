@@ -48,7 +48,7 @@ class _CudaMemory(msgspec.Struct):
     byte_size: int
 
 
-def create_app(models: ServedModels, regions: RegionTable) -> FastAPI:
+def create_app(models: ServedModels[InferenceService], regions: RegionTable) -> FastAPI:
     """The routes behind the HTTP port."""
     # No documentation pages: they load scripts from other hosts.
     app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -68,7 +68,7 @@ def create_app(models: ServedModels, regions: RegionTable) -> FastAPI:
     return app
 
 
-def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
+def _methods(models: ServedModels[InferenceService], regions: RegionTable) -> dict[str, Method]:
     """The protocol's methods by verb and path. A path without a region means all regions of its kind."""
 
     async def repository_index(request: Request) -> Document:
@@ -170,7 +170,7 @@ def _json(document: object) -> Response:
     return Response(orjson.dumps(document), media_type="application/json")
 
 
-def _runtime(models: ServedModels) -> Runtime | None:
+def _runtime(models: ServedModels[InferenceService]) -> Runtime | None:
     """The engine of the first loaded model: all models of a process are executed by the same kind."""
     description = next((service.description for service in models if service.description is not None), None)
     if description is None:

@@ -13,11 +13,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
@@ -26,6 +26,7 @@ from servers.models.specification import ModelSpecification
 from servers.native.app import create_app
 from servers.native.engine_link import EngineClient, EnginePool
 from servers.native.http import HttpFrontEnd, connection_factory
+from servers.native.http_inference import InferenceFrontEnd
 from servers.native.inference import InferenceService, ServedModels, signature_of
 from servers.native.interface import ApplyStatus, EngineLink, FrontEndOpened, FrontEndOperation, OpenRegion
 from servers.native.ipc import CLOSED, GRPC
@@ -40,49 +41,31 @@ if TYPE_CHECKING:
 log = structlog.get_logger("abserve.server")
 
 
-class NativeServer(uvicorn.Server):
-    """uvicorn's server, with the models, and with the gRPC front end on its loop."""
+class HttpServer(uvicorn.Server):
+    """uvicorn's server with the connections of `servers.native.http`."""
 
     def __init__(
         self,
         settings: NativeSettings,
-        specifications: Sequence[ModelSpecification],
-        statistics: Sequence[Statistics],
-        link: EngineLink,
-        memory: RequestMemory,
+        http: HttpFrontEnd,
         on_listening: Callable[[], None],
         on_open: Callable[[], None],
-        grpc_listener: socket.socket | None = None,
     ) -> None:
-        """Both callbacks are called in the event loop: when HTTP is answered, and when gRPC is as well.
-
-        Without `grpc_listener` gRPC is for accepted connections only; see `accept`.
-        """
-        self._grpc_listener = grpc_listener
-        self._grpc_server: asyncio.Server | None = None
+        """Both callbacks are called in the event loop: when HTTP is answered, and when everything else is as well."""
         self._settings = settings
-        self._memory = memory
         self._on_listening = on_listening
         self._on_open = on_open
-        services = [
-            InferenceService(number, specification, settings, link, memory, counters)
-            for number, (specification, counters) in enumerate(zip(specifications, statistics, strict=True))
-        ]
-        self.models = ServedModels(services, link, settings.allow_model_control)
-        self.regions = RegionTable(settings, memory, link)
-        self.grpc: GrpcFrontEnd | None = None
         self.stop_by = float("inf")
         """When accepted work must be finished, in `time.monotonic` seconds; known once the server shuts down."""
         timeout_s = settings.shutdown_timeout_s
         self._reserve_s = min(2.0, timeout_s / 4)  # of the shutdown time, for refusing unfinished work and for ending
         self._finish_s = timeout_s - self._reserve_s
-        application = create_app(self.models, self.regions)
-        self.http = HttpFrontEnd(application, self.models, self.regions, settings, memory)
+        self.http = http
         self.http.on_close = self.on_close
         self._connect = connection_factory(self.http)
         super().__init__(
             uvicorn.Config(
-                application,
+                http.application,
                 http=self._connect,  # type: ignore[arg-type]  # called like a protocol class
                 ws="none",
                 lifespan="off",
@@ -95,41 +78,25 @@ class NativeServer(uvicorn.Server):
             )
         )
 
-    async def execute(self, operation: FrontEndOperation) -> None:
-        """Execute an operation of the engine's side. Raises `ContractError`."""
-        if isinstance(operation, ApplyStatus):
-            await self.models.apply(operation.models)
-        elif isinstance(operation, OpenRegion):
-            self.regions.open(operation)
-        else:
-            self.regions.close(operation.names)
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and open the gRPC front end, whose imports take a good part of a second."""
+        """Listen, and open what else there is."""
         await super().startup(sockets)
         self._on_listening()
-        if self._settings.grpc_port:
-            # Imported in a thread: the loop goes on answering HTTP, and a cold start does not wait for the import.
-            module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc")
-            self.grpc = grpc = module.GrpcFrontEnd(self.models, self.regions, self._settings, self._memory)
-            grpc.on_close = self.on_close
-        if self.grpc is not None and self._grpc_listener is not None:
-            loop = asyncio.get_running_loop()
-            self._grpc_server = await loop.create_server(self.grpc.connect, sock=self._grpc_listener, backlog=2048)
+        await self.open_others()
         gc.freeze()  # modules live as long as the process; a full collection took 60 ms to find that out again
         self._on_open()
+
+    async def open_others(self) -> None:
+        """Open what there is beside HTTP."""
 
     def on_close(self) -> None:
         """A connection has been closed."""
 
     async def accept(self, connection: socket.socket, *, grpc: bool) -> None:
         """Serve a client that another process has accepted, once the front end is open."""
+        assert not grpc
         loop = asyncio.get_running_loop()
-        if grpc:
-            assert self.grpc is not None
-            await loop.connect_accepted_socket(self.grpc.connect, connection)
-        else:
-            await loop.connect_accepted_socket(lambda: self._connect(self.server_state), connection)
+        await loop.connect_accepted_socket(lambda: self._connect(self.server_state), connection)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Only the first signal counts: at a second SIGINT uvicorn would drop accepted requests.
@@ -144,24 +111,86 @@ class NativeServer(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close both front ends to new work and finish accepted work."""
+        """Close to new work and finish accepted work."""
         timeout_s = self._settings.shutdown_timeout_s
         self.stop_by = time.monotonic() + timeout_s - self._reserve_s / 4
         _end_at_the_latest_in(timeout_s)
-        closing = [super().shutdown(sockets)]
-        if self._grpc_server is not None:
-            self._grpc_server.close()
-        if self.grpc is not None:
-            closing.append(self.grpc.stop(self._finish_s))
         giving_up = asyncio.get_running_loop().call_later(self._finish_s, self._give_up)
-        await asyncio.gather(*closing)
+        await asyncio.gather(*self.closing(sockets))
         giving_up.cancel()
+
+    def closing(self, sockets: list[socket.socket] | None) -> list[Coroutine[Any, Any, None]]:
+        """What ends when accepted work is finished."""
+        return [super().shutdown(sockets)]
 
     def _give_up(self) -> None:
         connections = list(self.server_state.connections)
         log.error("accepted work is not finished in time and is refused", connections=len(connections))
         for connection in connections:
             connection.give_up()  # type: ignore[union-attr]  # all are `HttpServerConnection`s
+
+
+class NativeServer(HttpServer):
+    """The server of models that take and answer tensors, with the gRPC front end on its loop."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        specifications: Sequence[ModelSpecification],
+        statistics: Sequence[Statistics],
+        link: EngineLink,
+        memory: RequestMemory,
+        on_listening: Callable[[], None],
+        on_open: Callable[[], None],
+        grpc_listener: socket.socket | None = None,
+    ) -> None:
+        """Without `grpc_listener` gRPC is for accepted connections only; see `accept`."""
+        self._grpc_listener = grpc_listener
+        self._grpc_server: asyncio.Server | None = None
+        self._memory = memory
+        services = [
+            InferenceService(number, specification, settings, link, memory, counters)
+            for number, (specification, counters) in enumerate(zip(specifications, statistics, strict=True))
+        ]
+        self.models = ServedModels(services, link, settings.allow_model_control)
+        self.regions = RegionTable(settings, memory, link)
+        self.grpc: GrpcFrontEnd | None = None
+        application = create_app(self.models, self.regions)
+        http = InferenceFrontEnd(application, self.models, self.regions, settings, memory)
+        super().__init__(settings, http, on_listening, on_open)
+
+    async def execute(self, operation: FrontEndOperation) -> None:
+        """Execute an operation of the engine's side. Raises `ContractError`."""
+        if isinstance(operation, ApplyStatus):
+            await self.models.apply(operation.models)
+        elif isinstance(operation, OpenRegion):
+            self.regions.open(operation)
+        else:
+            self.regions.close(operation.names)
+
+    async def open_others(self) -> None:
+        """Open the gRPC front end, whose imports take a good part of a second."""
+        if self._settings.grpc_port:
+            # Imported in a thread: the loop goes on answering HTTP, and a cold start does not wait for the import.
+            module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc")
+            self.grpc = grpc = module.GrpcFrontEnd(self.models, self.regions, self._settings, self._memory)
+            grpc.on_close = self.on_close
+        if self.grpc is not None and self._grpc_listener is not None:
+            loop = asyncio.get_running_loop()
+            self._grpc_server = await loop.create_server(self.grpc.connect, sock=self._grpc_listener, backlog=2048)
+
+    async def accept(self, connection: socket.socket, *, grpc: bool) -> None:
+        if grpc:
+            assert self.grpc is not None
+            await asyncio.get_running_loop().connect_accepted_socket(self.grpc.connect, connection)
+        else:
+            await super().accept(connection, grpc=False)
+
+    def closing(self, sockets: list[socket.socket] | None) -> list[Coroutine[Any, Any, None]]:
+        if self._grpc_server is not None:
+            self._grpc_server.close()
+        others = [] if self.grpc is None else [self.grpc.stop(self._finish_s)]
+        return [*super().closing(sockets), *others]
 
 
 def _end_at_the_latest_in(seconds: float) -> None:
@@ -179,55 +208,27 @@ def _end_at_the_latest_in(seconds: float) -> None:
 DESCRIPTORS_AT_ONCE = 64
 
 
-class FrontProcessServer(NativeServer):
-    """It ends when the supervisor says so, or has gone; signals are for the supervisor."""
+class Supervised:
+    """What a server in a front end's process does besides serving: it gets its connections from the supervisor, and
+    ends when that says so, or has gone. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        settings: NativeSettings,
-        specifications: Sequence[ModelSpecification],
-        statistics: Sequence[Statistics],
-        memory: RequestMemory,
-        supervisor: socket.socket,
-        engines: Sequence[socket.socket],
-    ) -> None:
-        signatures = [signature_of(specification, settings) for specification in specifications]
-        self._link: EngineClient | EnginePool
-        if len(engines) == 1:
-            self._link = client = EngineClient(memory, signatures, self._engine_ended)
-            self._connect_engines = partial(client.open, engines[0])
-        else:
-            self._link = pool = EnginePool(settings.devices, memory, signatures, self._engine_ended)
-            self._connect_engines = partial(pool.open, engines)
+    def __init__(self, supervisor: socket.socket, server: HttpServer) -> None:
         self._supervisor = supervisor
+        self._server = server
         self._opening: set[asyncio.Task[None]] = set()
         self._unreported = 0  # connections that have closed, of which the supervisor does not know yet
-        super().__init__(settings, specifications, statistics, self._link, memory, lambda: None, self._opened)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connect to the engines' processes first: then health checks can be answered."""
-        await self._connect_engines(self.execute)
-        await super().startup(sockets)
+    def open(self) -> None:
+        """Accept connections from now on."""
         self._supervisor.setblocking(False)
         asyncio.get_running_loop().add_reader(self._supervisor, self._receive)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    def close(self) -> None:
+        """Accept no more."""
         asyncio.get_running_loop().remove_reader(self._supervisor)
-        await super().shutdown(sockets)
-        self.models.stop()
-
-    def _opened(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._link.control(FrontEndOpened()))
-        self._opening.add(task)
-
-    def _engine_ended(self) -> None:
-        self.models.fail()
 
     def on_close(self) -> None:
-        """See `NativeServer`: the supervisor knows who has the fewest."""
+        """A connection has closed: the supervisor knows who has the fewest."""
         self._unreported += 1
         if self._unreported == 1:
             self._report_closed()
@@ -259,8 +260,8 @@ class FrontProcessServer(NativeServer):
                 for _ in data[len(descriptors) :]:  # no descriptor was left for these: they are closed
                     self.on_close()
                 if not data:
-                    self.should_exit = True
-                    asyncio.get_running_loop().remove_reader(self._supervisor)
+                    self._server.should_exit = True
+                    self.close()
                     return
 
     def _open(self, connection: socket.socket, *, grpc: bool) -> None:
@@ -271,14 +272,62 @@ class FrontProcessServer(NativeServer):
 
     async def _accept(self, connection: socket.socket, *, grpc: bool) -> None:
         try:
-            await self.accept(connection, grpc=grpc)
+            await self._server.accept(connection, grpc=grpc)
         except OSError:  # the client has left already
             connection.close()
             self.on_close()
 
 
-def run_front_end(server: FrontProcessServer) -> int:
-    """Serve until the supervisor ends it; returns the process's exit status."""
+class FrontProcessServer(NativeServer):
+    """The tensors' server in a front end's process."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        specifications: Sequence[ModelSpecification],
+        statistics: Sequence[Statistics],
+        memory: RequestMemory,
+        supervisor: socket.socket,
+        engines: Sequence[socket.socket],
+    ) -> None:
+        signatures = [signature_of(specification, settings) for specification in specifications]
+        self._link: EngineClient | EnginePool
+        if len(engines) == 1:
+            self._link = client = EngineClient(memory, signatures, self._engine_ended)
+            self._connect_engines = partial(client.open, engines[0])
+        else:
+            self._link = pool = EnginePool(settings.devices, memory, signatures, self._engine_ended)
+            self._connect_engines = partial(pool.open, engines)
+        self._supervised = Supervised(supervisor, self)
+        self._opening: asyncio.Task[None] | None = None
+        super().__init__(settings, specifications, statistics, self._link, memory, lambda: None, self._opened)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connect to the engines' processes first: then health checks can be answered."""
+        await self._connect_engines(self.execute)
+        await super().startup(sockets)
+        self._supervised.open()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._supervised.close()
+        await super().shutdown(sockets)
+        self.models.stop()
+
+    def on_close(self) -> None:
+        self._supervised.on_close()
+
+    def _opened(self) -> None:
+        self._opening = asyncio.get_running_loop().create_task(self._link.control(FrontEndOpened()))
+
+    def _engine_ended(self) -> None:
+        self.models.fail()
+
+
+def run_front_end(server: HttpServer) -> int:
+    """Serve in a front end's process until the supervisor ends it; returns the process's exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     server.run(sockets=[])

@@ -255,7 +255,11 @@ class GrpcFrontEnd(GrpcConnections):
     """All methods of the service. Belongs to one event loop."""
 
     def __init__(
-        self, models: ServedModels, regions: RegionTable, settings: NativeSettings, memory: RequestMemory
+        self,
+        models: ServedModels[InferenceService],
+        regions: RegionTable,
+        settings: NativeSettings,
+        memory: RequestMemory,
     ) -> None:
         max_message_bytes = min(settings.max_body_bytes + MESSAGE_SLACK_BYTES, 2**31 - 1)
         super().__init__(settings, memory, service_methods(max_message_bytes), models.default.statistics)
@@ -361,7 +365,7 @@ def _described(method: GrpcMethod) -> Any:
     return _SERVICE.methods_by_name[method.name]
 
 
-def _documents(models: ServedModels, regions: RegionTable) -> dict[str, RequestDocument]:
+def _documents(models: ServedModels[InferenceService], regions: RegionTable) -> dict[str, RequestDocument]:
     """The answers of all methods except inference: the documents that HTTP sends, of which a reply takes its fields."""
 
     def find(request: Any) -> InferenceService:

@@ -1,4 +1,4 @@
-"""HTTP: connections, the inference requests that they bring, and what all connections share.
+"""HTTP: connections, the requests that they bring, and what all connections share.
 
 The transport receives a body of known size straight into the body's own memory. Everything else comes through one
 buffer that all connections share, since each read is used up before the next. While a request waits for its response,
@@ -7,9 +7,8 @@ interim response tells, since the system of a client that has left answers it wi
 of the protocol. A refusal that does not read its request to the end is followed by lingering: closing at once could
 destroy the response.
 
-A request is answered in one of two ways. If its JSON header came before (see `templates`), the connection's callback
-passes it to the batcher, without a task. Every other request (values in JSON, BYTES, timeouts, compressed bodies) is a
-task, whose slow steps run in a thread.
+What becomes of an inference request is the business of its `PendingRequest`: `http_inference` has those for tensors,
+`generation` those for language models, whose responses are streamed.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import asyncio
 import contextlib
 import select
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from email.utils import formatdate
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from uvicorn.server import ServerState
 
@@ -38,30 +37,24 @@ from servers.native.http_parser import (
     HeadReader,
     HttpRequest,
     HttpResponse,
+    InferTarget,
     RequestHead,
     RequestParser,
+    infer_target,
     refusal,
 )
-from servers.native.inference import InferenceService, ServedModels
-from servers.native.interface import QueuedRequest
-from servers.native.limits import MAX_INFLATING, InflatingThread, Turns, decompress, in_thread
-from servers.native.memory import UNCOUNTED_BYTES, ByteBudget, RequestMemory, UnreadAnswers
+from servers.native.inference import ModelService, ServedModels
+from servers.native.limits import Turns
+from servers.native.memory import UNCOUNTED_BYTES, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
-from servers.native.shared_memory import RegionTable
-from servers.native.statistics import RequestTimes
-from servers.native.templates import KEPT_BYTES, Repeated, RequestTemplate, TemplateCache
-from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
-from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
-from servers.protocol.records import InferRequest, InferResponse, RegionWindow
+from servers.protocol.errors import ContractError, InternalError, UnavailableError
 
 log = FailureLog("abserve.http")
 
 READ_BYTES = 64 * 1024
 """Room for one read of heads and small bodies. Of a large body, this much is copied."""
-INLINE_JSON_BYTES = 16 * 1024
-"""Longer JSON is parsed in a thread: this much holds the event loop for a fraction of a millisecond."""
-JOINED_BYTES = 2**20
-"""A larger body is sent in the pieces that it is made of: copying all of them at once would hold the event loop."""
+STREAM_UNREAD_BYTES = 2**20
+"""A client that leaves more of a streamed response unread is cut off; it may also leave less only for so long."""
 TICK_S = 0.25
 """How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
 NEVER = float("inf")
@@ -87,8 +80,6 @@ Application = Callable[
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
-_ENCODINGS = ("gzip", "x-gzip", "deflate")
-_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 
 async def call_application(application: Application, scope: AsgiMessage, body: bytes) -> HttpResponse:
@@ -123,41 +114,64 @@ async def call_application(application: Application, scope: AsgiMessage, body: b
     return HttpResponse(status, headers, content)
 
 
-class HttpFrontEnd:
+class PendingRequest(Protocol):
+    """A request between its last byte and its response. Belongs to the event loop; exactly one of its ends is taken."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the response comes in pieces, so that a client that sends its end has left."""
+
+    def begin(self, body: memoryview) -> None:
+        """Start on it; the connection may have the response before this returns."""
+
+    def client_left(self) -> None:
+        """The client has left, or was cut off because it does not read."""
+
+    def give_up(self) -> bytes | None:
+        """The server's time to finish is over: forget the request. Returns how its response ends; None: a refusal."""
+
+
+class HttpFrontEnd(ABC):
     """The shared part of one event loop's connections. `application` answers everything but inference."""
 
     def __init__(
         self,
         application: Application,
-        models: ServedModels,
-        regions: RegionTable,
+        models: ServedModels[ModelService],
         settings: NativeSettings,
         memory: RequestMemory,
+        target: InferTarget = infer_target,
     ) -> None:
+        """`target` says which paths are inference."""
         self.application = application
         self.settings = settings
         self.memory = memory
-        self.regions = regions
-        self.heads = HeadReader(settings)
+        self.heads = HeadReader(settings, target)
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)
-        self.templates = {service: TemplateCache(service.signature, service.padding) for service in models}
         self.date = b""
         """The Date header of every response; it changes once per second."""
         self.turns = Turns(0)
         """Of clients that send the next request before they have their answer: one of them per turn of the loop."""
-        # One thread each: JSON holds the interpreter, so that more threads would only take longer each.
-        self.parsing = ThreadPoolExecutor(1, "parsing")
-        self.encoding = ThreadPoolExecutor(1, "encoding")
-        self.inflating = InflatingThread(
-            f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed"
-        )
         self.on_close: Callable[[], None] = lambda: None
         """Called for each connection that has been closed."""
         self._models = models
         self._state = ServerState()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+
+    @abstractmethod
+    def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingRequest:
+        """An inference request that has arrived, to be begun."""
+
+    @abstractmethod
+    def check(self, head: RequestHead) -> ContractError | None:
+        """Why this inference request is refused whatever its body is."""
+
+    def refusal(self, head: RequestHead | None, error: ContractError | HttpError) -> HttpResponse:
+        """The response to a request that is refused before it is pending; `head` is None if it cannot be read."""
+        del head
+        return refusal(error)
 
     def open(self, server_state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
         """Called for each client: only then does uvicorn pass its state and its loop."""
@@ -203,7 +217,7 @@ class HttpFrontEnd:
         # Without connections nothing ticks; the next one starts the timer again.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self.connections else None
 
-    def service(self, head: RequestHead) -> InferenceService:
+    def service(self, head: RequestHead) -> ModelService:
         """The model that counts a request: the one it names, or the default one when it names none of the server's."""
         assert head.target is not None
         try:
@@ -220,239 +234,6 @@ class HttpFrontEnd:
         """Count an inference request that was refused before it was complete."""
         if head is not None and head.infers:
             self.service(head).statistics.record_failure(failure_reason(error), start_ns)
-
-    def check(self, head: RequestHead) -> ContractError | None:
-        """Why this inference request is refused whatever its body is."""
-        assert head.target is not None
-        try:
-            self._models.find(*head.target).check_accepting()
-            if head.encoding is not None and head.encoding not in _ENCODINGS:
-                raise InvalidRequestError("Content-Encoding must be identity, gzip or deflate")
-            if head.length is not None and head.encoding is None:
-                self.json_bytes(head, head.length)
-        except ContractError as error:
-            return error
-        return None
-
-    def json_bytes(self, head: RequestHead, body_bytes: int) -> int | None:
-        """The size of the body's JSON header, None where all of it is JSON. Raises `ContractError`."""
-        value = head.json_length
-        json_bytes = None if value is None else parse_header_length(value.decode("latin-1"), body_bytes)
-        limit = self.settings.max_json_bytes
-        if (body_bytes if json_bytes is None else json_bytes) > limit:
-            raise TooLargeError(f"the request's JSON has more than {limit} bytes: send the tensors as binary data")
-        return json_bytes
-
-
-class PendingHttpRequest:
-    """One inference request between its last byte and its response; `wake` is the waiter of its `QueuedRequest`.
-
-    Belongs to the event loop. Exactly one of its ways to end is taken.
-    """
-
-    __slots__ = (
-        *("_connection", "_front_end", "_head", "_queued", "_request_id", "_service"),
-        *("_targets", "_task", "_template", "_times"),
-    )
-
-    def __init__(self, front_end: HttpFrontEnd, connection: HttpServerConnection, request: HttpRequest) -> None:
-        self._front_end = front_end
-        self._connection = connection
-        self._head = request.head
-        self._service = front_end.service(request.head)
-        self._times = RequestTimes(request.start_ns)
-        self._template: RequestTemplate | None = None
-        self._request_id = b""
-        self._targets: Mapping[str, RegionWindow] = {}
-        self._queued: QueuedRequest | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self, body: memoryview) -> None:
-        """Queue the request, or answer it in a task; the connection may have the response before this returns."""
-        try:
-            work = self._prepare(body)
-            if isinstance(work, tuple):
-                self._template, self._request_id, offset = work
-                find = self._front_end.regions.find
-                queued = self._template.queued(body, offset, find, None, self.wake)
-                self._targets = self._template.targets(queued, find)
-                self._queued = queued
-                self._service.enqueue(queued)
-                return
-        except ContractError as error:
-            self._queued = None
-            self._refuse(error)
-        except Exception:
-            log.exception("a request failed unexpectedly")
-            if self._queued is not None:
-                self._queued.waiter = None
-                self._queued = None
-            self._refuse(InternalError(INTERNAL_ERROR))
-        else:
-            self._task = asyncio.get_running_loop().create_task(self._answer_in_task(work))
-
-    def client_left(self) -> None:
-        """The client has left: take the request out of the queue if it still waits there."""
-        queued = self._queued
-        if self._task is not None:
-            self._task.cancel()
-        elif queued is not None and self._service.withdraw(queued):  # else it is counted when it comes back
-            self._queued = queued.waiter = None  # frees the connection before the queue comes to this request
-            self._service.statistics.record_disconnect()
-
-    def give_up(self) -> None:
-        """The server's time to finish is over and the connection refuses the request: the engine need not see it."""
-        queued, self._queued = self._queued, None
-        if self._task is not None:
-            self._task.cancel()
-        elif queued is not None:
-            self._service.withdraw(queued)
-            queued.waiter = None
-        self._service.statistics.record_failure("shutting_down", self._times.start_ns)
-
-    def wake(self, queued: QueuedRequest) -> None:
-        self._queued = None  # breaks the cycle of the two, which with the arrays would wait for the garbage collector
-        answer = None if queued.error is not None else self._encode(queued)
-        if self._connection.gone:
-            self._service.statistics.record_disconnect()
-        elif answer is None:
-            self._refuse(queued.error or InternalError(INTERNAL_ERROR))
-        elif not self._connection.has_room(len(answer)):
-            self._refuse(UnavailableError(HOLDS_ENOUGH))
-        else:
-            self._service.statistics.record_success(self._times)
-            self._connection.send(answer)
-
-    def _prepare(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, HttpResponse]:
-        """What to queue, or to run as a task. Raises `ContractError`."""
-        front_end, service, times = self._front_end, self._service, self._times
-        received_ns = time.perf_counter_ns()
-        times.receive_ns = received_ns - times.start_ns
-        service.check_loaded()
-        if self._head.encoding is not None:
-            return self._answer_compressed(body)
-        json_bytes = front_end.json_bytes(self._head, body.nbytes)
-        request: InferRequest | None = None
-        header_bytes = body.nbytes if json_bytes is None else json_bytes
-        if 0 < header_bytes <= KEPT_BYTES and service.direct:
-            templates, header = front_end.templates[service], bytes(body[:header_bytes])
-            repeated = templates.find(header, body.nbytes)
-            if repeated is None:
-                request = self._decode(body, json_bytes)
-                repeated = templates.keep(header, request, body.nbytes)
-            times.decode_ns = time.perf_counter_ns() - received_ns
-            if repeated is not None:
-                return repeated
-        return self._answer(body, json_bytes, request)
-
-    def _decode(self, body: memoryview, json_bytes: int | None) -> InferRequest:
-        return decode_request(body, json_bytes, self._service.signature, self._front_end.regions.find)
-
-    async def _answer_compressed(self, compressed: memoryview) -> HttpResponse:
-        """The connection's bytes count as held already; those that they inflate to are added once they are known."""
-        front_end, started_ns = self._front_end, time.perf_counter_ns()
-        body, request = await front_end.inflating.run(self._inflate, compressed)
-        with front_end.memory.budget.holding(body.nbytes):
-            self._times.decode_ns = time.perf_counter_ns() - started_ns
-            return await self._answer(body, None, request)
-
-    def _inflate(self, compressed: memoryview) -> tuple[memoryview, InferRequest]:
-        body = decompress(compressed, self._front_end.settings.max_body_bytes)
-        return body, self._decode(body, self._front_end.json_bytes(self._head, body.nbytes))
-
-    async def _answer(self, body: memoryview, json_bytes: int | None, request: InferRequest | None) -> HttpResponse:
-        times = self._times
-        started_ns = time.perf_counter_ns() - times.decode_ns
-        if request is None:
-            if (body.nbytes if json_bytes is None else json_bytes) <= INLINE_JSON_BYTES:
-                request = self._decode(body, json_bytes)
-            else:
-                request = await in_thread(self._front_end.parsing, self._decode, body, json_bytes)
-        times.decode_ns = time.perf_counter_ns() - started_ns
-        response = await self._service.infer(request, times)
-        inferred_ns = time.perf_counter_ns()
-        if is_slow_to_encode(response):
-            budget = self._front_end.memory.budget
-            with budget.holding(sum(tensor.data.nbytes for tensor in response.outputs)):
-                pieces, header_bytes = await in_thread(self._front_end.encoding, _encode_within, response, budget)
-        else:
-            pieces, header_bytes = encode_pieces(response)
-        times.encode_ns += time.perf_counter_ns() - inferred_ns
-        size = sum(map(len, pieces))
-        headers = [(b"content-length", b"%d" % size)]
-        if header_bytes is None:
-            headers.append((b"content-type", b"application/json"))
-        else:
-            headers.append((b"content-type", b"application/octet-stream"))
-            headers.append((_HEADER_LENGTH, b"%d" % header_bytes))
-        return (
-            HttpResponse(200, headers, b"", pieces)
-            if size > JOINED_BYTES
-            else HttpResponse(200, headers, b"".join(pieces))
-        )
-
-    async def _answer_in_task(self, work: Coroutine[Any, Any, HttpResponse]) -> None:
-        try:
-            answer = await work
-        except asyncio.CancelledError:
-            if not self._connection.gone:
-                raise  # the server is being stopped by force
-            self._service.statistics.record_disconnect()
-        except ContractError as error:
-            self._refuse(error)
-        except Exception:
-            log.exception("a request failed unexpectedly")
-            self._refuse(InternalError(INTERNAL_ERROR))
-        else:
-            if self._connection.gone or self._connection.has_room(answer.size):
-                self._count()
-                self._connection.answer(answer)
-            else:
-                self._refuse(UnavailableError(HOLDS_ENOUGH))
-
-    def _refuse(self, error: ContractError) -> None:
-        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
-        self._connection.answer(refusal(error))
-
-    def _encode(self, queued: QueuedRequest) -> bytes | None:
-        """The response's bytes; None if encoding fails, which becomes the request's error and stops no thread."""
-        assert self._template is not None
-        start_ns = time.perf_counter_ns()
-        try:
-            common = self._connection.common_headers
-            outputs, signature = queued.outputs or {}, self._service.signature
-            answer = self._template.answer(outputs, self._targets, signature, common, self._request_id)
-        except ContractError as error:
-            queued.error = error
-            return None
-        except Exception:
-            log.exception("a response could not be encoded")
-            queued.error = InternalError(INTERNAL_ERROR)
-            return None
-        self._times.encode_ns = time.perf_counter_ns() - start_ns
-        return answer
-
-    def _count(self) -> None:
-        if self._connection.gone:
-            self._service.statistics.record_disconnect()
-        else:
-            self._service.statistics.record_success(self._times)
-
-
-def _encode_within(response: InferResponse, budget: ByteBudget) -> tuple[list[bytes], int | None]:
-    """Encode a response; what exists of it counts as held until it is whole. Raises `ContractError`."""
-    held = 0
-
-    def hold(count: int) -> None:
-        nonlocal held
-        if not budget.hold(count):
-            raise UnavailableError(HOLDS_ENOUGH)
-        held += count
-
-    try:
-        return encode_pieces(response, hold)
-    finally:
-        budget.release(held)
 
 
 def connection_factory(front_end: HttpFrontEnd) -> Callable[..., HttpServerConnection]:
@@ -478,7 +259,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._unparsed = bytearray()  # read but not used yet
         self._direct = False  # the present read goes straight into the body
         self._request: HttpRequest | None = None  # it waits for its response, or was answered last
-        self._pending: PendingHttpRequest | None = None  # `_request`, if it is an inference
+        self._pending: PendingRequest | None = None  # `_request`, if it is an inference
         self._busy = False  # a request waits for its response
         self._pipelined = False  # the request came before the last one's response
         self._advancing = False
@@ -530,7 +311,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """The client sends nothing more. True if it may still wait for a response, for which the connection stays."""
-        if not self._busy or self._transport.is_closing():
+        if not self._busy or self._transport.is_closing() or (self._pending is not None and self._pending.streams):
             return False
         assert self._request is not None
         self._ended = self._stopping = True
@@ -557,12 +338,16 @@ class HttpServerConnection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """The client reads more slowly than it is answered: its next request has to wait."""
         self._choked = True
+        if self._busy:  # a streamed response: the client gets this long to catch up
+            self._wait_at_most(self._settings.read_timeout_s)
 
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._choked = False
         self._unread.count(self._transport.get_write_buffer_size())
-        if not self._busy and self._lingered < 0:
+        if self._busy:
+            self.deadline = NEVER
+        elif self._lingered < 0:
             self._wait_at_most(self._settings.keep_alive_timeout_s)
             self._go_on()
 
@@ -580,10 +365,9 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         """The server ends: refuse the request that waits for its response, and close."""
         self._given_up = self._busy
         if self._given_up:
-            if self._pending is not None:
-                self._pending.give_up()
+            last = None if self._pending is None else self._pending.give_up()
             self._pending = None
-            self._transport.write(refusal(shutting_down()).encode(self.common_headers))
+            self._transport.write(refusal(shutting_down()).encode(self.common_headers) if last is None else last)
         self._transport.close()
 
     def expire(self) -> None:
@@ -619,6 +403,11 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         """The header lines of every response."""
         return self._front_end.date + (_CLOSE if self._stopping else b"")
 
+    @property
+    def choked(self) -> bool:
+        """Whether the client reads more slowly than it is answered."""
+        return self._choked
+
     def has_room(self, count: int) -> bool:
         """Whether a response of `count` bytes may wait for the client to read it; they count as held until it has.
 
@@ -634,8 +423,22 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         assert request is not None
         self.send(answer.encode(self.common_headers, with_body=request.head.method != b"HEAD"), answer.more)
 
+    def stream(self, data: bytes) -> None:
+        """Send a piece of a response that is not complete. Cuts off a client that leaves too much of it unread."""
+        if self._given_up or self._transport.is_closing():
+            return
+        self._transport.write(data)
+        if self._choked:
+            unsent = self._transport.get_write_buffer_size()
+            if unsent > STREAM_UNREAD_BYTES or not self._unread.count(unsent):
+                self._transport.abort()
+
+    def close_after_response(self) -> None:
+        """The end of the response is the end of the connection."""
+        self._stopping = True
+
     def send(self, data: bytes, more: Sequence[bytes] = ()) -> None:
-        """Send a response's bytes, in pieces if they are many; in the event loop."""
+        """Send a response's bytes, or the last piece of them, in pieces if they are many; in the event loop."""
         if self._given_up:
             return
         transport = self._transport
@@ -757,12 +560,12 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._stopping = self._stopping or not head.keep_alive
         if request.refusal is not None:
             self._front_end.count_failure(head, request.refusal, request.start_ns)
-            self.answer(refusal(request.refusal))
+            self.answer(self._front_end.refusal(head, request.refusal))
         elif head.infers:
-            self._pending = PendingHttpRequest(self._front_end, self, request)
+            self._pending = self._front_end.pending(self, request)
             self._pending.begin(request.body)
         elif head.target is not None:
-            wrong_verb = refusal(HttpError(405, "Method Not Allowed"))
+            wrong_verb = self._front_end.refusal(head, HttpError(405, "Method Not Allowed"))
             wrong_verb.headers.append((b"allow", b"POST"))
             self.answer(wrong_verb)
         elif self._pipelined:
@@ -784,7 +587,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         """Refuse a request that is not read any further; the connection ends when the client has read the refusal."""
         self._stopping = True
         self._front_end.count_failure(self._parser.head, error, self._parser.start_ns)
-        self._transport.write(refusal(error).encode(self.common_headers))
+        self._transport.write(self._front_end.refusal(self._parser.head, error).encode(self.common_headers))
         self._parser.give_up()
         self._unparsed, self._lingered = bytearray(), 0
         self._wait_at_most(LINGER_S)

@@ -203,6 +203,8 @@ BARE_LINE_FEED = "a line of the request's head does not end with CR LF"
 _KEPT_HEADS = 256
 _KEPT_HEAD_BYTES = 4096
 _JSON_LENGTH = HEADER_LENGTH.lower().encode()
+InferTarget = Callable[[str], tuple[str, str | None] | None]
+"""Model and version of a path that is inference, None for every other path."""
 
 
 @dataclass(slots=True)
@@ -281,8 +283,10 @@ class _Parsed:
 class HeadReader:
     """Parses heads within the settings' limits and keeps the latest by their bytes."""
 
-    def __init__(self, settings: NativeSettings) -> None:
+    def __init__(self, settings: NativeSettings, target: InferTarget | None = None) -> None:
+        """`target`: `infer_target` unless given."""
         self.settings = settings
+        self._target = target or infer_target
         self._kept: dict[bytes, RequestHead] = {}
 
     def read(self, raw: bytes) -> RequestHead:
@@ -332,7 +336,7 @@ class HeadReader:
             keep_alive=parsed.keep_alive,
         )
         _frame(head)
-        head.target = infer_target(head.path)
+        head.target = self._target(head.path)
         return head
 
 

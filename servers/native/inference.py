@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from math import prod
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import batch_key, padding_of
@@ -50,7 +50,7 @@ INLINE_READ_BYTES = 2**20
 PIECE_BYTES = 4 * 2**20
 """What one thread reads at a time: a core copies this much in half a millisecond."""
 
-R = TypeVar("R")
+S_co = TypeVar("S_co", bound="ModelService", covariant=True)
 
 
 def wake_all(requests: Sequence[QueuedRequest]) -> None:
@@ -126,36 +126,18 @@ class RequestDecoder:
         self._decoder.close()
 
 
-class InferenceService:
+class ModelService:
     """One served model as a front end has it. Belongs to one event loop; any thread may read.
 
     The engine's side says what its `state` and its engine's `description` are, which is None unless one is loaded.
     """
 
-    def __init__(
-        self,
-        number: int,
-        specification: ModelSpecification,
-        settings: NativeSettings,
-        link: EngineLink,
-        memory: RequestMemory,
-        statistics: Statistics,
-    ) -> None:
-        self.signature = signature_of(specification, settings)
-        self.specification = specification
-        self.padding = padding_of(specification, settings.pad_sizes)
+    def __init__(self, signature: ModelSignature, settings: NativeSettings, statistics: Statistics) -> None:
+        self.signature = signature
         self.settings = settings
         self.statistics = statistics
         self.description: EngineDescription | None = None
         self.state = ModelState.LOADING
-        self.decoding: DecodingSettings | None = None  # None for a model that takes tensors
-        self._decoder: RequestDecoder | None = None
-        if specification.payload == "jpeg":
-            self.decoding = DecodingSettings(settings.decode_threads, settings.max_image_pixels)
-            self._decoder = RequestDecoder(specification, self.decoding, settings.queue_size, memory, statistics)
-        self._number = number
-        self._link = link
-        self._memory = memory
 
     @property
     def ready(self) -> bool:
@@ -167,14 +149,10 @@ class InferenceService:
         if self.state is not ModelState.STOPPING:
             self.state = status.state
             self.description = status.description
-        if status.state not in (ModelState.READY, ModelState.ACCEPTING) and self._decoder is not None:
-            await self._decoder.idle.wait()
 
     def stop(self) -> None:
         """Accept nothing any more."""
         self.state = ModelState.STOPPING
-        if self._decoder is not None:
-            self._decoder.close()
 
     def check_loaded(self) -> None:
         """Raises `NotFoundError` for an unloaded model, which is as unknown as any other until it is loaded again."""
@@ -189,6 +167,41 @@ class InferenceService:
     def check_ready(self) -> None:
         """Raises `UnavailableError` unless the model can answer now, and every front end knows."""
         check_ready(self.signature.name, self.state)
+
+
+class InferenceService(ModelService):
+    """A model that takes and answers tensors."""
+
+    def __init__(
+        self,
+        number: int,
+        specification: ModelSpecification,
+        settings: NativeSettings,
+        link: EngineLink,
+        memory: RequestMemory,
+        statistics: Statistics,
+    ) -> None:
+        super().__init__(signature_of(specification, settings), settings, statistics)
+        self.specification = specification
+        self.padding = padding_of(specification, settings.pad_sizes)
+        self.decoding: DecodingSettings | None = None  # None for a model that takes tensors
+        self._decoder: RequestDecoder | None = None
+        if specification.payload == "jpeg":
+            self.decoding = DecodingSettings(settings.decode_threads, settings.max_image_pixels)
+            self._decoder = RequestDecoder(specification, self.decoding, settings.queue_size, memory, statistics)
+        self._number = number
+        self._link = link
+        self._memory = memory
+
+    async def apply(self, status: ModelStatus) -> None:
+        await super().apply(status)
+        if status.state not in (ModelState.READY, ModelState.ACCEPTING) and self._decoder is not None:
+            await self._decoder.idle.wait()
+
+    def stop(self) -> None:
+        super().stop()
+        if self._decoder is not None:
+            self._decoder.close()
 
     @property
     def direct(self) -> bool:
@@ -348,11 +361,11 @@ def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping
 MAX_NAME_CHARACTERS = 255
 
 
-class ServedModels:
+class ServedModels(Generic[S_co]):
     """At least one service, each with another name; the first is the default one."""
 
-    def __init__(self, services: Sequence[InferenceService], link: EngineLink, allow_control: bool = False) -> None:
-        """`services` are in the order in which the engine's side has their models."""
+    def __init__(self, services: Sequence[S_co], link: EngineLink | None = None, allow_control: bool = False) -> None:
+        """`services` are in the order in which the engine's side has their models; `link` is for model control."""
         self._services = {service.signature.name: service for service in services}
         if not services or len(self._services) != len(services):
             raise ValueError("a server needs at least one model, and no two with the same name")
@@ -360,16 +373,16 @@ class ServedModels:
         self._link = link
         self._allow_control = allow_control
 
-    def __iter__(self) -> Iterator[InferenceService]:
+    def __iter__(self) -> Iterator[S_co]:
         return iter(self._services.values())
 
-    def find(self, name: str, version: str | None = None) -> InferenceService:
+    def find(self, name: str, version: str | None = None) -> S_co:
         """The service of a model that is not unloaded. Raises `NotFoundError`."""
         service = self.named(name, version)
         service.check_loaded()
         return service
 
-    def named(self, name: str, version: str | None = None) -> InferenceService:
+    def named(self, name: str, version: str | None = None) -> S_co:
         """The service of a model, whatever its state. Raises `NotFoundError`."""
         service = self._services.get(name)
         if service is None:
@@ -406,6 +419,7 @@ class ServedModels:
         number = self._number(name)
         if parameters:
             raise InvalidRequestError("a load takes no configuration and no files: models are chosen at the start")
+        assert self._link is not None
         await self._link.control(ControlModel(number, load=True))
 
     async def unload(self, name: str) -> None:
@@ -413,11 +427,13 @@ class ServedModels:
 
         Raises `ContractError`.
         """
-        await self._link.control(ControlModel(self._number(name), load=False))
+        number = self._number(name)
+        assert self._link is not None
+        await self._link.control(ControlModel(number, load=False))
 
     def _number(self, name: str) -> int:
         """Raises `ContractError` without model control or for a bad name; names never reach a file system."""
-        if not self._allow_control:
+        if not self._allow_control or self._link is None:
             raise InvalidRequestError("model control is switched off; start the server with --allow-model-control")
         if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable() or "/" in name or ".." in name:
             raise InvalidRequestError(f"a model's name has 1 to {MAX_NAME_CHARACTERS} characters, without '/' and '..'")

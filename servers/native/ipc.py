@@ -119,7 +119,39 @@ class ControlDone(msgspec.Struct, array_like=True, tag=4):
     failure: Failure | None = None
 
 
-Message = Form | Submit | Cancel | RequestDone | Control | ControlDone
+class Generate(msgspec.Struct, array_like=True, tag=6, gc=False):
+    """Generate an answer to a checked prompt of token ids; ends with a `finished` of `Generated`, unless cancelled."""
+
+    number: int
+    prompt: list[int]
+    max_tokens: int
+    ignore_eos: bool
+    received_ns: int
+    """When it came, by `perf_counter_ns`."""
+
+
+class Finished(msgspec.Struct, array_like=True, gc=False):
+    """The last tokens of an answer. `finish`: "length", "stop", or "error" with a failure."""
+
+    number: int
+    tokens: list[int]
+    finish: str
+    failure: Failure | None = None
+
+
+class Generated(msgspec.Struct, array_like=True, tag=7, gc=False):
+    """What one step of a generating engine has for a front end: for each number one token, and answers that are done.
+
+    `several` are answers that go on and got another number of tokens than one.
+    """
+
+    numbers: list[int]
+    tokens: list[int]
+    several: list[tuple[int, list[int]]] = []
+    finished: list[Finished] = []
+
+
+Message = Form | Submit | Cancel | RequestDone | Control | ControlDone | Generate | Generated
 REQUESTS = (Submit, Control)
 """Messages that the other side replies to."""
 
@@ -166,7 +198,8 @@ def unusable_of(message: Message | UnusableMessage) -> UnusableMessage:
     """A message that only fails what it is about."""
     if isinstance(message, UnusableMessage):
         return message
-    return _unusable(type(message), message.numbers if isinstance(message, Submit | RequestDone) else message.number)
+    several = isinstance(message, Submit | RequestDone | Generated)
+    return _unusable(type(message), message.numbers if several else message.number)
 
 
 def _unusable(kind: type[Message] | None, about: object) -> UnusableMessage:

@@ -22,8 +22,10 @@ from servers.engines.settings import EngineSettings, engine_kind
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.native.memory import Arena, RequestMemory
 from servers.native.model_host import Offer
 from servers.native.settings import NativeSettings, artefact_field
+from servers.native.statistics import Statistics
 from servers.native.supervisor import Supervisor, exit_status
 
 log = structlog.get_logger("abserve.server")
@@ -67,8 +69,39 @@ def serve(
         log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=names)
 
     if settings.fronts:
-        return Supervisor(settings, offers, listener, grpc_listener, on_listening).run()
+        return Supervisor(settings, TensorChildren(offers), listener, grpc_listener, on_listening).run()
     return serve_in_one_process(settings, offers, listener, grpc_listener, on_listening)
+
+
+class TensorChildren:
+    """The `Children` of a server of models that take and answer tensors."""
+
+    def __init__(self, offers: Sequence[Offer]) -> None:
+        self._offers = offers
+
+    @property
+    def models(self) -> int:
+        return len(self._offers)
+
+    def run_engine(
+        self, settings: NativeSettings, statistics: Sequence[Statistics], arena: Arena, supervisor: socket.socket
+    ) -> int:
+        from servers.native.engine_process import EngineServer
+
+        return EngineServer(settings, self._offers, statistics, arena, supervisor).run()
+
+    def run_front_end(
+        self,
+        settings: NativeSettings,
+        statistics: Sequence[Statistics],
+        memory: RequestMemory,
+        supervisor: socket.socket,
+        engines: Sequence[socket.socket],
+    ) -> int:
+        from servers.native.front_server import FrontProcessServer, run_front_end
+
+        specifications = [specification for specification, _ in self._offers]
+        return run_front_end(FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines))
 
 
 def serve_in_one_process(
@@ -86,8 +119,6 @@ def serve_in_one_process(
     from servers.native.engine_link import LocalLink
     from servers.native.engine_process import EngineSide
     from servers.native.front_server import NativeServer
-    from servers.native.memory import RequestMemory
-    from servers.native.statistics import Statistics
 
     statistics = [Statistics(settings.max_batch_size) for _ in offers]
     memory = RequestMemory.alone(settings)

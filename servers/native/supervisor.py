@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
-from servers.models.specification import ModelSpecification
 from servers.native.ipc import GRPC, HTTP, STOP_BY
 from servers.native.memory import Arena, ByteBudget, RequestMemory
-from servers.native.model_host import Offer
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics, row_width
 
@@ -56,24 +55,47 @@ class _FrontEnd:
     short_lives: int = 0
 
 
+class Children(Protocol):
+    """What the children of a supervisor run; called in the child, each returns its exit status."""
+
+    @property
+    def models(self) -> int:
+        """How many models are served."""
+
+    def run_engine(
+        self, settings: NativeSettings, statistics: Sequence[Statistics], arena: Arena, supervisor: socket.socket
+    ) -> int:
+        """Execute, until the supervisor says or has gone; its socket brings the sockets of front ends."""
+
+    def run_front_end(
+        self,
+        settings: NativeSettings,
+        statistics: Sequence[Statistics],
+        memory: RequestMemory,
+        supervisor: socket.socket,
+        engines: Sequence[socket.socket],
+    ) -> int:
+        """Receive and answer; the supervisor's socket brings the clients' connections."""
+
+
 class Supervisor:
     """Owns the children and the memory that they share."""
 
     def __init__(
         self,
         settings: NativeSettings,
-        offers: Sequence[Offer],
+        children: Children,
         listener: socket.socket,
         grpc_listener: socket.socket | None,
         on_listening: Callable[[], None],
     ) -> None:
         self._on_listening = on_listening
         self._settings = settings
-        self._offers = offers
+        self._children = children
         self._listeners = {listener: HTTP}
         if grpc_listener is not None:
             self._listeners[grpc_listener] = GRPC
-        self._arena = make_arena(settings, len(offers))
+        self._arena = make_arena(settings, children.models)
         self._selector = selectors.DefaultSelector()
         self._front_ends: dict[int, _FrontEnd] = {}
         self._engines: dict[int, socket.socket] = {}
@@ -149,9 +171,7 @@ class Supervisor:
 
         def run() -> int:
             control.close()
-            from servers.native.engine_process import EngineServer
-
-            return EngineServer(settings, self._offers, self._statistics(number), self._arena, childs).run()
+            return self._children.run_engine(settings, self._statistics(number), self._arena, childs)
 
         self._engines[self._fork(run, [childs])] = control
         childs.close()
@@ -164,17 +184,12 @@ class Supervisor:
         def run() -> int:
             for other_end in (control_socket, *(to_front_end for _, to_front_end in pairs)):
                 other_end.close()
-            from servers.native.front_server import FrontProcessServer, run_front_end
-
             budget = ByteBudget(self._settings.max_held_bytes, self._budget_counters(), partition)
             memory = RequestMemory(self._arena, budget, partition)
             statistics = self._statistics(len(to_engines) + number)
             for of_model in statistics:
                 of_model.set_decoding(0)  # its predecessor may have died with some
-            specifications: list[ModelSpecification] = [specification for specification, _ in self._offers]
-            return run_front_end(
-                FrontProcessServer(self._settings, specifications, statistics, memory, childs, to_engines)
-            )
+            return self._children.run_front_end(self._settings, statistics, memory, childs, to_engines)
 
         process = self._fork(run, [childs])
         childs.close()
@@ -196,7 +211,7 @@ class Supervisor:
         size, rows = self._settings.max_batch_size, _process_count(self._settings)
         width, place = row_width(size), self._arena.partitions
         statistics = []
-        for _ in self._offers:
+        for _ in range(self._children.models):
             views = [self._arena.counters[place + row * width : place + (row + 1) * width] for row in range(rows)]
             statistics.append(Statistics(size, views, process))
             place += rows * width

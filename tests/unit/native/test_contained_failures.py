@@ -15,7 +15,7 @@ from structlog.testing import CapturingLogger
 from servers.native import errors, grpc_connection, http
 from servers.native.errors import FailureLog
 from servers.native.grpc import GrpcFrontEnd
-from servers.native.http import HttpFrontEnd
+from servers.native.http_inference import InferenceFrontEnd
 from servers.native.inference import wake_all
 from servers.native.interface import QueuedRequest
 from servers.native.memory import RequestMemory
@@ -67,7 +67,7 @@ class Connection:
 def front_ends(settings: NativeSettings) -> list[Any]:
     memory = RequestMemory.alone(settings)
     models: Any = SimpleNamespace(default=SimpleNamespace(statistics=None))
-    http = HttpFrontEnd(None, [], None, settings, memory)  # type: ignore[arg-type]  # nobody asks it anything
+    http = InferenceFrontEnd(None, [], None, settings, memory)  # type: ignore[arg-type]  # nobody asks it anything
     http._state = SimpleNamespace(connections=set(), tasks=set())  # type: ignore[assignment]
     return [http, GrpcFrontEnd(models, models, settings, memory)]
 
