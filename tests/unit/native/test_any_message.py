@@ -26,7 +26,10 @@ from servers.native.ipc import (
     Cancel,
     Control,
     ControlDone,
+    Finished,
     Form,
+    Generate,
+    Generated,
     Message,
     RequestDone,
     Submit,
@@ -53,6 +56,8 @@ SAMPLES: dict[str, Message] = {
     "two done": RequestDone([2**40, 2**40 + 1], [Tensor("y", "<f4", (2, 4), bytes(32))]),
     "control": Control(2**40, CloseRegions(False, ("r",))),
     "control done": ControlDone(2**40, None),
+    "generate": Generate(2**40, [5, 17], 8, True, 0),
+    "generated": Generated([2**40], [7], [(2**40 + 1, [7, 8])], [Finished(2**40 + 2, [9], "length")]),
 }
 
 OPERATIONS: tuple[Any, ...] = (
