@@ -198,8 +198,9 @@ def unusable_of(message: Message | UnusableMessage) -> UnusableMessage:
     """A message that only fails what it is about."""
     if isinstance(message, UnusableMessage):
         return message
-    several = isinstance(message, Submit | RequestDone | Generated)
-    return _unusable(type(message), message.numbers if several else message.number)
+    if isinstance(message, Submit | RequestDone | Generated):
+        return _unusable(type(message), message.numbers)
+    return _unusable(type(message), message.number)
 
 
 def _unusable(kind: type[Message] | None, about: object) -> UnusableMessage:
