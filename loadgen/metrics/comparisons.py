@@ -26,6 +26,7 @@ import numpy as np
 
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
+    GOODPUT,
     Metric,
     PerRequest,
     leading_metric,
@@ -34,6 +35,7 @@ from loadgen.metrics.registry import (
     pool_open_loops,
 )
 from loadgen.metrics.summaries import BlockSummary, figure_of
+from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import Interval, inverse
 from loadgen.quantities import ratio as factor_words
 from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
@@ -74,7 +76,7 @@ class PooledRequests:
     def add(self, blocks: Sequence[StoredBlock]) -> None:
         """Read the samples of further blocks."""
         for block in blocks:
-            record, samples = block.record, block.samples
+            record, samples = block.record, samples_of(block)
             answers = np.empty(0, SAMPLE_DTYPE)
             if samples is not None:
                 answers = measured_answers(samples, is_open=block.workload.is_open)
@@ -123,8 +125,9 @@ class PairedMetric:
 
     @property
     def leads(self) -> bool:
-        """Whether this metric leads its workload."""
-        return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.workload))
+        """Whether this metric leads its workload. Goodput counts what an arm that cannot keep up answers too late."""
+        leading = leading_metric(self.workload)
+        return self.metric == (ACHIEVED_RATE if self.saturated and leading != GOODPUT else leading)
 
     @cached_property
     def is_one_series(self) -> bool:
@@ -210,7 +213,7 @@ def _block_pairs(
             return _tail(workload, metric, pairing, couples, requests)
     pairs = _pairs(couples, metric)
     if len(pairs) < len(couples):
-        return PairedMetric(workload, metric, pairing, (), "a block has no good response")
+        return PairedMetric(workload, metric, pairing, (), metric.if_missing)
     return PairedMetric(workload, metric, pairing, pairs, saturated=bool(saturated))
 
 

@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadgen.experiment.schedule import arrival_count
+from loadgen.metrics.tokens import gaps_ms, good_share, meets_limits, open_goodput_per_s, tokens_per_chunk, values_of
 from loadgen.quantities import number, per_second
 from loadgen.records.run import Record, Scenario, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
@@ -60,9 +61,9 @@ def measured_answers(samples: Samples, *, is_open: bool) -> Samples:
     return good(samples if is_open else at_full_load(samples))
 
 
-def throughput_per_s(samples: Samples) -> float | None:
-    """Items per second at full load, from a whole block; None without a good response. A failed request takes time and
-    has no items."""
+def throughput_per_s(samples: Samples, column: str = "batch") -> float | None:
+    """Items per second at full load, or the sum of another column per second, from a whole block; None without a good
+    response. A failed request takes time and has no items."""
     steady = at_full_load(samples)
     if len(steady) == 0:
         return None
@@ -72,7 +73,7 @@ def throughput_per_s(samples: Samples) -> float | None:
     np.minimum.at(began, places, steady["intended_ns"])
     np.maximum.at(ended, places, steady["end_ns"])
     seconds = float(np.sum(ended - began)) / NS_PER_S
-    items = float(good(steady)["batch"].sum())
+    items = float(good(steady)[column].sum())
     return len(np.unique(samples["user"])) * items / seconds if seconds > 0.0 and items > 0.0 else None
 
 
@@ -90,7 +91,8 @@ def slow_start(samples: Samples) -> float | None:
     """Share of a block's counted time that slow first requests cost: (mean latency of the first fifth − mean of the
     rest) · the fifth, over the whole. It is the error of the throughput without warm-up. None with fewer than 20 good
     responses."""
-    answered = np.sort(good(at_full_load(samples)), order="intended_ns")
+    answered = good(at_full_load(samples))
+    answered = answered[np.lexsort((answered["end_ns"], answered["intended_ns"]))]
     first = max(int(FIRST_SHARE * len(answered)), FIRST_LEAST)
     if len(answered) < 4 * FIRST_LEAST:
         return None
@@ -110,6 +112,26 @@ def achieved_items_per_s(samples: Samples, workload: Workload) -> float | None:
     """Items per second in an open loop, from a whole block; None with fewer than two good responses."""
     rate = _answers_per_s(good(samples))
     return None if rate is None else rate * workload.batch_size
+
+
+def tokens_per_s(samples: Samples, workload: Workload, column: str) -> float | None:
+    """Tokens of good answers (`output_tokens`) or of their prompts (`prompt_asked`) per second: in a closed loop those
+    at full load, in an open one at the rate of the responses."""
+    if not workload.is_open:
+        return throughput_per_s(samples, column)
+    answered = good(samples)
+    rate = _answers_per_s(answered)
+    return None if rate is None else rate * float(answered[column].mean()) or None
+
+
+def goodput_per_s(samples: Samples, workload: Workload) -> float | None:
+    """Answers per second that are complete and meet all limits of the workload; every other request that fell due
+    counts as time without an answer. Goodput as in DistServe (Zhong et al., OSDI 2024)."""
+    if workload.is_open:
+        return open_goodput_per_s(samples, workload)
+    marked = samples.copy()
+    marked["batch"] = meets_limits(samples, workload.limits)
+    return throughput_per_s(marked)
 
 
 LEAST_BACKLOG_SHARE = 0.05
@@ -298,6 +320,8 @@ class Metric:
     """The field of a workload's summary that holds the interval of the figure."""
     is_count: bool = False
     """Whether it is a sum, which has no interval."""
+    if_missing: str = "a block has no good response"
+    """Why a complete block has no figure."""
 
     @property
     def short_name(self) -> str:
@@ -355,6 +379,19 @@ def is_open_loop(workload: Workload) -> bool:
     return workload.has_blocks and workload.is_open
 
 
+def is_streamed(workload: Workload) -> bool:
+    """Whether the workload measures streamed tokens; the arms are then compared by those, and not by whole answers."""
+    return workload.has_blocks and workload.is_streamed
+
+
+def has_whole_answers(workload: Workload) -> bool:
+    return workload.has_blocks and not workload.is_streamed
+
+
+def has_limits(workload: Workload) -> bool:
+    return is_streamed(workload) and workload.limits is not None
+
+
 def _in_scenario(name: Scenario) -> Callable[[Workload], bool]:
     return lambda workload: workload.scenario == name
 
@@ -367,13 +404,33 @@ def _latency(name: str, quantile: float | None, *, compared: bool) -> Metric:
             "ms",
             higher_is_better=False,
             measured_in=has_blocks,
-            compared_in=has_blocks if compared else None,
+            compared_in=has_whole_answers if compared else None,
             of_requests=latencies_ms,
             quantile=quantile,
             field=f"latency.{name}_ms",
             interval_field="p50_ci95_ms" if name == "p50" else "",
         )
     )
+
+
+def _of_tokens(name: str, title: str, column: str, quantile: float | None = None, *, compared: bool) -> Metric:
+    """A time in ms of each streamed answer, from its column in `TOKEN_SAMPLE_DTYPE`; without a quantile their mean."""
+    return register(
+        Metric(
+            name,
+            title,
+            "ms",
+            higher_is_better=False,
+            measured_in=is_streamed,
+            compared_in=is_streamed if compared else None,
+            of_requests=_COLUMNS.setdefault(column, values_of(column)),
+            quantile=quantile,
+        )
+    )
+
+
+_COLUMNS: dict[str, PerRequest] = {}
+"""The function of each column, so that its values are pooled once for all metrics that read them."""
 
 
 def _of_probe(name: str, title: str, unit: str, scenario: Scenario, *, higher_is_better: bool) -> Metric:
@@ -389,12 +446,36 @@ THROUGHPUT = register(
         PER_SECOND,
         higher_is_better=True,
         measured_in=has_blocks,
-        compared_in=is_closed_loop,
+        compared_in=lambda workload: is_closed_loop(workload) and not workload.is_streamed,
         of_block=lambda samples, _: throughput_per_s(samples),
         field="throughput_per_s",
         interval_field="throughput_ci95",
     )
 )
+OUTPUT_TOKENS = register(
+    Metric(
+        "output_tokens_per_s",
+        "output tokens/s",
+        "tokens/s",
+        higher_is_better=True,
+        measured_in=is_streamed,
+        compared_in=lambda workload: is_streamed(workload) and not workload.is_open,
+        of_block=lambda samples, workload: tokens_per_s(samples, workload, "output_tokens"),
+    )
+)
+GOODPUT = register(
+    Metric(
+        "goodput",
+        "goodput",
+        "good requests/s",
+        higher_is_better=True,
+        measured_in=has_limits,
+        compared_in=lambda workload: has_limits(workload) and workload.is_open,
+        of_block=goodput_per_s,
+        if_missing="in one block no answer met all limits; set looser --limits",
+    )
+)
+"""Requests per second that meet all limits of the workload."""
 ACHIEVED_RATE = register(
     Metric(
         "achieved_rate",
@@ -409,14 +490,74 @@ ACHIEVED_RATE = register(
 )
 """The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
 LATENCIES = tuple(_latency(f"p{percent}", percent / 100, compared=True) for percent in (50, 90, 99))
+TPOT = _of_tokens("tpot", "TPOT", "tpot_ms", compared=True)
+"""Time per output token after the first chunk: the mean over the answers."""
+TTFT = _of_tokens("ttft", "TTFT", "ttft_ms", compared=True)
+"""Time to the first token, from the intended start: the mean over the answers."""
+TTFT_TAILS = tuple(
+    _of_tokens(f"ttft_p{percent}", f"p{percent} TTFT", "ttft_ms", percent / 100, compared=True) for percent in (90, 99)
+)
+WORST_GAPS = tuple(
+    _of_tokens(f"worst_gap_p{percent}", f"p{percent} worst gap", "worst_gap_ms", percent / 100, compared=True)
+    for percent in (90, 99)
+)
+"""Of the largest gaps between two chunks of each answer."""
 TIME_TO_READY = _of_probe("time_to_ready", "time to ready", "s", "cold-start", higher_is_better=False)
 TIME_TO_FIRST_ANSWER = _of_probe(
     "time_to_first_answer", "time to first answer", "s", "cold-start", higher_is_better=False
 )
 SLO_RATE = _of_probe("slo_rate", "rate within the bound", "requests/s", "slo", higher_is_better=True)
 """The highest Poisson rate whose p99 holds the bound of the workload."""
+GOODPUT_RATE = _of_probe("goodput_rate", "rate within the limits", "requests/s", "goodput", higher_is_better=True)
+"""The highest Poisson rate at which enough answers meet the limits of the workload."""
 SATURATION = _of_probe("saturation", "throughput at saturation", PER_SECOND, "ramp", higher_is_better=True)
 """The highest throughput of a ramp."""
+for _percent in (50, 99):
+    _of_tokens(f"tpot_p{_percent}", f"p{_percent} TPOT", "tpot_ms", _percent / 100, compared=False)
+_of_tokens("ttft_p50", "p50 TTFT", "ttft_ms", 0.5, compared=False)
+for _percent in (50, 99):
+    register(
+        Metric(
+            f"gap_p{_percent}",
+            f"p{_percent} gap between tokens",
+            "ms",
+            higher_is_better=False,
+            measured_in=is_streamed,
+            of_requests=gaps_ms,
+            quantile=_percent / 100,
+        )
+    )
+register(
+    Metric(
+        "tokens_per_chunk",
+        "tokens per chunk",
+        "tokens",
+        higher_is_better=True,
+        measured_in=is_streamed,
+        of_requests=tokens_per_chunk,
+    )
+)
+register(
+    Metric(
+        "input_tokens_per_s",
+        "input tokens/s",
+        "tokens/s",
+        higher_is_better=True,
+        measured_in=is_streamed,
+        of_block=lambda samples, workload: tokens_per_s(samples, workload, "prompt_asked"),
+    )
+)
+GOOD_SHARE = register(
+    Metric(
+        "good_share",
+        "share of good answers",
+        "",
+        higher_is_better=True,
+        measured_in=has_limits,
+        of_block=good_share,
+    )
+)
+"""Of the requests that fell due."""
 _latency("mean", None, compared=False)
 _latency("p95", 0.95, compared=False)
 _latency("p99_9", 0.999, compared=False)
@@ -433,13 +574,22 @@ def metrics_of(workload: Workload) -> tuple[Metric, ...]:
 
 def leading_metric(workload: Workload) -> Metric:
     """The metric that gives a workload's verdict and decides when to stop. In an open loop it is the highest percentile
-    of the latency that the planned pairs have enough requests for."""
+    of the latency, of streamed answers of the TTFT, that the planned pairs have enough requests for.
+
+    Of streamed answers it is TPOT for a single user, the tokens per second for several users, and in an open loop with
+    limits the goodput."""
     if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
+    if workload.has_blocks and workload.is_streamed:
+        if not workload.is_open:
+            return TPOT if workload.concurrency == 1 else OUTPUT_TOKENS
+        if workload.limits is not None:
+            return GOODPUT
     if not workload.is_open or workload.rate_per_s is None:
-        return metrics_of(workload)[0]
+        return TTFT if is_streamed(workload) else metrics_of(workload)[0]
     requests = workload.rounds * arrival_count(
         workload.rate_per_s, workload.requests, workload.seconds, workload.max_seconds
     )
-    supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
-    return supported[-1] if supported else LATENCIES[0]
+    tails = (TTFT, *TTFT_TAILS) if workload.is_streamed else LATENCIES
+    supported = [m for m in tails if m.quantile is not None and samples_needed(m.quantile) <= requests]
+    return supported[-1] if supported else tails[0]

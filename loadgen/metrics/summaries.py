@@ -28,6 +28,7 @@ from loadgen.metrics.registry import (
     slow_start,
     summarise_open_loop,
 )
+from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import Interval
 from loadgen.records.run import BlockRecord, Label, Record, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
@@ -158,7 +159,7 @@ def summarise_blocks(blocks: Sequence[StoredBlock]) -> tuple[BlockSummary, ...]:
 
 
 def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
-    record, samples = block.record, block.samples
+    record, samples = block.record, samples_of(block)
     begin_ns, end_ns = record.window_start_ns, record.window_end_ns
     window_ns = end_ns - begin_ns
     lags_ms, answered = np.empty(0), np.empty(0, dtype=SAMPLE_DTYPE)
@@ -319,7 +320,9 @@ def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequen
     """A figure of all blocks of an arm and workload."""
     if metric.of_requests is not None:
         return metric.statistic(pools[metric.of_requests].values)
-    values = [value for block in blocks if (value := figure_of(block, metric))]
+    values = [value for block in blocks if (value := figure_of(block, metric)) is not None]
+    if not all(values):  # such as a block without a good answer
+        return float(np.mean(values))
     return geometric_mean(values) if values else None
 
 
@@ -335,7 +338,7 @@ def _pool(
     responses, requests, varies = Pool(), Pool(), False
     payloads = [size for block in blocks for size in block.record.body_payload_bytes]
     for block in blocks:
-        samples, record = block.samples, block.record
+        samples, record = samples_of(block), block.record
         if samples is None:
             continue
         answered, body_bytes = good(samples), np.array(record.body_payload_bytes, dtype=np.float64)

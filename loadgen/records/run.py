@@ -237,6 +237,11 @@ class Workload(Record, frozen=True, kw_only=True):
         return self.arrivals != "closed"
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether its answers are the tokens of a language model."""
+        return self.output_tokens is not None
+
+    @property
     def name(self) -> str:
         """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms), ramp;
         poisson(50 %) of the slower arm's rate."""
