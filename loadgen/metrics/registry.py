@@ -490,6 +490,8 @@ ACHIEVED_RATE = register(
 )
 """The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
 LATENCIES = tuple(_latency(f"p{percent}", percent / 100, compared=True) for percent in (50, 90, 99))
+SERVED = (THROUGHPUT.name, OUTPUT_TOKENS.name)
+"""The metrics of several users at once, with which a verdict begins."""
 TPOT = _of_tokens("tpot", "TPOT", "tpot_ms", compared=True)
 """Time per output token after the first chunk: the mean over the answers."""
 TTFT = _of_tokens("ttft", "TTFT", "ttft_ms", compared=True)

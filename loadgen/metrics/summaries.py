@@ -136,6 +136,8 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     figures: dict[str, float | None] | UnsetType = UNSET
     """Figures of metrics that have no field here: of the requests of all blocks, or the geometric mean of the
     blocks."""
+    intervals: dict[str, tuple[float, float] | None] | UnsetType = UNSET
+    """The 95 % intervals of those figures that are means over the blocks of streamed answers."""
 
 
 def summarise_latency(pool: Pool) -> LatencySummary:
@@ -236,7 +238,9 @@ def without_field_in(summaries: Sequence[BlockSummary | WorkloadSummary]) -> lis
 
 def interval_of(summary: WorkloadSummary, metric: Metric) -> Interval | None:
     """The 95 % interval of that figure, if the summary holds one."""
-    interval: Interval | None = getattr(summary, metric.interval_field) if metric.interval_field else None
+    if not metric.interval_field:
+        return None if summary.intervals is UNSET else summary.intervals.get(metric.name)
+    interval: Interval | None = getattr(summary, metric.interval_field)
     return interval
 
 
@@ -313,7 +317,18 @@ def summarise_workload(
         if reconnects
         else None,
         figures=figures or UNSET,
+        intervals=_intervals(metrics, complete) if stored and stored[0].workload.is_streamed else UNSET,
     )
+
+
+def _intervals(metrics: Sequence[Metric], blocks: Sequence[BlockSummary]) -> dict[str, Interval | None]:
+    """The intervals of the metrics that are means, over the blocks; None where a block has no figure."""
+    intervals: dict[str, Interval | None] = {}
+    for metric in metrics:
+        if metric.quantile is None:
+            values = [value for block in blocks if (value := figure_of(block, metric))]
+            intervals[metric.name] = interval_of_mean(values) if len(values) == len(blocks) else None
+    return intervals
 
 
 def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequence[BlockSummary]) -> float | None:

@@ -140,6 +140,11 @@ def meets_limits(samples: Samples, limits: TokenLimits | None) -> np.ndarray[tup
     return np.asarray(is_good, dtype=np.bool_)
 
 
+def per_million(price_per_hour: float, tokens_per_s: float) -> float:
+    """What a million tokens cost at this rate."""
+    return 1e6 * price_per_hour / (3600.0 * tokens_per_s)
+
+
 def good_share(samples: Samples, workload: Workload) -> float | None:
     """Share of the requests that fell due whose answers are good."""
     if len(samples) == 0:

@@ -238,7 +238,9 @@ BLOCK_FIELDS = (
 
 
 def latency(result: Result) -> doc.Section | None:
-    """Share of requests answered within a time."""
+    """Share of requests answered within a time. Of streamed answers the gaps between tokens say more."""
+    if result.experiment.is_language:
+        return None
 
     def traces(workload: str) -> list[doc.Figure]:
         return [

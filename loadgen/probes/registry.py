@@ -25,6 +25,7 @@ MODULES = tuple(
         "load",
         "rate_search",
         "answers",
+        "tokens",
         "gpu.probe",
         "causes",
         "ceiling",

@@ -3,6 +3,7 @@
 DIR/conditions.json             Conditions         readings of the arms and the machine right before the load
 DIR/cache_probes.json           list[CacheProbe]   times of new and of repeated requests, one per arm
 DIR/answers.json                list[AnswersCompared]
+DIR/token_answers.json          list[TokensCompared]  of a language model, instead of answers.json
 DIR/cold_starts.json            list[ServerStart]
 DIR/container_cold_starts.json  list[ContainerStart]
 """
@@ -19,7 +20,8 @@ Caches = Literal["cached", "uncached"]
 
 
 class CacheProbe(Record, frozen=True, kw_only=True):
-    """Times of new requests and of repeated ones sent among them, group by group; empty with an `error`."""
+    """Times of new requests and of repeated ones sent among them, group by group; empty with an `error`. The time of a
+    streamed answer is the time to its first token, since the tokens after it take as long with a cached prompt."""
 
     FILE = "cache_probes.json"
     label: Label
@@ -134,3 +136,51 @@ class AnswersCompared(Record, frozen=True, kw_only=True):
     """The first wrong answer: which request, and how it is wrong."""
     error: str | None = None
     """Why the answers could not be compared."""
+
+
+class ReferenceAnswer(Record, frozen=True, kw_only=True):
+    """One answer under load, token by token beside the reference: transformers' own module, given the prompt and the
+    answer's own tokens (teacher forcing). The deficit of a token is its logit below the reference's best logit there:
+    0 where the reference would have chosen it too."""
+
+    block: str
+    """The block or trial it comes from, for messages: "block 12"."""
+    request: int
+    """Number of the request of its user in that block, from 0."""
+    user: int
+    tokens: int
+    digest: str = ""
+    """Of the answer's ids: equal for equal answers."""
+    deficit: float | None = None
+    """The largest deficit of its tokens, 1e9 for an id that the model does not have; None without a reference."""
+    place: int = 0
+    """The place of that token, from 0."""
+    chosen: int = 0
+    """That token."""
+    best: int = 0
+    """The reference's best token there."""
+    largest: float = 0.0
+    """The largest magnitude of a logit of the reference."""
+    other: int = 0
+    """Tokens that are not the reference's best."""
+    masked_ends: int = 0
+    """Of these, tokens where the reference's best is the end of the text."""
+
+
+class TokensCompared(Record, frozen=True, kw_only=True):
+    """The answers kept of one arm in one workload and one start of the servers, beside the reference."""
+
+    FILE = "token_answers.json"
+    workload: str
+    label: Label
+    restart: int
+    answers: tuple[ReferenceAnswer, ...]
+    """Chosen by the seed before each block."""
+    precision: str | None = None
+    """The coarsest precision of all arms, which decides the tolerance."""
+    noise: float | None = None
+    """The largest deficit between the reference's own batch sizes, which routing of experts may make large."""
+    weights_sha256: str = ""
+    """Of the weights that the reference used."""
+    error: str | None = None
+    """Why there is no reference, though the model is known."""

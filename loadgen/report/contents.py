@@ -17,7 +17,7 @@ from loadgen.quantities import join, number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.charts import several
-from loadgen.report.sections import checks, comparisons, conditions, verdict
+from loadgen.report.sections import checks, comparisons, conditions, tokens, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
 from loadgen.verdict.checks.registry import validity
 from loadgen.verdict.result import Result
@@ -30,7 +30,7 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
     ("", (verdict.verdict, verdict.overview, verdict.brief_why, verdict.brief_proof)),
     ("Comparisons", (comparisons.comparisons, comparisons.ranking, comparisons.thresholds)),
     ("Why", (PROBES,)),
-    ("Detail", (PROBES,)),
+    ("Detail", (tokens.token_table, tokens.first_token_and_pace, tokens.gaps, tokens.costs, PROBES)),
     ("Proof", (PROBES, checks.same_answers, checks.checks)),
     ("Conditions", (conditions.arms, conditions.experiment, conditions.environment, conditions.reproduce)),
 )

@@ -14,7 +14,7 @@ from itertools import product
 
 from loadgen.metrics.claims import WorkloadRanking, neighbours, place, weight
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
-from loadgen.metrics.registry import METRICS, THROUGHPUT
+from loadgen.metrics.registry import METRICS, SERVED
 from loadgen.quantities import counted, join, ratio, ratio_interval
 from loadgen.records.run import Experiment, Label, Workload, shown
 from loadgen.verdict.checks.registry import CHECKS, Check, in_sentence, invalidating, reached
@@ -80,7 +80,7 @@ def main_comparison(
     if len({c.pairing for c in comparisons}) > 1:
         ranked = (neighbours(comparisons, ranking) for ranking in rankings)
         decided = [first for pairs in ranked if (first := next((c for c in pairs if c.winner), None)) is not None]
-    loads = [c for c in decided if c.metric == THROUGHPUT.name] or decided
+    loads = [c for c in decided if c.metric in SERVED] or decided
     return max(loads, key=lambda c: weight(workloads[c.scenario]), default=None)
 
 

@@ -30,7 +30,7 @@ from loadgen.metrics.claims import (
 )
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons
 from loadgen.metrics.facts import Facts, WorkloadFacts
-from loadgen.metrics.registry import METRICS, THROUGHPUT
+from loadgen.metrics.registry import METRICS, SERVED, THROUGHPUT
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
 from loadgen.probes.causes_analysis import CauseEffect, CausesFound
 from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
@@ -160,7 +160,7 @@ def _sentence(
 def _two_arms(facts: Facts, usable: Sequence[Comparison], names: dict[Label, str]) -> str:
     """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
     workloads, margin = _by_name(facts), facts.run.experiment.equivalence_margin
-    loads = [c for c in usable if c.metric == THROUGHPUT.name] or usable
+    loads = [c for c in usable if c.metric in SERVED] or usable
     decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
     besides = other_decided_metrics(facts.comparisons, workloads)
     if not decided:
@@ -183,7 +183,7 @@ def _many_arms(
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
-    loads = [ranking for ranking in rankings if ranking.metric == THROUGHPUT.name] or rankings
+    loads = [ranking for ranking in rankings if ranking.metric in SERVED] or rankings
     main = max(loads, key=lambda ranking: weight(workloads[ranking.scenario]))
     apart = [claim(c) + explain_lead(facts, c) for c in neighbours(facts.comparisons, main) if c.winner]
     first = f"by {METRICS[main.metric].title} {place(workloads[main.scenario])}: {main.words(names)}."

@@ -8,8 +8,8 @@ import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
-from loadgen.metrics.registry import METRICS, THROUGHPUT
-from loadgen.metrics.summaries import WorkloadSummary
+from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, SERVED, THROUGHPUT, Metric
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.quantities import join, measured, ratio
 from loadgen.records.run import shown
 from loadgen.report.sections.comparisons import against_baseline
@@ -23,7 +23,8 @@ def throughput_chart(result: Result) -> doc.Chart | None:
     """A group of bars per load, and below the name of the load its verdict; points where the axis is logarithmic,
     because there the length of a bar says nothing. None without any throughput."""
     served = {workload.name: workload for workload in result.experiment.workloads}
-    summaries = [s for s in result.summaries if s.throughput_per_s and s.workload in served]
+    metric = _metric_of(result)
+    summaries = [s for s in result.summaries if figure_of(s, metric) and s.workload in served]
     names = list(dict.fromkeys(s.workload for s in summaries))
     if not names:
         return None
@@ -36,11 +37,11 @@ def throughput_chart(result: Result) -> doc.Chart | None:
     made = []
     for title, loads in views.items():
         some = [s for s in summaries if s.workload in loads]
-        is_log = charts.squeezed(_ends(some))
+        is_log = charts.squeezed(_ends(some, metric))
         traces = [trace for label in result.experiment.labels for trace in _traces(result, label, some, is_log=is_log)]
         made.append(charts.add_view(data, title, traces, **_layout(result, loads, some)))
     is_log = any("log" in str(view.layout["xaxis"].get("type")) for view in made)
-    item = charts.rate_unit(result)
+    item = metric.title if metric is OUTPUT_TOKENS else charts.rate_unit(result)
     return doc.Chart(
         "throughput",
         "",
@@ -52,13 +53,23 @@ def throughput_chart(result: Result) -> doc.Chart | None:
     )
 
 
-def _ends(summaries: Sequence[WorkloadSummary]) -> list[float]:
-    return [s.throughput_per_s for s in summaries if s.throughput_per_s]
+def _metric_of(result: Result) -> Metric:
+    """What the bars show: items per second, of a language model output tokens per second."""
+    return OUTPUT_TOKENS if result.experiment.is_language else THROUGHPUT
+
+
+def _unit(result: Result) -> str:
+    return OUTPUT_TOKENS.unit if result.experiment.is_language else charts.rate_unit(result)
+
+
+def _ends(summaries: Sequence[WorkloadSummary], metric: Metric) -> list[float]:
+    return [value for s in summaries if (value := figure_of(s, metric))]
 
 
 def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *, is_log: bool) -> list[doc.Figure]:
     """One arm's bars or points, and the figures beside them."""
-    rows = [(s.workload, s.throughput_per_s, s.throughput_ci95) for s in summaries if s.label == label]
+    metric = _metric_of(result)
+    rows = [(s.workload, figure_of(s, metric), interval_of(s, metric)) for s in summaries if s.label == label]
     points = [(name, value, bounds) for name, value, bounds in rows if value]
     if not points:
         return []
@@ -72,7 +83,7 @@ def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *,
         "offsetgroup": label,
         "showlegend": False,
     }
-    hover = f"%{{y}}: %{{customdata}} {charts.rate_unit(result)}<extra>{charts.label_text(shown(label))}</extra>"
+    hover = f"%{{y}}: %{{customdata}} {_unit(result)}<extra>{charts.label_text(shown(label))}</extra>"
     drawn: doc.Figure = {
         **common,
         "x": [charts.rounded(value) for value in values],
@@ -102,9 +113,10 @@ def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *,
 
 
 def _layout(result: Result, names: Sequence[str], summaries: Sequence[WorkloadSummary]) -> doc.Figure:
-    values = [*_ends(summaries), *(bound for s in summaries for bound in s.throughput_ci95 or ())]
-    unit = charts.rate_unit(result)
-    across = charts.value_axis(unit, values if charts.squeezed(_ends(summaries)) else [max(values)])
+    metric, unit = _metric_of(result), _unit(result)
+    ends = _ends(summaries, metric)
+    values = [*ends, *(bound for s in summaries for bound in interval_of(s, metric) or ())]
+    across = charts.value_axis(unit, values if charts.squeezed(ends) else [max(values)])
     # Room for the figure beside the longest bar.
     if across.get("type") == "log":
         low, high = across["range"]
@@ -168,4 +180,4 @@ def _two_words(comparison: Comparison) -> str:
 
 def _by(comparison: Comparison) -> str:
     """The metric that decides a workload, where it is not what the bars show."""
-    return "" if comparison.metric == THROUGHPUT.name else f" by {METRICS[comparison.metric].title}"
+    return "" if comparison.metric in SERVED else f" by {METRICS[comparison.metric].title}"

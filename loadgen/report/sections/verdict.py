@@ -8,11 +8,11 @@ import loadgen.report.document as doc
 from loadgen.metrics.comparisons import leading_comparisons
 from loadgen.probes.causes import causes_note, time_spent
 from loadgen.probes.gpu.probe import ALL_SCENARIOS, findings
-from loadgen.quantities import counted, sentence, share
+from loadgen.quantities import counted, join, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
-from loadgen.records.run import ArmRecord, shown
+from loadgen.records.run import ArmRecord, Experiment, shown
 from loadgen.report.charts import arm_style, base_and_arm, several
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
@@ -25,7 +25,10 @@ from loadgen.verdict.result import Result
 MOST_FAILED = 4
 """Most failed checks that a terminal shows with the verdict; all of them are in their own section."""
 MOST_TITLES = 3
-TRANSPORTS = {"http": "HTTP", "grpc": "gRPC", "shm": "shared memory"}
+TRANSPORTS = {
+    "http": "HTTP", "grpc": "gRPC", "shm": "shared memory", "completions": "OpenAI's completions",
+    "generate_stream": "Triton's generate_stream",
+}  # fmt: skip
 
 
 def verdict(result: Result) -> doc.Section | None:
@@ -77,7 +80,9 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     swept = [workload.sequence_length for workload in experiment.workloads if workload.sequence_length is not None]
     sent = f"{inputs_in_brief(described, swept)} as {' and '.join(experiment.payloads)}".removeprefix(" as ")
     second = [f"{sent} over {TRANSPORTS[experiment.transport]}"]
-    if sizes:
+    if experiment.is_language:
+        second = [_prompts_in_brief(experiment)]
+    elif sizes:
         second.append(f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}")
     second.append(_padding(result))
     if started:
@@ -89,6 +94,14 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
         _per_arm(result, lambda arm: _hardware(result, arm)),
     )
     return " · ".join(filter(None, first)), " · ".join(filter(None, second))
+
+
+def _prompts_in_brief(experiment: Experiment) -> str:
+    """ "random prompts of 32 tokens, answers of 64, over OpenAI's completions" """
+    lengths = {(w.prompt_tokens, w.output_tokens) for w in experiment.workloads if w.output_tokens is not None}
+    protocols = {TRANSPORTS[experiment.transport_of(arm)]: None for arm in experiment.arms}
+    sizes = [f"prompts of {prompt:,} tokens and answers of {output:,}" for prompt, output in sorted(lengths) if prompt]
+    return f"{', '.join(sizes) or 'prompts'} over {join(list(protocols))}"
 
 
 def _padding(result: Result) -> str:

@@ -163,7 +163,8 @@ def _declare_same(
     least one arm reports."""
 
     def find(facts: Facts) -> list[Judgement]:
-        if where_reported and all(arm.in_effect.get(setting) is None for arm in facts.run.arms):
+        skips = where_reported or (facts.run.experiment.is_language and setting in OF_TENSORS)
+        if skips and all(arm.in_effect.get(setting) is None for arm in facts.run.arms):
             return []
         return _compare(facts, setting, noun)
 
@@ -177,6 +178,8 @@ def _declare_same(
     declare(find)
 
 
+OF_TENSORS = ("max_batch_size", "max_queue_delay_us", "instances")
+"""Settings that servers of language models need not have: they have slots."""
 for _name, _setting, _noun, _severity in (
     ("same_model", "model", "model", "invalidates"),
     ("same_weights", "weights", "weights", "invalidates"),
@@ -197,6 +200,8 @@ _declare_same(
     "batch, and how much each computes.",
     where_reported=True,
 )
+_declare_same("same_slots", "slots", "number of slots", "warns", where_reported=True)
+_declare_same("same_max_length", "max_length", "context length", "warns", where_reported=True)
 
 
 @check(
@@ -276,6 +281,7 @@ def settings_in_effect(arm: ArmRecord, _: Facts) -> Judgement:
     "A batch size exceeds the server's maximum",
     "warns",
     "Ask for smaller batches, or raise the arm's --max-batch-size.",
+    language=False,
 )
 @per_arm
 def batch_limit(arm: ArmRecord, facts: Facts) -> Judgement:
@@ -293,6 +299,7 @@ def batch_limit(arm: ArmRecord, facts: Facts) -> Judgement:
     "informs",
     "Set max-queue-delay-us to 0 on every arm for serial load, or keep it in mind when you read these workloads.",
     threshold=0,
+    language=False,
 )
 @per_arm
 def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
@@ -323,6 +330,7 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
     "warns",
     "Remove the queue policy from dynamic_batching in the config.pbtxt.",
     threshold="none",
+    language=False,
 )
 @per_arm
 def queue_policy(arm: ArmRecord, _: Facts) -> Judgement:
@@ -409,6 +417,7 @@ def metrics(arm: ArmRecord, _: Facts) -> Judgement:
     "warns",
     "Set response_cache { enable: false }: a cached response is not an inference.",
     threshold="off",
+    language=False,
 )
 @per_arm
 def response_cache(arm: ArmRecord, _: Facts) -> Judgement:
@@ -429,6 +438,7 @@ def response_cache(arm: ArmRecord, _: Facts) -> Judgement:
     "warns",
     "Remove the setting: only Triton's tensorrt backend reads it, and enable_cuda_graph is unsafe in Triton.",
     threshold="requested only where they take effect",
+    language=False,
 )
 @per_model
 def cuda_graphs(arm: ArmRecord, _: Facts) -> Judgement:
@@ -452,6 +462,7 @@ def cuda_graphs(arm: ArmRecord, _: Facts) -> Judgement:
     "Batch sizes run without a CUDA graph",
     "warns",
     "Add a graph_spec for each batch size, or a graph_lower_bound that covers it.",
+    language=False,
 )
 @per_model
 def graph_sizes(arm: ArmRecord, facts: Facts) -> Judgement:
@@ -505,6 +516,7 @@ def _largest(config: Mapping[str, Any]) -> int:
     "Preferred batch sizes have no TensorRT profile",
     "informs",
     "Remove preferred_batch_size, as Triton advises, unless each size has its own TensorRT profile.",
+    language=False,
 )
 @per_model
 def preferred_sizes(arm: ArmRecord, _: Facts) -> Judgement:

@@ -313,8 +313,11 @@ def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
     fault="unfair configuration",
 )
 @per_load
-def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Judgement:
-    labels = facts.run.experiment.labels
+def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    """Skipped where the arms speak different protocols, which another check says."""
+    experiment, labels = facts.run.experiment, facts.run.experiment.labels
+    if len({experiment.transport_of(arm) for arm in experiment.arms}) > 1:
+        return None
     sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}
     if len(sizes) < len(labels):
         return Judgement(None, "not every arm answered")

@@ -30,6 +30,7 @@ COVERING_RESTARTS = 5
     "Dynamic batching did not merge requests",
     "informs",
     "If you want batches, raise the concurrency or the queue delay.",
+    language=False,
 )
 @per_load
 def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
@@ -73,6 +74,7 @@ def engine_ceiling(facts: Facts) -> Iterator[Judgement]:
     "informs",
     "Set the queue delay to 0 for serial load: no other request can join the batch.",
     threshold=QUEUE_SHARE_LIMIT,
+    language=False,
 )
 @per_load
 def queue_delay(load: WorkloadFacts, _: Facts) -> Judgement | None:
@@ -94,6 +96,7 @@ def queue_delay(load: WorkloadFacts, _: Facts) -> Judgement | None:
     "warns",
     "Look for a timer of 0.5 s in the server that is named.",
     threshold=0,
+    language=False,
 )
 @per_load
 def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Judgement | None:

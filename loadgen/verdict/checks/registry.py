@@ -86,9 +86,12 @@ class CheckDefinition:
     caveat: tuple[State, ...]
     not_known: str
     fault: Fault | None
+    language: bool | None
     find: Find
 
     def checks(self, facts: Facts) -> Iterator[Check]:
+        if self.language not in (None, facts.run.experiment.is_language):
+            return
         titles = {True: self.title, False: self.failed, None: self.not_known or self.title}
         for outcome in self.find(facts):
             yield Check(
@@ -120,13 +123,15 @@ def check(
     caveat: tuple[State, ...] = (),
     not_known: str = "",
     fault: Fault | None = None,
+    language: bool | None = None,
 ) -> Callable[[Find], CheckDefinition]:
     """Declare the function below as the check of the same name.
 
     `title` is the condition that should hold, `failed` the title where it does not, and `not_known` the one without
     data, if it differs from `title`; `unknown` is the severity without data. `before_load`: the check needs only the
     arms and the machine, and is shown before the load. In the states of `caveat` the verdict quotes it. A check that
-    can take a verdict away has a `fault`.
+    can take a verdict away has a `fault`. `language`: true for a check of language models alone, false for one of all
+    other models.
     """
 
     def declare(find: Find) -> CheckDefinition:
@@ -134,8 +139,9 @@ def check(
         if name in CHECKS:
             raise ValueError(f"there are two checks {name}")
         CHECKS[name] = CheckDefinition(
-            name, title, failed, severity, remedy, unknown, threshold, before_load, caveat, not_known, fault, find
-        )
+            name, title, failed, severity, remedy, unknown, threshold, before_load, caveat, not_known, fault,
+            language, find,
+        )  # fmt: skip
         return CHECKS[name]
 
     return declare

@@ -191,6 +191,7 @@ def run_finished(facts: Facts) -> Iterator[Judgement]:
     unknown="invalidates",
     not_known="The answers were not compared",
     fault="wrong answers",
+    language=False,
 )
 def parity(facts: Facts) -> Iterator[Judgement]:
     record = facts.run.parity
@@ -236,6 +237,7 @@ def order_words(top1: float | None, top5: float | None) -> str:
     "invalidates",
     "Find out why that server answers every input alike: it may not compute at all.",
     fault="wrong answers",
+    language=False,
 )
 def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
     """Judge whether different inputs get different answers. Skipped without a record, and for the null engine; a model
@@ -361,6 +363,7 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
     threshold=0,
     not_known="Answers under load were not compared",
     fault="wrong answers",
+    language=False,
 )
 def answers_under_load(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
@@ -434,7 +437,8 @@ def repeated_requests(facts: Facts) -> Iterator[Judgement]:
             parts[0] += f", so {join(cached)} answers from a cache"
     errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
     ok = False if cached else None if errors else True
-    yield Judgement(ok, "; ".join(parts + errors), min(shares.values(), default=None))
+    remedy = "Turn off the prefix cache of that server." if facts.run.experiment.is_language else None
+    yield Judgement(ok, "; ".join(parts + errors), min(shares.values(), default=None), remedy=remedy)
 
 
 def shortened_to(probe: CacheProbe) -> float | None:

@@ -33,7 +33,7 @@ ENTRY_MODULES = {"command", "worker"}
 
 ANALYSES = (
     "probes.rate_search_analysis", "probes.causes_analysis", "probes.handicap_analysis", "probes.ceiling_analysis",
-    "probes.gpu.records", "probes.gpu.decision", "probes.gpu.analysis",
+    "probes.gpu.records", "probes.gpu.decision", "probes.gpu.analysis", "probes.tokens_analysis",
 )  # fmt: skip
 """Modules of the probes that the checks and the verdict read: records, and what is computed from them."""
 MEASURING = (

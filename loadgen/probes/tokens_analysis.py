@@ -1,0 +1,276 @@
+"""What the streamed answers of each arm were: lengths, ends, prompts, counts, chunks, and deficits below the reference.
+
+Two right engines need not give equal answers: in BF16 they agree in a fraction of them, because rounding decides
+between tokens that are almost equally good, and one other token changes all that follow. So each token is judged by its
+own context (`loadgen.records.probes.ReferenceAnswer`): a right one is never far below the reference's best, a wrong one
+is many times the tolerance below it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+import msgspec
+import numpy as np
+
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.tokens import samples_of
+from loadgen.records.probes import ReferenceAnswer, TokensCompared
+from loadgen.records.run import Found, Label, Record
+from loadgen.records.samples import NS_PER_MS, Samples, good
+from loadgen.records.tokens import ASSUMED, COALESCED, CUT, ECHO, ECHO_DIFFERS, IDS, OTHER, STOP, UNKNOWN
+from loadgen.run.storage import StoredBlock
+from loadgen.stats.agreement import tolerance_of
+from loadgen.stats.percentiles import Pool, distribution
+
+LEAST_DISTINCT = 0.5
+"""Least share of different tokens in an answer; a model with unscaled random weights repeats one token."""
+LEAST_TOKENS = 8
+"""A shorter answer may repeat tokens by chance."""
+NOISE_FACTOR = 4.0
+"""Of the reference's own noise between batch sizes: an engine's differs in as many ways again."""
+UNKNOWN_TOKEN = 1e9
+"""The deficit of an id that the model does not have."""
+STALL_FACTOR, LEAST_STALL_MS = 10.0, 50.0
+"""An answer stalled if one of its gaps is this many times the arm's median gap, and at least so long."""
+MOST_POINTS = 120
+"""Points of a drawn line."""
+
+Points = tuple[tuple[float, float], ...]
+
+
+class TokenTotals(Record, frozen=True, kw_only=True):
+    """The streamed answers of one arm in one workload, over all complete blocks."""
+
+    workload: str
+    label: Label
+    answers: int
+    """Requests, the failed ones included."""
+    short: int
+    """Answers with fewer tokens than asked for, but at least one."""
+    long: int
+    """Answers with more tokens than asked for."""
+    cut: int
+    """Streams that ended without their end."""
+    stopped: int
+    """Answers that ended for another reason than their length."""
+    end_unknown: int
+    """Answers whose end has no reason."""
+    prompts_known: int
+    """Answers whose server sent the prompt's ids back, or counted them."""
+    prompts_differ: int
+    """Of these, answers to another prompt, or to one of another length."""
+    counts_known: int
+    """Answers with ids and with a count of the server's."""
+    counts_differ: int
+    """Of these, answers of whose tokens the server counted more or fewer than it sent."""
+    without_ids: int
+    """Answers with tokens that have no ids, so the server's count or the chunks were counted."""
+    assumed: int
+    """Chunks that have neither ids nor a count, so they counted as one token each."""
+    caches_known: int
+    """Answers whose server says how many tokens of the prompt came from a cache."""
+    cached_tokens: int
+    """Tokens of prompts that came from a cache, as the servers report."""
+    ids_known: int
+    """Answers of at least `LEAST_TOKENS` tokens, all with ids."""
+    repeating: int
+    """Of these, answers with fewer different tokens than `LEAST_DISTINCT`."""
+    tokens: int
+    chunks: int
+    coalesced: int
+    """Chunks that were read together with the one before them."""
+    stalled: int
+    """Good answers with a stall."""
+    good: int
+    worst_gap_ms: float | None
+    median_gap_ms: float | None
+    """Between two chunks."""
+    gaps_ms: Points = ()
+    """Gap between two tokens and the share of gaps that are at most that long, for drawing."""
+    timeline_ms: Points = ()
+    """Of the answer with the median latency: time since it fell due, and the tokens until then."""
+
+    @property
+    def tokens_per_chunk(self) -> float | None:
+        return self.tokens / self.chunks if self.chunks else None
+
+
+class TokensFound(Found, frozen=True, kw_only=True):
+    """The streamed answers of a language model."""
+
+    STUDY = "tokens"
+    totals: tuple[TokenTotals, ...] = ()
+    """An entry per workload and arm with answers."""
+
+
+def analyse(facts: Facts) -> TokensFound:
+    """The totals of every workload and arm with streamed answers."""
+    return TokensFound(
+        totals=tuple(
+            totals
+            for load in facts.loads
+            if load.workload.is_streamed
+            for label in facts.run.experiment.labels
+            if (totals := total([block for block in load.stored if block.record.label == label])) is not None
+        )
+    )
+
+
+def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
+    """The totals of one arm's complete blocks in one workload; None without answers."""
+    counts: dict[str, int] = {}
+    gaps, between, worst = Pool(), Pool(), Pool()
+    timelines: list[tuple[float, Points]] = []
+    complete = [block for block in blocks if block.record.complete]
+    for block in complete:
+        samples, answers, events = samples_of(block), block.answers, block.events
+        if samples is None or answers is None or events is None or len(answers) != len(samples):
+            continue
+        for name, number in _count(samples, answers, events).items():
+            counts[name] = counts.get(name, 0) + number
+        answered, index = good(samples), block.record.index
+        chunk_gaps = np.diff(events["at_ns"])[np.diff(events["sample"].astype(np.int64)) == 0] / NS_PER_MS
+        gaps.add(index, np.concatenate([np.empty(0), *answered["gaps_ms"].tolist()]))
+        between.add(index, chunk_gaps)
+        worst.add(index, answered["worst_gap_ms"][~np.isnan(answered["worst_gap_ms"])])
+        timelines.append(_timeline(samples, events))
+    if not counts.get("answers"):
+        return None
+    median_gap = float(np.median(between.values)) if between.count else None
+    limit_ms = max(LEAST_STALL_MS, STALL_FACTOR * (median_gap or 0.0))
+    middle = sorted(timelines)[len(timelines) // 2]
+    return TokenTotals(
+        workload=complete[0].workload.name,
+        label=complete[0].record.label,
+        stalled=int((worst.values > limit_ms).sum()),
+        worst_gap_ms=float(worst.values.max()) if worst.count else None,
+        median_gap_ms=median_gap,
+        gaps_ms=thinned(distribution(gaps.values)),
+        timeline_ms=middle[1],
+        **counts,
+    )
+
+
+def _count(samples: Samples, answers: Samples, events: Samples) -> dict[str, int]:
+    tokens, asked, flags = answers["output_tokens"], answers["asked"], answers["flags"]
+    usage, prompts, cached = answers["usage_tokens"], answers["prompt_tokens"], answers["cached_tokens"]
+    has_tokens, has_ids, finish = tokens > 0, (flags & IDS) > 0, answers["finish"]
+    echoed, is_good = (flags & ECHO) > 0, samples["error"] < 0
+    counted = has_ids & (usage >= 0)
+    long_enough = has_ids & (tokens >= LEAST_TOKENS) & (answers["distinct"] >= 0)
+    # A server may count a token that begins the text, so a count may exceed the prompt by one.
+    other_prompt = ((flags & ECHO_DIFFERS) > 0) | (
+        ~echoed & (prompts >= 0) & ((prompts < answers["prompt_asked"]) | (prompts > answers["prompt_asked"] + 1))
+    )
+    masks = {
+        "short": has_tokens & (tokens < asked),
+        "long": tokens > asked,
+        "cut": (flags & CUT) > 0,
+        "stopped": (finish == STOP) | (finish == OTHER),
+        "end_unknown": is_good & (finish == UNKNOWN),
+        "prompts_known": echoed | (prompts >= 0),
+        "prompts_differ": other_prompt,
+        "counts_known": counted,
+        "counts_differ": counted & (usage != tokens),
+        "without_ids": has_tokens & ~has_ids,
+        "caches_known": cached >= 0,
+        "ids_known": long_enough,
+        "repeating": long_enough & (answers["distinct"] < LEAST_DISTINCT * tokens),
+        "good": is_good,
+    }
+    return {name: int(mask.sum()) for name, mask in masks.items()} | {
+        "answers": len(samples),
+        "cached_tokens": int(np.maximum(cached, 0).sum()),
+        "tokens": int(tokens[has_tokens].sum()),
+        "chunks": len(events),
+        "coalesced": int(((events["flags"] & COALESCED) > 0).sum()),
+        "assumed": int(((events["flags"] & ASSUMED) > 0).sum()),
+    }
+
+
+def _timeline(samples: Samples, events: Samples) -> tuple[float, Points]:
+    """(latency in ms, points) of the good answer with the median latency."""
+    rows = np.flatnonzero((samples["error"] < 0) & (samples["chunks"] > 0))
+    if not len(rows):
+        return 0.0, ()
+    latencies = samples["end_ns"][rows] - samples["intended_ns"][rows]
+    row = int(rows[np.argsort(latencies, kind="stable")[len(rows) // 2]])
+    chunks = events[events["sample"] == row]
+    at_ms = (chunks["at_ns"] - samples["intended_ns"][row]) / NS_PER_MS
+    arrived = np.cumsum(chunks["tokens"].astype(np.int64))
+    points = tuple(zip(at_ms.tolist(), arrived.astype(float).tolist(), strict=True))
+    return float(at_ms[-1]), thinned(points)
+
+
+def thinned(points: Points) -> Points:
+    """At most `MOST_POINTS` of the points, the first and the last among them."""
+    if len(points) <= MOST_POINTS:
+        return points
+    places = np.unique(np.linspace(0, len(points) - 1, MOST_POINTS).round().astype(int))
+    return tuple(points[place] for place in places)
+
+
+# The answers kept of the load, beside the reference.
+
+
+def beside_reference(
+    output: Sequence[int],
+    deficits: Sequence[float] | None,
+    best: Sequence[int],
+    largest: float,
+    ends: Collection[int],
+    *,
+    block: str,
+    request: int,
+    user: int,
+) -> ReferenceAnswer:
+    """One kept answer. `deficits` and `best` come from the reference, one per token of `output`; without them the
+    answer is only compared with the other ones. `ends` are the ids that end a text. Raises `ValueError` if the
+    reference has judged another number of tokens."""
+    digest = hashlib.sha256(np.asarray(output, dtype="<i8").tobytes()).hexdigest()[:16]
+    answer = ReferenceAnswer(block=block, request=request, user=user, tokens=len(output), digest=digest)
+    if deficits is None or not output:
+        return answer
+    if not len(output) == len(deficits) == len(best):
+        raise ValueError(f"the reference judged {len(deficits)} of {len(output)} tokens")
+    values = np.nan_to_num(np.asarray(deficits, dtype=np.float64), nan=np.inf, posinf=np.inf)
+    place = int(np.argmax(values))
+    chosen, expected = np.asarray(output), np.asarray(best)
+    return msgspec.structs.replace(
+        answer,
+        deficit=min(float(values[place]), UNKNOWN_TOKEN),
+        place=place,
+        chosen=int(chosen[place]),
+        best=int(expected[place]),
+        largest=float(largest),
+        other=int((chosen != expected).sum()),
+        masked_ends=int(((chosen != expected) & np.isin(expected, list(ends))).sum()),
+    )
+
+
+def deficit_limit(compared: TokensCompared, largest: float) -> float:
+    """The largest deficit that rounding explains: two logits may each move by the tolerance of the precision, and the
+    reference's own noise is seldom exceeded fourfold. `largest` is the largest magnitude of a logit."""
+    tolerance = tolerance_of([compared.precision]).relative
+    return max(2.0 * tolerance * largest, NOISE_FACTOR * (compared.noise or 0.0))
+
+
+def wrong_answers(compared: TokensCompared) -> list[ReferenceAnswer]:
+    """The kept answers with a token that no rounding explains."""
+    return [
+        answer
+        for answer in compared.answers
+        if answer.deficit is not None and answer.deficit > deficit_limit(compared, answer.largest)
+    ]
+
+
+def chance_to_find(answers: int, share: float) -> float:
+    """The probability that so many checked answers hold one of those wrong ones that are this share of all."""
+    return 1.0 - (1.0 - share) ** answers
+
+
+def share_found(answers: int, probability: float = 0.95) -> float:
+    """The smallest share of wrong answers that so many checked ones find with this probability."""
+    return float(1.0 - (1.0 - probability) ** (1.0 / answers)) if answers else 1.0

@@ -1,0 +1,440 @@
+"""Checks of the streamed answers of language models: that every arm did the same work, and did it right.
+
+A server that answers less, other prompts, from a cache or with another model's tokens is faster for that, so each of
+these takes the verdict away. What changes only how tokens arrive (chunks, stalls) warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import wraps
+
+from loadgen.metrics.facts import Facts, WorkloadFacts
+from loadgen.probes.tokens_analysis import (
+    LEAST_DISTINCT,
+    LEAST_TOKENS,
+    TokensFound,
+    TokenTotals,
+    deficit_limit,
+    share_found,
+    wrong_answers,
+)
+from loadgen.quantities import counted, do_not, join, number, share
+from loadgen.records.probes import TokensCompared
+from loadgen.records.run import Label, shown
+from loadgen.verdict.checks.registry import Find, Judgement, check
+
+CHUNKS_ALIKE = 1.1
+"""Ratio of the tokens per chunk of two arms up to which their gaps compare."""
+COALESCED_LIMIT = 0.05
+"""Share of chunks that may arrive together with the one before."""
+STALLED_LIMIT = 0.01
+"""Share of answers that may stall."""
+CPU_PER_TOKEN_US = 15.0
+"""Above this the load generator is a large part of what it measures on a small machine."""
+SAME_WORK = "Send the same prompts and lengths to every arm, and no stop words, min_tokens or penalties."
+
+
+def per_totals(judge: Callable[[Sequence[TokenTotals]], Judgement]) -> Find:
+    """Declare a check that judges the totals of all arms in each workload with streamed answers."""
+
+    @wraps(judge)
+    def find(facts: Facts) -> list[Judgement]:
+        judgements = []
+        for load in facts.loads:
+            totals = [total for total in facts.of(TokensFound).totals if total.workload == load.workload.name]
+            if load.workload.is_streamed:
+                judged = judge(totals) if totals else Judgement(None, "no answer was stored")
+                judgements.append(replace(judged, scope=load.scope))
+        return judgements
+
+    return find
+
+
+def _where(totals: Sequence[TokenTotals], count: Callable[[TokenTotals], int], of: Callable[[TokenTotals], int]) -> str:
+    """ "12 of 300 answers of B" for each arm that has any."""
+    return join(
+        [
+            f"{count(total):,} of {counted(of(total), 'answer')} of {shown(total.label)}"
+            for total in totals
+            if count(total)
+        ]
+    )
+
+
+def _share(count: int, of: int) -> float:
+    return count / of if of else 0.0
+
+
+@check(
+    "every answer has the length that was asked for",
+    "Answers have another length than asked for",
+    "invalidates",
+    "Make the server honour max_tokens and ignore_eos: a shorter answer is less work.",
+    threshold=0,
+    fault="wrong answers",
+    language=True,
+)
+@per_totals
+def answer_lengths(totals: Sequence[TokenTotals]) -> Judgement:
+    wrong = sum(total.short + total.long for total in totals)
+    texts = [
+        f"{where} are {how}"
+        for how, where in (
+            ("too short", _where(totals, lambda total: total.short, lambda total: total.answers)),
+            ("too long", _where(totals, lambda total: total.long, lambda total: total.answers)),
+        )
+        if where
+    ]
+    answers = sum(total.answers for total in totals)
+    detail = "; ".join(texts) or f"all {answers:,} answers have the length that was asked for"
+    return Judgement(not wrong, detail, _share(wrong, answers))
+
+
+@check(
+    "every stream ends because of its length",
+    "Streams end too early or without an end",
+    "warns",
+    "Send ignore_eos, no stop words, and read the server's log for requests that it gave up.",
+    threshold=0,
+    language=True,
+)
+@per_totals
+def finish_reasons(totals: Sequence[TokenTotals]) -> Judgement:
+    """A stream that is cut is a failed request besides, and an early end a short answer."""
+    wrong = sum(total.cut + total.stopped for total in totals)
+    cut = _where(totals, lambda total: total.cut, lambda total: total.answers)
+    stopped = _where(totals, lambda total: total.stopped, lambda total: total.answers)
+    texts = [f"{cut} have no end" if cut else "", f"{stopped} did not end by their length" if stopped else ""]
+    if not wrong and (silent := [shown(total.label) for total in totals if total.end_unknown]):
+        return Judgement(None, f"{do_not(silent, 'report')} why an answer ends")
+    detail = "; ".join(filter(None, texts)) or "every answer ended by its length"
+    return Judgement(not wrong, detail, wrong)
+
+
+@check(
+    "every arm answered the prompts that were sent",
+    "An arm answered other prompts than those sent",
+    "invalidates",
+    "Raise the server's context length, and turn off templates and truncation: the arm read another prompt.",
+    unknown="warns",
+    threshold=0,
+    fault="wrong answers",
+    language=True,
+    not_known="It is not known which prompts an arm answered",
+)
+@per_totals
+def prompts_received(totals: Sequence[TokenTotals]) -> Judgement:
+    """Judge the prompt's ids that the server sent back, or else its count of them."""
+    wrong = sum(total.prompts_differ for total in totals)
+    if wrong:
+        where = _where(totals, lambda total: total.prompts_differ, lambda total: total.prompts_known)
+        return Judgement(False, f"{where} are answers to another prompt, or to a part of it", wrong)
+    if silent := [shown(total.label) for total in totals if total.good and not total.prompts_known]:
+        return Judgement(None, f"{do_not(silent, 'report')} the prompt or its length")
+    known = sum(total.prompts_known for total in totals)
+    return Judgement(True, f"{known:,} answers name the prompt that was sent, or its length", 0)
+
+
+@check(
+    "the servers count the tokens that they send",
+    "A server's token count is not what it sends",
+    "invalidates",
+    "Trust the ids and not that server's usage; find out which tokens it leaves out.",
+    threshold=0,
+    fault="wrong answers",
+    language=True,
+    not_known="The tokens of an arm have no ids",
+)
+@per_totals
+def token_counts(totals: Sequence[TokenTotals]) -> Judgement:
+    wrong = sum(total.counts_differ for total in totals)
+    if wrong:
+        where = _where(totals, lambda total: total.counts_differ, lambda total: total.counts_known)
+        return Judgement(False, f"the server's usage of {where} differs from the tokens that arrived", wrong)
+    if assumed := [shown(total.label) for total in totals if total.assumed]:
+        detail = f"{join(assumed)} sends text without ids or a count, so a chunk counts as one token"
+        return Judgement(None, detail, severity="warns")
+    if silent := [shown(total.label) for total in totals if total.without_ids]:
+        return Judgement(None, f"the tokens of {join(silent)} are counted by the server itself", severity="warns")
+    known = sum(total.counts_known for total in totals)
+    if not known:
+        return Judgement(None, "no server reports its usage; the ids are counted")
+    return Judgement(True, f"ids and usage agree in {counted(known, 'answer')}", 0)
+
+
+@check(
+    "the tokens are those of the model",
+    "Tokens are not those of the model",
+    "invalidates",
+    "Find out why that server computes other tokens (weights, cache of keys and values, sampling): its speed means "
+    "nothing until they are right.",
+    unknown="invalidates",
+    threshold=0,
+    fault="wrong answers",
+    language=True,
+    not_known="The tokens were not compared with a reference",
+)
+def tokens_agree(facts: Facts) -> Iterator[Judgement]:
+    """Judge a random sample of the answers under load by the deficit of each token below the reference's best.
+    Without a record the model is not known to abserve, so there is no reference: that only warns."""
+    run = facts.run
+    stored = run.records_of(TokensCompared)
+    if not run.has_records_of(TokensCompared):
+        if facts.loads:
+            yield Judgement(None, "there is no reference for a model that abserve does not know", severity="warns")
+        return
+    for load in facts.loads:
+        if load.workload.is_streamed:
+            compared = [record for record in stored if record.workload == load.workload.name]
+            loaded = {(block.record.label, block.record.restart) for block in load.stored}
+            yield replace(_agreement(compared, loaded, run.experiment.labels), scope=load.scope)
+
+
+def _agreement(
+    compared: Sequence[TokensCompared], loaded: set[tuple[Label, int]], labels: Sequence[Label]
+) -> Judgement:
+    wrong = [record for record in compared if wrong_answers(record)]
+    if wrong:
+        value = sum(len(wrong_answers(record)) for record in wrong)
+        return Judgement(
+            False, "; ".join(_fault(wrong, compared, label) for label in labels if _has(wrong, label)), value
+        )
+    if errors := [record.error for record in compared if record.error]:
+        return Judgement(None, errors[0])
+    missing = {label for label, _ in loaded - {(record.label, record.restart) for record in compared if record.answers}}
+    if missing:
+        return Judgement(None, f"no answers of {join(sorted(map(shown, missing)))} were compared")
+    answers = [answer for record in compared for answer in record.answers if answer.deficit is not None]
+    if not answers:
+        return Judgement(None, "there is no reference for this model", severity="warns")
+    worst = max(answer.deficit or 0.0 for answer in answers)
+    limit = min(deficit_limit(record, answer.largest) for record in compared for answer in record.answers)
+    fewest = min(sum(len(record.answers) for record in compared if record.label == label) for label in labels)
+    detail = (
+        f"{counted(len(answers), 'answer')} under load: no token is more than {worst:.1e} below the reference's "
+        f"best (limit {limit:.1e}); wrong tokens in {share(share_found(fewest))} of an arm's answers would be "
+        "found with 95 % probability"
+    )
+    return Judgement(True, detail, 0)
+
+
+def _has(records: Sequence[TokensCompared], label: Label) -> bool:
+    return any(record.label == label for record in records)
+
+
+def _fault(wrong: Sequence[TokensCompared], compared: Sequence[TokensCompared], label: Label) -> str:
+    """ "3 of 64 answers of B have wrong tokens: block 4, request 7 of user 2: token 12 …" """
+    of_arm = [record for record in wrong if record.label == label]
+    faults = [(answer, record) for record in of_arm for answer in wrong_answers(record)]
+    checked = sum(len(record.answers) for record in compared if record.label == label)
+    first, record = faults[0]
+    text = (
+        f"{len(faults)} of {counted(checked, 'answer')} of {shown(label)} have wrong tokens: {first.block}, request "
+        f"{first.request + 1:,} of user {first.user}: token {first.place + 1} is {number(first.deficit or 0.0)} below "
+        f"the reference's best (limit {number(deficit_limit(record, first.largest))})"
+    )
+    masked = sum(answer.masked_ends for answer, _ in faults)
+    if masked and all(answer.masked_ends for answer, _ in faults):
+        text += (
+            f"; in {counted(masked, 'place')} the model would have ended the text: the server forbids that, as "
+            "min_tokens does, instead of going on"
+        )
+    return text
+
+
+@check(
+    "different prompts get different answers",
+    "Different prompts get the same answer",
+    "invalidates",
+    "Find out whether that server computes at all: it gives one answer to different prompts.",
+    fault="wrong answers",
+    language=True,
+)
+def answers_depend_on_prompts(facts: Facts) -> Iterator[Judgement]:
+    """Judge the answers kept under load; skipped without two of an arm."""
+    digests: dict[Label, list[str]] = {}
+    for record in facts.run.records_of(TokensCompared):
+        digests.setdefault(record.label, []).extend(
+            answer.digest for answer in record.answers if answer.digest and answer.tokens >= LEAST_TOKENS
+        )
+    judged = {label: len(set(kept)) / len(kept) for label, kept in digests.items() if len(kept) > 1}
+    if not judged:
+        return
+    same = [shown(label) for label, part in judged.items() if part < LEAST_DISTINCT]
+    detail = f"{join(same)} gives the same answer to different prompts" if same else "answers differ as prompts do"
+    yield Judgement(not same, detail, min(judged.values()), LEAST_DISTINCT)
+
+
+@check(
+    "answers do not repeat the same tokens",
+    "Answers repeat the same tokens",
+    "invalidates",
+    "Use trained weights, or random ones as large as abserve draws them: a model that repeats one token hides faults.",
+    threshold=LEAST_DISTINCT,
+    fault="wrong answers",
+    language=True,
+)
+@per_totals
+def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
+    """Most answers of an arm must repeat for it: trained models repeat themselves now and then."""
+    parts = {total.label: _share(total.repeating, total.ids_known) for total in totals if total.ids_known}
+    if not parts:
+        return Judgement(None, "no answer is long enough and has ids")
+    worst = max(parts.values())
+    repeating = [shown(label) for label, part in parts.items() if part > 1.0 - LEAST_DISTINCT]
+    if repeating:
+        detail = f"in {share(worst)} of the answers of {join(repeating)} most tokens are repeats"
+        return Judgement(False, detail, 1.0 - worst)
+    return Judgement(True, f"{share(worst)} of an arm's answers repeat tokens at most", 1.0 - worst)
+
+
+@check(
+    "no prompt came from a cache",
+    "Prompts came from a prefix cache",
+    "invalidates",
+    "Turn prefix caching off on every arm (vLLM: --no-enable-prefix-caching), or compare shared-prefix alone.",
+    threshold=0,
+    fault="unfair configuration",
+    language=True,
+)
+def cached_prompts(facts: Facts) -> Iterator[Judgement]:
+    """Judge the servers' own count of cached tokens; `repeated_requests` looks for caches that are not reported. A
+    workload whose prompts share their beginning asks for a cache."""
+    for load in facts.loads:
+        if not load.workload.is_streamed or load.workload.shared_prefix:
+            continue
+        totals = [total for total in facts.of(TokensFound).totals if total.workload == load.workload.name]
+        cached = {shown(total.label): total.cached_tokens for total in totals if total.cached_tokens}
+        if cached:
+            detail = join([f"{count:,} prompt tokens of {label}" for label, count in cached.items()])
+            yield Judgement(
+                False, f"{detail} came from a cache, not from the model", max(cached.values()), scope=load.scope
+            )
+        elif not any(total.caches_known for total in totals):
+            yield Judgement(None, "no server reports cached tokens", scope=load.scope)
+        else:
+            yield Judgement(True, "the servers report no cached prompt tokens", 0, scope=load.scope)
+
+
+@check(
+    "the arms send chunks of the same size",
+    "The arms send chunks of different sizes",
+    "warns",
+    "Compare tokens/s and TPOT, which do not depend on it, and read gaps and worst gaps per arm; or set the same "
+    "stream interval on every arm.",
+    threshold=CHUNKS_ALIKE,
+    language=True,
+)
+@per_totals
+def chunk_sizes(totals: Sequence[TokenTotals]) -> Judgement:
+    sizes = {shown(total.label): total.tokens_per_chunk for total in totals if total.tokens_per_chunk}
+    if not sizes:
+        return Judgement(None, "no chunk has tokens")
+    apart = max(sizes.values()) / min(sizes.values())
+    detail = "tokens per chunk: " + ", ".join(f"{label} {number(size)}" for label, size in sizes.items())
+    return Judgement(apart <= CHUNKS_ALIKE, detail, apart)
+
+
+@check(
+    "the load generator read every chunk by itself",
+    "Chunks were read together",
+    "warns",
+    "Give the load generator a core of its own, or use fewer users: gaps between tokens are blurred, tokens/s are not.",
+    threshold=COALESCED_LIMIT,
+    language=True,
+)
+@per_totals
+def chunks_read(totals: Sequence[TokenTotals]) -> Judgement:
+    """Chunks in one read have one time: the client was late, or the network or the server merged them."""
+    parts = {shown(total.label): _share(total.coalesced, total.chunks) for total in totals}
+    worst = max(parts.values())
+    detail = join([f"{share(part)} of the chunks of {label}" for label, part in parts.items()])
+    return Judgement(worst <= COALESCED_LIMIT, f"{detail} came with the chunk before", worst)
+
+
+@check(
+    "no answer stalled",
+    "Answers stalled",
+    "warns",
+    "Look for preempted or recomputed requests, long prompts that block decoding (chunked prefill), or a full queue.",
+    threshold=STALLED_LIMIT,
+    language=True,
+)
+@per_totals
+def stalled_answers(totals: Sequence[TokenTotals]) -> Judgement:
+    """A stall is a gap of ten times the arm's median gap and at least 50 ms."""
+    parts = {total.label: _share(total.stalled, total.good) for total in totals}
+    worst = max(parts.values())
+    texts = [
+        f"{share(parts[total.label])} of the answers of {shown(total.label)} stalled, the longest for "
+        f"{number(total.worst_gap_ms or 0.0)} ms (median gap {number(total.median_gap_ms or 0.0)} ms)"
+        for total in totals
+        if parts[total.label] > STALLED_LIMIT
+    ]
+    longest = max((total.worst_gap_ms or 0.0 for total in totals), default=0.0)
+    return Judgement(not texts, "; ".join(texts) or f"the longest gap is {number(longest)} ms", worst)
+
+
+@check(
+    "no arm speculates alone",
+    "Only some arms speculate",
+    "invalidates",
+    "Give every arm the same speculative decoding, or none.",
+    threshold="equal",
+    fault="unfair configuration",
+    language=True,
+)
+def same_speculation(facts: Facts) -> Iterator[Judgement]:
+    """Skipped where no arm reports speculative decoding."""
+    settings = {arm.label: arm.in_effect.get("speculative") for arm in facts.run.arms}
+    if not any(settings.values()):
+        return
+    named = ", ".join(f"{shown(label)} {value or 'none'}" for label, value in settings.items())
+    alike = len({str(value or "none") for value in settings.values()}) == 1
+    yield Judgement(alike, f"speculative decoding: {named}", named)
+
+
+@check(
+    "every arm speaks the same protocol",
+    "The arms speak different protocols",
+    "warns",
+    "Use a protocol that all arms speak, or compare one server with itself over both to see what the protocol costs.",
+    threshold="equal",
+    caveat=("failed",),
+    language=True,
+)
+def same_protocol(facts: Facts) -> Iterator[Judgement]:
+    experiment = facts.run.experiment
+    spoken = {shown(arm.label): experiment.transport_of(arm) for arm in experiment.arms}
+    alike = len(set(spoken.values())) == 1
+    words = next(iter(spoken.values())) if alike else join([f"{label} {name}" for label, name in spoken.items()])
+    yield Judgement(alike, words if alike else f"the arms speak different protocols ({words})", words)
+
+
+@check(
+    "the load generator needs little CPU per token",
+    "The load generator needs much CPU per token",
+    "warns",
+    "Use a faster or an idle machine for the load generator, more --processes, or a server that sends larger chunks.",
+    threshold=CPU_PER_TOKEN_US,
+    language=True,
+)
+def generator_cpu_per_token(facts: Facts) -> Iterator[Judgement]:
+    for load in facts.loads:
+        if load.workload.is_streamed:
+            yield replace(_cpu_per_token(facts, load), scope=load.scope)
+
+
+def _cpu_per_token(facts: Facts, load: WorkloadFacts) -> Judgement:
+    tokens = sum(total.tokens for total in facts.of(TokensFound).totals if total.workload == load.workload.name)
+    spent_ns = sum(
+        max(block.record.generator_cpu_ns - block.record.generator_spin_ns, 0)
+        for block in load.stored
+        if block.record.complete
+    )
+    if not tokens or not spent_ns:
+        return Judgement(None, "the CPU time of the load generator is unknown")
+    each_us = spent_ns / tokens / 1000.0
+    return Judgement(each_us <= CPU_PER_TOKEN_US, f"{number(each_us)} µs of CPU per token", each_us)
